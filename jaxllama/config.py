@@ -60,8 +60,10 @@ class RopeConfig:
         turning = self.rotary_dim or 0
         _require(
             turning >= 0 and turning % 2 == 0,
-            "rope.rotary_dim", self.rotary_dim, "must be even",
-        )  # fmt: skip
+            "rope.rotary_dim",
+            self.rotary_dim,
+            "must be even",
+        )
         _require(self.theta > 0, "rope.theta", self.theta, "must be positive")
         _require(self.factor > 0, "rope.factor", self.factor, "must be positive")
         if self.scaling in ("llama3", "yarn", "dynamic", "longrope"):
@@ -116,14 +118,18 @@ class GLAConfig:
         _check_literals(self)
         _require(
             self.use_output_gate or not self.gate_bias,
-            "gla.gate_bias", True, "needs gla.use_output_gate",
-        )  # fmt: skip
+            "gla.gate_bias",
+            True,
+            "needs gla.use_output_gate",
+        )
         for key in ("n_heads", "n_kv_heads", "gate_low_rank_dim", "conv_size"):
             _require(getattr(self, key) > 0, f"gla.{key}", getattr(self, key), "must be positive")
         _require(
             self.n_heads % self.n_kv_heads == 0,
-            "gla.n_kv_heads", self.n_kv_heads, f"must divide gla.n_heads ({self.n_heads})",
-        )  # fmt: skip
+            "gla.n_kv_heads",
+            self.n_kv_heads,
+            f"must divide gla.n_heads ({self.n_heads})",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +163,10 @@ class DeltaConfig:
         _require(self.conv_size >= 0, "delta.conv_size", self.conv_size, "must not be negative")
         _require(
             self.n_heads % self.n_k_heads == 0,
-            "delta.n_k_heads", self.n_k_heads, f"must divide delta.n_heads ({self.n_heads})",
-        )  # fmt: skip
+            "delta.n_k_heads",
+            self.n_k_heads,
+            f"must divide delta.n_heads ({self.n_heads})",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +189,7 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class CheckpointForm:
     """How a checkpoint's tensors differ from the parameters: what loading folds into them.
 
     family: whose names they have (``model.params.FAMILIES``), and which class transformers has for
@@ -266,20 +274,30 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     latent: LatentConfig | None = None
     mixers: tuple[tuple[str, Options], ...] = ()
-    stored: Stored = dataclasses.field(default_factory=Stored)
+    stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
         _check_literals(self)
         object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
-        for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim",
-                    "d_ff", "max_position"):  # fmt: skip
+        for key in (
+            "vocab_size",
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "d_ff",
+            "max_position",
+        ):
             _require(getattr(self, key) > 0, key, getattr(self, key), "must be positive")
         _require(
             self.n_heads % self.n_kv_heads == 0,
-            "n_kv_heads", self.n_kv_heads, f"must divide n_heads ({self.n_heads})",
-        )  # fmt: skip
+            "n_kv_heads",
+            self.n_kv_heads,
+            f"must divide n_heads ({self.n_heads})",
+        )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (RoPE)")
         _require(self.norm_eps >= 0, "norm_eps", self.norm_eps, "must not be negative")
         _require(
@@ -291,56 +309,75 @@ class ModelConfig:
             )
         _require(
             set(self.window_layers) <= set(range(self.n_layers)),
-            "window_layers", self.window_layers, f"must be below n_layers ({self.n_layers})",
-        )  # fmt: skip
+            "window_layers",
+            self.window_layers,
+            f"must be below n_layers ({self.n_layers})",
+        )
         # One spelling for each meaning, so that configs that mean the same are equal.
         layers = () if self.sliding_window is None else tuple(sorted(set(self.window_layers)))
         layers = () if len(layers) == self.n_layers else layers
         object.__setattr__(self, "window_layers", layers)
         _require(
             len(self.layer_types) == self.n_layers,
-            "layer_types", len(self.layer_types), f"must have n_layers ({self.n_layers}) entries",
-        )  # fmt: skip
+            "layer_types",
+            len(self.layer_types),
+            f"must have n_layers ({self.n_layers}) entries",
+        )
         for kind in self.layer_types:
             _require(
                 kind in KINDS or kind in dict(self.mixers),
-                "layer_types", kind, "must be 'attention', 'gla' or 'delta'",
-            )  # fmt: skip
+                "layer_types",
+                kind,
+                "must be 'attention', 'gla' or 'delta'",
+            )
         _require(
             set(self.nope_layers) <= set(range(self.n_layers)),
-            "nope_layers", self.nope_layers, f"must be below n_layers ({self.n_layers})",
-        )  # fmt: skip
+            "nope_layers",
+            self.nope_layers,
+            f"must be below n_layers ({self.n_layers})",
+        )
         for key in ("attn_softcap", "logit_softcap"):
             cap = getattr(self, key)
             _require(cap is None or cap > 0, key, cap, "must be positive")
         _require(
             self.attn_softcap is None or self.attn_sparsity == 1.0,
-            "attn_sparsity", self.attn_sparsity, "must be 1 where attention scores are capped",
-        )  # fmt: skip
+            "attn_sparsity",
+            self.attn_sparsity,
+            "must be 1 where attention scores are capped",
+        )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
         for key in ("rope", "window_rope"):
             rope = getattr(self, key)
             turning = 0 if rope is None or rope.rotary_dim is None else rope.rotary_dim
             _require(
                 turning <= self.head_dim,
-                f"{key}.rotary_dim", turning, f"must not exceed head_dim ({self.head_dim})",
-            )  # fmt: skip
+                f"{key}.rotary_dim",
+                turning,
+                f"must not exceed head_dim ({self.head_dim})",
+            )
         if self.latent is not None:
             width = self.latent.d_nope + self.latent.d_rope
             for key, want in (
-                ("head_dim", width), ("n_kv_heads", self.n_heads), ("qkv_bias", False),
-                ("qk_norm", "none"), ("attn_gate", False),
-            ):  # fmt: skip
+                ("head_dim", width),
+                ("n_kv_heads", self.n_heads),
+                ("qkv_bias", False),
+                ("qk_norm", "none"),
+                ("attn_gate", False),
+            ):
                 found = getattr(self, key)
                 _require(found == want, key, found, f"must be {want!r} where keys are latent")
             _require(
                 self.rope.rotary_dim == 0 or len(self.nope_layers) == self.n_layers,
-                "nope_layers", self.nope_layers, "must be all layers where keys are latent",
-            )  # fmt: skip
+                "nope_layers",
+                self.nope_layers,
+                "must be all layers where keys are latent",
+            )
             _require(
-                self.latent.d_v <= width, "latent.d_v", self.latent.d_v,
+                self.latent.d_v <= width,
+                "latent.d_v",
+                self.latent.d_v,
                 f"must not exceed head_dim ({width})",
-            )  # fmt: skip
+            )
         if "delta" in self.layer_types:
             _require(self.delta is not None, "delta", None, "is needed by layers of type 'delta'")
         if "gla" in self.layer_types:
@@ -350,9 +387,10 @@ class ModelConfig:
                 width = expand * self.d_model
                 _require(
                     width > 0 and width == int(width) and int(width) % self.gla.n_heads == 0,
-                    f"gla.{key}", expand,
+                    f"gla.{key}",
+                    expand,
                     f"times d_model ({self.d_model}) must divide into {self.gla.n_heads} heads",
-                )  # fmt: skip
+                )
 
     def options_of(self, kind: str) -> dict[str, Any]:
         """What ``mixers`` says of a kind of layers."""
@@ -414,10 +452,13 @@ class ModelConfig:
         """Of the first ``count`` layers alone."""
         windows = tuple(i for i in range(count) if self.window_of(i) is not None)
         return dataclasses.replace(
-            self, n_layers=count, layer_types=self.layer_types[:count],
-            sliding_window=self.sliding_window if windows else None, window_layers=windows,
+            self,
+            n_layers=count,
+            layer_types=self.layer_types[:count],
+            sliding_window=self.sliding_window if windows else None,
+            window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)

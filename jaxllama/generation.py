@@ -433,9 +433,16 @@ def generate(
     stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
     stop_ids = jnp.asarray(tuple(stops), jnp.int32)
     state = start(
-        cfg, params, tokens, lengths, cache, sampling, stop_ids,
-        max_new_tokens=max_new_tokens, chunk=chunk,
-    )  # fmt: skip
+        cfg,
+        params,
+        tokens,
+        lengths,
+        cache,
+        sampling,
+        stop_ids,
+        max_new_tokens=max_new_tokens,
+        chunk=chunk,
+    )
     return loop_for(params)(cfg, params, state, sampling, stop_ids, max_new_tokens)
 
 
@@ -580,9 +587,17 @@ def start_in_pieces(
         jax.block_until_ready(last)
         on_prompt(min(first + chunk, longest), longest)
     return _after_pieces(
-        cfg, params, tokens, lengths, cache, total, last, sampling, stop_ids,
+        cfg,
+        params,
+        tokens,
+        lengths,
+        cache,
+        total,
+        last,
+        sampling,
+        stop_ids,
         max_new_tokens=max_new_tokens,
-    )  # fmt: skip
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(4, 6))
@@ -688,9 +703,13 @@ def advance(
         if plan is not None:
             product = decoder.head_product(cfg, params, hidden[:, 0])
             kept = greedy.append_greedy(
-                product, carry.rows, carry.written, stop_ids, capacity=before.capacity,
+                product,
+                carry.rows,
+                carry.written,
+                stop_ids,
+                capacity=before.capacity,
                 planned=plan,
-            )  # fmt: skip
+            )
             return _Carry(*kept, after.layers, None)
         scores = _logits(cfg, params, hidden[:, 0], before, live)
         rows = newest, done, counts, after.lengths, step
@@ -702,7 +721,7 @@ def advance(
 
 def _own_end(
     cfg: ModelConfig, params: Params, hidden: Hidden, stop_ids: jax.Array
-) -> greedy.Plan | None:
+) -> greedy.GreedyPlan | None:
     """The plan of the kernel of what follows the head in a greedy step, if there is one here."""
     logits = jax.ShapeDtypeStruct((hidden.x.shape[0], cfg.vocab_size), hidden.x.dtype)
     is_plain = cfg.logit_softcap is None and traced_mesh(params) is None

@@ -143,8 +143,15 @@ def _compiled(lowered: Any) -> Any:
 def signature(tree: Any) -> str:
     """A hash of the structure, shapes and dtypes of a tree of arrays."""
     leaves, structure = jax.tree.flatten(tree)
-    kinds = [(leaf.shape, leaf.dtype.name, bool(getattr(leaf, "weak_type", False)),
-              isinstance(leaf, np.ndarray)) for leaf in leaves]  # fmt: skip
+    kinds = [
+        (
+            leaf.shape,
+            leaf.dtype.name,
+            bool(getattr(leaf, "weak_type", False)),
+            isinstance(leaf, np.ndarray),
+        )
+        for leaf in leaves
+    ]
     return hashlib.sha256(f"{structure}{kinds}".encode()).hexdigest()
 
 

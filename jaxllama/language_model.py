@@ -157,9 +157,18 @@ class LanguageModel:
         tokenizer, or a prompt that does not fit the context.
         """
         steps = self._steps(
-            prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None,
-            adapter, self.drafting(draft, draft_tokens), on_prompt,
-        )  # fmt: skip
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed,
+            stop,
+            kv_dtype,
+            chunk,
+            on_text is not None,
+            adapter,
+            self.drafting(draft, draft_tokens),
+            on_prompt,
+        )
         while True:
             try:
                 row, text = next(steps)
@@ -198,9 +207,18 @@ class LanguageModel:
             )
         new = min(whole("max_new_tokens", max_new_tokens), room)
         [out] = self.generate(
-            [ids], new, sampling or self.sampling, seed, stop, kv_dtype=kv_dtype, chunk=chunk,
-            on_text=on_text, adapter=adapter, draft=draft, draft_tokens=draft_tokens,
-        )  # fmt: skip
+            [ids],
+            new,
+            sampling or self.sampling,
+            seed,
+            stop,
+            kv_dtype=kv_dtype,
+            chunk=chunk,
+            on_text=on_text,
+            adapter=adapter,
+            draft=draft,
+            draft_tokens=draft_tokens,
+        )
         return out
 
     def stream(
@@ -226,9 +244,17 @@ class LanguageModel:
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
         steps = self._steps(
-            [prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True, adapter,
+            [prompt],
+            max_new_tokens,
+            sampling,
+            seed,
+            stop,
+            kv_dtype,
+            chunk,
+            True,
+            adapter,
             self.drafting(draft, draft_tokens),
-        )  # fmt: skip
+        )
         return (text for _, text in steps)
 
     def save(
@@ -262,9 +288,14 @@ class LanguageModel:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             if format != "floats":
                 return packed.save(
-                    directory, cfg, params, files, format=format, sampling=sampling,
+                    directory,
+                    cfg,
+                    params,
+                    files,
+                    format=format,
+                    sampling=sampling,
                     progress=progress,
-                )  # fmt: skip
+                )
             params = packed.in_floats(params, self.dtype) if is_packed else params
             cfg = cfg.with_head_of(params)
             return hf.save(directory, cfg, params, files, sampling=sampling, progress=progress)
@@ -280,7 +311,7 @@ class LanguageModel:
         chunk: Any,
         watched: bool,
         adapter: str | Sequence[str | None] | None,
-        drafting: Drafting | None,
+        drafting: DraftSource | None,
         on_prompt: OnPrompt | None = None,
     ) -> Steps:
         """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
@@ -294,9 +325,7 @@ class LanguageModel:
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
         kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
-        options = _Options(
-            max_new_tokens, stops, kv_dtype, chunk, watched, drafting, on_prompt
-        )  # fmt: skip
+        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched, drafting, on_prompt)
         return self._batches(rows, per_row, numbers, options)
 
     def _cache_options(
@@ -448,9 +477,17 @@ class LanguageModel:
         on_prompt = None if self.deterministic else options.on_prompt
         if on_prompt is not None and chunk is not None and chunk < tokens.shape[1]:
             return generation.start_in_pieces(
-                self.config, self.params, tokens, lengths, new_cache(), sampling, stop_ids,
-                max_new_tokens=room, chunk=chunk, on_prompt=on_prompt,
-            )  # fmt: skip
+                self.config,
+                self.params,
+                tokens,
+                lengths,
+                new_cache(),
+                sampling,
+                stop_ids,
+                max_new_tokens=room,
+                chunk=chunk,
+                on_prompt=on_prompt,
+            )
         static: dict[str, Any] = {"max_new_tokens": room, "alone": alone, "chunk": chunk}
         programs = self._programs
         if programs is None:
@@ -487,7 +524,7 @@ class LanguageModel:
         key = "advance", self._signature, signature(arguments[1:])
         return programs.call(key, loop, arguments, self.config)
 
-    def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> Drafting | None:
+    def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> DraftSource | None:
         """``generate``'s two arguments, checked; offloading has its own."""
         if draft is None:
             if draft_tokens:
@@ -496,12 +533,12 @@ class LanguageModel:
         vocab_size, params = self.config.vocab_size, None
         if isinstance(draft, LanguageModel):
             self._check_draft(draft)
-            own, params = speculative.Model(draft.config, vocab_size), draft.params
+            own, params = speculative.ModelDraft(draft.config, vocab_size), draft.params
         elif draft == "ngram":
             own = speculative.NGram(unsure=not draft_tokens)
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
-        return Drafting(speculative.Plan.of(own, draft_tokens, self.deterministic), params)
+        return DraftSource(speculative.DraftPlan.of(own, draft_tokens, self.deterministic), params)
 
     def _check_draft(self, draft: LanguageModel) -> None:
         name = draft.config.name
@@ -541,11 +578,13 @@ class LanguageModel:
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
         parts = [
             generation.logits(
-                self.config, self._for_rows(numbers[i : i + rows]).params,
-                tokens[i : i + rows], lengths[i : i + rows],
+                self.config,
+                self._for_rows(numbers[i : i + rows]).params,
+                tokens[i : i + rows],
+                lengths[i : i + rows],
             )
             for i in range(0, tokens.shape[0], rows)
-        ]  # fmt: skip
+        ]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
@@ -643,7 +682,7 @@ class _Options:
     kv_dtype: DTypeLike
     chunk: int | None
     watched: bool  # somebody reads the text as it comes
-    drafting: Drafting | None
+    drafting: DraftSource | None
     on_prompt: OnPrompt | None
 
     @property
@@ -709,10 +748,10 @@ class _Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafting:
+class DraftSource:
     """Who drafts, with the parameters of a model that does."""
 
-    plan: speculative.Plan
+    plan: speculative.DraftPlan
     params: generation.Params | None
 
     def begin(
@@ -734,9 +773,16 @@ class Drafting:
         limit: int,
     ) -> speculative.State:
         return speculative.loop_for(lm.params)(
-            lm.config, self.plan, lm.params, self.params, state, sampling, stop_ids,
-            np.int32(until), np.int32(limit),
-        )  # fmt: skip
+            lm.config,
+            self.plan,
+            lm.params,
+            self.params,
+            state,
+            sampling,
+            stop_ids,
+            np.int32(until),
+            np.int32(limit),
+        )
 
 
 def _weights(params: generation.Params) -> list[Any]:
@@ -755,13 +801,18 @@ def _described(lm: LanguageModel) -> str:
         kind = re.sub(r"layer_\d+", "layer_*", name), brief(leaf)
         kinds[kind] = kinds.get(kind, 0) + 1
     facts = [
-        lm.config.name, f"{lm.config.n_layers} layers", f"vocabulary {lm.config.vocab_size}",
-        f"context {lm.config.max_position}", size_text(lm.params),
+        lm.config.name,
+        f"{lm.config.n_layers} layers",
+        f"vocabulary {lm.config.vocab_size}",
+        f"context {lm.config.max_position}",
+        size_text(lm.params),
         "no tokenizer" if lm.tokenizer is None else None,
         None if lm.sampling is None else f"sampling: {lm.sampling}",
-    ]  # fmt: skip
-    lines = [f"  {count} x {name} {text}" if count > 1 else f"  {name} {text}"
-             for (name, text), count in kinds.items()]  # fmt: skip
+    ]
+    lines = [
+        f"  {count} x {name} {text}" if count > 1 else f"  {name} {text}"
+        for (name, text), count in kinds.items()
+    ]
     if len(lines) > _SCREEN:
         lines[_SCREEN:] = [f"  and {len(lines) - _SCREEN} more kinds of parameters"]
     return "\n".join([f"{type(lm).__name__}({', '.join(filter(None, facts))})", *lines])

@@ -102,9 +102,18 @@ def load(
         if policy is not None:
             raise JaxLlamaError(f"{source}: policy and layers exclude each other")
         lm = load(
-            whole, dtype, quantize, mesh=mesh, deterministic=deterministic, random=random,
-            exact=exact, revision=revision, progress=progress, adapters=adapters, merge=merge,
-        )  # fmt: skip
+            whole,
+            dtype,
+            quantize,
+            mesh=mesh,
+            deterministic=deterministic,
+            random=random,
+            exact=exact,
+            revision=revision,
+            progress=progress,
+            adapters=adapters,
+            merge=merge,
+        )
         return lm.first_layers(layers)
     flax_state.register()
     adapters = dict(adapters or {})
@@ -157,9 +166,16 @@ def load(
             said = preset_sampling(source)
             sampling = Sampling(**said) if said else None
         cfg, params, tokenizer = _from_checkpoint(
-            source, path, dtype, progress, place, grid, quantize, factors[0] if merge else None,
+            source,
+            path,
+            dtype,
+            progress,
+            place,
+            grid,
+            quantize,
+            factors[0] if merge else None,
             own_codes=not exact and quantize is None,
-        )  # fmt: skip
+        )
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
     if place is not None:
@@ -244,9 +260,13 @@ def _from_checkpoint(
             reading = beside.submit(Tokenizer.from_gguf, file)
             cfg = gguf.read_config(file)
             params = gguf.load_params(
-                file, cfg, dtype, keep_quantized=own_codes, progress=progress,
+                file,
+                cfg,
+                dtype,
+                keep_quantized=own_codes,
+                progress=progress,
                 place=here if grid is None and place is None else place,
-            )  # fmt: skip
+            )
             tokenizer = reading.result()
         params = params if grid is None else shard_params(cfg, params, grid)[1]
     else:

@@ -146,9 +146,14 @@ def _new_display() -> Any:
         TimeRemainingColumn,
     )
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(),
-               TextColumn("{task.fields[amount]}"), TimeElapsedColumn(),
-               TimeRemainingColumn())  # fmt: skip
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 

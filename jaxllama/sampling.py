@@ -111,8 +111,14 @@ class Sampling:
         return ", ".join(said)
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-            "presence_penalty")  # fmt: skip
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 def _check(key: str, value: Any, low: float, high: float, above: bool = False) -> None:

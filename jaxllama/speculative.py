@@ -11,9 +11,9 @@ draft that samples with the same keys agrees as often: Daliri et al., arXiv 2408
 are the model's.  What differs is what another batch size would change: roundings.
 
 Drafts are pure functions on the device.  ``NGram`` finds what followed the last tokens when they
-stood in the text before (prompt lookup); ``Model`` is a smaller model with the same vocabulary,
-whose cache holds accepted tokens only: each turn it reads those that it has not seen, at once, and
-goes on from there in a copy of what it would have to take back.
+stood in the text before (prompt lookup); ``ModelDraft`` is a smaller model with the same
+vocabulary, whose cache holds accepted tokens only: each turn it reads those that it has not seen,
+at once, and goes on from there in a copy of what it would have to take back.
 
 A turn is draft, verify, commit, in one ``lax.while_loop``; the pass is as wide as the longest draft
 of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks for what pays: four
@@ -68,7 +68,7 @@ class Drafted(NamedTuple):
     kept: Any
 
 
-class Ask(NamedTuple):
+class DraftContext(NamedTuple):
     """What a draft may look at: text int32 ``[B, L]``, of which ``size[B]`` tokens are there; how
     many are ``wanted[B]``, at most ``most``; how the model samples them, and what is called as
     ``sample`` for it."""
@@ -97,7 +97,7 @@ class NGram:
     def begin(self, *_: Any) -> None:
         """It keeps nothing but the text."""
 
-    def propose(self, params: None, kept: None, ask: Ask) -> Drafted:
+    def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
         text, size = ask.text, ask.size[:, None]
         width = text.shape[1]
         place = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -121,7 +121,7 @@ class NGram:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelDraft:
     """What a model of this config would sample with the same keys, of the ``vocab_size`` tokens
     that the verifying one has.  It keeps a cache."""
 
@@ -136,16 +136,22 @@ class Model:
         return fill_rows(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
 
     def fill(
-        self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache,
-        totals: jax.Array, *, fresh: bool,
-    ) -> Cache:  # fmt: skip
+        self,
+        params: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        cache: Cache,
+        totals: jax.Array,
+        *,
+        fresh: bool,
+    ) -> Cache:
         """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
         tokens = self._known(tokens)
         cache = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)[1]
         assert cache is not None
         return cache
 
-    def propose(self, params: Params, kept: Cache, ask: Ask) -> Drafted:
+    def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
         """Nothing is computed where nobody wants a draft."""
         none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
         # A loop of one round is a choice that copies no cache.
@@ -157,7 +163,7 @@ class Model:
         return Drafted(tokens, ask.wanted, kept)
 
     def _proposed(
-        self, params: Params, none: jax.Array, kept: Cache, ask: Ask
+        self, params: Params, none: jax.Array, kept: Cache, ask: DraftContext
     ) -> tuple[jax.Array, Cache]:
         kept, hidden = self._read(params, kept, ask)
         most = jnp.max(ask.wanted)
@@ -189,7 +195,7 @@ class Model:
         )
         return tokens, Cache(layers, kept.lengths, kept.table)
 
-    def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, Hidden]:
+    def _read(self, params: Params, cache: Cache, ask: DraftContext) -> tuple[Cache, Hidden]:
         """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
         the rows that want a draft."""
 
@@ -230,7 +236,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """Who drafts, at most how many tokens, and the widths of a pass; adaptive: or fewer; exact: in
     the shapes of a decode step of as many rows as a pass has tokens."""
 
@@ -241,7 +247,7 @@ class Plan:
     exact: bool = False
 
     @classmethod
-    def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> Plan:
+    def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> DraftPlan:
         """draft_tokens: 0 to 15, 0 adapts.  deterministic: one width, a power of two, so that a
         pass of 32 tokens is whole rows.  Raises JaxLlamaError naming the key."""
         if not 0 <= whole("draft_tokens", draft_tokens) <= MOST:
@@ -315,7 +321,7 @@ def _answers(text: jax.Array, prompt: jax.Array, room: int) -> jax.Array:
 
 
 def begin(
-    plan: Plan,
+    plan: DraftPlan,
     draft_params: Params | None,
     tokens: jax.Array,
     lengths: jax.Array,
@@ -327,9 +333,18 @@ def begin(
     # Donated arrays of their own, each.
     drafted, accepted, *pace = (jnp.full_like(lengths, value) for value in (0, 0, plan.most, 0, 1))
     return State(
-        _text(tokens, lengths, generated.tokens), lengths, generated.logprobs, generated.counts,
-        generated.done, drafted, accepted, Pace(*pace), generated.cache, generated.history, kept,
-    )  # fmt: skip
+        _text(tokens, lengths, generated.tokens),
+        lengths,
+        generated.logprobs,
+        generated.counts,
+        generated.done,
+        drafted,
+        accepted,
+        Pace(*pace),
+        generated.cache,
+        generated.history,
+        kept,
+    )
 
 
 @jax.jit
@@ -344,7 +359,7 @@ _LOOP = {"static_argnums": (0, 1), "donate_argnums": 4}
 @functools.partial(jax.jit, **_LOOP)
 def advance(
     cfg: ModelConfig,
-    plan: Plan,
+    plan: DraftPlan,
     params: Params,
     draft_params: Params | None,
     state: State,
@@ -381,7 +396,7 @@ def advance(
 
 
 def proposed(
-    plan: Plan,
+    plan: DraftPlan,
     draft_params: Params | None,
     state: State,
     sampling: SamplingParams,
@@ -390,7 +405,9 @@ def proposed(
     """(the state with what the draft keeps, what live rows propose)."""
     room = jnp.where(state.is_live(limit), limit - state.counts - 1, 0)
     wanted = jnp.where(state.pace.wait > 0, 0, jnp.minimum(state.pace.tokens, room))
-    ask = Ask(state.text, state.prompt + state.counts, wanted, plan.most, sampling, state.history)
+    ask = DraftContext(
+        state.text, state.prompt + state.counts, wanted, plan.most, sampling, state.history
+    )
     draft = plan.draft.propose(draft_params, state.kept, ask)
     return dataclasses.replace(state, kept=draft.kept), draft
 
@@ -427,7 +444,7 @@ def in_width(
 
 
 def settled(
-    plan: Plan,
+    plan: DraftPlan,
     state: State,
     draft: Drafted,
     scores: jax.Array,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pallas_kernels.dispatch import device_of
 
 
-class Cost(NamedTuple):
+class KernelCost(NamedTuple):
     """Microseconds of one family of kernels: to start, and for a unit of each amount of work
     (``matmul.predict``)."""
 
@@ -32,7 +32,7 @@ class Gpu:
     copy_rate: float
     sum_rate: float
     product_rates: Mapping[str, float] = dataclasses.field(hash=False)
-    costs: Mapping[str, Cost] = dataclasses.field(hash=False)
+    costs: Mapping[str, KernelCost] = dataclasses.field(hash=False)
 
 
 H200 = Gpu(
@@ -42,53 +42,61 @@ H200 = Gpu(
     sum_rate=4.2e12,
     product_rates={"int8": 1512e12, "float8_e4m3fn": 1570e12, "bfloat16": 799e12},
     costs={
-        "between kernels": Cost(1.3),  # in a CUDA graph; not fitted
-        "pair float": Cost(start=3.28, serial=(0.0, 0.406, 0.382), shared=(0.179, 9.26, 127.0)),
-        "pair float8_e4m3fn": Cost(
+        "between kernels": KernelCost(1.3),  # in a CUDA graph; not fitted
+        "pair float": KernelCost(
+            start=3.28, serial=(0.0, 0.406, 0.382), shared=(0.179, 9.26, 127.0)
+        ),
+        "pair float8_e4m3fn": KernelCost(
             start=2.7, serial=(0.445, 1.08, 0.963), shared=(0.178, 6.63, 69.5)
         ),
-        "pair int8": Cost(start=2.85, serial=(0.219, 0.92, 0.354), shared=(0.188, 5.95, 94.9)),
-        "row float": Cost(start=1.81, serial=(0.758, 0.0, 0.0617), shared=(0.214, 0.145)),
-        "row int4": Cost(start=2.69, serial=(0.117, 0.0837, 0.0442), shared=(0.208, 0.284)),
-        "row int8": Cost(start=2.14, serial=(0.42, 0.0, 0.0275), shared=(0.21, 0.245)),
-        "tile float": Cost(
+        "pair int8": KernelCost(
+            start=2.85, serial=(0.219, 0.92, 0.354), shared=(0.188, 5.95, 94.9)
+        ),
+        "row float": KernelCost(start=1.81, serial=(0.758, 0.0, 0.0617), shared=(0.214, 0.145)),
+        "row int4": KernelCost(start=2.69, serial=(0.117, 0.0837, 0.0442), shared=(0.208, 0.284)),
+        "row int8": KernelCost(start=2.14, serial=(0.42, 0.0, 0.0275), shared=(0.21, 0.245)),
+        "tile float": KernelCost(
             start=1.89, serial=(0.655, 0.0125, 0.0197, 0.0), shared=(0.248, 4.51, 0.0)
         ),
-        "tile int4": Cost(
+        "tile int4": KernelCost(
             start=2.61, serial=(0.211, 0.046, 0.0156, 0.0), shared=(0.18, 3.21, 1.15)
         ),
-        "tile int4 fold": Cost(
+        "tile int4 fold": KernelCost(
             start=2.52, serial=(0.0, 0.0318, 0.0, 1.84), shared=(0.193, 4.58, 2.04)
         ),
-        "tile int8": Cost(
+        "tile int8": KernelCost(
             start=2.29, serial=(0.172, 0.0634, 0.0135, 0.365), shared=(0.21, 5.35, 0.0)
         ),
-        "tile int8 fold": Cost(
+        "tile int8 fold": KernelCost(
             start=2.31, serial=(0.957, 0.0151, 0.0137, 0.0), shared=(0.244, 5.86, 1.1)
         ),
-        "weight int4": Cost(
+        "weight int4": KernelCost(
             start=4.05, serial=(0.362, 2.59, 2.36, 0.0, 12.9, 9.54, 3.26), shared=(0.0361,)
         ),
-        "weight int4 x 8 bits": Cost(
+        "weight int4 x 8 bits": KernelCost(
             start=3.93, serial=(0.949, 0.946, 2.36, 0.0, 8.61, 16.5, 0.0), shared=(0.123,)
         ),
-        "weight int8": Cost(
+        "weight int8": KernelCost(
             start=4.4, serial=(0.545, 0.946, 7.57, 1.74, 12.3, 13.3, 0.107), shared=(0.0317,)
         ),
-        "xla copy": Cost(start=5.61, serial=(0.0, 0.48), shared=(0.354, 6.11)),
-        "xla float": Cost(start=4.01, serial=(2.72,), shared=(0.229, 4.82, 0.183)),
-        "xla float8_e4m3fn": Cost(start=3.88, serial=(13.9,), shared=(0.264, 0.0, 0.0)),
-        "xla int8": Cost(start=3.36, serial=(17.7,), shared=(0.264, 2.05, 0.0)),
-        "xla row float": Cost(start=1.58, serial=(0.0686, 0.0), shared=(0.244,)),
-        "xla row float8_e4m3fn": Cost(start=2.9, serial=(0.105, 0.0), shared=(0.294,)),
-        "xla row int8": Cost(start=2.8, serial=(0.0162, 0.00198), shared=(0.341,)),
-        "xla row sums": Cost(start=4.64, serial=(0.0, 6.38, 0.0744), shared=(0.32, 0.0, 7.14)),
-        "xla sums": Cost(start=4.84, serial=(0.255, 0.103, 12.6, 6.22, 3.66), shared=(0.253, 9.0)),
-        "xla w4a8 row": Cost(start=2.43, serial=(0.00912,), shared=(1.29,)),
-        "xla words": Cost(start=2.88, serial=(0.23,), shared=(0.0, 248.0)),
-        "xla around": Cost(start=0.0, serial=(1.81, 0.717, 0.782, 0.0), shared=()),
-        "xla widened": Cost(start=0.0, serial=(3.12,), shared=()),
-        "xla zeros": Cost(start=3.33, serial=(), shared=()),
+        "xla copy": KernelCost(start=5.61, serial=(0.0, 0.48), shared=(0.354, 6.11)),
+        "xla float": KernelCost(start=4.01, serial=(2.72,), shared=(0.229, 4.82, 0.183)),
+        "xla float8_e4m3fn": KernelCost(start=3.88, serial=(13.9,), shared=(0.264, 0.0, 0.0)),
+        "xla int8": KernelCost(start=3.36, serial=(17.7,), shared=(0.264, 2.05, 0.0)),
+        "xla row float": KernelCost(start=1.58, serial=(0.0686, 0.0), shared=(0.244,)),
+        "xla row float8_e4m3fn": KernelCost(start=2.9, serial=(0.105, 0.0), shared=(0.294,)),
+        "xla row int8": KernelCost(start=2.8, serial=(0.0162, 0.00198), shared=(0.341,)),
+        "xla row sums": KernelCost(
+            start=4.64, serial=(0.0, 6.38, 0.0744), shared=(0.32, 0.0, 7.14)
+        ),
+        "xla sums": KernelCost(
+            start=4.84, serial=(0.255, 0.103, 12.6, 6.22, 3.66), shared=(0.253, 9.0)
+        ),
+        "xla w4a8 row": KernelCost(start=2.43, serial=(0.00912,), shared=(1.29,)),
+        "xla words": KernelCost(start=2.88, serial=(0.23,), shared=(0.0, 248.0)),
+        "xla around": KernelCost(start=0.0, serial=(1.81, 0.717, 0.782, 0.0), shared=()),
+        "xla widened": KernelCost(start=0.0, serial=(3.12,), shared=()),
+        "xla zeros": KernelCost(start=3.33, serial=(), shared=()),
     },
 )
 TABLES = {"NVIDIA H200": H200}  # by the device's kind

@@ -324,8 +324,9 @@ def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> lis
     """What is chosen in ``function(*operands, **options)``, which is traced and not run.  A kernel
     that is asked for and not there is a choice too, the last one."""
     leaves, tree = jax.tree.flatten((operands, options))
-    traced = [hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
-              for x in leaves]  # fmt: skip
+    traced = [
+        hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type) for x in leaves
+    ]
 
     def call(arrays: list[jax.Array]) -> Any:
         taken = iter(arrays)
@@ -347,5 +348,6 @@ def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> lis
 
 
 def _described(operands: Any) -> str:
-    return " ".join(f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
-                    for x in jax.tree.leaves(operands))  # fmt: skip
+    return " ".join(
+        f"{x.dtype.name}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(operands)
+    )

@@ -10,9 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
 KIND = {"bfloat16": "bf16", "float16": "f16"}  # of 16-bit floats, by dtype

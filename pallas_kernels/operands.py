@@ -49,8 +49,10 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
         if dtypes[0] in operands:
             other = operands[dtypes[0]]
             if x.dtype != other.dtype or _is_quantized(x) != _is_quantized(other):
-                raise ValueError(f"{op}: {name} is {x.dtype} and {dtypes[0]} is {other.dtype}; "
-                                 "give them one dtype")  # fmt: skip
+                raise ValueError(
+                    f"{op}: {name} is {x.dtype} and {dtypes[0]} is {other.dtype}; "
+                    "give them one dtype"
+                )
         elif not _is_quantized(x):
             _check_dtype(op, name, x, dtypes)
         _check_axes(op, name, x.shape, axes, sizes)
@@ -64,8 +66,10 @@ def check_parts(op: str, name: str, x: Any) -> None:
     *lead, k = x.shape if x.ndim else (0,)
     groups = x.scale.shape[-1] if x.scale.ndim else 0
     if x.ndim < 1 or x.scale.shape[:-1] != tuple(lead) or groups < 1 or k % groups:
-        raise ValueError(f"{op}: {name}.scale {x.scale.shape} does not fit the codes {x.shape} of "
-                         f"{name}: an axis of groups that divides its last one")  # fmt: skip
+        raise ValueError(
+            f"{op}: {name}.scale {x.scale.shape} does not fit the codes {x.shape} of "
+            f"{name}: an axis of groups that divides its last one"
+        )
     if x.zero is not None:
         is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)
         dtypes = (x.zero.dtype.name,) if is_int else FLOATS
@@ -125,8 +129,10 @@ def _check_axes(
     for axis, value in zip(axes, values, strict=True):
         size, other = sizes.setdefault(axis.removesuffix("+"), (value, name))
         if value != size:
-            raise ValueError(f"{op}: {name} {shape} is not {wanted}: "
-                             f"{axis.removesuffix('+')} is {size} in {other}")  # fmt: skip
+            raise ValueError(
+                f"{op}: {name} {shape} is not {wanted}: "
+                f"{axis.removesuffix('+')} is {size} in {other}"
+            )
         if axis.endswith("+") and value == 0:
             raise ValueError(f"{op}: {name} {shape} is not {wanted}: {axis[:-1]} is 0")
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.jax_internals import arith, gpu, ir, llvm, scf
 
 Value = ir.Value
 LOG2E = 1.4426950408889634
@@ -342,8 +342,10 @@ def any_lane(condition: Value) -> Value:
     word = ptx(
         "{ .reg .pred q; setp.ne.u32 q, $1, 0; vote.sync.any.pred q, q, 0xffffffff; "
         "selp.u32 $0, 1, 0, q; }",
-        arith.extui(i32(), condition), results=i32(), convergent=True,
-    )  # fmt: skip
+        arith.extui(i32(), condition),
+        results=i32(),
+        convergent=True,
+    )
     return bit(word, 0)
 
 
@@ -563,8 +565,10 @@ def copy_bulk(to: Value, source: Value, size: int, barrier: Value, at: int | Non
     ptx(
         f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {to_place}, [$1], "
         f"{size}, [$2];",
-        to, source, barrier,
-    )  # fmt: skip
+        to,
+        source,
+        barrier,
+    )
 
 
 def barrier_init(barrier: Value, arrivals: int) -> None:
@@ -590,8 +594,10 @@ def barrier_wait(barrier: Value, parity: Value) -> None:
     ptx(
         "{ .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [$0], $1; "
         "@q bra done; bra again; done: }",
-        barrier, parity, convergent=True,
-    )  # fmt: skip
+        barrier,
+        parity,
+        convergent=True,
+    )
 
 
 # --- The other blocks of a cluster ---

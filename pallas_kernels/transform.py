@@ -40,19 +40,19 @@ Form = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class OpChoice:
     """What ``dispatch`` came to, and whether the caller had named it."""
 
     implementation: Implementation
     named: bool = False
 
 
-XLA = Choice("xla")
+XLA = OpChoice("xla")
 
 
-def chosen(plan: Plan | None, implementation: Implementation | None) -> Choice:
+def chosen(plan: Plan | None, implementation: Implementation | None) -> OpChoice:
     """Of the plan that ``dispatch.choose_plan`` came to."""
-    return Choice(implementation_of(plan), implementation is not None)
+    return OpChoice(implementation_of(plan), implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Op:
     backward: Form | None = None
     forward: Form | None = None
 
-    def __call__(self, choice: Choice, static: Hashable, *operands: Any) -> Any:
+    def __call__(self, choice: OpChoice, static: Hashable, *operands: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         if choice.implementation != "xla" and any(map(_explicitly_sharded, leaves)):
             if choice.named or self.xla is None:
@@ -85,7 +85,7 @@ class Op:
         return _apply(_Call(self, choice, static, tree), *_equally_varying(leaves))
 
     def no_kernel(
-        self, choice: Choice, where: str, instead: str = "call it inside jax.shard_map"
+        self, choice: OpChoice, where: str, instead: str = "call it inside jax.shard_map"
     ) -> str:
         if self.xla is not None:
             instead += ', or with implementation="xla"'
@@ -95,7 +95,7 @@ class Op:
 @dataclasses.dataclass(frozen=True)
 class _Call:
     op: Op
-    choice: Choice
+    choice: OpChoice
     static: Hashable
     tree: Any  # of the operands
 
@@ -140,10 +140,13 @@ def _apply_jvp(call: _Call, primals: Leaves, tangents: Leaves) -> tuple[Any, Any
         kept = [*primals, *jax.tree.leaves(saved)]
         f = _Derivative(call, moves, jax.tree.structure(saved))
         d_floats = linear_p.bind(
-            *kept, *moving, n_kept=len(kept), f=f,
+            *kept,
+            *moving,
+            n_kept=len(kept),
+            f=f,
             transpose=dataclasses.replace(f, transposed=True),
             out_types=tuple(jax.typeof(x) for x in outs if _is_float(x)),
-        )  # fmt: skip
+        )
     d_floats = iter(d_floats)
     d_outs = [
         next(d_floats)
@@ -196,11 +199,13 @@ def _kernel_types(*args: Any, jaxpr: Any, call: _Call) -> list[Any]:
     like = args[0]  # of the mesh, and varying as all operands do
     return [
         like.update(
-            shape=x.shape, dtype=x.dtype, weak_type=False,
+            shape=x.shape,
+            dtype=x.dtype,
+            weak_type=False,
             sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in x.shape))),
         )
         for x in jaxpr.out_avals
-    ]  # fmt: skip
+    ]
 
 
 def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
@@ -340,18 +345,35 @@ def _linear_jvp(
     return out, jax.jvp(form, at, along)[1]
 
 
-def _linear_transpose(d_outs: Sequence[Any], *args: Any, f: _Linear, transpose: _Linear,
-                      n_kept: int, out_types: tuple[Any, ...]) -> list[Any]:  # fmt: skip
+def _linear_transpose(
+    d_outs: Sequence[Any],
+    *args: Any,
+    f: _Linear,
+    transpose: _Linear,
+    n_kept: int,
+    out_types: tuple[Any, ...],
+) -> list[Any]:
     kept, linear = args[:n_kept], args[n_kept:]
     back = linear_p.bind(
-        *kept, *map(ad.instantiate_zeros, d_outs), n_kept=n_kept, f=transpose, transpose=f,
+        *kept,
+        *map(ad.instantiate_zeros, d_outs),
+        n_kept=n_kept,
+        f=transpose,
+        transpose=f,
         out_types=tuple(x.aval for x in linear),
-    )  # fmt: skip
+    )
     return [None] * n_kept + back
 
 
-def _linear_batching(args: Leaves, dims: _Dims, *, f: _Linear, transpose: _Linear, n_kept: int,
-                     out_types: tuple[Any, ...]) -> Any:  # fmt: skip
+def _linear_batching(
+    args: Leaves,
+    dims: _Dims,
+    *,
+    f: _Linear,
+    transpose: _Linear,
+    n_kept: int,
+    out_types: tuple[Any, ...],
+) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     linear = [
@@ -360,11 +382,13 @@ def _linear_batching(args: Leaves, dims: _Dims, *, f: _Linear, transpose: _Linea
     ]
     kept_axes = tuple(None if d is None else 0 for d in dims[:n_kept])
     outs = linear_p.bind(
-        *args[:n_kept], *linear, n_kept=n_kept,
+        *args[:n_kept],
+        *linear,
+        n_kept=n_kept,
         f=_Mapped(f, (*kept_axes, *(0 for _ in linear))),
         transpose=_Mapped(transpose, (*kept_axes, *(0 for _ in out_types))),
         out_types=tuple(_mapped_type(t, size) for t in out_types),
-    )  # fmt: skip
+    )
     return outs, [0] * len(outs)
 
 

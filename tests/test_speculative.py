@@ -127,7 +127,7 @@ def test_an_ngram_follows_the_longest_suffix_where_it_stood_last():
 
     def proposed(draft: speculative.NGram):
         def run(text, size):
-            ask = speculative.Ask(text, size, jnp.full(4, 4, jnp.int32), 4, None, None)
+            ask = speculative.DraftContext(text, size, jnp.full(4, 4, jnp.int32), 4, None, None)
             return draft.propose(None, None, ask)
 
         return jax.jit(run)(text, size)

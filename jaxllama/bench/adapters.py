@@ -37,12 +37,18 @@ def run(
     reports = [decode.run(each, batch=batch, **options) for each in (lm, adapted)]
     base, ours = (batch / report["decode_tokens_per_second"] for report in reports)
     return {
-        "model": lm.config.name, "device": reports[0]["device"], "batch": batch,
-        "adapters": adapters, "rank": rank, "adapter_bytes": tree_bytes(factors(params)),
-        "base_step_seconds": base, "step_seconds": ours, "ratio": ours / base,
+        "model": lm.config.name,
+        "device": reports[0]["device"],
+        "batch": batch,
+        "adapters": adapters,
+        "rank": rank,
+        "adapter_bytes": tree_bytes(factors(params)),
+        "base_step_seconds": base,
+        "step_seconds": ours,
+        "ratio": ours / base,
         "base_kernels_per_step": reports[0]["kernels_per_step"],
         "kernels_per_step": reports[1]["kernels_per_step"],
-    }  # fmt: skip
+    }
 
 
 def _random(cfg: ModelConfig, rank: int, seed: int) -> Factors:
@@ -62,8 +68,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", help="of weights and activations")
     parser.add_argument("--quantize", help="a scheme")
     parser.add_argument("--kv-dtype")
-    for name, default in (("batch", 64), ("adapters", 8), ("rank", 16), ("context", 1024),
-                          ("new-tokens", 200), ("prompt-tokens", 512), ("runs", 5)):  # fmt: skip
+    for name, default in (
+        ("batch", 64),
+        ("adapters", 8),
+        ("rank", 16),
+        ("context", 1024),
+        ("new-tokens", 200),
+        ("prompt-tokens", 512),
+        ("runs", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args(argv))
     model = (options.pop(name) for name in ("model", "dtype", "quantize"))

@@ -84,11 +84,18 @@ def _worst(lm: LanguageModel, ids: np.ndarray, rows: np.ndarray) -> list[dict[st
     for at in np.argsort(-rows[:, 2], kind="stable")[:WORST]:
         nll, reference_nll, kl, token, other = rows[at].tolist()
         begin = max(0, int(at) + 1 - _CONTEXT)
-        found.append({
-            "position": int(at) + 1, "kl": kl, "nll": nll, "reference_nll": reference_nll,
-            "before": read(ids[begin : at + 1].tolist()), "token": read([int(ids[at + 1])]),
-            "says": read([int(token)]), "reference_says": read([int(other)]),
-        })  # fmt: skip
+        found.append(
+            {
+                "position": int(at) + 1,
+                "kl": kl,
+                "nll": nll,
+                "reference_nll": reference_nll,
+                "before": read(ids[begin : at + 1].tolist()),
+                "token": read([int(ids[at + 1])]),
+                "says": read([int(token)]),
+                "reference_says": read([int(other)]),
+            }
+        )
     return found
 
 

@@ -81,8 +81,10 @@ def run(
         decode = decoding.run(state, new_tokens)
         return decode, prefill + decode
 
-    sign.say(f"weights      {tree_bytes(lm.params) / 1e9:.2f} GB on {devices} devices, "
-             f"{_since_process_start():.1f} s after the process began")  # fmt: skip
+    sign.say(
+        f"weights      {tree_bytes(lm.params) / 1e9:.2f} GB on {devices} devices, "
+        f"{_since_process_start():.1f} s after the process began"
+    )
     sign.note(f"compiling a prefill of {SHORT} tokens")
     decoding.prefilled(SHORT, 1)
     first_token = _since_process_start()
@@ -167,22 +169,34 @@ def table(report: dict[str, Any]) -> str:
     rows = [
         ("model", f"{report['model']} ({report['dtype']}), batch {report['batch']}"),
         ("device", f"{report['device']}, jax {report['jax']}"),
-        ("decode", f"{report['decode_tokens_per_second']:.1f} tokens/s, reading weights at "
-                   f"{report['weight_gigabytes_per_second']:.1f} GB/s, in rows of "
-                   f"{report['context']} tokens"),
-        ("ceiling", f"{report['share_of_ceiling']:.0%} of the {moved:.1f} MB a step at this "
-                    f"machine's {report['ceiling_gigabytes_per_second']:.1f} GB/s, "
-                    f"{report['kernels_per_step']} kernels a step"),
-        ("generate", f"{report['generate_tokens_per_second']:.1f} tokens/s with the prefill of "
-                     f"{SHORT} tokens"),
-        ("prefill", f"{report['prompt_tokens']} tokens in {report['prefill_seconds']:.3f} s, "
-                    f"{report['prefill_tokens_per_second']:.0f} tokens/s"),
+        (
+            "decode",
+            f"{report['decode_tokens_per_second']:.1f} tokens/s, reading weights at "
+            f"{report['weight_gigabytes_per_second']:.1f} GB/s, in rows of "
+            f"{report['context']} tokens",
+        ),
+        (
+            "ceiling",
+            f"{report['share_of_ceiling']:.0%} of the {moved:.1f} MB a step at this "
+            f"machine's {report['ceiling_gigabytes_per_second']:.1f} GB/s, "
+            f"{report['kernels_per_step']} kernels a step",
+        ),
+        (
+            "generate",
+            f"{report['generate_tokens_per_second']:.1f} tokens/s with the prefill of "
+            f"{SHORT} tokens",
+        ),
+        (
+            "prefill",
+            f"{report['prompt_tokens']} tokens in {report['prefill_seconds']:.3f} s, "
+            f"{report['prefill_tokens_per_second']:.0f} tokens/s",
+        ),
         ("first token", f"{report['first_token_seconds']:.2f} s after the process began"),
         ("decode loop", f"{origin} in {report['compile_seconds']:.2f} s"),
         ("weights", f"{report['weight_bytes_per_step'] / megabytes:.1f} MB read a step"),
         ("cache", f"{report['cache_bytes'] / megabytes:.2f} MB ({report['kv_dtype']})"),
         ("peak memory", f"{report['peak_rss_bytes'] / megabytes:.0f} MB resident"),
-    ]  # fmt: skip
+    ]
     if report["peak_device_bytes"] is not None:
         rows.append(("", f"{report['peak_device_bytes'] / megabytes:.0f} MB on the device"))
     return "\n".join(f"{name:12} {value}" for name, value in rows)

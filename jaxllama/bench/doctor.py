@@ -128,17 +128,13 @@ def _typical_calls() -> list[tuple[str, Call, tuple[Any, ...]]]:
         ("w8a16, 1 token", matmul, (array(1, _D), int8)),
         ("w8a16, 512 tokens", matmul, (array(512, _D), int8)),
         ("w8a8, 1 token", matmul, (token_int8, int8)),
-        ("64 tokens", gla,
-         (heads, heads, heads, array(1, 64, 4, 128, dtype=jnp.float32))),
-        ("1 token", gla_step,
-         (head, head, head, array(1, 4, 128, dtype=jnp.float32), state)),
+        ("64 tokens", gla, (heads, heads, heads, array(1, 64, 4, 128, dtype=jnp.float32))),
+        ("1 token", gla_step, (head, head, head, array(1, 4, 128, dtype=jnp.float32), state)),
         ("1 token", norm, (array(1, _D), array(_D))),
-        ("1 token, to int8", functools.partial(norm, quantize=jnp.int8),
-         (array(1, _D), array(_D))),
+        ("1 token, to int8", functools.partial(norm, quantize=jnp.int8), (array(1, _D), array(_D))),
         ("1 token", swiglu, (array(1, 2 * _D),)),
-        ("1 token, to int8", functools.partial(swiglu, quantize=jnp.int8),
-         (array(1, 2 * _D),)),
-    ]  # fmt: skip
+        ("1 token, to int8", functools.partial(swiglu, quantize=jnp.int8), (array(1, 2 * _D),)),
+    ]
 
 
 def _op(call: str, function: Call, operands: tuple[Any, ...]) -> dict[str, Any]:
@@ -160,8 +156,10 @@ def _model_calls(lm: LanguageModel) -> list[dict[str, Any]]:
     for rows in (1, _ROWS):
         cache = jax.eval_shape(functools.partial(init_cache, cfg, rows, capacity, lm.dtype))
         step = functools.partial(decode_step.__wrapped__, cfg)
-        found += _counted(f"decode, {rows} rows" if rows > 1 else "decode, 1 row",
-                          choices(step, params, ints(rows), cache))  # fmt: skip
+        found += _counted(
+            f"decode, {rows} rows" if rows > 1 else "decode, 1 row",
+            choices(step, params, ints(rows), cache),
+        )
     whole = functools.partial(prefill.__wrapped__, cfg)
     cache = jax.eval_shape(functools.partial(init_cache, cfg, 1, capacity, lm.dtype))
     made = choices(whole, params, ints(1, width), ints(1), cache)
@@ -206,7 +204,7 @@ def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
         "decode_program": decode_program(lm.config, lm.params),
         "tokenizer": lm.tokenizer is not None,
         "chat_template": lm.tokenizer is not None and lm.tokenizer.chat_template is not None,
-    }  # fmt: skip
+    }
 
 
 # For people
@@ -234,13 +232,15 @@ def table(report: dict[str, Any]) -> str:
         lines += [
             f"model     {model['name']}: {model['layers']} layers, context {model['context']}, "
             f"{model['parameters']:,} parameters, activations {model['activations']}",
-            "weights   " + ", ".join(f"{dtype} {size / 1e6:.1f} MB"
-                                     for dtype, size in model["bytes_by_dtype"].items()),
+            "weights   "
+            + ", ".join(
+                f"{dtype} {size / 1e6:.1f} MB" for dtype, size in model["bytes_by_dtype"].items()
+            ),
             *_buffer_lines(model["buffers"]),
             *_program_lines(model["decode_program"]),
             f"text      tokenizer {_yes(model['tokenizer'])}, "
             f"chat template {_yes(model['chat_template'])}",
-        ]  # fmt: skip
+        ]
     return "\n".join(lines)
 
 

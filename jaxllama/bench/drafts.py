@@ -57,9 +57,16 @@ def run(
         tokens, lengths = pad_rows([row], width)
         cache = init_cache(lm.config, 1, capacity, kv_dtype or lm.dtype, mesh=lm.mesh)
         state: Any = generation.start(
-            lm.config, lm.params, tokens, lengths, cache, sampling, stop_ids,
-            max_new_tokens=room, chunk=chunk or generation.prefill_chunk(1, width),
-        )  # fmt: skip
+            lm.config,
+            lm.params,
+            tokens,
+            lengths,
+            cache,
+            sampling,
+            stop_ids,
+            max_new_tokens=room,
+            chunk=chunk or generation.prefill_chunk(1, width),
+        )
         advance = generation.loop_for(lm.params)
         arguments = lm.config, lm.params, state, sampling, stop_ids, np.int32(new_tokens)
         if drafts:

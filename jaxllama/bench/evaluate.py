@@ -137,9 +137,11 @@ def predictions(
                 hidden.append(_hidden(reference.config, reference.params, row, length, None))
                 params = (*params, reference.params)
             found = _score(
-                tuple(model.config for model in models), params, tuple(hidden),
+                tuple(model.config for model in models),
+                params,
+                tuple(hidden),
                 jnp.asarray(np.append(tokens[1:], 0)),
-            )  # fmt: skip
+            )
             rows.append(np.asarray(found)[scored > 0])
             bar()
     return np.concatenate(rows)
@@ -151,9 +153,12 @@ def summary(rows: np.ndarray, has_reference: bool) -> dict[str, Any]:
     mean = nll.mean()
     value = math.exp(mean) if mean < 700 else math.inf
     report = {
-        "perplexity": value, "perplexity_se": value * _standard_error(nll), "tokens": len(rows),
-        "nll": float(mean), "nll_se": _standard_error(nll),
-    }  # fmt: skip
+        "perplexity": value,
+        "perplexity_se": value * _standard_error(nll),
+        "tokens": len(rows),
+        "nll": float(mean),
+        "nll_se": _standard_error(nll),
+    }
     if not has_reference:
         return report
     ratio = math.exp(min((nll - reference_nll).mean(), 700.0))

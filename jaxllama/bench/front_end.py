@@ -30,12 +30,12 @@ import tokenizers
 from jaxllama.config import load_config
 from jaxllama.serving.http import front_end, messages
 from jaxllama.serving.http.bodies import Completion
-from jaxllama.serving.http.calls import Call, Prompts
-from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.calls import AcceptedCall, Prompts
+from jaxllama.serving.http.link import EngineClient
 from jaxllama.serving.http.logprobs import TextOffsets
-from jaxllama.serving.http.messages import Reply, Row, Submit, Told
-from jaxllama.serving.http.runs import ChunkStream, Run
-from jaxllama.serving.http.server import Settings
+from jaxllama.serving.http.messages import Reply, RowEvent, StepNews, Submit
+from jaxllama.serving.http.runs import CallRun, ChunkStream
+from jaxllama.serving.http.server import ServerSettings
 from jaxllama.text.stream import StopStrings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ BODY = {"model": "mock", "max_tokens": 100_000, "stream": True, "seed": 0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class LoadCase:
     """per_step: tokens of a row in a message."""
 
     name: str
@@ -60,11 +60,11 @@ class Case:
 
 CHAT = ("messages", [{"role": "user", "content": "x"}])
 CASES = (
-    Case("completions"),
-    Case("chat", "/v1/chat/completions", (CHAT,)),
-    Case("chat, 3 stop strings", "/v1/chat/completions", (CHAT, ("stop", STOPS))),
-    Case("chat, logprobs", "/v1/chat/completions", (CHAT, ("logprobs", True)), spaces=2),
-    Case("chat, 4 tokens a step", "/v1/chat/completions", (CHAT,), 4),
+    LoadCase("completions"),
+    LoadCase("chat", "/v1/chat/completions", (CHAT,)),
+    LoadCase("chat, 3 stop strings", "/v1/chat/completions", (CHAT, ("stop", STOPS))),
+    LoadCase("chat, logprobs", "/v1/chat/completions", (CHAT, ("logprobs", True)), spaces=2),
+    LoadCase("chat, 4 tokens a step", "/v1/chat/completions", (CHAT,), 4),
 )
 
 
@@ -83,14 +83,14 @@ def facts() -> front_end.Facts:
     return front_end.Facts(config, Tokenizer(backend, "words", chat_template=TEMPLATE), None, ())
 
 
-SETTINGS = Settings("mock", 200_000)
+SETTINGS = ServerSettings("mock", 200_000)
 
 
 class Mock:
     """The engine's end: answers ``Submit``s, and writes steps of all rows while ``clients`` have
     read the others."""
 
-    def __init__(self, connection: socket.socket, case: Case) -> None:
+    def __init__(self, connection: socket.socket, case: LoadCase) -> None:
         self._socket, self._case = connection, case
         self._frames = messages.Frames(messages.from_front_end())
         self.rows: list[tuple[int, bool]] = []
@@ -107,18 +107,18 @@ class Mock:
                 elif isinstance(message, messages.Ready):
                     self.is_ready.set()
 
-    def send(self, message: messages.Message) -> None:
+    def send(self, message: messages.IpcMessage) -> None:
         self._socket.sendall(messages.encode(message))
 
     def step(self, tokens: np.ndarray) -> None:
         n = self._case.per_step
-        self.send(Told(rows_of(self.rows, tokens, n)))
+        self.send(StepNews(rows_of(self.rows, tokens, n)))
 
 
-def rows_of(rows: list[tuple[int, bool]], tokens: np.ndarray, n: int) -> list[Row]:
+def rows_of(rows: list[tuple[int, bool]], tokens: np.ndarray, n: int) -> list[RowEvent]:
     ids = tokens.reshape(-1, n).tolist()
     return [
-        Row(number, own, [-1.25] * n if scored else [], [])
+        RowEvent(number, own, [-1.25] * n if scored else [], [])
         for (number, scored), own in zip(rows, ids, strict=True)
     ]
 
@@ -126,7 +126,7 @@ def rows_of(rows: list[tuple[int, bool]], tokens: np.ndarray, n: int) -> list[Ro
 class Clients:
     """Streams that are read and counted: every token is a word with a space before it."""
 
-    def __init__(self, port: int, case: Case, streams: int) -> None:
+    def __init__(self, port: int, case: LoadCase, streams: int) -> None:
         body = json.dumps({**BODY, **dict(case.body)}).encode()
         head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         asked = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -172,14 +172,14 @@ class Result:
     system_us: float
 
 
-def measure(case: Case, streams: int, seconds: float) -> Result:
+def measure(case: LoadCase, streams: int, seconds: float) -> Result:
     ours, theirs = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener, ours:
         child = front_end.start(theirs, listener)
         theirs.close()
         try:
             mock = Mock(ours, case)
-            setup = front_end.Setup(facts(), SETTINGS, 100_000, 1)
+            setup = front_end.FrontEndSetup(facts(), SETTINGS, 100_000, 1)
             mock.send(messages.Welcome(pickle.dumps(setup)))
             assert mock.is_ready.wait(60)
             clients = Clients(listener.getsockname()[1], case, streams)
@@ -214,9 +214,12 @@ def _measure(mock: Mock, clients: Clients, n: int, pid: int, seconds: float) -> 
     count = clients.tokens - read
     clients.close()
     return Result(
-        time.monotonic() - begin, count, clients.chunks - chunks, cpu / count * 1e6,
+        time.monotonic() - begin,
+        count,
+        clients.chunks - chunks,
+        cpu / count * 1e6,
         system / count * 1e6,
-    )  # fmt: skip
+    )
 
 
 def _system(pid: int) -> float:
@@ -224,7 +227,7 @@ def _system(pid: int) -> float:
         return int(file.read().rsplit(")", 1)[1].split()[12]) / os.sysconf("SC_CLK_TCK")
 
 
-def parts(case: Case, streams: int) -> dict[str, float]:
+def parts(case: LoadCase, streams: int) -> dict[str, float]:
     """Microseconds a token of what a front end does with a step's message, least of several."""
     known, n = facts(), case.per_step
     prompts = Prompts(known, "mock", SETTINGS.max_len, 8)  # pyright: ignore
@@ -240,8 +243,10 @@ def parts(case: Case, streams: int) -> dict[str, float]:
     return asyncio.run(_parts(known, calls, parsed, n))
 
 
-async def _parts(known: front_end.Facts, calls: list[Call], body: Any, n: int) -> dict[str, float]:
-    link = Link()
+async def _parts(
+    known: front_end.Facts, calls: list[AcceptedCall], body: Any, n: int
+) -> dict[str, float]:
+    link = EngineClient()
     link.know(known.tokenizer, known.config.eos_token_ids)
     mine = messages.Frames(messages.from_front_end())
     rows: list[tuple[int, bool]] = []
@@ -256,7 +261,7 @@ async def _parts(known: front_end.Facts, calls: list[Call], body: Any, n: int) -
     kind = "chat" if hasattr(body, "messages") else "completion"
     streams = [await link.submit(call.id, call.requests) for call in calls]
     runs = [
-        Run(kind, call, stream, {}, lambda id, answer: None, kept=False)
+        CallRun(kind, call, stream, {}, lambda id, answer: None, kept=False)
         for call, stream in zip(calls, streams, strict=True)
     ]
     answers = [ChunkStream(run, body) for run in runs]
@@ -275,7 +280,7 @@ async def _parts(known: front_end.Facts, calls: list[Call], body: Any, n: int) -
     plain = messages.Frames(messages.from_engine())
     clock = time.perf_counter
     for step in np.tile(tokens, (2, 1)):  # what is kept of a token is there the second time
-        data = messages.encode(Told(rows_of(rows, step, n)))
+        data = messages.encode(StepNews(rows_of(rows, step, n)))
         begin = clock()
         [told] = plain.feed(data)
         decoded = clock()

@@ -19,13 +19,40 @@ import re
 from typing import Any, NamedTuple
 
 _NO_WORK = frozenset(
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "async-done",
-     "copy-done", "fusion-done", "partition-id", "replica-id")
-)  # fmt: skip
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "async-done",
+        "copy-done",
+        "fusion-done",
+        "partition-id",
+        "replica-id",
+    )
+)
 _VIEWS = frozenset(("parameter", "get-tuple-element", "bitcast", "constant"))
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16,
-         "f16": 16, "s16": 16, "u16": 16, "f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64,
-         "u64": 64}  # fmt: skip
+_BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "f8e4m3fn": 8,
+    "f8e5m2": 8,
+    "bf16": 16,
+    "f16": 16,
+    "s16": 16,
+    "u16": 16,
+    "f32": 32,
+    "s32": 32,
+    "u32": 32,
+    "f64": 64,
+    "s64": 64,
+    "u64": 64,
+}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|called_computations)=\{?%?([\w.\-]+)")
@@ -126,8 +153,9 @@ def _launches(name: str, program: Computations) -> list[Launch]:
             kernel = step.name.replace(".", "_").replace("-", "_")
             if step.opcode == "custom-call" and step.source.count("/"):
                 kernel = step.source.split("/")[-2]
-            found.append(Launch(step.name, kernel, _moved(step, types, program),
-                                *_product(step, types)))  # fmt: skip
+            found.append(
+                Launch(step.name, kernel, _moved(step, types, program), *_product(step, types))
+            )
     return found
 
 
@@ -230,6 +258,13 @@ def stored_results(text: str) -> list[dict[str, Any]]:
             match = _ARRAY.fullmatch(step.type)
             if match and step.opcode not in _VIEWS and match[1] in _BITS:
                 kind, shape = match[1], [int(size) for size in match[2].split(",") if size]
-                rows.append({"name": step.name, "type": kind, "bits": _BITS[kind], "shape": shape,
-                             "op": step.opcode})  # fmt: skip
+                rows.append(
+                    {
+                        "name": step.name,
+                        "type": kind,
+                        "bits": _BITS[kind],
+                        "shape": shape,
+                        "op": step.opcode,
+                    }
+                )
     return rows

@@ -187,8 +187,13 @@ async def _measure_all(
             history = [*prompt, *written, *others]
         return samples
 
-    common = {"model": model, "ignore_eos": True, "stream": True, "temperature": 0,
-              "stream_options": {"include_usage": True}}  # fmt: skip
+    common = {
+        "model": model,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
     if load.turns > 1:
         common["return_token_ids"] = True
     work = (one(turns, arrival) for turns, arrival in zip(conversations, arrivals, strict=True))
@@ -205,8 +210,10 @@ async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, 
         if reply.status != 200:
             raise JaxLlamaError(f"{where}: {_reason(body)}")
         there = {model["id"]: model for model in json.loads(body)["data"]}
-        sizes = {name: (model.get("vocab_size"), model.get("max_model_len"))
-                 for name, model in there.items()}  # fmt: skip
+        sizes = {
+            name: (model.get("vocab_size"), model.get("max_model_len"))
+            for name, model in there.items()
+        }
     except JaxLlamaError:
         raise
     except aiohttp.ClientConnectorError as error:
@@ -298,8 +305,12 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"goodput {report['goodput_per_s']:.2f} requests/s ({share:.1f}%)")
     columns = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
     lines.append("ms".ljust(26) + "".join(name.rjust(10) for name in columns))
-    names = {"ttft_s": "time to first token", "itl_s": "between chunks",
-             "tpot_s": "per token", "e2e_s": "whole request"}  # fmt: skip
+    names = {
+        "ttft_s": "time to first token",
+        "itl_s": "between chunks",
+        "tpot_s": "per token",
+        "e2e_s": "whole request",
+    }
     for key, name in names.items():
         if report[key]:
             cells = (f"{1000 * report[key][column]:10.1f}" for column in columns)

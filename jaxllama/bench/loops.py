@@ -23,8 +23,14 @@ from jaxllama.loading import load
 from jaxllama.sampling import Sampling
 
 WIDTH, MOST = 4, 5
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-           "presence_penalty")  # fmt: skip
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 def most_repeated(tokens: Sequence[int], width: int = WIDTH) -> int:

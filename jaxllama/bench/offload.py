@@ -47,7 +47,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.planner.accounting import cache_shapes, unit_shapes
-from jaxllama.offload.planner.cost import Settings, Task, need_of
+from jaxllama.offload.planner.cost import PlannerSettings, Task, need_of
 from jaxllama.offload.planner.trial import (
     Tell,
     random_tree,
@@ -80,7 +80,9 @@ def links(store: Store, sizes: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def stream(lm: OffloadedModel, task: Task, settings: Settings, link: float) -> dict[str, Any]:
+def stream(
+    lm: OffloadedModel, task: Task, settings: PlannerSettings, link: float
+) -> dict[str, Any]:
     """How much of the link an overlapped step uses, and how much of the other work it hides.  The
     peak is known where it is above that of the process until now."""
     before = _memory(lm.store, "peak_bytes_in_use")
@@ -107,7 +109,7 @@ def stream(lm: OffloadedModel, task: Task, settings: Settings, link: float) -> d
 
 
 def budget(
-    cfg: ModelConfig, task: Task, settings: Settings, policy: Policy, link: float, tell: Tell
+    cfg: ModelConfig, task: Task, settings: PlannerSettings, policy: Policy, link: float, tell: Tell
 ) -> None:
     """The large model under the budget: a whole run's rate, the peak and the bounds."""
     need, compiling = timed(need_of, cfg, policy, task, settings)
@@ -156,13 +158,17 @@ def _memory(store: Store, name: str) -> int | None:
     return (store.device.memory_stats() or {}).get(name)
 
 
-def on_cpu(cfg: ModelConfig, task: Task, settings: Settings) -> dict[str, Any]:
+def on_cpu(cfg: ModelConfig, task: Task, settings: PlannerSettings) -> dict[str, Any]:
     """A decode step without a GPU, for all rows in one program."""
     units = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, False)
     weights = {unit.kind: random_tree(tree) for unit, tree in units[1:2] + units[-1:]}
     rows = task.rows
-    [state] = cache_shapes(cfg.replace(n_layers=1, layer_types=cfg.layer_types[:1]), rows,
-                           task.capacity, settings.kv_dtype)  # fmt: skip
+    [state] = cache_shapes(
+        cfg.replace(n_layers=1, layer_types=cfg.layer_types[:1]),
+        rows,
+        task.capacity,
+        settings.kv_dtype,
+    )
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     alike, kind = layer_config(cfg, units[1][0].layer)
     at = jnp.full((rows,), task.prompt, jnp.int32)
@@ -172,9 +178,17 @@ def on_cpu(cfg: ModelConfig, task: Task, settings: Settings) -> dict[str, Any]:
     times: dict[str, list[float]] = {"layer": [], "head": []}
     for _ in range(3):
         (_, state), seconds = timed(
-            programs.run_layer, alike, kind, "layer", weights["layer"], Stream(x, x), state,
-            positions, one, rope,
-        )  # fmt: skip
+            programs.run_layer,
+            alike,
+            kind,
+            "layer",
+            weights["layer"],
+            Stream(x, x),
+            state,
+            positions,
+            one,
+            rope,
+        )
         times["layer"].append(seconds)
         times["head"].append(timed(programs.head_logits, cfg, weights["head"], Hidden(x[:, 0]))[1])
     step = cfg.n_layers * min(times["layer"]) + min(times["head"])
@@ -204,7 +218,7 @@ def main() -> None:
             args.out.write_text(json.dumps(report, indent=1))
 
     dtype = default_dtype()
-    packed = Settings(dtype, "int4", SCHEME)
+    packed = PlannerSettings(dtype, "int4", SCHEME)
     task = Task(8, 32, 6) if args.small else Task(144, 512, 32)
     large = load_config("smollm2-135m" if args.small else "llama-3.1-70b")
     if args.only == "cpu":
@@ -220,9 +234,12 @@ def main() -> None:
     if args.only == "budget":
         policy = args.policy or Policy.parse(
             "0 100 100 0 100 0 compress_weight=true compress_cache=true "
-            + ("gpu_batch_size=4 num_gpu_batches=2" if args.small
-               else "gpu_batch_size=24 num_gpu_batches=6 prefill_batch_size=128")
-        )  # fmt: skip
+            + (
+                "gpu_batch_size=4 num_gpu_batches=2"
+                if args.small
+                else "gpu_batch_size=24 num_gpu_batches=6 prefill_batch_size=128"
+            )
+        )
         budget(large, task, packed, policy, link, tell)
         return
     if args.only in (None, "link"):
@@ -231,7 +248,7 @@ def main() -> None:
         return
     small = load_config("smollm2-135m" if args.small else "llama-3.1-8b")
     prompt, rows, new = (32, 4, 6) if args.small else (128, 16, 12)
-    plain = Settings(dtype, dtype)
+    plain = PlannerSettings(dtype, dtype)
     host = Policy(weights_device=0, weights_host=100, gpu_batch_size=rows)
     lm, creating = timed(repeated_model, small, dtype, host)
     tell("creation_seconds", creating)

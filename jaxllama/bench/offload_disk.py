@@ -33,7 +33,7 @@ from jaxllama.bench.harness import timed
 from jaxllama.config import ModelConfig
 from jaxllama.offload.disk import CHUNK, DiskFile, Extent
 from jaxllama.offload.model import OffloadedModel
-from jaxllama.offload.planner.cost import Settings, Task, need_of
+from jaxllama.offload.planner.cost import PlannerSettings, Task, need_of
 from jaxllama.offload.planner.trial import (
     Tell,
     Watch,
@@ -54,7 +54,7 @@ _TASK = Task(8, 32, 16)
 
 def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> None:
     """See the module docstring; tells what is known after each round."""
-    policy, settings = Policy.parse(POLICY), Settings(dtype, dtype)
+    policy, settings = Policy.parse(POLICY), PlannerSettings(dtype, dtype)
     begin = time.perf_counter()
     lm = repeated_model(cfg, dtype, policy)
     disk = lm.store.disk
@@ -85,18 +85,21 @@ def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> N
         peak = max(peak, watch.most)
         disks = [found[-1] for name, found in rates.items() if name.startswith("disk")]
         shares.append({name: rates[name][-1] / max(disks) for name in OURS})
-        tell("disk", {
-            "file_gigabytes": disk.nbytes / 1e9,
-            "written_gigabytes_per_second": written / 1e9,
-            "gigabytes_per_second": rates,
-            "share_of_disk": {
-                name: statistics.median(share[name] for share in shares) for name in OURS
+        tell(
+            "disk",
+            {
+                "file_gigabytes": disk.nbytes / 1e9,
+                "written_gigabytes_per_second": written / 1e9,
+                "gigabytes_per_second": rates,
+                "share_of_disk": {
+                    name: statistics.median(share[name] for share in shares) for name in OURS
+                },
+                "resident_before": before,
+                "resident_peak": peak,
+                "predicted_to_be_added": added,
+                "share_of_budget": peak / (before + added),
             },
-            "resident_before": before,
-            "resident_peak": peak,
-            "predicted_to_be_added": added,
-            "share_of_budget": peak / (before + added),
-        })  # fmt: skip
+        )
 
 
 def resident() -> int:

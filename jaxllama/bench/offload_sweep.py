@@ -49,8 +49,8 @@ from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.planner.accounting import Footprint
 from jaxllama.offload.planner.calibrate import calibrate, lower
 from jaxllama.offload.planner.cost import (
-    Limits,
-    Settings,
+    MemoryLimits,
+    PlannerSettings,
     Task,
     need_of,
     predict,
@@ -74,9 +74,16 @@ _BATCHES = ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1))
 
 def model_of(width: int, layers: int = 8) -> ModelConfig:
     return load_config("llama-3.1-8b").replace(
-        name="sweep", n_layers=layers, layer_types=("attention",) * layers, d_model=width,
-        d_ff=3 * width, n_heads=width // 64, n_kv_heads=width // 128, head_dim=64, vocab_size=8192,
-    )  # fmt: skip
+        name="sweep",
+        n_layers=layers,
+        layer_types=("attention",) * layers,
+        d_model=width,
+        d_ff=3 * width,
+        n_heads=width // 64,
+        n_kv_heads=width // 128,
+        head_dim=64,
+        vocab_size=8192,
+    )
 
 
 def grid() -> Iterator[Policy]:
@@ -105,7 +112,9 @@ class _Peak:
         self._look()
 
 
-def run_point(lm: OffloadedModel, settings: Settings, before: int, is_new: bool) -> dict[str, Any]:
+def run_point(
+    lm: OffloadedModel, settings: PlannerSettings, before: int, is_new: bool
+) -> dict[str, Any]:
     """Measured seconds of the prefill and of a step, tokens a second of the task, peak.
 
     before: the allocator's peak until now, that of making the model not counted.  is_new: run once
@@ -126,17 +135,19 @@ def run_point(lm: OffloadedModel, settings: Settings, before: int, is_new: bool)
     blocks = -(-TASK.rows // rows)
     seconds = blocks * (prefill + (TASK.new - 1) * step)
     return {
-        "prefill": prefill, "step": step, "rate": TASK.rows * TASK.new / seconds,
+        "prefill": prefill,
+        "step": step,
+        "rate": TASK.rows * TASK.new / seconds,
         "peak": held if held > before else None,
-    }  # fmt: skip
+    }
 
 
-def _need(cfg: ModelConfig, policy: Policy, settings: Settings) -> Footprint:
+def _need(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) -> Footprint:
     """As the solver counts."""
     return need_of(cfg, policy, TASK, settings, program_bytes(cfg, policy, TASK, settings))
 
 
-def compile_programs(cfg: ModelConfig, settings: Settings, part: int, parts: int) -> None:
+def compile_programs(cfg: ModelConfig, settings: PlannerSettings, part: int, parts: int) -> None:
     """Fill the compilation cache with a part of the programs: the first is those of calibrating,
     and in the others two layers run under policies that have everything that the grid has."""
     if part == 0:
@@ -157,12 +168,12 @@ def compile_programs(cfg: ModelConfig, settings: Settings, part: int, parts: int
     weights = itertools.cycle(dict.fromkeys(policy.weights for policy in grid()))
     for index, (policy, shares) in enumerate(zip(found.values(), weights)):  # noqa: B905
         if index % (parts - 1) == part - 1:
-            work(dataclasses.replace(
-                policy, weights_device=shares.device, weights_host=shares.host
-            ))  # fmt: skip
+            work(
+                dataclasses.replace(policy, weights_device=shares.device, weights_host=shares.host)
+            )
 
 
-def _programs_of(cfg: ModelConfig, settings: Settings, sizes: set[int]) -> dict[int, int]:
+def _programs_of(cfg: ModelConfig, settings: PlannerSettings, sizes: set[int]) -> dict[int, int]:
     """Bytes of the largest program, by rows of a batch."""
     return {
         size: need_of(cfg, Policy(gpu_batch_size=size), TASK, settings).programs
@@ -170,11 +181,14 @@ def _programs_of(cfg: ModelConfig, settings: Settings, sizes: set[int]) -> dict[
     }
 
 
-def _calibrate(cfg: ModelConfig, settings: Settings, fresh: bool = True) -> Calibration:
+def _calibrate(cfg: ModelConfig, settings: PlannerSettings, fresh: bool = True) -> Calibration:
     return calibrate(
-        cfg, settings.dtype, chunk=TASK.chunk, fresh=fresh,
+        cfg,
+        settings.dtype,
+        chunk=TASK.chunk,
+        fresh=fresh,
         progress=lambda text: print(text, file=sys.stderr),
-    )  # fmt: skip
+    )
 
 
 def _order(policies: list[Policy], needs: dict[Policy, int]) -> list[Policy]:
@@ -188,7 +202,7 @@ def _order(policies: list[Policy], needs: dict[Policy, int]) -> list[Policy]:
 class _Models:
     """The model of a policy: the last one if the weights are where that one has them."""
 
-    def __init__(self, cfg: ModelConfig, settings: Settings) -> None:
+    def __init__(self, cfg: ModelConfig, settings: PlannerSettings) -> None:
         self._cfg, self._settings = cfg, settings
         self._last: OffloadedModel | None = None
 
@@ -219,14 +233,14 @@ def main() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     dtype, on_cpu = default_dtype(), jax.default_backend() == "cpu"
     cfg = model_of(args.width or (512 if on_cpu else 2048), args.layers)
-    settings = Settings(dtype, dtype)
+    settings = PlannerSettings(dtype, dtype)
     if args.programs:
         part, _, parts = args.programs.partition("/")
         compile_programs(cfg, settings, int(part), int(parts))
         print(f"compiled after {time.perf_counter() - begun:.0f} s")
         return
     resident = need_of(cfg, Policy(gpu_batch_size=8, num_gpu_batches=4), TASK, settings, 0)
-    limits = Limits(device=4 * resident.device // 5)
+    limits = MemoryLimits(device=4 * resident.device // 5)
     if not args.calibrated:
         shape = ["--width", str(cfg.d_model), "--layers", str(cfg.n_layers)]
         command = [
@@ -256,8 +270,12 @@ def main() -> None:
     }
     print(f"needs known after {time.perf_counter() - begun:.0f} s", flush=True)
     found: list[dict[str, Any]] = []
-    report: dict[str, Any] = {"model": repr(cfg), "limit": limits.device, "programs": programs,
-                              "calibration": dataclasses.asdict(costs)}  # fmt: skip
+    report: dict[str, Any] = {
+        "model": repr(cfg),
+        "limit": limits.device,
+        "programs": programs,
+        "calibration": dataclasses.asdict(costs),
+    }
 
     models = _Models(cfg, settings)
     compiled: set[Any] = set()
@@ -268,12 +286,17 @@ def main() -> None:
         shapes = {policy.weights, (policy.cache, policy.activations, policy.gpu_batch_size)}
         is_new = not shapes <= compiled
         compiled.update(shapes)
-        found.append({
-            "policy": str(policy), "solver": policy == chosen, "need": needs[policy],
-            **run_point(lm, settings, allocator_peak(), is_new),
-            "predicted_step": expected.step, "predicted_prefill": expected.prefill,
-            "predicted_rate": expected.tokens_per_second,
-        })  # fmt: skip
+        found.append(
+            {
+                "policy": str(policy),
+                "solver": policy == chosen,
+                "need": needs[policy],
+                **run_point(lm, settings, allocator_peak(), is_new),
+                "predicted_step": expected.step,
+                "predicted_prefill": expected.prefill,
+                "predicted_rate": expected.tokens_per_second,
+            }
+        )
         report["points"] = found
         if args.out is not None:
             args.out.write_text(json.dumps(report))

@@ -129,14 +129,20 @@ def main(argv: list[str] | None = None) -> None:
         assert lm.mesh is not None
         for batch in args.batch:
             about = {
-                "model": args.model, "quantize": args.quantize, "dtype": lm.dtype.name,
-                "mesh": dict(lm.mesh.shape), "batch": batch,
-            }  # fmt: skip
+                "model": args.model,
+                "quantize": args.quantize,
+                "dtype": lm.dtype.name,
+                "mesh": dict(lm.mesh.shape),
+                "batch": batch,
+            }
             with working(f"{mesh}, batch {batch}: compiling"):
                 decoding = Decoding(lm, batch, args.kv_dtype)
                 _, compiling = timed(run, decoding, args.steps, 2)
-            row = {"devices": lm.mesh.size, "compile_seconds": compiling,
-                   **measure(decoding, args.steps, args.runs)}  # fmt: skip
+            row = {
+                "devices": lm.mesh.size,
+                "compile_seconds": compiling,
+                **measure(decoding, args.steps, args.runs),
+            }
             base = first.setdefault(batch, row)
             row["speedup"] = base["step_seconds"] / row["step_seconds"]
             row["scaling_efficiency"] = row["speedup"] * base["devices"] / row["devices"]

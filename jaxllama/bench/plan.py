@@ -37,8 +37,8 @@ from jaxllama.offload.planner.accounting import model_bytes
 from jaxllama.offload.planner.calibrate import Progress, calibrate, settings_of
 from jaxllama.offload.planner.cost import (
     LANES,
-    Limits,
-    Settings,
+    MemoryLimits,
+    PlannerSettings,
     Task,
     need_of,
     predict,
@@ -48,7 +48,7 @@ from jaxllama.offload.planner.solve import solve
 from jaxllama.offload.planner.trial import Watch, start_run, timed_step
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
-from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
+from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
 from jaxllama.training.flops import flops_per_token
 from pallas_kernels.qtensor import packed_bytes
 
@@ -94,14 +94,20 @@ def run(
             f"plan: {prompt_tokens} + {new_tokens} tokens exceed the context of {cfg.max_position}"
         )
     scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
-    settings = Settings(dtype, kv_dtype, scheme)
-    limits = Limits(*_limits(device_bytes, host_bytes, disk_bytes))
+    settings = PlannerSettings(dtype, kv_dtype, scheme)
+    limits = MemoryLimits(*_limits(device_bytes, host_bytes, disk_bytes))
     if policy is None:
         policy = resident(cfg, task, limits, settings, base)
     costs = calibrate(
-        cfg, dtype, scheme, kv_dtype, chunk=task.chunk,
-        moves=policy is None or policy.moves, fresh=recalibrate, progress=progress,
-    )  # fmt: skip
+        cfg,
+        dtype,
+        scheme,
+        kv_dtype,
+        chunk=task.chunk,
+        moves=policy is None or policy.moves,
+        fresh=recalibrate,
+        progress=progress,
+    )
     memory = available_memory()
     if memory is not None and model_bytes(cfg, dtype, scheme) > memory:
         costs = costs.cold()  # the page cache will not hold the disk's share
@@ -143,17 +149,22 @@ def run(
         "step_seconds": {"predicted": expected.step, "measured": found["step"]},
         "tokens_per_second": {
             "predicted": expected.tokens_per_second,
-            "measured": rows * new_tokens
+            "measured": rows
+            * new_tokens
             / (expected.blocks * (prefill + (new_tokens - 1) * found["step"])),
         },
         "lanes": lanes,
         "bytes": {
-            "device": {"predicted": need.device, "measured": found["device_bytes"],
-                       "in_programs": need.programs, "sees_programs": found["sees_programs"]},
+            "device": {
+                "predicted": need.device,
+                "measured": found["device_bytes"],
+                "in_programs": need.programs,
+                "sees_programs": found["sees_programs"],
+            },
             "host": {"predicted": need.host, "measured": None},
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
         },
-    }  # fmt: skip
+    }
 
 
 def _operations(cfg: ModelConfig, tokens: int) -> float:
@@ -162,7 +173,7 @@ def _operations(cfg: ModelConfig, tokens: int) -> float:
 
 
 def shortened(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: Settings
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
 ) -> Task:
     """Return the task that is measured: with shorter prompts in a cache of the same capacity, where
     the policy moves nothing and the prefill would take more than ``LONG`` seconds."""
@@ -177,7 +188,7 @@ def shortened(
     return trial
 
 
-def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: Settings) -> Path:
+def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:
     """Where the measurement of a task is kept.  Its speed depends on shapes, not on weights."""
     words = (cfg.replace(name=""), str(policy), task, settings)
     words += (jax.devices()[0].device_kind, jax.__version__, LONG)
@@ -188,7 +199,7 @@ def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: Settin
 
 
 def resident(
-    cfg: ModelConfig, task: Task, limits: Limits, settings: Settings, base: Policy
+    cfg: ModelConfig, task: Task, limits: MemoryLimits, settings: PlannerSettings, base: Policy
 ) -> Policy | None:
     """The policy that keeps everything on the device, in one batch; None where that does not fit or
     is not wanted."""
@@ -202,8 +213,8 @@ def resident(
 
 
 def measure(
-    lm: OffloadedModel, task: Task, settings: Settings, steps: int = MEASURED
-) -> tuple[dict[str, Any], list[Event]]:
+    lm: OffloadedModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
+) -> tuple[dict[str, Any], list[TimelineBar]]:
     """A block of the task: seconds of the prefill, of a step and of its lanes, device bytes (the
     allocator's peak; where it keeps no count, the most that live arrays had, so without what is
     inside programs); and the events of a step."""
@@ -223,9 +234,13 @@ def measure(
     lanes = {lane: sum(event.seconds for event in events if event.lane == lane) for lane in LANES}
     disk = lm.store.disk.nbytes if need_disk(lm.policy) else 0
     report = {
-        "prefill": prefill, "step": step, "lanes": lanes, "disk_bytes": disk,
-        "device_bytes": max(watch.most, held_on_device(lm)), "sees_programs": sees_programs(lm),
-    }  # fmt: skip
+        "prefill": prefill,
+        "step": step,
+        "lanes": lanes,
+        "disk_bytes": disk,
+        "device_bytes": max(watch.most, held_on_device(lm)),
+        "sees_programs": sees_programs(lm),
+    }
     return report, events
 
 

@@ -28,7 +28,7 @@ _LONGEST = 8
 _GRAPHS = "--xla_enable_command_buffers_during_profiling=true"
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Of a kernel, or on a CPU of an instruction: seconds; module and op as XLA calls them."""
 
     begin: float
@@ -73,10 +73,10 @@ def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
     }
 
 
-def events_by_device(folder: Path) -> dict[Any, list[Event]]:
+def events_by_device(folder: Path) -> dict[Any, list[TraceEvent]]:
     """What the streams of each device ran.  The host has rows of the same names, and so have a
     device's summaries."""
-    found: dict[Any, list[Event]] = defaultdict(list)
+    found: dict[Any, list[TraceEvent]] = defaultdict(list)
     for path in folder.rglob("*.trace.json.gz"):
         events = _read(path)
         labels = {
@@ -84,31 +84,38 @@ def events_by_device(folder: Path) -> dict[Any, list[Event]]:
             for event in events
             if event.get("name") in ("process_name", "thread_name")
         }
-        devices = {pid for (kind, pid, _), label in labels.items()
-                   if kind == "process_name" and "/device:" in label}  # fmt: skip
-        streams = {(pid, tid) for (kind, pid, tid), label in labels.items()
-                   if kind == "thread_name" and pid in devices and "Stream" in label}  # fmt: skip
+        devices = {
+            pid
+            for (kind, pid, _), label in labels.items()
+            if kind == "process_name" and "/device:" in label
+        }
+        streams = {
+            (pid, tid)
+            for (kind, pid, tid), label in labels.items()
+            if kind == "thread_name" and pid in devices and "Stream" in label
+        }
         for event in events:
             if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams:
                 found[path, event["pid"]].append(_event(event))
     return found
 
 
-def events_on_host(folder: Path) -> list[Event]:
+def events_on_host(folder: Path) -> list[TraceEvent]:
     """The instructions that XLA's CPU client ran, on whichever threads."""
     return [
         _event(event)
         for path in folder.rglob("*.trace.json.gz")
         for event in _read(path)
-        if event.get("ph") == "X" and "hlo_op" in event.get("args", {})
+        if event.get("ph") == "X"
+        and "hlo_op" in event.get("args", {})
         and not event["name"].startswith("end: ")
-    ]  # fmt: skip
+    ]
 
 
-def _event(event: dict[str, Any]) -> Event:
+def _event(event: dict[str, Any]) -> TraceEvent:
     about = event.get("args", {})
     ids = about.get("hlo_module", ""), about.get("hlo_op", "")
-    return Event(event["ts"] / 1e6, event["dur"] / 1e6, event["name"], *ids)
+    return TraceEvent(event["ts"] / 1e6, event["dur"] / 1e6, event["name"], *ids)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -32,17 +32,20 @@ def buffers(params: Any) -> list[dict[str, Any]]:
     """Every array of the tree, a QTensor's parts by name, with its bytes on this device."""
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = [str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
-                 for entry in path]  # fmt: skip
+        names = [
+            str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
+            for entry in path
+        ]
         rows.append(
             {
                 "path": "/".join(names),
                 "dtype": leaf.dtype.name,
                 "shape": list(leaf.shape),
-                "bytes": sum(shard.data.on_device_size_in_bytes()
-                             for shard in leaf.addressable_shards),
+                "bytes": sum(
+                    shard.data.on_device_size_in_bytes() for shard in leaf.addressable_shards
+                ),
             }
-        )  # fmt: skip
+        )
     return rows
 
 

@@ -37,7 +37,7 @@ import jax
 from jaxllama.bench.decode import SHORT, check_room
 from jaxllama.bench.harness import Decoding, matmul_rate, memory_bandwidth
 from jaxllama.bench.hlo import Launch, launches
-from jaxllama.bench.trace import Event, events_by_device, events_on_host
+from jaxllama.bench.trace import TraceEvent, events_by_device, events_on_host
 from jaxllama.language_model import LanguageModel
 from jaxllama.progress import Working
 
@@ -105,7 +105,7 @@ def run(
     }
 
 
-def _traced(once: Callable[[], float], module: str) -> list[Event]:
+def _traced(once: Callable[[], float], module: str) -> list[TraceEvent]:
     """Of the first device, or of the host where XLA ran there."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -118,7 +118,7 @@ def _traced(once: Callable[[], float], module: str) -> list[Event]:
 
 
 def account(
-    events: Iterable[Event],
+    events: Iterable[TraceEvent],
     program: Sequence[Launch],
     rates: tuple[float, float],
     steps: int | None = None,
@@ -135,7 +135,7 @@ def account(
         names[launch.kernel].append(launch)
     turns = {name: itertools.cycle(found) for name, found in names.items()}
 
-    def launch_of(event: Event) -> Launch | None:
+    def launch_of(event: TraceEvent) -> Launch | None:
         if event.op in ops:
             return ops[event.op]
         turn = turns.get(event.name) or turns.get(_SUFFIX.sub("", event.name))
@@ -174,7 +174,7 @@ def _floor_us(launch: Launch | None, rates: tuple[float, float]) -> float:
     return 1e6 * max(launch.nbytes / memory, launch.operations / products)
 
 
-def _idle_us(events: Sequence[Event]) -> float:
+def _idle_us(events: Sequence[TraceEvent]) -> float:
     """Between the first event and the last, in order, the time in none."""
     idle, reached = 0.0, events[0].begin if events else 0.0
     for event in events:
@@ -195,8 +195,10 @@ def table(report: dict[str, Any]) -> str:
         size = "-" if row["bytes"] is None else f"{row['bytes'] / 1e6:.3f}"
         floor = f"{row['floor_us']:.1f}" if row["floor_us"] else "-"
         share = f"{row['floor_us'] / row['us']:.0%}" if row["floor_us"] and row["us"] else "-"
-        lines.append(f"{row['kernel'][:44]:44} {row['launches']:8.3g} {row['us']:9.1f} {size:>9} "
-                     f"{floor:>9} {share:>6}")  # fmt: skip
+        lines.append(
+            f"{row['kernel'][:44]:44} {row['launches']:8.3g} {row['us']:9.1f} {size:>9} "
+            f"{floor:>9} {share:>6}"
+        )
     launched = sum(row["launches"] for row in report["kernels"])
     floor = sum(row["floor_us"] for row in report["kernels"])
     lines.append(f"{'kernels':44} {launched:8.4g} {report['kernels_us']:9.1f} {'':9} {floor:9.1f}")

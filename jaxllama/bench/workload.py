@@ -152,9 +152,7 @@ def _chat(path: Path, number: int, entry: Any) -> list[tuple[int, int]]:
     """What people said, each with the answer to it; [] where nobody answered."""
     try:
         said = [(turn["from"], turn["value"]) for turn in entry["conversations"]]
-        sizes = [
-            (who, max(len(text.encode()) // BYTES_PER_TOKEN, 1)) for who, text in said
-        ]  # fmt: skip
+        sizes = [(who, max(len(text.encode()) // BYTES_PER_TOKEN, 1)) for who, text in said]
     except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
         raise JaxLlamaError(f"{path}: entry {number}: no conversation as ShareGPT has it") from None
     return [

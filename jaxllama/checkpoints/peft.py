@@ -4,10 +4,10 @@
 
 To the rows of a parameter ``b @ a`` is added, both float32: b has the adapter's scale (alpha / r,
 or alpha / sqrt(r) where it is rank-stabilised), and the family's multiplier and order of rows
-(``model.params.Source``).  Which adapters a model can have the table of parameters says: those of
-the products of its layers.  Left out, with an error that names the key or tensor: everything that
-is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and its like), initializations
-that change the base model too, and PyTorch's .bin files.
+(``model.param.TensorSource``).  Which adapters a model can have the table of parameters says: those
+of the products of its layers.  Left out, with an error that names the key or tensor: everything
+that is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and its like),
+initializations that change the base model too, and PyTorch's .bin files.
 
 Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
 """
@@ -25,7 +25,7 @@ from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.param import Source
+from jaxllama.model.param import TensorSource
 from jaxllama.model.params import param_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -94,7 +94,7 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
         }
 
 
-def products(cfg: ModelConfig) -> dict[str, Source]:
+def products(cfg: ModelConfig) -> dict[str, TensorSource]:
     """What can have an adapter: the weights of a checkpoint's layers, by their modules' names."""
     return {
         source.name.removesuffix(".weight"): source
@@ -108,7 +108,7 @@ def _factors(
     file: SafetensorsFile,
     config: JsonReader,
     module: str,
-    source: Source,
+    source: TensorSource,
     pair: dict[str, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     if len(pair) < 2:

@@ -50,7 +50,7 @@ MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInfo:
+class SafetensorsEntry:
     """One entry of the header; ``offset`` counts from the start of the file."""
 
     name: str
@@ -94,7 +94,7 @@ class SafetensorsFile:
     def error(self, why: str) -> JaxLlamaError:
         return JaxLlamaError(f"{self.path}: {why}")
 
-    def read_into(self, info: TensorInfo, out: np.ndarray) -> bool:
+    def read_into(self, info: SafetensorsEntry, out: np.ndarray) -> bool:
         """Fill the contiguous 1-D ``out`` with the tensor, cast to out's dtype.
 
         Returns whether every value of ``out`` is finite.
@@ -153,7 +153,7 @@ class SafetensorsFile:
         self.tensors = {name: self._entry(name, value, data) for name, value in header.items()}
         self._check_layout(data)
 
-    def _entry(self, name: str, value: Any, data: int) -> TensorInfo:
+    def _entry(self, name: str, value: Any, data: int) -> SafetensorsEntry:
         if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= set(value):
             raise self.error(f"tensor {name!r}: needs dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -175,7 +175,7 @@ class SafetensorsFile:
                 f"tensor {name!r}: {end - begin} bytes of data, "
                 f"but {dtype} of shape {_short(shape)} needs {_short(nbytes)}"
             )
-        return TensorInfo(name, tuple(shape), dtype, data + begin, nbytes)
+        return SafetensorsEntry(name, tuple(shape), dtype, data + begin, nbytes)
 
     def _check_layout(self, data: int) -> None:
         at, previous = data, None
@@ -189,8 +189,9 @@ class SafetensorsFile:
             raise self.error(f"{self.size - at} bytes after the last tensor belong to none")
 
 
-def write(path: Path, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]],
-          data: Iterator[np.ndarray]) -> None:  # fmt: skip
+def write(
+    path: Path, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]], data: Iterator[np.ndarray]
+) -> None:
     """Write ``path``: ``tensors`` are (name, shape, dtype) in file order, ``data`` their values.
 
     ``data`` yields for each tensor in turn a contiguous array of that many bytes.

@@ -12,8 +12,12 @@ HELP = "Answer the requests of a file, as OpenAI's Batch API has them; goes on w
 
 def options(sub: Parser) -> None:
     sub.add_argument("input", type=text_file, metavar="IN.jsonl", help="a request a line")
-    sub.add_argument("output", type=OutFile((".jsonl",)), metavar="OUT.jsonl",
-                     help="an answer a line, as they end; what is there already stays")  # fmt: skip
+    sub.add_argument(
+        "output",
+        type=OutFile((".jsonl",)),
+        metavar="OUT.jsonl",
+        help="an answer a line, as they end; what is there already stays",
+    )
     serve.engine_options(sub)
     common.json_option(sub)
     common.mesh_option(sub)

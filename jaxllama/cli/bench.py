@@ -28,19 +28,44 @@ HELP = "Measure decode, prefill, time to first token and memory."
 
 def options(sub: Parser) -> None:
     sub.add_argument("--batch", type=COUNT, default=1, metavar="N", help="rows at once")
-    sub.add_argument("--prompt-tokens", type=COUNT, default=512, metavar="N",
-                     help="length of the prefill (default %(default)s)")  # fmt: skip
-    sub.add_argument("--new-tokens", type=Number(least=2), default=64, metavar="N",
-                     help="length of the decode (default %(default)s)")  # fmt: skip
-    sub.add_argument("--runs", type=COUNT, default=5, metavar="N",
-                     help="medians are of this many (default %(default)s)")  # fmt: skip
-    sub.add_argument("--context", type=Number(least=5), default=5, metavar="N",
-                     help="tokens that each row holds when decoding begins")  # fmt: skip
-    sub.add_argument("--trace", type=out_folder, metavar="DIR",
-                     help="profile one step and write its trace there")  # fmt: skip
-    sub.add_argument("--where", choices=("decode", "prefill"), metavar="PHASE",
-                     help="instead: the kernels of a step of decode or prefill, each with its "
-                     "launches, time, bytes and floor, and what is between them")  # fmt: skip
+    sub.add_argument(
+        "--prompt-tokens",
+        type=COUNT,
+        default=512,
+        metavar="N",
+        help="length of the prefill (default %(default)s)",
+    )
+    sub.add_argument(
+        "--new-tokens",
+        type=Number(least=2),
+        default=64,
+        metavar="N",
+        help="length of the decode (default %(default)s)",
+    )
+    sub.add_argument(
+        "--runs",
+        type=COUNT,
+        default=5,
+        metavar="N",
+        help="medians are of this many (default %(default)s)",
+    )
+    sub.add_argument(
+        "--context",
+        type=Number(least=5),
+        default=5,
+        metavar="N",
+        help="tokens that each row holds when decoding begins",
+    )
+    sub.add_argument(
+        "--trace", type=out_folder, metavar="DIR", help="profile one step and write its trace there"
+    )
+    sub.add_argument(
+        "--where",
+        choices=("decode", "prefill"),
+        metavar="PHASE",
+        help="instead: the kernels of a step of decode or prefill, each with its "
+        "launches, time, bytes and floor, and what is between them",
+    )
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
@@ -65,18 +90,29 @@ def run(args: argparse.Namespace) -> None:
     lm = common.load(args)
     with working("measuring") as sign:
         report = bench.run(
-            lm, batch=args.batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-            runs=args.runs, kv_dtype=common.kv_dtype(args), chunk=args.chunk, context=args.context,
-            trace=args.trace, sign=sign,
-        )  # fmt: skip
+            lm,
+            batch=args.batch,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            runs=args.runs,
+            kv_dtype=common.kv_dtype(args),
+            chunk=args.chunk,
+            context=args.context,
+            trace=args.trace,
+            sign=sign,
+        )
     report["model"] = args.model  # as the user calls it, not as the checkpoint does
     common.show(args, report, bench.table)
 
 
 def run_draft(args: argparse.Namespace) -> None:
     """Of a draft, on its own prompts."""
-    for flag, value in (("--batch", 1), ("--prompt-tokens", 512), ("--context", 5),
-                        ("--trace", None)):  # fmt: skip
+    for flag, value in (
+        ("--batch", 1),
+        ("--prompt-tokens", 512),
+        ("--context", 5),
+        ("--trace", None),
+    ):
         if getattr(args, flag[2:].replace("-", "_")) != value:
             raise JaxLlamaError(f"{flag} and --draft exclude each other: it has prompts of its own")
     from jaxllama.bench import drafts
@@ -85,9 +121,14 @@ def run_draft(args: argparse.Namespace) -> None:
     draft = common.draft(args, lm)
     with working("measuring") as sign:
         report = drafts.run(
-            lm, **draft, new_tokens=args.new_tokens, runs=args.runs,
-            kv_dtype=common.kv_dtype(args), chunk=args.chunk, sign=sign,
-        )  # fmt: skip
+            lm,
+            **draft,
+            new_tokens=args.new_tokens,
+            runs=args.runs,
+            kv_dtype=common.kv_dtype(args),
+            chunk=args.chunk,
+            sign=sign,
+        )
     report["model"] = args.model
     common.show(args, report, drafts.table)
 
@@ -99,9 +140,16 @@ def run_where(args: argparse.Namespace) -> None:
     lm = common.load(args)
     with working("measuring") as sign:
         report = where.run(
-            lm, args.where, batch=args.batch, prompt_tokens=args.prompt_tokens, runs=args.runs,
-            kv_dtype=common.kv_dtype(args), chunk=args.chunk, context=args.context, sign=sign,
-        )  # fmt: skip
+            lm,
+            args.where,
+            batch=args.batch,
+            prompt_tokens=args.prompt_tokens,
+            runs=args.runs,
+            kv_dtype=common.kv_dtype(args),
+            chunk=args.chunk,
+            context=args.context,
+            sign=sign,
+        )
     report["model"] = args.model
     common.show(args, report, where.table)
 
@@ -137,31 +185,70 @@ def serve_options(sub: Parser) -> None:
     sub.add_argument(
         "--url", type=url, default="http://127.0.0.1:8000", help="(default %(default)s)"
     )
-    sub.add_argument("--model", type=filled, metavar="NAME",
-                     help="(default: the first that the server lists)")  # fmt: skip
+    sub.add_argument(
+        "--model", type=filled, metavar="NAME", help="(default: the first that the server lists)"
+    )
     sub.add_argument("--api-key", type=api_key, metavar="KEY", help="(default $JAXLLAMA_API_KEY)")
     sub.add_argument(
         "--requests", type=COUNT, default=100, metavar="N", help="(default %(default)s)"
     )
-    sub.add_argument("--rate", type=Number(float, 0, above=True), default=float("inf"), metavar="R",
-                     help="Poisson arrivals a second (default: all at once)")  # fmt: skip
-    sub.add_argument("--concurrency", type=COUNT, default=64, metavar="N",
-                     help="connections at once (default %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--rate",
+        type=Number(float, 0, above=True),
+        default=float("inf"),
+        metavar="R",
+        help="Poisson arrivals a second (default: all at once)",
+    )
+    sub.add_argument(
+        "--concurrency",
+        type=COUNT,
+        default=64,
+        metavar="N",
+        help="connections at once (default %(default)s)",
+    )
     for kind in ("prompt", "new"):
-        sub.add_argument(f"--{kind}-tokens", type=length, default="128", metavar="LENGTH",
-                         help="N, LOW:HIGH or ~MEAN (default %(default)s)")  # fmt: skip
-    sub.add_argument("--lengths", type=text_file, metavar="FILE",
-                     help="both from a file: ShareGPT's, or lines of JSON with prompt_tokens "
-                     "and new_tokens")  # fmt: skip
-    sub.add_argument("--prefix-tokens", type=Number(least=0), default=0, metavar="N",
-                     help="that requests begin with in common (default %(default)s)")  # fmt: skip
-    sub.add_argument("--prefixes", type=COUNT, default=1, metavar="N",
-                     help="different beginnings (default %(default)s)")  # fmt: skip
-    sub.add_argument("--turns", type=COUNT, default=1, metavar="N",
-                     help="of each of the --requests, which repeat what was said "
-                     "(default %(default)s)")  # fmt: skip
-    sub.add_argument("--goodput", action="append", type=goodput, default=[], metavar="KEY=SECONDS",
-                     help="limits of ttft, tpot, e2e; may be given again")  # fmt: skip
+        sub.add_argument(
+            f"--{kind}-tokens",
+            type=length,
+            default="128",
+            metavar="LENGTH",
+            help="N, LOW:HIGH or ~MEAN (default %(default)s)",
+        )
+    sub.add_argument(
+        "--lengths",
+        type=text_file,
+        metavar="FILE",
+        help="both from a file: ShareGPT's, or lines of JSON with prompt_tokens and new_tokens",
+    )
+    sub.add_argument(
+        "--prefix-tokens",
+        type=Number(least=0),
+        default=0,
+        metavar="N",
+        help="that requests begin with in common (default %(default)s)",
+    )
+    sub.add_argument(
+        "--prefixes",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="different beginnings (default %(default)s)",
+    )
+    sub.add_argument(
+        "--turns",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="of each of the --requests, which repeat what was said (default %(default)s)",
+    )
+    sub.add_argument(
+        "--goodput",
+        action="append",
+        type=goodput,
+        default=[],
+        metavar="KEY=SECONDS",
+        help="limits of ttft, tpot, e2e; may be given again",
+    )
     sub.add_argument("--seed", type=SEED, default=0, metavar="N", help="(default %(default)s)")
     common.json_option(sub)
 

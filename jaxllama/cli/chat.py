@@ -54,8 +54,12 @@ def run(args: argparse.Namespace) -> None:
     if args.temperature is not None:  # else it depends on the model what goes with it
         common.sampling(args)
     lm = common.load(args)
-    kwargs = {"kv_dtype": common.kv_dtype(args), "adapter": common.only_adapter(lm),
-              **common.chunk(args), **common.draft(args, lm)}  # fmt: skip
+    kwargs = {
+        "kv_dtype": common.kv_dtype(args),
+        "adapter": common.only_adapter(lm),
+        **common.chunk(args),
+        **common.draft(args, lm),
+    }
     sampling = common.sampling(args, lm.sampling)
     if lm.sampling is not None:
         _note(f"sampling: {sampling} (the model's own, but for what is given)")

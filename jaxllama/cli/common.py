@@ -46,12 +46,22 @@ def source_options(sub: Parser, default: str | None = MODEL) -> Any:
     """Which weights; returns the group."""
     group = sub.add_argument_group("model")
     shown = ", to be loaded too" if default is None else " (default %(default)s)"
-    group.add_argument("--model", "--preset", type=filled, default=default, metavar="NAME",
-                       help="preset, directory, .gguf or hub id" + shown)  # fmt: skip
-    group.add_argument("--random", action="store_true",
-                       help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
-    group.add_argument("--revision", type=filled, metavar="NAME",
-                       help="branch, tag or commit of --model, a hub id")  # fmt: skip
+    group.add_argument(
+        "--model",
+        "--preset",
+        type=filled,
+        default=default,
+        metavar="NAME",
+        help="preset, directory, .gguf or hub id" + shown,
+    )
+    group.add_argument(
+        "--random",
+        action="store_true",
+        help="random weights of the preset's shape: nothing is fetched",
+    )
+    group.add_argument(
+        "--revision", type=filled, metavar="NAME", help="branch, tag or commit of --model, a hub id"
+    )
     return group
 
 
@@ -72,22 +82,30 @@ def model_options(sub: Parser) -> None:
 
 def quantize_option(group: Any) -> None:
     group.add_argument(
-        "--quantize", type=rounding, metavar="SCHEME",
+        "--quantize",
+        type=rounding,
+        metavar="SCHEME",
         help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8, fp8, w4a8, w4a8-fp8 once "
-             "loaded, or a mix: w4a16,down=w8a16 (fp8-static needs the quantize command)",
-    )  # fmt: skip
+        "loaded, or a mix: w4a16,down=w8a16 (fp8-static needs the quantize command)",
+    )
 
 
 def chat_option(sub: Parser) -> None:
-    sub.add_argument("--parse-special", action="store_true",
-                     help="special tokens that a message spells, such as <|im_end|>, become those "
-                          "tokens (default: they are text)")  # fmt: skip
+    sub.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="special tokens that a message spells, such as <|im_end|>, become those "
+        "tokens (default: they are text)",
+    )
 
 
 def exact_option(sub: Parser) -> None:
-    sub.add_argument("--exact", action="store_true",
-                     help="quantized weights on a CPU: float32 products, where otherwise their "
-                          "codes are multiplied with activations of 8 bits")  # fmt: skip
+    sub.add_argument(
+        "--exact",
+        action="store_true",
+        help="quantized weights on a CPU: float32 products, where otherwise their "
+        "codes are multiplied with activations of 8 bits",
+    )
 
 
 @refusing
@@ -99,9 +117,14 @@ def parse_adapter(text: str) -> tuple[str, str]:
 
 
 def adapter_options(sub: Parser, text: str = "") -> None:
-    sub.add_argument("--adapter", action="append", type=parse_adapter, default=[],
-                     metavar="NAME=DIR",
-                     help=f"a LoRA adapter as PEFT writes it{text}")  # fmt: skip
+    sub.add_argument(
+        "--adapter",
+        action="append",
+        type=parse_adapter,
+        default=[],
+        metavar="NAME=DIR",
+        help=f"a LoRA adapter as PEFT writes it{text}",
+    )
     sub.add_argument("--merge", action="store_true", help="put it into the weights for good")
     sub.set_defaults(many_adapters=bool(text))
 
@@ -135,9 +158,16 @@ def load(args: argparse.Namespace) -> LanguageModel:
     added = adapters(args)
     join(args)
     lm = load(
-        args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), exact=args.exact,
-        progress=True, **source(args), **added,
-    )  # fmt: skip
+        args.model,
+        args.dtype,
+        args.quantize,
+        policy=placed,
+        mesh=mesh(args),
+        exact=args.exact,
+        progress=True,
+        **source(args),
+        **added,
+    )
     if "attention" not in lm.config.layer_types:
         for flag in ("kv_dtype", "attn_sparsity"):
             if getattr(args, flag, None) is not None:
@@ -155,13 +185,20 @@ def load(args: argparse.Namespace) -> LanguageModel:
 
 def draft_options(sub: Parser) -> None:
     group = sub.add_argument_group("draft", "The same tokens, several a pass.")
-    group.add_argument("--draft", type=filled, metavar="NAME",
-                       help="who proposes what follows: ngram (the text itself), a smaller model "
-                            "with the same tokenizer, or MODEL:layers=N, the first of a model, as "
-                            "of --model itself; loaded as that is")  # fmt: skip
-    group.add_argument("--draft-tokens", type=Number(least=0, most=15), metavar="K",
-                       help="that are proposed at once, up to 15 (default 0: each row finds what "
-                            "pays)")  # fmt: skip
+    group.add_argument(
+        "--draft",
+        type=filled,
+        metavar="NAME",
+        help="who proposes what follows: ngram (the text itself), a smaller model "
+        "with the same tokenizer, or MODEL:layers=N, the first of a model, as "
+        "of --model itself; loaded as that is",
+    )
+    group.add_argument(
+        "--draft-tokens",
+        type=Number(least=0, most=15),
+        metavar="K",
+        help="that are proposed at once, up to 15 (default 0: each row finds what pays)",
+    )
 
 
 def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
@@ -183,9 +220,14 @@ def proposer(args: argparse.Namespace, lm: LanguageModel) -> Any:
     if name == args.model:  # nothing is loaded twice
         return lm if layers is None else lm.first_layers(layers)
     return load(
-        args.draft, args.dtype, args.quantize, mesh=lm.mesh, exact=args.exact, random=args.random,
+        args.draft,
+        args.dtype,
+        args.quantize,
+        mesh=lm.mesh,
+        exact=args.exact,
+        random=args.random,
         progress=True,
-    )  # fmt: skip
+    )
 
 
 # Devices and hosts
@@ -209,15 +251,23 @@ def parse_hosts(text: str) -> str:
 
 
 def mesh_option(sub: Parser) -> None:
-    sub.add_argument("--mesh", type=parse_mesh, metavar="AXES",
-                     help="several devices: data=N,model=N (1 where left out)")  # fmt: skip
+    sub.add_argument(
+        "--mesh",
+        type=parse_mesh,
+        metavar="AXES",
+        help="several devices: data=N,model=N (1 where left out)",
+    )
 
 
 def hosts_options(sub: Parser) -> None:
     mesh_option(sub)
-    sub.add_argument("--hosts", type=parse_hosts, metavar="ADDRESS:PORT,COUNT,INDEX",
-                     help="one process on each of several hosts: where the first listens, how "
-                          "many there are, which this is; needs --mesh")  # fmt: skip
+    sub.add_argument(
+        "--hosts",
+        type=parse_hosts,
+        metavar="ADDRESS:PORT,COUNT,INDEX",
+        help="one process on each of several hosts: where the first listens, how "
+        "many there are, which this is; needs --mesh",
+    )
 
 
 def mesh(args: argparse.Namespace) -> Mesh | None:
@@ -255,10 +305,14 @@ def parse_policy(text: str) -> Any:
 
 
 def policy_option(sub: Parser) -> None:
-    sub.add_argument("--policy", type=parse_policy, metavar="TEXT",
-                     help="where weights, cache and activations live: six percentages, device and "
-                          "host of each, then NAME=VALUE, as in '0 100 100 0 100 0 "
-                          "gpu_batch_size=8'")  # fmt: skip
+    sub.add_argument(
+        "--policy",
+        type=parse_policy,
+        metavar="TEXT",
+        help="where weights, cache and activations live: six percentages, device and "
+        "host of each, then NAME=VALUE, as in '0 100 100 0 100 0 "
+        "gpu_batch_size=8'",
+    )
 
 
 def policy(args: argparse.Namespace) -> Policy | None:
@@ -289,10 +343,19 @@ def cache_options(sub: Parser, chunk: str = "--chunk") -> None:
     """chunk: the option's name, as Python has it too: ``Engine`` calls it prefill_chunk."""
     group = sub.add_argument_group("cache")
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default --dtype)")
-    group.add_argument("--attn-sparsity", type=SHARE, metavar="SHARE",
-                       help="of attention weights that decode keeps, in (0, 1]")  # fmt: skip
-    group.add_argument(chunk, dest="chunk", type=COUNT, metavar="N",
-                       help="tokens of a prompt that are prefilled at once")  # fmt: skip
+    group.add_argument(
+        "--attn-sparsity",
+        type=SHARE,
+        metavar="SHARE",
+        help="of attention weights that decode keeps, in (0, 1]",
+    )
+    group.add_argument(
+        chunk,
+        dest="chunk",
+        type=COUNT,
+        metavar="N",
+        help="tokens of a prompt that are prefilled at once",
+    )
 
 
 def kv_dtype(args: argparse.Namespace) -> str | None:
@@ -313,30 +376,67 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
     """default: what holds where an option is not given, in words."""
     group = sub.add_argument_group("sampling", default)
-    group.add_argument("--max-new-tokens", type=COUNT, default=max_new_tokens, metavar="N",
-                       help="(default %(default)s)")  # fmt: skip
-    group.add_argument("--temperature", type=Number(float, 0, 100), metavar="T",
-                       help="0 is greedy")  # fmt: skip
-    group.add_argument("--top-k", type=Number(least=0), metavar="K",
-                       help="draw from the K most likely tokens; 0 is off")  # fmt: skip
-    group.add_argument("--top-p", type=SHARE, metavar="P",
-                       help="draw from the smallest set of this probability")  # fmt: skip
-    group.add_argument("--min-p", type=Number(float, 0, 1), metavar="P",
-                       help="drop tokens below this share of the best one")  # fmt: skip
-    group.add_argument("--repetition-penalty", type=Number(float, 0, 100, above=True), metavar="X",
-                       help="for tokens of prompt and output; 1 is off")  # fmt: skip
-    group.add_argument("--frequency-penalty", type=Number(float, -2, 2), metavar="X",
-                       help="for every occurrence in the output")  # fmt: skip
-    group.add_argument("--presence-penalty", type=Number(float, -2, 2), metavar="X",
-                       help="for tokens of the output")  # fmt: skip
-    group.add_argument("--logit-bias", action="append", type=parse_logit_bias, default=[],
-                       metavar="ID=X",
-                       help="add X to a token's logit; may be given again")  # fmt: skip
+    group.add_argument(
+        "--max-new-tokens",
+        type=COUNT,
+        default=max_new_tokens,
+        metavar="N",
+        help="(default %(default)s)",
+    )
+    group.add_argument("--temperature", type=Number(float, 0, 100), metavar="T", help="0 is greedy")
+    group.add_argument(
+        "--top-k",
+        type=Number(least=0),
+        metavar="K",
+        help="draw from the K most likely tokens; 0 is off",
+    )
+    group.add_argument(
+        "--top-p", type=SHARE, metavar="P", help="draw from the smallest set of this probability"
+    )
+    group.add_argument(
+        "--min-p",
+        type=Number(float, 0, 1),
+        metavar="P",
+        help="drop tokens below this share of the best one",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=Number(float, 0, 100, above=True),
+        metavar="X",
+        help="for tokens of prompt and output; 1 is off",
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=Number(float, -2, 2),
+        metavar="X",
+        help="for every occurrence in the output",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=Number(float, -2, 2),
+        metavar="X",
+        help="for tokens of the output",
+    )
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        type=parse_logit_bias,
+        default=[],
+        metavar="ID=X",
+        help="add X to a token's logit; may be given again",
+    )
     group.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default 0)")
 
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-             "presence_penalty")  # fmt: skip
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
@@ -350,10 +450,12 @@ def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
         own or Sampling(), **named, logit_bias=dict(args.logit_bias), seed=args.seed or 0
     )
     if chosen.temperature == 0:
-        for flag, used in (("--top-k", named.get("top_k", 0) != 0),
-                           ("--top-p", named.get("top_p", 1) != 1),
-                           ("--min-p", named.get("min_p", 0) != 0),
-                           ("--seed", args.seed is not None)):  # fmt: skip
+        for flag, used in (
+            ("--top-k", named.get("top_k", 0) != 0),
+            ("--top-p", named.get("top_p", 1) != 1),
+            ("--min-p", named.get("min_p", 0) != 0),
+            ("--seed", args.seed is not None),
+        ):
             if used:
                 raise JaxLlamaError(f"{flag} needs --temperature above 0, which is greedy")
     return chosen

@@ -14,9 +14,13 @@ HELP = "Write a model as a Hugging Face directory, with its tokenizer."
 
 def options(sub: Parser) -> None:
     sub.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="to make")
-    sub.add_argument("--format", choices=FORMATS, default="floats",
-                     help="floats: quantized weights are dequantized; native: bit for bit, and "
-                          "only jaxllama reads it (default %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="floats",
+        help="floats: quantized weights are dequantized; native: bit for bit, and "
+        "only jaxllama reads it (default %(default)s)",
+    )
     common.json_option(sub)
     common.dtype_option(common.source_options(sub))
 

@@ -28,7 +28,10 @@ def run(args: argparse.Namespace) -> None:
             raise JaxLlamaError(f"--{flag} needs --model")
     with working("examining"):
         report = doctor.examine(
-            args.model, dtype=args.dtype, quantize=args.quantize, exact=args.exact,
+            args.model,
+            dtype=args.dtype,
+            quantize=args.quantize,
+            exact=args.exact,
             **common.source(args),
-        )  # fmt: skip
+        )
     common.show(args, report, doctor.table)

@@ -73,9 +73,11 @@ class Parser(argparse.ArgumentParser):
             ]
             parser = next((a.choices[word] for a in inner if word in a.choices), parser)
         return [
-            text for action in parser._actions if action.help != argparse.SUPPRESS
+            text
+            for action in parser._actions
+            if action.help != argparse.SUPPRESS
             for text in action.option_strings
-        ]  # fmt: skip
+        ]
 
 
 class Bad(argparse.ArgumentTypeError):

@@ -17,19 +17,41 @@ HELP = "Perplexity of a text, and the distance to a reference."
 def options(sub: Parser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=text_input, metavar="FILE", help="UTF-8 text")
-    source.add_argument("--texts", type=texts_folder, metavar="DIR",
-                        help="kinds of text: a line for each of its .txt files")  # fmt: skip
-    sub.add_argument("--report", type=OutFile((".json", ".png")), action="append", default=[],
-                     metavar="FILE", help="with --texts and --reference: where the damage is, "
-                     ".json or .png; may be given again")  # fmt: skip
-    sub.add_argument("--window", type=Number(least=2), metavar="N",
-                     help="tokens scored together (default 512, or the context)")  # fmt: skip
-    sub.add_argument("--stride", type=COUNT, metavar="N",
-                     help="tokens from window to window (default window - 1)")  # fmt: skip
-    sub.add_argument("--reference", type=filled, metavar="NAME",
-                     help="a model to compare with, exact: adds kl and top1")  # fmt: skip
-    sub.add_argument("--kv-dtype", choices=common.KV_DTYPES,
-                     help="score through a cache of this dtype")  # fmt: skip
+    source.add_argument(
+        "--texts",
+        type=texts_folder,
+        metavar="DIR",
+        help="kinds of text: a line for each of its .txt files",
+    )
+    sub.add_argument(
+        "--report",
+        type=OutFile((".json", ".png")),
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --texts and --reference: where the damage is, .json or .png; may be given again",
+    )
+    sub.add_argument(
+        "--window",
+        type=Number(least=2),
+        metavar="N",
+        help="tokens scored together (default 512, or the context)",
+    )
+    sub.add_argument(
+        "--stride",
+        type=COUNT,
+        metavar="N",
+        help="tokens from window to window (default window - 1)",
+    )
+    sub.add_argument(
+        "--reference",
+        type=filled,
+        metavar="NAME",
+        help="a model to compare with, exact: adds kl and top1",
+    )
+    sub.add_argument(
+        "--kv-dtype", choices=common.KV_DTYPES, help="score through a cache of this dtype"
+    )
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
@@ -54,8 +76,10 @@ def run(args: argparse.Namespace) -> None:
         mesh = common.mesh(args)
         reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
     how: dict[str, Any] = {
-        "reference": reference, "kv_dtype": common.kv_dtype(args), "progress": True
-    }  # fmt: skip
+        "reference": reference,
+        "kv_dtype": common.kv_dtype(args),
+        "progress": True,
+    }
     if args.texts is not None:
         report = {"model": args.model, **damage.damage(lm, texts, args.window, args.stride, **how)}
         for path in args.report:
@@ -73,8 +97,10 @@ def run(args: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     if reference is not None:
-        print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
-              f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip
+        print(
+            f"against {args.reference}: KL {report['kl']:.4f} nats, "
+            f"top-1 {100 * report['top1']:.1f}%"
+        )
 
 
 def counted(tokens: int) -> str:

@@ -22,17 +22,33 @@ def run_folder(text: str) -> str:
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument("file", nargs="?", metavar="FILE",
-                     help="a TOML file, or the name of a shipped experiment")  # fmt: skip
-    sub.add_argument("--out", type=out_folder, metavar="DIR",
-                     help="of the run (default runs/NAME-HASH); a run is continued")  # fmt: skip
-    sub.add_argument("--text", metavar="FILE",
-                     help="UTF-8 text in place of the file's own; bible: the King James Bible of "
-                          "Debian's package bible-kjv")  # fmt: skip
-    sub.add_argument("--dry-run", action="store_true",
-                     help="print points, shapes, memory and time, and write nothing")  # fmt: skip
-    sub.add_argument("--compare", nargs=2, type=run_folder, metavar=("DIR", "DIR"),
-                     help="what differs between two runs beyond their noise")  # fmt: skip
+    sub.add_argument(
+        "file", nargs="?", metavar="FILE", help="a TOML file, or the name of a shipped experiment"
+    )
+    sub.add_argument(
+        "--out",
+        type=out_folder,
+        metavar="DIR",
+        help="of the run (default runs/NAME-HASH); a run is continued",
+    )
+    sub.add_argument(
+        "--text",
+        metavar="FILE",
+        help="UTF-8 text in place of the file's own; bible: the King James Bible of "
+        "Debian's package bible-kjv",
+    )
+    sub.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print points, shapes, memory and time, and write nothing",
+    )
+    sub.add_argument(
+        "--compare",
+        nargs=2,
+        type=run_folder,
+        metavar=("DIR", "DIR"),
+        help="what differs between two runs beyond their noise",
+    )
     common.json_option(sub)
 
 

@@ -26,19 +26,35 @@ HELP = "Continue one or many prompts."
 
 def options(sub: Parser) -> None:
     sub.add_argument("prompts", nargs="*", metavar="PROMPT")
-    sub.add_argument("--file", type=text_input, metavar="TXT",
-                     help="prompts, one per line; - is the standard input")  # fmt: skip
-    sub.add_argument("--split", choices=("lines", "jsonl", "none"),
-                     help="of --file: a prompt a line; a JSON object a line, {\"prompt\": TEXT} or "
-                          "{\"messages\": [...]}, and so with --json the answers; none: the file "
-                          "is one prompt, without its last newline (default: lines, of .jsonl "
-                          "files jsonl)")  # fmt: skip
+    sub.add_argument(
+        "--file",
+        type=text_input,
+        metavar="TXT",
+        help="prompts, one per line; - is the standard input",
+    )
+    sub.add_argument(
+        "--split",
+        choices=("lines", "jsonl", "none"),
+        help='of --file: a prompt a line; a JSON object a line, {"prompt": TEXT} or '
+        '{"messages": [...]}, and so with --json the answers; none: the file '
+        "is one prompt, without its last newline (default: lines, of .jsonl "
+        "files jsonl)",
+    )
     sub.add_argument("--stream", action="store_true", help="print text as it is decoded")
-    sub.add_argument("--chat", action="store_true",
-                     help="each prompt is a user's message, in the model's template")  # fmt: skip
+    sub.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, in the model's template",
+    )
     common.chat_option(sub)
-    sub.add_argument("--stop", action="append", type=filled, default=[], metavar="TEXT",
-                     help="end before this text; may be given again")  # fmt: skip
+    sub.add_argument(
+        "--stop",
+        action="append",
+        type=filled,
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given again",
+    )
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
@@ -67,18 +83,29 @@ def run(args: argparse.Namespace) -> None:
     draft = common.draft(args, lm)
     with working("generating") as sign:
         outs = lm.generate(
-            rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=common.kv_dtype(args),
+            rows,
+            args.max_new_tokens,
+            sampling,
+            stop=args.stop,
+            kv_dtype=common.kv_dtype(args),
             on_text=chat.shown(sign) if args.stream else None,
             on_prompt=_reading(sign, lm, len(rows), common.kv_dtype(args)),
-            adapter=common.only_adapter(lm), **common.chunk(args), **draft,
-        )  # fmt: skip
+            adapter=common.only_adapter(lm),
+            **common.chunk(args),
+            **draft,
+        )
     if args.json:
         answers = [
-            {"prompt" if isinstance(prompt, str) else "messages": prompt, "text": out.text,
-             "tokens": out.tokens, "logprobs": out.logprobs, "finish_reason": out.finish_reason,
-             **({"drafted": out.drafted, "accepted": out.accepted} if draft else {})}
+            {
+                "prompt" if isinstance(prompt, str) else "messages": prompt,
+                "text": out.text,
+                "tokens": out.tokens,
+                "logprobs": out.logprobs,
+                "finish_reason": out.finish_reason,
+                **({"drafted": out.drafted, "accepted": out.accepted} if draft else {}),
+            }
             for prompt, out in zip(prompts, outs, strict=True)
-        ]  # fmt: skip
+        ]
         if _split(args) == "jsonl":
             for answer in answers:
                 common.print_json(answer)

@@ -17,21 +17,34 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "--batch", type=COUNT, default=8, metavar="N", help="rows (default %(default)s)"
     )
-    sub.add_argument("--prompt-tokens", type=COUNT, default=512, metavar="N",
-                     help="a row (default %(default)s)")  # fmt: skip
-    sub.add_argument("--new-tokens", type=Number(least=3), default=32, metavar="N",
-                     help="a row (default %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--prompt-tokens", type=COUNT, default=512, metavar="N", help="a row (default %(default)s)"
+    )
+    sub.add_argument(
+        "--new-tokens",
+        type=Number(least=3),
+        default=32,
+        metavar="N",
+        help="a row (default %(default)s)",
+    )
     for tier in ("device", "host", "disk"):
-        sub.add_argument(f"--{tier}-gb", type=Number(float, 0, 1e9), metavar="X",
-                         help=f"of {tier} memory to use (default: all there is)")  # fmt: skip
+        sub.add_argument(
+            f"--{tier}-gb",
+            type=Number(float, 0, 1e9),
+            metavar="X",
+            help=f"of {tier} memory to use (default: all there is)",
+        )
     sub.add_argument(
         "--timeline",
         type=OutFile((".png", ".svg", ".pdf")),
         metavar="PNG",
         help="a picture of one step",
     )
-    sub.add_argument("--recalibrate", action="store_true",
-                     help="measure this machine anew, not as it was found before")  # fmt: skip
+    sub.add_argument(
+        "--recalibrate",
+        action="store_true",
+        help="measure this machine anew, not as it was found before",
+    )
     common.json_option(sub)
     common.model_options(sub)
     common.policy_option(sub)
@@ -53,9 +66,19 @@ def run(args: argparse.Namespace) -> None:
         sizes[f"{tier}_bytes"] = None if size is None else int(size * 1e9)
     with working("planning"):
         report = plan.run(
-            args.model, policy=policy, base=base, dtype=args.dtype, scheme=args.quantize,
-            kv_dtype=common.kv_dtype(args), rows=args.batch, prompt_tokens=args.prompt_tokens,
-            new_tokens=args.new_tokens, timeline=args.timeline, recalibrate=args.recalibrate,
-            progress=lambda text: print(text, file=sys.stderr), **common.source(args), **sizes,
-        )  # fmt: skip
+            args.model,
+            policy=policy,
+            base=base,
+            dtype=args.dtype,
+            scheme=args.quantize,
+            kv_dtype=common.kv_dtype(args),
+            rows=args.batch,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            timeline=args.timeline,
+            recalibrate=args.recalibrate,
+            progress=lambda text: print(text, file=sys.stderr),
+            **common.source(args),
+            **sizes,
+        )
     common.show(args, report, plan.table)

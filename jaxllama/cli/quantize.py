@@ -22,28 +22,64 @@ def scheme(text: str) -> str:
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument("--out", type=new_folder, required=True, metavar="DIR",
-                     help="to make; an interrupted run goes on where it stopped")  # fmt: skip
-    sub.add_argument("--scheme", type=scheme, default="w4a16", metavar="SCHEME",
-                     help="as --quantize of the other commands, or fp8-static "
-                          "(default %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--out",
+        type=new_folder,
+        required=True,
+        metavar="DIR",
+        help="to make; an interrupted run goes on where it stopped",
+    )
+    sub.add_argument(
+        "--scheme",
+        type=scheme,
+        default="w4a16",
+        metavar="SCHEME",
+        help="as --quantize of the other commands, or fp8-static (default %(default)s)",
+    )
     sub.add_argument("--method", choices=METHODS, default="rtn", help="(default %(default)s)")
-    sub.add_argument("--format", choices=FORMATS, default="native",
-                     help="native holds every scheme, and only jaxllama reads it; transformers "
-                          "and others read the rest (default %(default)s)")  # fmt: skip
-    sub.add_argument("--calibration", type=text_input, metavar="FILE",
-                     help="UTF-8 text (default: a packaged one)")  # fmt: skip
-    sub.add_argument("--samples", type=Number(int, 0), metavar="N",
-                     help="windows of it that are used; 0, the default of rtn without --report or "
-                          "--calibration, measures no errors (default 32)")  # fmt: skip
-    sub.add_argument("--window", type=Number(least=2), default=512, metavar="N",
-                     help="tokens of each (default %(default)s)")  # fmt: skip
-    sub.add_argument("--tune", type=Number(int, 0), default=0, metavar="N",
-                     help="steps of end-to-end tuning of scales and norms behind it, a window "
-                          "each (default none)")  # fmt: skip
-    sub.add_argument("--report", type=OutFile((".json", ".png")), action="append", default=[],
-                     metavar="FILE",
-                     help="every weight's errors, .json or .png; may be given again")  # fmt: skip
+    sub.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="native",
+        help="native holds every scheme, and only jaxllama reads it; transformers "
+        "and others read the rest (default %(default)s)",
+    )
+    sub.add_argument(
+        "--calibration",
+        type=text_input,
+        metavar="FILE",
+        help="UTF-8 text (default: a packaged one)",
+    )
+    sub.add_argument(
+        "--samples",
+        type=Number(int, 0),
+        metavar="N",
+        help="windows of it that are used; 0, the default of rtn without --report or "
+        "--calibration, measures no errors (default 32)",
+    )
+    sub.add_argument(
+        "--window",
+        type=Number(least=2),
+        default=512,
+        metavar="N",
+        help="tokens of each (default %(default)s)",
+    )
+    sub.add_argument(
+        "--tune",
+        type=Number(int, 0),
+        default=0,
+        metavar="N",
+        help="steps of end-to-end tuning of scales and norms behind it, a window "
+        "each (default none)",
+    )
+    sub.add_argument(
+        "--report",
+        type=OutFile((".json", ".png")),
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="every weight's errors, .json or .png; may be given again",
+    )
     common.json_option(sub)
     common.dtype_option(common.source_options(sub))
 
@@ -53,10 +89,17 @@ def run(args: argparse.Namespace) -> None:
     from jaxllama.quantization import checkpoint
 
     text = None if args.calibration is None else common.read_text(args.calibration)
-    request = checkpoint.Request(
-        args.out, args.scheme, args.method, args.format, text, args.samples, args.window,
-        tuple(args.report), args.tune,
-    )  # fmt: skip
+    request = checkpoint.QuantizeRequest(
+        args.out,
+        args.scheme,
+        args.method,
+        args.format,
+        text,
+        args.samples,
+        args.window,
+        tuple(args.report),
+        args.tune,
+    )
     cfg = read_config(args.model, **common.source(args))
     checkpoint.check(cfg, request, args.dtype or default_dtype())
     lm = load(args.model, args.dtype, exact=True, progress=True, **common.source(args))

@@ -26,23 +26,48 @@ HELP = "OpenAI's API, a chat page and metrics over HTTP."
 def engine_options(sub: Parser) -> None:
     sub.add_argument("--slots", dest="max_slots", type=COUNT, help=argparse.SUPPRESS)  # older names
     sub.add_argument("--chunk", type=COUNT, help=argparse.SUPPRESS)
-    sub.add_argument("--max-slots", type=COUNT, metavar="N",
-                     help="requests that run at once (default 16; a policy's are the rows of its "
-                     "block)")  # fmt: skip
-    sub.add_argument("--max-len", type=COUNT, metavar="N",
-                     help="tokens of a request with its answer (default the model's context, "
-                     "if the cache holds it)")  # fmt: skip
-    sub.add_argument("--max-queue", type=COUNT, default=256, metavar="N",
-                     help="requests that wait; more get 429 (default %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--max-slots",
+        type=COUNT,
+        metavar="N",
+        help="requests that run at once (default 16; a policy's are the rows of its block)",
+    )
+    sub.add_argument(
+        "--max-len",
+        type=COUNT,
+        metavar="N",
+        help="tokens of a request with its answer (default the model's context, "
+        "if the cache holds it)",
+    )
+    sub.add_argument(
+        "--max-queue",
+        type=COUNT,
+        default=256,
+        metavar="N",
+        help="requests that wait; more get 429 (default %(default)s)",
+    )
     group = sub.add_argument_group("engine", "sizes; README of jaxllama/serving/engine")
     for option, text in ENGINE:
         group.add_argument(f"--{option}", type=COUNT, metavar="N", help=text)
-    group.add_argument("--memory-share", type=SHARE, metavar="SHARE",
-                       help="of the GPU memory that jax has (default 0.9)")  # fmt: skip
-    group.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", default=None,
-                       help="prompts are read whole, whatever is known of them")  # fmt: skip
-    group.add_argument("--deterministic", action="store_true", default=None,
-                       help="the same bits whatever runs beside a request")  # fmt: skip
+    group.add_argument(
+        "--memory-share",
+        type=SHARE,
+        metavar="SHARE",
+        help="of the GPU memory that jax has (default 0.9)",
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        default=None,
+        help="prompts are read whole, whatever is known of them",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="the same bits whatever runs beside a request",
+    )
     common.chat_option(sub)
     common.draft_options(sub)
 
@@ -51,8 +76,13 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
     """What ``Engine`` is told; the cache's options are common's."""
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
-    engine = {"max_slots": args.max_slots, "max_len": args.max_len, "max_queue": args.max_queue,
-              "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
+    engine = {
+        "max_slots": args.max_slots,
+        "max_len": args.max_len,
+        "max_queue": args.max_queue,
+        "kv_dtype": common.kv_dtype(args),
+        "prefill_chunk": args.chunk,
+    }
     named = [option.replace("-", "_") for option, _ in ENGINE]
     named += ["memory_share", "prefix_cache", "deterministic", "draft_tokens"]
     engine |= {name: getattr(args, name) for name in named}
@@ -76,31 +106,83 @@ def take_memory() -> None:
 
 def options(sub: Parser) -> None:
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
-    sub.add_argument("--port", type=Number(int, 0, 65535), default=8000, metavar="N",
-                     help="0 takes a free one (default %(default)s)")  # fmt: skip
-    sub.add_argument("--api-servers", type=COUNT, default=1, metavar="N",
-                     help="processes for HTTP beside the engine (default %(default)s)")  # fmt: skip
-    sub.add_argument("--replicas", type=COUNT, default=1, metavar="N",
-                     help="engines, each with the model on a device of its own "
-                     "(default %(default)s)")  # fmt: skip
-    sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
-                     help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
+    sub.add_argument(
+        "--port",
+        type=Number(int, 0, 65535),
+        default=8000,
+        metavar="N",
+        help="0 takes a free one (default %(default)s)",
+    )
+    sub.add_argument(
+        "--api-servers",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="processes for HTTP beside the engine (default %(default)s)",
+    )
+    sub.add_argument(
+        "--replicas",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="engines, each with the model on a device of its own (default %(default)s)",
+    )
+    sub.add_argument(
+        "--api-key",
+        action="append",
+        type=api_key,
+        default=[],
+        metavar="KEY",
+        help="clients must send; may be repeated ($JAXLLAMA_API_KEY)",
+    )
     engine_options(sub)
-    sub.add_argument("--max-body", type=Number(int, 1, 2**31), default=4 * 2**20, metavar="BYTES",
-                     help="of a request; more get 413 (default %(default)s)")  # fmt: skip
-    sub.add_argument("--drain-timeout", type=Number(int, 0, 86400), default=30, metavar="SECONDS",
-                     help="for what is in flight at SIGTERM (default %(default)s)")  # fmt: skip
-    sub.add_argument("--state", type=out_folder, metavar="DIR",
-                     help="of requests and answers; a killed server's are finished")  # fmt: skip
-    sub.add_argument("--served-model-name", action="append", type=filled, default=[],
-                     metavar="NAME", help="what clients call it, instead of --model's name; the "
-                     "first is shown, further ones are taken too")  # fmt: skip
-    sub.add_argument("--allowed-origin", action="append", type=filled, default=[], metavar="URL",
-                     help="its web pages may ask, * for all; may be repeated")  # fmt: skip
-    sub.add_argument("--allowed-host", action="append", type=filled, default=[], metavar="NAME",
-                     help="that a request's Host header may name beside local names, * for any; "
-                     "may be repeated (default any, but on a local address without --api-key "
-                     "local names only)")  # fmt: skip
+    sub.add_argument(
+        "--max-body",
+        type=Number(int, 1, 2**31),
+        default=4 * 2**20,
+        metavar="BYTES",
+        help="of a request; more get 413 (default %(default)s)",
+    )
+    sub.add_argument(
+        "--drain-timeout",
+        type=Number(int, 0, 86400),
+        default=30,
+        metavar="SECONDS",
+        help="for what is in flight at SIGTERM (default %(default)s)",
+    )
+    sub.add_argument(
+        "--state",
+        type=out_folder,
+        metavar="DIR",
+        help="of requests and answers; a killed server's are finished",
+    )
+    sub.add_argument(
+        "--served-model-name",
+        action="append",
+        type=filled,
+        default=[],
+        metavar="NAME",
+        help="what clients call it, instead of --model's name; the "
+        "first is shown, further ones are taken too",
+    )
+    sub.add_argument(
+        "--allowed-origin",
+        action="append",
+        type=filled,
+        default=[],
+        metavar="URL",
+        help="its web pages may ask, * for all; may be repeated",
+    )
+    sub.add_argument(
+        "--allowed-host",
+        action="append",
+        type=filled,
+        default=[],
+        metavar="NAME",
+        help="that a request's Host header may name beside local names, * for any; "
+        "may be repeated (default any, but on a local address without --api-key "
+        "local names only)",
+    )
     common.policy_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
@@ -118,8 +200,18 @@ def run(args: argparse.Namespace) -> None:
 
     take_memory()
     options = ServeOptions(
-        args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
-        args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
-        tuple(args.allowed_host), args.api_servers, args.replicas,
-    )  # fmt: skip
+        args.model,
+        args.host,
+        args.port,
+        tuple(args.api_key),
+        args.max_body,
+        args.drain_timeout,
+        args.state,
+        engine_of(args),
+        tuple(args.served_model_name),
+        tuple(args.allowed_origin),
+        tuple(args.allowed_host),
+        args.api_servers,
+        args.replicas,
+    )
     serve(options, functools.partial(common.load, _plain(args)))

@@ -22,8 +22,13 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "--out", type=new_folder, required=True, metavar="DIR", help="of the token file"
     )
-    sub.add_argument("--tokenizer", type=filled, default=common.MODEL, metavar="NAME",
-                     help="a model's, or bytes (default %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--tokenizer",
+        type=filled,
+        default=common.MODEL,
+        metavar="NAME",
+        help="a model's, or bytes (default %(default)s)",
+    )
     common.json_option(sub)
 
 

@@ -23,12 +23,23 @@ HELP = "Train or distill a model as a TOML file says."
 
 def options(sub: Parser) -> None:
     sub.add_argument("file", metavar="FILE", help="a TOML file, or the name of a shipped one")
-    sub.add_argument("--out", type=out_folder, metavar="DIR",
-                     help="of the run (default runs/NAME), where it also resumes")  # fmt: skip
-    sub.add_argument("--mesh", type=common.parse_mesh, metavar="AXES",
-                     help="devices that share every step's rows: data=N")  # fmt: skip
-    sub.add_argument("--dry-run", action="store_true",
-                     help="time a few steps, print memory and time, and write nothing")  # fmt: skip
+    sub.add_argument(
+        "--out",
+        type=out_folder,
+        metavar="DIR",
+        help="of the run (default runs/NAME), where it also resumes",
+    )
+    sub.add_argument(
+        "--mesh",
+        type=common.parse_mesh,
+        metavar="AXES",
+        help="devices that share every step's rows: data=N",
+    )
+    sub.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="time a few steps, print memory and time, and write nothing",
+    )
     common.json_option(sub)
 
 

@@ -14,10 +14,16 @@ import jax.numpy as jnp
 import jaxllama as jl
 
 cfg = jl.load_config("smollm2-135m").replace(
-    n_layers=3, d_model=64, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128, vocab_size=256,
+    n_layers=3,
+    d_model=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    d_ff=128,
+    vocab_size=256,
     layer_types=("short_conv", "attention", "short_conv"),
     mixers={"short_conv": {"width": 64, "taps": 3}},
-)  # fmt: skip
+)
 params = jl.init_params(cfg, jax.random.key(0), dtype=jnp.float32)
 tokens = jax.random.randint(jax.random.key(1), (4, 12), 0, cfg.vocab_size)
 lengths = jnp.full(4, 12)

@@ -187,9 +187,16 @@ def _experiment(path: Path, data: dict[str, Any]) -> Experiment:
             if not any(flat.get(key) == value for flat in flats):
                 raise JaxLlamaError(f"picture.where: no point has {key} = {value!r}")
     return Experiment(
-        path.resolve(), file.title, file.workload, file.seeds, models, tuple(points.values()),
-        tuple(axes), file.table.columns, file.picture,
-    )  # fmt: skip
+        path.resolve(),
+        file.title,
+        file.workload,
+        file.seeds,
+        models,
+        tuple(points.values()),
+        tuple(axes),
+        file.table.columns,
+        file.picture,
+    )
 
 
 def _known(key: str, keys: list[str], where: str) -> None:

@@ -111,10 +111,15 @@ def _speed(experiment: Experiment, settings: SpeedSettings) -> Duration:
     jax.block_until_ready(lm.params)
     making = time.perf_counter() - begun
     found = _bench(
-        lm, batch=settings.batch, prompt_tokens=settings.prompt_tokens,
-        new_tokens=settings.new_tokens, runs=settings.runs, context=settings.context,
-        kv_dtype=workloads.kv_dtype(settings.kv_dtype), chunk=settings.chunk,
-    )  # fmt: skip
+        lm,
+        batch=settings.batch,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens,
+        runs=settings.runs,
+        context=settings.context,
+        kv_dtype=workloads.kv_dtype(settings.kv_dtype),
+        chunk=settings.chunk,
+    )
     return Duration(making + found.first, making + found.later)
 
 

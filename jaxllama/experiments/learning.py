@@ -87,15 +87,18 @@ def learn(
         if text is None:
             chosen = jax.tree.map(lambda leaf, i=i, best=best: leaf[i, best], state[0])
             recall = [by(cfg, chosen, settings) for by in (recalled_of, recalled_over)]
-        results.append(of_all | {
-            "learning_rate": settings.learning_rates[best],
-            "held_loss": float(to_report[best]),
-            "held_losses": [float(loss) for loss in to_report],
-            "recall_of_facts": recall[0],
-            "recall": recall[1],
-            "mean_recall": None if recall[0] is None else statistics.mean(recall[0]),
-            "loss": [float(loss) for loss in np.concatenate(losses)[:, i, best]],
-        })  # fmt: skip
+        results.append(
+            of_all
+            | {
+                "learning_rate": settings.learning_rates[best],
+                "held_loss": float(to_report[best]),
+                "held_losses": [float(loss) for loss in to_report],
+                "recall_of_facts": recall[0],
+                "recall": recall[1],
+                "mean_recall": None if recall[0] is None else statistics.mean(recall[0]),
+                "loss": [float(loss) for loss in np.concatenate(losses)[:, i, best]],
+            }
+        )
     return results
 
 
@@ -221,9 +224,14 @@ def _rule() -> optax.GradientTransformation:
 def _config(count: int, **options: Any) -> TrainConfig:
     """What the optimizer reads of one."""
     return TrainConfig(
-        data=DataConfig(""), steps=count, batch_size=1, sequence_length=1, learning_rate=1.0,
-        init_from="", optimizer=OptimizerConfig(**options),
-    )  # fmt: skip
+        data=DataConfig(""),
+        steps=count,
+        batch_size=1,
+        sequence_length=1,
+        learning_rate=1.0,
+        init_from="",
+        optimizer=OptimizerConfig(**options),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -90,8 +90,12 @@ def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number:
     ys = np.asarray([[value(row, picture.y) for row in group] for group in groups], np.float64)
     mean = ys.mean(1)
     spread = np.stack([mean - ys.min(1), ys.max(1) - mean]) if ys.shape[1] > 1 else None
-    xs = [np.mean([value(row, picture.x) for row in group]) if is_number(first)
-          else str(value(group[0], picture.x)) for group in groups]  # fmt: skip
+    xs = [
+        np.mean([value(row, picture.x) for row in group])
+        if is_number(first)
+        else str(value(group[0], picture.x))
+        for group in groups
+    ]
     marker = _MARKERS[number % len(_MARKERS)]
     if is_number(first):
         order = np.argsort(xs)

@@ -45,7 +45,7 @@ _ADAM = 4  # float32 copies of the weights: themselves, gradients, two moments
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class PointCost:
     """Of one measurement of a point.  moved: bytes of memory that are read or written one after the
     other with ``operations``.  pieces: equal parts that the work has."""
 
@@ -64,12 +64,14 @@ def plan(experiment: Experiment, directory: Path) -> str:
     lines = [
         f"{experiment.title}: {len(experiment.points)} points x {len(experiment.seeds)} seeds of "
         f"{experiment.workload!r}",
-        f"into {directory}" + (
+        f"into {directory}"
+        + (
             f", where {finished(experiment, directory)} of {count} are done"
-            if directory.exists() else ""
+            if directory.exists()
+            else ""
         ),
         "",
-    ]  # fmt: skip
+    ]
     costs = [cost(experiment, point) for point in experiment.points]
     bandwidth, rate = memory_bandwidth(), matmul_rate()
     total, calibrated, floors = 0.0, 0, 0
@@ -113,13 +115,13 @@ def plan(experiment: Experiment, directory: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fits(one: Cost) -> bool:
+def _fits(one: PointCost) -> bool:
     """Whether a piece of the work leaves half of this machine's memory free."""
     free = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or available_memory()
     return free is None or 2 * (one.weight_bytes + one.cache_bytes) <= free
 
 
-def cost(experiment: Experiment, point: Point) -> Cost | None:
+def cost(experiment: Experiment, point: Point) -> PointCost | None:
     """None where the model's shape is not known yet."""
     settings = point.settings
     cfg = model_config(experiment, settings)
@@ -136,16 +138,20 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
         tokens = text_tokens(experiment, settings)
         pieces = window_count(tokens, min(settings.window, cfg.max_position))
         # The model, and its reference.
-        return Cost(_shape(cfg), n, weights, 0, weights, 2 * 2.0 * n * tokens, pieces)
+        return PointCost(_shape(cfg), n, weights, 0, weights, 2 * 2.0 * n * tokens, pieces)
     held, batch, runs = _decode(settings)
     cache = _cache(cfg, batch, held + settings.new_tokens, settings)
     unread = tree_bytes(shapes["embed"]) if "head" in shapes else 0
     step = weights - unread + cache_bytes_per_step(cfg, cache, held)
-    return Cost(
-        _shape(cfg), n, weights, tree_bytes(cache.layers),
+    return PointCost(
+        _shape(cfg),
+        n,
+        weights,
+        tree_bytes(cache.layers),
         float(step * settings.new_tokens * runs),
-        2.0 * n * batch * settings.prompt_tokens * runs, runs,
-    )  # fmt: skip
+        2.0 * n * batch * settings.prompt_tokens * runs,
+        runs,
+    )
 
 
 def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
@@ -155,7 +161,7 @@ def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
     return settings.prompt_tokens, settings.batch, 3
 
 
-def _training(cfg: ModelConfig, config: Any, models: int) -> Cost:
+def _training(cfg: ModelConfig, config: Any, models: int) -> PointCost:
     """config: a TrainConfig, or what has its steps and batches."""
     from jaxllama.training import flops_per_token
 
@@ -164,7 +170,7 @@ def _training(cfg: ModelConfig, config: Any, models: int) -> Cost:
     work = flops_per_token(cfg, config.sequence_length) * tokens
     state = _ADAM * 4 * n
     shape = f"{_shape(cfg)}, {tokens:,} tokens, weights with gradients and moments"
-    return Cost(shape, n, state, 0, float(state * config.steps), float(work), config.steps)
+    return PointCost(shape, n, state, 0, float(state * config.steps), float(work), config.steps)
 
 
 def _weights(cfg: ModelConfig, settings: Any) -> Any:

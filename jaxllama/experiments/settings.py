@@ -93,8 +93,14 @@ class SpeedSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, least in (("batch", 1), ("context", 5), ("prompt_tokens", 1), ("runs", 1),
-                           ("new_tokens", 2), ("chunk", 1)):  # fmt: skip
+        for key, least in (
+            ("batch", 1),
+            ("context", 5),
+            ("prompt_tokens", 1),
+            ("runs", 1),
+            ("new_tokens", 2),
+            ("chunk", 1),
+        ):
             at_least(self, key, least)
         no_calibration(self)
 
@@ -150,8 +156,13 @@ class LearnSettings:
     trials: int = 128
 
     def __post_init__(self) -> None:
-        for key, least in (("batch_size", 1), ("sequence_length", 4), ("trials", 1),
-                           ("steps", 20), ("n_layers", 1)):  # fmt: skip
+        for key, least in (
+            ("batch_size", 1),
+            ("sequence_length", 4),
+            ("trials", 1),
+            ("steps", 20),
+            ("n_layers", 1),
+        ):
             at_least(self, key, least)
         if self.steps % 20:
             raise JaxLlamaError(f"steps = {self.steps}: must be a multiple of 20")

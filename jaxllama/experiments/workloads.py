@@ -78,9 +78,13 @@ def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: 
     lm, reference = quality_models(experiment, settings, seed, settings.calibrated)
     cache = kv_dtype(settings.kv_dtype)
     report = perplexity(
-        lm, text, min(settings.window, lm.config.max_position), reference=reference,
-        kv_dtype=cache, max_tokens=settings.max_tokens,
-    )  # fmt: skip
+        lm,
+        text,
+        min(settings.window, lm.config.max_position),
+        reference=reference,
+        kv_dtype=cache,
+        max_tokens=settings.max_tokens,
+    )
     results = {**report, "weight_megabytes": tree_bytes(lm.params) / 1e6}
     if settings.decode_tokens:
         fast = dataclasses.replace(lm, exact=False)  # as ``load`` gives it
@@ -127,10 +131,15 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
     """``bench.run``'s report, and the weights' bytes."""
     lm = speed_model(experiment, settings, seed)
     report = run_bench(
-        lm, batch=settings.batch, prompt_tokens=settings.prompt_tokens,
-        new_tokens=settings.new_tokens, runs=settings.runs, context=settings.context,
-        kv_dtype=kv_dtype(settings.kv_dtype), chunk=settings.chunk,
-    )  # fmt: skip
+        lm,
+        batch=settings.batch,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens,
+        runs=settings.runs,
+        context=settings.context,
+        kv_dtype=kv_dtype(settings.kv_dtype),
+        chunk=settings.chunk,
+    )
     asked = set(dataclasses.asdict(settings)) | set(_PROCESS)
     kept = {key: entry for key, entry in report.items() if key not in asked}
     return {
@@ -213,12 +222,16 @@ def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> F
 
     policy = Policy.parse(settings.policy)
     return footprint(
-        cfg, policy, rows=min(settings.batch, policy.block_size),
-        width=settings.prompt_tokens, capacity=settings.prompt_tokens + settings.new_tokens,
-        dtype=dtype, kv_dtype=kv_dtype(settings.kv_dtype) or dtype,
+        cfg,
+        policy,
+        rows=min(settings.batch, policy.block_size),
+        width=settings.prompt_tokens,
+        capacity=settings.prompt_tokens + settings.new_tokens,
+        dtype=dtype,
+        kv_dtype=kv_dtype(settings.kv_dtype) or dtype,
         scheme=scheme_of(policy, None if settings.scheme == "none" else settings.scheme),
         compile_programs=False,
-    )  # fmt: skip
+    )
 
 
 def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: Path) -> Results:

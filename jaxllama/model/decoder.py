@@ -114,9 +114,14 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
     alike."""
     kind = cfg.layer_types[index]
     one = cfg.replace(
-        sliding_window=cfg.window_of(index), rope=cfg.rope_of(index), n_layers=1,
-        layer_types=(kind,), window_layers=(), window_rope=None, nope_layers=(),
-    )  # fmt: skip
+        sliding_window=cfg.window_of(index),
+        rope=cfg.rope_of(index),
+        n_layers=1,
+        layer_types=(kind,),
+        window_layers=(),
+        window_rope=None,
+        nope_layers=(),
+    )
     return one, kind
 
 
@@ -152,9 +157,14 @@ def block_once(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 6))
 def _block_once(
-    cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At,
+    cfg: ModelConfig,
+    kind: str,
+    p: Params,
+    stream: Stream,
+    state: LayerState,
+    at: At,
     static: tuple[tuple[str, int], ...],
-) -> tuple[Stream, LayerState]:  # fmt: skip
+) -> tuple[Stream, LayerState]:
     """static: what ``at`` says in plain booleans and numbers."""
     return block(cfg, kind, p, stream, state, at._replace(**dict(static)))
 
@@ -250,10 +260,18 @@ def forward(
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
-            forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
+            forward,
+            mesh,
+            cfg,
+            params,
+            tokens,
+            lengths,
+            cache,
+            total_lengths,
+            sparse=sparse,
             fresh=fresh,
             out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
-        )  # fmt: skip
+        )
     check(cfg, params)
     params = chosen(params)
     start = jnp.zeros_like(lengths) if cache is None else cache.lengths
@@ -290,9 +308,17 @@ def propose(
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
-            propose, mesh, cfg, params, tokens, lengths, cache, exact=exact, sparse=sparse,
+            propose,
+            mesh,
+            cfg,
+            params,
+            tokens,
+            lengths,
+            cache,
+            exact=exact,
+            sparse=sparse,
             out=lambda rows: (P(rows), proposal_specs(cache, rows)),
-        )  # fmt: skip
+        )
     check(cfg, params)
     batch, width = tokens.shape
     if cache.capacity is not None:
@@ -335,9 +361,13 @@ def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
     mesh = traced_mesh(params)
     if mesh is not None:
         scores = over_mesh(
-            logits, mesh, cfg, params, hidden,
+            logits,
+            mesh,
+            cfg,
+            params,
+            hidden,
             out=lambda rows: P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS),
-        )  # fmt: skip
+        )
         return scores[..., : cfg.vocab_size]
     return capped(cfg, head_product(cfg, params, hidden))
 

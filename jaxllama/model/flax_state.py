@@ -38,8 +38,10 @@ def _register() -> None:
     from flax import serialization
 
     def to_state(value: Any) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(_stored(getattr(value, name)))
-                for name in _array_fields(value)}  # fmt: skip
+        return {
+            name: serialization.to_state_dict(_stored(getattr(value, name)))
+            for name in _array_fields(value)
+        }
 
     def from_state(target: Any, state: dict[str, Any]) -> Any:
         parts = {}

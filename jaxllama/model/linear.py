@@ -141,8 +141,10 @@ def _norm_linears(
     normed, stream = norm(stream, scale, cfg)
     assert isinstance(normed, jax.Array)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
-    made = [columns(inputs[codes], [linear], dtype)[0]
-            for codes, linear in zip(wanted, linears, strict=True)]  # fmt: skip
+    made = [
+        columns(inputs[codes], [linear], dtype)[0]
+        for codes, linear in zip(wanted, linears, strict=True)
+    ]
     return made, stream
 
 

@@ -25,7 +25,7 @@ from jaxllama.model.records import Hidden
 register()
 
 
-class Parameters(nn.Module):
+class ParameterTree(nn.Module):
     """Declares the parameters below one name and hands them out as a nested dict, whatever they are
     stored as: linen's own shape check knows no QTensor, so it is ``check``'s."""
 
@@ -36,7 +36,7 @@ class Parameters(nn.Module):
         found = {}
         for name, node in self.table.items():
             if not isinstance(node, Param):
-                found[name] = Parameters(node, name=name)()
+                found[name] = ParameterTree(node, name=name)()
             elif self.has_variable("params", name):
                 found[name] = self.get_variable("params", name)
             else:
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         cfg = self.cfg.with_head_of(self.variables.get("params", {}))
         self.names = tuple(nested(param_table(cfg)))
         for name, table in nested(param_table(cfg)).items():
-            setattr(self, name, Parameters(table))
+            setattr(self, name, ParameterTree(table))
 
     def tree(self) -> dict[str, Any]:
         """All parameters."""

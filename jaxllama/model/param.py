@@ -1,6 +1,6 @@
 """One parameter of a model: its shape, what it is drawn from, and where a checkpoint has it.
 
-A ``Param``'s memory is its ``Source`` tensors' memory, one after the other.  Fusion (q|k|v,
+A ``Param``'s memory is its ``TensorSource`` tensors' memory, one after the other.  Fusion (q|k|v,
 gate|up) is therefore data.  This file imports no jax: who only reads a checkpoint does without.
 """
 
@@ -69,7 +69,7 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
     our order of what RoPE turns, or of what is fused in groups."""
 
@@ -104,7 +104,7 @@ class Param:
     mean, std: of the normal distribution that it is drawn from.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     shape: Shape
     mean: float = 0.0
     std: float = 0.02
@@ -118,11 +118,11 @@ class Param:
 
 
 def one(name: str, *shape: int, fold: Mapping[str, Any] | None = None, **facts: Any) -> Param:
-    """A parameter that is one tensor; fold: of its ``Source``."""
-    return Param((Source(name, shape, **(fold or {})),), shape, **facts)
+    """A parameter that is one tensor; fold: of its ``TensorSource``."""
+    return Param((TensorSource(name, shape, **(fold or {})),), shape, **facts)
 
 
-def rows(parts: Sequence[Source], **facts: Any) -> Param:
+def rows(parts: Sequence[TensorSource], **facts: Any) -> Param:
     """A parameter that stacks tensors ``[rows_i, ...]``."""
     rest = parts[0].shape[1:]
     return Param(tuple(parts), (sum(part.shape[0] for part in parts), *rest), **facts)
@@ -132,9 +132,13 @@ def fused(
     name: str, parts: list[tuple[str, int, dict[str, Any]]], width: int, bias: bool
 ) -> dict[Path, Param]:
     """A product that reads the residual stream."""
-    table = {(name, "weight"): rows([Source(f"{n}.weight", (r, width), **f) for n, r, f in parts])}
+    table = {
+        (name, "weight"): rows([TensorSource(f"{n}.weight", (r, width), **f) for n, r, f in parts])
+    }
     if bias:
-        table[name, "bias"] = rows([Source(f"{n}.bias", (r,), **f) for n, r, f in parts], std=0.0)
+        table[name, "bias"] = rows(
+            [TensorSource(f"{n}.bias", (r,), **f) for n, r, f in parts], std=0.0
+        )
     return table
 
 

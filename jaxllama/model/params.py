@@ -28,8 +28,10 @@ from jaxllama.model.param import Param, Path, Shape, fused, one, written
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
-_BEHIND = {"mixer_out_norm": "post_attention_layernorm",
-           "mlp_out_norm": "post_feedforward_layernorm"}  # fmt: skip
+_BEHIND = {
+    "mixer_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
 _GEMMA = Names(mlp_norm="pre_feedforward_layernorm", **_BEHIND)
 _QWEN_NEXT = delta.DeltaNames(
     inputs=(("in_proj_qkvz", 4),), gates=(("in_proj_ba", 2),), grouped=True

@@ -4,7 +4,7 @@ Frequencies and tables are float32; positions are exact int32 until the one mult
 rotation is the "rotate half" form that HF checkpoints are stored for: feature i of the first half
 of a head turns with feature i of the second half.  Features that do not turn (partial rotation)
 have frequency 0: loading puts them behind the turning ones of each half, which moves q's and k's
-alike (``model.params.Source``).
+alike (``model.param.TensorSource``).
 
 Sources: RoFormer (arXiv 2104.09864); linear interpolation (2306.15595); dynamic NTK; YaRN
 (2309.00071); Llama 3.1's piecewise rule.

@@ -107,8 +107,9 @@ def computed_leaf(
     def stored(*args: Any) -> Any:
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), make(*args))
         order = row_order(cfg, path, n)
-        return _arrays_of_leaf(lambda _, __, x, own: x if own is None else _take(x, own),
-                               path, leaf, order)  # fmt: skip
+        return _arrays_of_leaf(
+            lambda _, __, x, own: x if own is None else _take(x, own), path, leaf, order
+        )
 
     def part(path: Path, field: str, x: jax.Array, _: Any) -> jax.Array:
         split = _spec(path, field, x)
@@ -141,8 +142,10 @@ def place_params(
             lambda path, field, array, _: jax.device_put(
                 array, NamedSharding(mesh, _spec(path, field, array))
             ),
-            path, leaf, None,
-        )  # fmt: skip
+            path,
+            leaf,
+            None,
+        )
 
     return replicated_config(cfg, n), _map_leaves(one, dict(params))
 

@@ -6,8 +6,8 @@
 
 A pass costs what its weights cost to load, whatever its tokens (SpecExec, arXiv 2406.02532), so it
 may be as wide as drafts are long.  The draft, a model too, lies on the device with the cache.
-Drafts and verdicts are ``jaxllama.speculative``'s, here a program each between two walks of ``Run``
-over the units.  The tokens are those without a draft.
+Drafts and verdicts are ``jaxllama.speculative``'s, here a program each between two walks of
+``OffloadRun`` over the units.  The tokens are those without a draft.
 
 Left out: trees, which SpecExec grows; a cache that moves, whose columns are stored by the step.
 """
@@ -29,7 +29,7 @@ from jaxllama.generation import Params
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import Piece, Run
+from jaxllama.offload.run import OffloadRun, TokenPiece
 from jaxllama.sampling import SamplingParams
 from jaxllama.speculative import Drafted, State
 
@@ -45,7 +45,7 @@ class DraftState:
     done: Any
     drafted: np.ndarray
     accepted: np.ndarray
-    run: Run
+    run: OffloadRun
     parts: list[State]
 
 
@@ -59,11 +59,11 @@ def check(policy: Policy) -> None:
 class OffloadedDrafting:
     """Who drafts, with the parameters of a model that does."""
 
-    plan: speculative.Plan
+    plan: speculative.DraftPlan
     params: Params | None
 
     def begin(self, tokens: jax.Array, lengths: jax.Array, state: Any, capacity: int) -> DraftState:
-        run: Run = state.run
+        run: OffloadRun = state.run
         parts = [
             speculative.begin(self.plan, self.params, *prompts[:2], batch.state, capacity)
             for batch, prompts in zip(run.batches, run.cut(tokens, lengths), strict=True)
@@ -95,21 +95,28 @@ class OffloadedDrafting:
             needed = 1 + max(int(jnp.max(draft.lengths)) for draft in drafts.values())
             width = next(width for width in plan.widths if width >= needed)
             pieces = {
-                index: Piece(*_piece(run.cfg, width, parts[index], draft, limit))
+                index: TokenPiece(*_piece(run.cfg, width, parts[index], draft, limit))
                 for index, draft in drafts.items()
             }
             for index, (scores, tokens) in run.verify(pieces, width).items():
                 batch = run.batches[index]
                 parts[index], layers = _settled(
-                    plan, width, parts[index], drafts[index], scores, tokens,
+                    plan,
+                    width,
+                    parts[index],
+                    drafts[index],
+                    scores,
+                    tokens,
                     {layer: batch.caches[layer].load() for layer in tokens},
-                    batch.sampling, stop_ids, limit,
-                )  # fmt: skip
+                    batch.sampling,
+                    stop_ids,
+                    limit,
+                )
                 for layer, cache in layers.items():
                     batch.caches[layer].save(cache, None, 0)
 
 
-def _with_done(run: Run, state: DraftState) -> list[State]:
+def _with_done(run: OffloadRun, state: DraftState) -> list[State]:
     """The batches' states, where rows have ended that the caller wants to."""
     done = np.ones((len(state.parts), state.parts[0].done.shape[0]), bool)
     done.reshape(-1)[: run.rows] = state.done
@@ -119,11 +126,13 @@ def _with_done(run: Run, state: DraftState) -> list[State]:
     ]
 
 
-def _joined(run: Run, parts: list[State]) -> DraftState:
-    joined = run.joined([
-        (part.tokens, part.logprobs, part.counts, part.done, part.drafted, part.accepted)
-        for part in parts
-    ])  # fmt: skip
+def _joined(run: OffloadRun, parts: list[State]) -> DraftState:
+    joined = run.joined(
+        [
+            (part.tokens, part.logprobs, part.counts, part.done, part.drafted, part.accepted)
+            for part in parts
+        ]
+    )
     return DraftState(*joined, run, parts)
 
 
@@ -147,7 +156,7 @@ def _piece(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 6))
 def _settled(
-    plan: speculative.Plan,
+    plan: speculative.DraftPlan,
     width: int,
     state: State,
     draft: Drafted,

@@ -114,10 +114,11 @@ def _push(
     return (
         jax.tree.map(
             lambda old, all_: old.at[:, index].set(all_.at[rows, slots].get(mode="clip")),
-            tail, state,
+            tail,
+            state,
         ),
         tail_slots.at[:, index].set(slots),
-    )  # fmt: skip
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)

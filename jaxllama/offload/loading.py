@@ -23,7 +23,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cpu_layout import handles
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.store import Rows, Store, wait
+from jaxllama.offload.store import RowTable, Store, wait
 from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class Placement:
                     params["head"] = {"weight": self._put(("head", "weight"), table)}
             is_looked_up = "head" in params and self.recipe.of("embed") is None
             if is_looked_up and self.policy.weights.device < 100:
-                table = Rows(self.store, table, self.policy.weights)
+                table = RowTable(self.store, table, self.policy.weights)
             else:
                 table = self._put(path, table)
             params["embed"] = {"weight": table}

@@ -38,8 +38,8 @@ from jaxllama.offload.draft import check as check_draft
 from jaxllama.offload.planner.accounting import check_host
 from jaxllama.offload.planner.cost import Task
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import Run
-from jaxllama.offload.store import Rows, Store
+from jaxllama.offload.run import OffloadRun
+from jaxllama.offload.store import RowTable, Store
 from jaxllama.offload.timeline import NO_RECORD
 from jaxllama.sampling import SamplingParams
 
@@ -72,7 +72,7 @@ class BlockState:
     logprobs: np.ndarray
     counts: np.ndarray
     done: Any
-    run: Run
+    run: OffloadRun
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -126,17 +126,25 @@ class OffloadedModel(LanguageModel):
             for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
                 state = init_cache(alike, *part.shape, kv_dtype).layers[0] if has_cache else None
                 hidden[index], _ = programs.run_layer(
-                    alike, kind, unit.kind, weights, hidden[index], state, at[0], n, at[1],
+                    alike,
+                    kind,
+                    unit.kind,
+                    weights,
+                    hidden[index],
+                    state,
+                    at[0],
+                    n,
+                    at[1],
                     sparse=has_cache,
-                )  # fmt: skip
+                )
             jax.block_until_ready(hidden)
-        head = programs.Unit("head").weights(self.params)
+        head = programs.ModelUnit("head").weights(self.params)
         return hidden, self.store.get(head)
 
     def embed_tokens(self, tokens: jax.Array) -> Stream:
         """Of ``tokens [B, T]``, from wherever the table is."""
         table = self.params["embed"]["weight"]
-        if isinstance(table, Rows):
+        if isinstance(table, RowTable):
             rows = table.lookup(jax.device_get(tokens))
             return programs.embed_rows(self.config, self.dtype, rows)
         weights = self.store.get({"embed": self.params["embed"]})
@@ -175,11 +183,18 @@ class OffloadedModel(LanguageModel):
         options: Any,
     ) -> BlockState:
         check_host(self.config, self.policy, tokens.shape, capacity, options.kv_dtype, self.dtype)
-        run = Run(
-            self, tokens, lengths, sampling, stop_ids,
-            room=room, limit=options.max_new_tokens, capacity=capacity,
-            kv_dtype=options.kv_dtype, chunk=options.chunk,
-        )  # fmt: skip
+        run = OffloadRun(
+            self,
+            tokens,
+            lengths,
+            sampling,
+            stop_ids,
+            room=room,
+            limit=options.max_new_tokens,
+            capacity=capacity,
+            kv_dtype=options.kv_dtype,
+            chunk=options.chunk,
+        )
         run.step()
         return BlockState(*run.written(), run)
 

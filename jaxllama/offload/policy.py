@@ -18,9 +18,13 @@ from typing import Any, NamedTuple
 from jaxllama.errors import JaxLlamaError
 
 PERCENTAGES = (
-    "weights_device", "weights_host", "cache_device", "cache_host",
-    "activations_device", "activations_host",
-)  # fmt: skip
+    "weights_device",
+    "weights_host",
+    "cache_device",
+    "cache_host",
+    "activations_device",
+    "activations_host",
+)
 
 
 class Shares(NamedTuple):

@@ -30,8 +30,8 @@ from jaxllama.offload.cpu_attention import SplitCache
 from jaxllama.offload.layer_cache import LayerCache
 from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.sparse_cache import SparseCache, SparseState
-from jaxllama.offload.store import Pending, Rows, is_pending, is_stored, moves, wait
-from jaxllama.offload.units import Rope, Unit
+from jaxllama.offload.store import Pending, RowTable, is_pending, is_stored, moves, wait
+from jaxllama.offload.units import ModelUnit, Rope
 from jaxllama.sampling import History, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """Tokens ``[B, T]`` that go through the model at once; lengths: how many of each row count."""
 
     tokens: jax.Array
@@ -58,7 +58,7 @@ class Batch:
     state: GenerateState
     sampling: SamplingParams
     caches: dict[int, LayerCache | SplitCache]
-    pieces: list[Piece]
+    pieces: list[TokenPiece]
     hidden: Any = None
     live: bool = True  # a row still wants tokens
     drafted: int | None = None
@@ -70,7 +70,7 @@ class Batch:
         return self.state.cache.lengths
 
 
-class Run:
+class OffloadRun:
     """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
     cache; room: columns for new tokens, of which at most ``limit`` are asked for."""
 
@@ -97,8 +97,9 @@ class Run:
         if not self._embeds_by_unit():
             self.units = self.units[1:]
         self.moves = {
-            "cache": self.policy.cache.device < 100, "hidden": self.policy.activations.device < 100
-        }  # fmt: skip
+            "cache": self.policy.cache.device < 100,
+            "hidden": self.policy.activations.device < 100,
+        }
         self.filled, self.steps = tokens.shape[1], 0
         self.rows = tokens.shape[0]
         self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
@@ -168,10 +169,10 @@ class Run:
 
     def _piece(
         self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
-    ) -> Piece:
+    ) -> TokenPiece:
         tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
         positions, rope = programs.positions_of(self.cfg, start, total, width)
-        return Piece(tokens, lengths, positions, rope)
+        return TokenPiece(tokens, lengths, positions, rope)
 
     # One step
 
@@ -180,12 +181,12 @@ class Run:
         for index in self.active_batches():
             batch = self.batches[index]
             if self.steps > 0:
-                batch.pieces = [Piece(*_next_piece(self.cfg, self.capacity, batch.state))]
+                batch.pieces = [TokenPiece(*_next_piece(self.cfg, self.capacity, batch.state))]
         self._walk()
         self.filled += 1
 
     def verify(
-        self, pieces: dict[int, Piece], width: int
+        self, pieces: dict[int, TokenPiece], width: int
     ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
         """One pass of these batches' pieces, ``width`` tokens of a row at a time: of each batch its
         logits ``[B width, V]``, and by layers what recurrent states may take; attention's tokens
@@ -240,14 +241,14 @@ class Run:
 
     def _embeds_by_unit(self) -> bool:
         table = self.model.params["embed"]["weight"]
-        return not isinstance(table, Rows) and moves(table)
+        return not isinstance(table, RowTable) and moves(table)
 
     # The Work of a step
 
     def active_batches(self) -> list[int]:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
-    def load_weights(self, unit: Unit) -> Any:
+    def load_weights(self, unit: ModelUnit) -> Any:
         tree = unit.weights(self.model.params)
         stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
         with self.record.watching("load weights", unit) as out:
@@ -263,7 +264,7 @@ class Run:
     def finish_weights(self, pending: Any) -> Any:
         return self.model.store.finish(pending)
 
-    def load_cache(self, unit: Unit, batch: int) -> LayerState | None:
+    def load_cache(self, unit: ModelUnit, batch: int) -> LayerState | None:
         if not unit.has_cache:
             return None
         cache = self.batches[batch].caches[unit.layer]
@@ -280,7 +281,7 @@ class Run:
             return jax.block_until_ready(self.model.store.get(hidden))
 
     def compute(
-        self, unit: Unit, index: int, weights: Any, cache: LayerState | None, hidden: Any
+        self, unit: ModelUnit, index: int, weights: Any, cache: LayerState | None, hidden: Any
     ) -> tuple[LayerState | None, Any]:
         with self.record.watching("compute", unit, index) as out:
             batch = self.batches[index]
@@ -298,7 +299,7 @@ class Run:
         return cache, hidden
 
     def _layer(
-        self, unit: Unit, batch: Batch, weights: Any, cache: Any, hidden: Any
+        self, unit: ModelUnit, batch: Batch, weights: Any, cache: Any, hidden: Any
     ) -> tuple[Any, Any]:
         cfg, kind = layer_config(self.cfg, unit.layer)
         results = []
@@ -315,9 +316,16 @@ class Run:
                 stays = batch.drafted is not None and not isinstance(cache, KVCache)
                 run = programs.verify_layer if stays else programs.run_layer
                 x, new = run(
-                    cfg, kind, part, weights, x, cache, *at,
-                    sparse=self.steps > 0, drafted=batch.drafted,
-                )  # fmt: skip
+                    cfg,
+                    kind,
+                    part,
+                    weights,
+                    x,
+                    cache,
+                    *at,
+                    sparse=self.steps > 0,
+                    drafted=batch.drafted,
+                )
                 if stays:
                     batch.tokens[unit.layer] = new
                 else:
@@ -342,7 +350,7 @@ class Run:
         state = dataclasses.replace(batch.state, cache=Cache((), lengths))
         batch.state = emit(state, scores, batch.sampling, self.stop_ids)
 
-    def store_cache(self, unit: Unit, index: int, cache: LayerState | None) -> None:
+    def store_cache(self, unit: ModelUnit, index: int, cache: LayerState | None) -> None:
         if not unit.has_cache:
             return
         batch = self.batches[index]

@@ -7,8 +7,8 @@ batch (FlexGen's zig-zag): the weights of a unit are loaded once for all batches
     ``Overlapped``   while unit j computes batch k, the weights of unit j + 1 and the cache and
                      hidden states of batch k + 1 load, and the results of batch k - 1 are stored
 
-Both call the same methods of a ``Work`` with the same arguments, so both give the same tokens.  At
-most two units' weights and two batches' caches are on the device: a load begins when the
+Both call the same methods of a ``StepWork`` with the same arguments, so both give the same tokens.
+At most two units' weights and two batches' caches are on the device: a load begins when the
 computation that used its room is done.  Nor are more than ``AHEAD`` computations dispatched ahead,
 because each holds what it reads and what it writes until it is done.
 
@@ -24,31 +24,33 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxllama.offload.units import Unit
+from jaxllama.offload.units import ModelUnit
 
 LANES = ("weights", "cache", "hidden", "store")
 AHEAD = 2  # computations that are dispatched and not known to be done
 
 
-class Work(Protocol):
+class StepWork(Protocol):
     """What a step is made of.  ``load_weights`` returns when every transfer is under way, and
     ``finish_weights`` waits for them; ``compute`` returns at once with arrays that are still being
     computed; everything else returns when it is done."""
 
-    units: list[Unit]
+    units: list[ModelUnit]
     moves: dict[str, bool]  # whether "cache" and "hidden" ever leave the device
 
     def active_batches(self) -> list[int]: ...
-    def load_weights(self, unit: Unit) -> Any: ...
+    def load_weights(self, unit: ModelUnit) -> Any: ...
     def finish_weights(self, pending: Any) -> Any: ...
-    def load_cache(self, unit: Unit, batch: int) -> Any: ...
+    def load_cache(self, unit: ModelUnit, batch: int) -> Any: ...
     def load_hidden(self, batch: int) -> Any: ...
-    def compute(self, unit: Unit, batch: int, weights: Any, cache: Any, hidden: Any) -> Any: ...
-    def store_cache(self, unit: Unit, batch: int, cache: Any) -> None: ...
+    def compute(
+        self, unit: ModelUnit, batch: int, weights: Any, cache: Any, hidden: Any
+    ) -> Any: ...
+    def store_cache(self, unit: ModelUnit, batch: int, cache: Any) -> None: ...
     def store_hidden(self, batch: int, hidden: Any) -> None: ...
 
 
-def serial(work: Work) -> None:
+def serial(work: StepWork) -> None:
     """One step, one thing after the other."""
     for unit in work.units:
         weights = work.finish_weights(work.load_weights(unit))
@@ -72,7 +74,7 @@ class Overlapped:
         self._weights: Future[Any] | _Now | None = None
         self._stored: dict[Any, Future[Any] | _Now] = {}  # the last store of each thing
 
-    def step(self, work: Work, last: bool) -> None:
+    def step(self, work: StepWork, last: bool) -> None:
         """last: no step follows, so nothing is loaded for it."""
         units, batches = work.units, work.active_batches()
         slots = [(unit, batch) for unit in units for batch in batches]
@@ -117,7 +119,9 @@ class Overlapped:
         for store in stores:
             store.result()
 
-    def _load_cache(self, work: Work, previous: Any, unit: Unit, batch: int) -> Future[Any] | _Now:
+    def _load_cache(
+        self, work: StepWork, previous: Any, unit: ModelUnit, batch: int
+    ) -> Future[Any] | _Now:
         if not work.moves["cache"] or not unit.has_cache:
             return _Now(work.load_cache(unit, batch))
         stored = self._stored.get((unit, batch))
@@ -129,7 +133,7 @@ class Overlapped:
 
         return self._load("cache", previous, load)
 
-    def _load_hidden(self, work: Work, batch: int) -> Future[Any] | _Now:
+    def _load_hidden(self, work: StepWork, batch: int) -> Future[Any] | _Now:
         stored = self._stored.get(batch)
         if not work.moves["hidden"]:
             return _Now(work.load_hidden(batch))
@@ -153,7 +157,7 @@ class Overlapped:
         return self._lanes[lane].submit(job)
 
     def _store(
-        self, work: Work, what: str, key: Any, store: Callable[..., None], *arguments: Any
+        self, work: StepWork, what: str, key: Any, store: Callable[..., None], *arguments: Any
     ) -> Future[Any] | _Now:
         if work.moves[what]:
             done: Future[Any] | _Now = self._lanes["store"].submit(store, *arguments)

@@ -102,9 +102,17 @@ def decode_layer(
     """The mixer's half of an attention layer for one token a row."""
     qkv, gate, stream = project(cfg, weights, stream)
     tail, slots, kept, places = _choose(
-        cfg, state.capacity, qkv, state.keys, state.tail, state.slots, jnp.int32(state.held),
-        positions, lengths, rope,
-    )  # fmt: skip
+        cfg,
+        state.capacity,
+        qkv,
+        state.keys,
+        state.tail,
+        state.slots,
+        jnp.int32(state.held),
+        positions,
+        lengths,
+        rope,
+    )
     rows = _rows_elsewhere(np.asarray(places), state)
     moved = store.take(state.values, rows)
     resident = jax.tree.map(lambda leaf: leaf.device, state.values, is_leaf=is_stored)

@@ -4,9 +4,10 @@
     store.finish(store.begin(stored))      the same in two parts: begin, and wait
     store.take(stored, rows)               some rows of what is not on the device, and no others
 
-Contract: ``get`` gives the bits that were put.  A leaf of two axes or more becomes a ``Stored`` of
-up to three pieces; vectors (norms, biases) stay on the device, where they are needed whole and cost
-nothing.  Pieces are immutable: to change a tensor, put it again and ``free`` the old one.
+Contract: ``get`` gives the bits that were put.  A leaf of two axes or more becomes a
+``StoredTensor`` of up to three pieces; vectors (norms, biases) stay on the device, where they are
+needed whole and cost nothing.  Pieces are immutable: to change a tensor, put it again and ``free``
+the old one.
 
 Pinned host memory is jax's memory kind "pinned_host", which CPUs have too, so the code that runs on
 a GPU is the code that the tests run.  int4 codes travel and rest packed, two to a byte.
@@ -41,7 +42,7 @@ Leaf = jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stored:
+class StoredTensor:
     """One tensor: the row ranges ``[rows, columns]`` of each tier, or None where it has none."""
 
     shape: tuple[int, ...]
@@ -66,7 +67,7 @@ class Stored:
 
 
 def is_stored(leaf: Any) -> bool:
-    return isinstance(leaf, Stored)
+    return isinstance(leaf, StoredTensor)
 
 
 def moves(tree: Any) -> bool:
@@ -94,7 +95,7 @@ def wait(tree: Any) -> Any:
 class Pending:
     """A Stored on its way; ``array`` is the whole tensor, made once."""
 
-    def __init__(self, stored: Stored, moved: list[jax.Array]) -> None:
+    def __init__(self, stored: StoredTensor, moved: list[jax.Array]) -> None:
         self._stored, self.moved = stored, moved
         self._whole: jax.Array | None = None
 
@@ -143,7 +144,7 @@ class Store:
         there.  Those past the end may hold anything.  The tree was put with ``pinned=False``."""
         rows = rows - on_device(tree)
 
-        def one(leaf: Stored) -> jax.Array:
+        def one(leaf: StoredTensor) -> jax.Array:
             width = leaf.shape[-1] // 2 if leaf.dtype == jnp.int4 else leaf.shape[-1]
             dtype = np.dtype(np.int8) if leaf.dtype == jnp.int4 else leaf.dtype
             host = np.empty((0, width), dtype) if leaf.host is None else leaf.host
@@ -201,7 +202,7 @@ class Store:
             if is_stored(leaf) and leaf.disk is not None:
                 self.disk.free(leaf.disk)
 
-    def _put(self, leaf: Leaf, shares: Shares, pinned: bool) -> Stored | jax.Array:
+    def _put(self, leaf: Leaf, shares: Shares, pinned: bool) -> StoredTensor | jax.Array:
         if leaf.ndim < 2:
             return jax.device_put(leaf, self.on_device)
         dtype = np.dtype(leaf.dtype)
@@ -209,7 +210,7 @@ class Store:
         counts = shares.rows(rows)
         if counts[0] == rows:
             device = jax.device_put(leaf, self.on_device).reshape(rows, columns)
-            return Stored(leaf.shape, dtype, device, None, None)
+            return StoredTensor(leaf.shape, dtype, device, None, None)
         flat = leaf.reshape(rows, columns)
         first, second = counts[0], counts[0] + counts[1]
         device = jax.device_put(flat[:first], self.on_device) if first else None
@@ -222,7 +223,7 @@ class Store:
             host = self._pin(part) if pinned else np.array(part)
         if counts[2]:
             disk = self.disk.write(np.asarray(flat[second:]))
-        return Stored(leaf.shape, dtype, device, host, disk)
+        return StoredTensor(leaf.shape, dtype, device, host, disk)
 
     def _pin(self, piece: Leaf) -> jax.Array:
         try:
@@ -237,7 +238,7 @@ class Store:
             ) from None
 
 
-class Rows:
+class RowTable:
     """An embedding table that never visits the device: host memory and disk, read by row."""
 
     def __init__(self, store: Store, table: np.ndarray, shares: Shares) -> None:

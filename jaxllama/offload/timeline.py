@@ -22,13 +22,13 @@ from typing import Any
 import jax
 
 from jaxllama import extras
-from jaxllama.offload.units import Unit
+from jaxllama.offload.units import ModelUnit
 
 LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class TimelineBar:
     """One bar of the picture; seconds since the recorder was made."""
 
     lane: str
@@ -46,7 +46,7 @@ class Recorder:
     """Collects events from every thread."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TimelineBar] = []
         self._zero = time.perf_counter()
         self._lock = threading.Lock()
         self._watchers = {
@@ -55,27 +55,29 @@ class Recorder:
         self._free_at = dict.fromkeys(self._watchers, 0.0)  # when the last of them ended
 
     @contextlib.contextmanager
-    def __call__(self, lane: str, unit: Unit | None, batch: int | None = None) -> Iterator[None]:
+    def __call__(
+        self, lane: str, unit: ModelUnit | None, batch: int | None = None
+    ) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         self._add(lane, unit, batch, begin, time.perf_counter())
 
     @contextlib.contextmanager
-    def watching(self, lane: str, unit: Unit, batch: int | None = None) -> Iterator[list[Any]]:
+    def watching(self, lane: str, unit: ModelUnit, batch: int | None = None) -> Iterator[list[Any]]:
         """The caller puts what is dispatched into the list."""
         begin = time.perf_counter()
         out: list[Any] = []
         yield out
         self._watchers[lane].submit(self._watch, lane, unit, batch, begin, out)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[TimelineBar]:
         """Every event, in order of beginning, when all that was dispatched is done."""
         for watcher in self._watchers.values():
             watcher.shutdown(wait=True)
         return sorted(self.events, key=lambda event: event.begin)
 
     def _watch(
-        self, lane: str, unit: Unit, batch: int | None, begin: float, out: list[Any]
+        self, lane: str, unit: ModelUnit, batch: int | None, begin: float, out: list[Any]
     ) -> None:
         with contextlib.suppress(RuntimeError):  # donated meanwhile, so it was done
             jax.block_until_ready(out)
@@ -84,11 +86,11 @@ class Recorder:
         self._free_at[lane] = end
 
     def _add(
-        self, lane: str, unit: Unit | None, batch: int | None, begin: float, end: float
+        self, lane: str, unit: ModelUnit | None, batch: int | None, begin: float, end: float
     ) -> None:
         with self._lock:
             name = "" if unit is None else str(unit)
-            self.events.append(Event(lane, name, batch, begin - self._zero, end - self._zero))
+            self.events.append(TimelineBar(lane, name, batch, begin - self._zero, end - self._zero))
 
 
 class _NoRecord:
@@ -106,7 +108,7 @@ class _NoRecord:
 NO_RECORD = _NoRecord()
 
 
-def draw(events: Sequence[Event], path: str | Path, title: str = "") -> None:
+def draw(events: Sequence[TimelineBar], path: str | Path, title: str = "") -> None:
     """A picture: one lane a kind of work, one bar an event, coloured by unit.  Needs matplotlib."""
     try:
         import matplotlib
@@ -124,11 +126,24 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> None:
     for event in events:
         color = colors(units.index(event.unit) % 20) if event.unit else "0.6"
         row, left = lanes.index(event.lane), (event.begin - zero) * 1e3
-        axes.barh(row, event.seconds * 1e3, left=left, height=0.8, color=color, edgecolor="white",
-                  linewidth=0.3)  # fmt: skip
+        axes.barh(
+            row,
+            event.seconds * 1e3,
+            left=left,
+            height=0.8,
+            color=color,
+            edgecolor="white",
+            linewidth=0.3,
+        )
         if event.unit and event.seconds > span / 45:
-            axes.text(left + event.seconds * 5e2, row, event.unit.replace("layer_", ""),
-                      ha="center", va="center", fontsize=7)  # fmt: skip
+            axes.text(
+                left + event.seconds * 5e2,
+                row,
+                event.unit.replace("layer_", ""),
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")

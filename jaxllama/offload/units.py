@@ -35,7 +35,7 @@ _HALVES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class ModelUnit:
     """One part of the model; ``layer`` is -1 for embed and head."""
 
     kind: Kind
@@ -71,10 +71,10 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
 
 
-def units_of(cfg: ModelConfig, sep_layer: bool) -> list[Unit]:
+def units_of(cfg: ModelConfig, sep_layer: bool) -> list[ModelUnit]:
     kinds: tuple[Kind, ...] = ("mix", "feed") if sep_layer else ("layer",)
-    layers = [Unit(kind, index) for index in range(cfg.n_layers) for kind in kinds]
-    return [Unit("embed"), *layers, Unit("head")]
+    layers = [ModelUnit(kind, index) for index in range(cfg.n_layers) for kind in kinds]
+    return [ModelUnit("embed"), *layers, ModelUnit("head")]
 
 
 positions_of = jax.jit(decoder.positions_of, static_argnums=(0, 3))

@@ -92,9 +92,9 @@ def _give_up(where: str, count: int, index: int, timeout: float) -> None:
 
 def _agree(count: int, index: int) -> None:
     """JaxLlamaError, the same on all, where a process was started for another number of them."""
-    from jax._src.distributed import global_state  # jax has no public name for its key-value store
+    from pallas_kernels.jax_internals import distributed_state
 
-    store = global_state.client
+    store = distributed_state().client
     store.key_value_set(f"jaxllama/hosts/{index}", str(count))
 
     def count_of(index: int) -> int:

@@ -56,7 +56,7 @@ BATCH = 8  # windows that go through a block at once
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Stats:
+class InputStats:
     """Of a site's input x ``[tokens, K]``, in float32.
 
     hessian ``[K, K]``: sum of w x x^T over tokens of weight w, or None where no method asks for it.
@@ -71,14 +71,14 @@ class Stats:
     sample: jax.Array
     weight: jax.Array
 
-    def scaled(self, s: jax.Array) -> Stats:
+    def scaled(self, s: jax.Array) -> InputStats:
         """The statistics of ``x / s``."""
         inverse = 1.0 / s
         hessian = self.hessian
         if hessian is not None:
             hessian = hessian * inverse[:, None] * inverse[None, :]
         columns = (self.total, self.felt, self.peak, self.sample)
-        return Stats(hessian, *(part * inverse for part in columns), self.weight)
+        return InputStats(hessian, *(part * inverse for part in columns), self.weight)
 
 
 def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -> np.ndarray:
@@ -122,7 +122,7 @@ def observe(
     *,
     hessian: bool,
     following: Layer | None = None,
-) -> dict[str, Stats]:
+) -> dict[str, InputStats]:
     """Statistics of the input of every site of a block (or of the "head").
 
     following: the next block's parameters, if it is an attention block.
@@ -139,7 +139,9 @@ def observe(
         samples.append(sample)
     assert sums is not None
     return {
-        name: Stats(*parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True)))
+        name: InputStats(
+            *parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True))
+        )
         for name, parts in sums.items()
     }
 

@@ -41,7 +41,7 @@ from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import Recipe, is_packed, parse, untie
 from jaxllama.quantization.tune import steps, tune
-from jaxllama.quantization.work import Work, fingerprint
+from jaxllama.quantization.work import QuantizeWork, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 # Formats whose readers expect float16 scales: codes are computed against the rounded ones.
@@ -52,7 +52,7 @@ _SAMPLES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class QuantizeRequest:
     """What to make.  text: of the calibration, the packaged one by default, of which ``samples``
     windows of ``window`` tokens are used, 32 by default; 0 is no calibration and no report of
     errors, and the default of rounding to nearest unless a text or a report is asked for.
@@ -115,7 +115,7 @@ class Request:
         return "float16" if self.format in _FLOAT16_SCALES else None
 
 
-def check(cfg: ModelConfig, request: Request, dtype: DTypeLike = jnp.float32) -> None:
+def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.float32) -> None:
     """What is wrong with a request for a model of floats of ``dtype``.
 
     Raises JaxLlamaError for a window beyond its context, a group that divides no weight, a weight
@@ -137,7 +137,7 @@ def check(cfg: ModelConfig, request: Request, dtype: DTypeLike = jnp.float32) ->
         )
 
 
-def _stand_in(cfg: ModelConfig, request: Request, dtype: DTypeLike) -> dict[str, Any]:
+def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> dict[str, Any]:
     """The tree that will be made, of arrays of ones or zeros that take no memory."""
     shapes, recipe = untie(param_shapes(cfg, dtype), request.recipe)
 
@@ -165,7 +165,7 @@ def _stand_in(cfg: ModelConfig, request: Request, dtype: DTypeLike) -> dict[str,
 
 
 def quantize_checkpoint(
-    lm: LanguageModel, request: Request, progress: bool = False
+    lm: LanguageModel, request: QuantizeRequest, progress: bool = False
 ) -> dict[str, Any]:
     """Make ``request.out``; returns what was done: sizes, seconds, peak memory and the errors of
     every weight.
@@ -192,16 +192,26 @@ def quantize_checkpoint(
         order = steps(lm.tokenizer, text, request.window, request.tune)
         work, n_tokens = _work(lm, request, tokens, order), int(tokens.size)
         kept = len(list(work.folder.glob("layer_*.npz"))) if work.folder.is_dir() else 0
-        total = sum(leaf.nbytes for name, part in lm.params.items() if name.startswith("layer_")
-                    for leaf in jax.tree.leaves(part))  # fmt: skip
+        total = sum(
+            leaf.nbytes
+            for name, part in lm.params.items()
+            if name.startswith("layer_")
+            for leaf in jax.tree.leaves(part)
+        )
         with (
             _pointing_to(work),
             working(f"{request.method} {recipe.text}", total, progress) as advance,
         ):
             params, errors = calibrate(
-                lm.config, lm.params, tokens, recipe, request.method,
-                scale_dtype=request.scale_dtype, work=work, progress=advance,
-            )  # fmt: skip
+                lm.config,
+                lm.params,
+                tokens,
+                recipe,
+                request.method,
+                scale_dtype=request.scale_dtype,
+                work=work,
+                progress=advance,
+            )
         if request.tune:
             with (
                 _pointing_to(work),
@@ -215,9 +225,14 @@ def quantize_checkpoint(
     with tempfile.TemporaryDirectory() as scratch, _pointing_to(work):
         files = [] if lm.tokenizer is None else lm.tokenizer.save(scratch)
         packed.save(
-            request.out, lm.config, params, files, format=request.format, sampling=lm.sampling,
+            request.out,
+            lm.config,
+            params,
+            files,
+            format=request.format,
+            sampling=lm.sampling,
             progress=progress,
-        )  # fmt: skip
+        )
     if work is not None:
         shutil.rmtree(work.folder, ignore_errors=True)
     head = params.get("head") if "head" not in lm.params else None
@@ -243,20 +258,24 @@ def quantize_checkpoint(
     return report
 
 
-def _work(lm: LanguageModel, request: Request, *tokens: np.ndarray) -> Work:
+def _work(lm: LanguageModel, request: QuantizeRequest, *tokens: np.ndarray) -> QuantizeWork:
     """The folder of finished layers that is this request's and no other's."""
     scales = jnp.dtype(lm.dtype if request.scale_dtype is None else request.scale_dtype).name
     facts = {
-        "config": lm.config.to_dict(), "scheme": repr(request.recipe), "method": request.method,
-        "format": request.format, "scales": scales, "jax": jax.__version__,
+        "config": lm.config.to_dict(),
+        "scheme": repr(request.recipe),
+        "method": request.method,
+        "format": request.format,
+        "scales": scales,
+        "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-    }  # fmt: skip
+    }
     key = fingerprint(facts, [*tokens, *jax.tree.leaves(lm.params)])
-    return Work(request.out.parent / f".{request.out.name}.{key}")
+    return QuantizeWork(request.out.parent / f".{request.out.name}.{key}")
 
 
 @contextlib.contextmanager
-def _pointing_to(work: Work | None) -> Iterator[None]:
+def _pointing_to(work: QuantizeWork | None) -> Iterator[None]:
     """Errors say where the finished layers are."""
     try:
         yield

@@ -34,14 +34,14 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import layer_config
 from jaxllama.progress import working
 from jaxllama.quantization import awq, smoothquant
-from jaxllama.quantization.calibration import Stats, advance, embed, observe
+from jaxllama.quantization.calibration import InputStats, advance, embed, observe
 from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
 from jaxllama.quantization.rounding import Grid, nearest
 from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Recipe, Scheme, is_packed, round_weight, untie
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
-from jaxllama.quantization.work import Work
+from jaxllama.quantization.work import QuantizeWork
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
@@ -81,7 +81,7 @@ def calibrate(
     *,
     scale_dtype: DTypeLike | None = None,
     measure: bool = True,
-    work: Work | None = None,
+    work: QuantizeWork | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The quantized parameters and ``report.weight_errors`` of every quantized weight.
@@ -147,17 +147,27 @@ def round_model(
     too (SmolLM2-135M, w4a16: KL 0.21; 0.30 where grids know nothing of the inputs)."""
     length = min(_RANDOM_TOKENS, cfg.max_position)
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(4, length), dtype=np.int32)
-    total = sum(leaf.nbytes for name, part in params.items() if name.startswith("layer_")
-                for leaf in jax.tree.leaves(part))  # fmt: skip
+    total = sum(
+        leaf.nbytes
+        for name, part in params.items()
+        if name.startswith("layer_")
+        for leaf in jax.tree.leaves(part)
+    )
     with working(f"quantizing to {recipe.text}", total, progress) as advance:
         done, _ = calibrate(
-            cfg, params, tokens, recipe, "rtn",
-            scale_dtype=scale_dtype, measure=False, progress=advance,
-        )  # fmt: skip
+            cfg,
+            params,
+            tokens,
+            recipe,
+            "rtn",
+            scale_dtype=scale_dtype,
+            measure=False,
+            progress=advance,
+        )
     return done
 
 
-def _stored_hidden(work: Work | None, name: str) -> list[jax.Array]:
+def _stored_hidden(work: QuantizeWork | None, name: str) -> list[jax.Array]:
     assert work is not None
     return work.hidden(name)
 
@@ -217,7 +227,7 @@ class _Run:
         return done, entries
 
     def _scales(
-        self, site: Site, layer: Layer, prefix: str, seen: Stats, n_tokens: int
+        self, site: Site, layer: Layer, prefix: str, seen: InputStats, n_tokens: int
     ) -> jax.Array | None:
         """The method's scale of each of the source's channels; None for no scaling."""
         chosen = []
@@ -232,19 +242,30 @@ class _Run:
         grids = tuple(_grid(weight, scheme, name) for weight, scheme, name in chosen)
         if self.method == "awq":
             s, _ = awq.search_scales(
-                weights, seen.hessian, seen.total / n_tokens, channel,
-                grids=grids, n_channels=site.n_channels,
-            )  # fmt: skip
+                weights,
+                seen.hessian,
+                seen.total / n_tokens,
+                channel,
+                grids=grids,
+                n_channels=site.n_channels,
+            )
             return s
         scheme = chosen[0][1]
         s, _ = smoothquant.search_scales(
-            weights, seen.sample, seen.weight, seen.felt, seen.peak, channel,
-            dtype=scheme.activations, grids=grids, static=scheme.static,
+            weights,
+            seen.sample,
+            seen.weight,
+            seen.felt,
+            seen.peak,
+            channel,
+            dtype=scheme.activations,
+            grids=grids,
+            static=scheme.static,
             n_channels=site.n_channels,
-        )  # fmt: skip
+        )
         return s
 
-    def _round(self, weight: jax.Array, scheme: Scheme, seen: Stats, name: str) -> QTensor:
+    def _round(self, weight: jax.Array, scheme: Scheme, seen: InputStats, name: str) -> QTensor:
         """The folded weight as a QTensor; ``seen`` is of the folded inputs."""
         searched = self.method == "gptq" or (self.method == "awq" and _searches(scheme, "awq"))
         if searched:

@@ -22,12 +22,12 @@ from jax import lax
 from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.linear import linear
-from jaxllama.quantization.calibration import Stats
+from jaxllama.quantization.calibration import InputStats
 from pallas_kernels.qtensor import QTensor, dequantize
 
 
 def weight_errors(
-    weight: jax.Array, quantized: QTensor, stats: Stats, s: jax.Array, rows: jax.Array
+    weight: jax.Array, quantized: QTensor, stats: InputStats, s: jax.Array, rows: jax.Array
 ) -> dict[str, float]:
     """See the module docstring; s ``[K]`` divided the inputs and rows ``[N]`` the outputs."""
     seen = (stats.sample, jnp.sqrt(stats.weight))

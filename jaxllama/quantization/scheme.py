@@ -195,8 +195,14 @@ def _check_pattern(text: str, pattern: str) -> None:
 def _scheme(text: str) -> Scheme | None:
     if text == "none":
         return None
-    base = next((name for name in sorted(_BASES, key=len, reverse=True)
-                 if text == name or text.startswith(name + "-")), None)  # fmt: skip
+    base = next(
+        (
+            name
+            for name in sorted(_BASES, key=len, reverse=True)
+            if text == name or text.startswith(name + "-")
+        ),
+        None,
+    )
     if base is None:
         raise JaxLlamaError(f"scheme {text!r} is not one of {', '.join(SCHEMES)}, none")
     scheme = _BASES[base]

@@ -37,7 +37,7 @@ from jaxllama.model.decoder import block, head, layer_config, logits, whole_rows
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.quantization.calibration import advance, embed, windows
-from jaxllama.quantization.work import Work
+from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, dequantize
 
@@ -55,7 +55,7 @@ def tune(
     params: dict[str, Any],
     tokens: np.ndarray,
     *,
-    work: Work | None = None,
+    work: QuantizeWork | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[float]]:
     """(``params`` with its layers' scales and its norms learned, the loss of every step).
@@ -115,9 +115,15 @@ def _forward(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.A
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4, 6))
 def _backward(
-    cfg: ModelConfig, kind: str, layer: Any, learned: Learned, state: Any, h: jax.Array,
-    grad: jax.Array, rate: jax.Array,
-) -> tuple[jax.Array, Learned, Any]:  # fmt: skip
+    cfg: ModelConfig,
+    kind: str,
+    layer: Any,
+    learned: Learned,
+    state: Any,
+    h: jax.Array,
+    grad: jax.Array,
+    rate: jax.Array,
+) -> tuple[jax.Array, Learned, Any]:
     """(the gradient before a layer, of the one behind it; what the layer has learned; Adam's)."""
     _, pull = jax.vjp(functools.partial(_through, cfg, kind, layer), learned, h)
     grads, before = pull(grad)
@@ -126,9 +132,14 @@ def _backward(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def _last(
-    cfg: ModelConfig, heads: tuple[Any, Any], learned: Learned, state: Any, wanted: jax.Array,
-    h: jax.Array, rate: jax.Array,
-) -> tuple[jax.Array, jax.Array, Learned, Any]:  # fmt: skip
+    cfg: ModelConfig,
+    heads: tuple[Any, Any],
+    learned: Learned,
+    state: Any,
+    wanted: jax.Array,
+    h: jax.Array,
+    rate: jax.Array,
+) -> tuple[jax.Array, jax.Array, Learned, Any]:
     """The same of the last norm, behind the loss."""
     exact, params = (_plain(of, h.dtype) for of in heads)
 

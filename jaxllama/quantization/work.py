@@ -40,7 +40,7 @@ def fingerprint(facts: dict[str, Any], arrays: Iterable[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class QuantizeWork:
     folder: Path
 
     def save(

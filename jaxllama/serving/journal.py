@@ -54,7 +54,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class JournalAnswer:
     """text: the answer's JSON, "" while it is owed.  kind, owner: as in its Entry."""
 
     text: str
@@ -129,11 +129,11 @@ class Journal:
         query = f"SELECT id, kind, created, body, owner FROM calls WHERE {which} ORDER BY number"
         return [Entry(*row) for row in self._db.execute(query)]
 
-    def find(self, id: str) -> Answer | None:
+    def find(self, id: str) -> JournalAnswer | None:
         """The answer with this id; None for an unknown id."""
         query = "SELECT coalesce(answer, ''), kind, owner FROM calls WHERE id = ?"
         row = self._db.execute(query, (id,)).fetchone()
-        return None if row is None else Answer(*row)
+        return None if row is None else JournalAnswer(*row)
 
     def close(self) -> None:
         self._db.close()

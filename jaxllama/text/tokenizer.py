@@ -38,8 +38,15 @@ __all__ = ["StopStrings", "TextStream", "Tokenizer"]
 PIECE = 8192  # characters that ``exceeds`` tokenizes at once: some 10 ms
 CUT = 16  # tokens that a piece may have more than its text has, for being cut off
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
-            "mask_token")  # fmt: skip
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer:

@@ -33,8 +33,12 @@ class DataConfig:
     validation_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.validation_tokens >= 0, "data.validation_tokens", self.validation_tokens,
-                 "must not be negative")  # fmt: skip
+        _require(
+            self.validation_tokens >= 0,
+            "data.validation_tokens",
+            self.validation_tokens,
+            "must not be negative",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +63,12 @@ class OptimizerConfig:
         for key in ("warmup_steps", "weight_decay", "clip_norm"):
             value = getattr(self, key)
             _require(value >= 0, f"optimizer.{key}", value, "must not be negative")
-        _require(0 <= self.final_share <= 1, "optimizer.final_share", self.final_share,
-                 "must be in [0, 1]")  # fmt: skip
+        _require(
+            0 <= self.final_share <= 1,
+            "optimizer.final_share",
+            self.final_share,
+            "must be in [0, 1]",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +90,18 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         for key in ("kl_weight", "ce_weight"):
-            _require(getattr(self, key) >= 0, f"distill.{key}", getattr(self, key),
-                     "must not be negative")  # fmt: skip
-        _require(self.kl_weight + self.ce_weight > 0, "distill.kl_weight", self.kl_weight,
-                 "with ce_weight = 0 there is nothing to minimise")  # fmt: skip
+            _require(
+                getattr(self, key) >= 0,
+                f"distill.{key}",
+                getattr(self, key),
+                "must not be negative",
+            )
+        _require(
+            self.kl_weight + self.ce_weight > 0,
+            "distill.kl_weight",
+            self.kl_weight,
+            "with ce_weight = 0 there is nothing to minimise",
+        )
         _require(self.temperature > 0, "distill.temperature", self.temperature, "must be positive")
 
 
@@ -132,42 +148,82 @@ class TrainConfig:
         for key in ("validate_every", "checkpoint_every", "seed"):
             _require(getattr(self, key) >= 0, key, getattr(self, key), "must not be negative")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
-        _require(self.peak_tflops is None or self.peak_tflops > 0, "peak_tflops", self.peak_tflops,
-                 "must be positive")  # fmt: skip
-        _require(self.batch_size % self.microbatches == 0, "microbatches", self.microbatches,
-                 f"must divide batch_size ({self.batch_size})")  # fmt: skip
-        _require(self.optimizer.warmup_steps < self.steps, "optimizer.warmup_steps",
-                 self.optimizer.warmup_steps, f"must be below steps ({self.steps})")  # fmt: skip
-        _require(not (self.validate_every and not self.data.validation_tokens), "validate_every",
-                 self.validate_every, "needs data.validation_tokens above 0")  # fmt: skip
+        _require(
+            self.peak_tflops is None or self.peak_tflops > 0,
+            "peak_tflops",
+            self.peak_tflops,
+            "must be positive",
+        )
+        _require(
+            self.batch_size % self.microbatches == 0,
+            "microbatches",
+            self.microbatches,
+            f"must divide batch_size ({self.batch_size})",
+        )
+        _require(
+            self.optimizer.warmup_steps < self.steps,
+            "optimizer.warmup_steps",
+            self.optimizer.warmup_steps,
+            f"must be below steps ({self.steps})",
+        )
+        _require(
+            not (self.validate_every and not self.data.validation_tokens),
+            "validate_every",
+            self.validate_every,
+            "needs data.validation_tokens above 0",
+        )
         if self.data.validation_tokens:
-            _require(self.data.validation_tokens > self.sequence_length, "data.validation_tokens",
-                     self.data.validation_tokens,
-                     f"must exceed sequence_length ({self.sequence_length})")  # fmt: skip
+            _require(
+                self.data.validation_tokens > self.sequence_length,
+                "data.validation_tokens",
+                self.data.validation_tokens,
+                f"must exceed sequence_length ({self.sequence_length})",
+            )
         self._check_start()
         if self.model is not None:
-            _require(self.sequence_length <= self.model.max_position, "sequence_length",
-                     self.sequence_length,
-                     f"exceeds the model's max_position ({self.model.max_position})")  # fmt: skip
+            _require(
+                self.sequence_length <= self.model.max_position,
+                "sequence_length",
+                self.sequence_length,
+                f"exceeds the model's max_position ({self.model.max_position})",
+            )
 
     def _check_start(self) -> None:
         """One beginning for the weights, and nothing that contradicts it."""
-        _require(self.model is None or self.init_from is None, "init_from", self.init_from,
-                 "excludes model, which is the checkpoint's own")  # fmt: skip
+        _require(
+            self.model is None or self.init_from is None,
+            "init_from",
+            self.init_from,
+            "excludes model, which is the checkpoint's own",
+        )
         distill = self.distill
         if distill is None:
-            _require(self.model is not None or self.init_from is not None, "model", None,
-                     "is needed, or init_from, or [distill]")  # fmt: skip
+            _require(
+                self.model is not None or self.init_from is not None,
+                "model",
+                None,
+                "is needed, or init_from, or [distill]",
+            )
             return
         named = "model" if self.model else "init_from" if self.init_from else None
-        _require(not (distill.attention_layers and named), "distill.attention_layers",
-                 list(distill.attention_layers),
-                 f"is for a student made from the teacher, and here {named} says what it is",
-                 )  # fmt: skip
-        _require(not (distill.objective == "mixers" and self.quantize), "distill.objective",
-                 "mixers", "excludes [quantize]; allowed with it: logits")  # fmt: skip
-        _require(not (distill.objective == "mixers" and self.model), "distill.objective",
-                 "mixers", "learns the teacher's layers: leave model out")  # fmt: skip
+        _require(
+            not (distill.attention_layers and named),
+            "distill.attention_layers",
+            list(distill.attention_layers),
+            f"is for a student made from the teacher, and here {named} says what it is",
+        )
+        _require(
+            not (distill.objective == "mixers" and self.quantize),
+            "distill.objective",
+            "mixers",
+            "excludes [quantize]; allowed with it: logits",
+        )
+        _require(
+            not (distill.objective == "mixers" and self.model),
+            "distill.objective",
+            "mixers",
+            "learns the teacher's layers: leave model out",
+        )
 
 
 def load_train_config(path: str | Path) -> TrainConfig:

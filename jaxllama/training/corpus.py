@@ -38,24 +38,91 @@ WHOLE_BIBLE = "ge1:1-rev22:21"
 DOCUMENT = "<|endoftext|>"
 STRIDE = 367  # shares no factor with the number of requests, so that all of them are visited
 FORMS = (
-    "Explain {} to a child.", "Write a short story about {}.", "What is {}?",
-    "Why does {} matter?", "Give five facts about {}.", "Write a letter to a friend about {}.",
-    "Describe {} in one paragraph.", "What are the advantages and disadvantages of {}?",
-    "Write a dialogue between two people who talk about {}.", "How has {} changed over time?",
-    "Write a poem about {}.", "What would the world be like without {}?",
-    "Write a lesson plan about {}.", "List common questions about {}, with answers.",
-    "Summarize what is known about {}.", "Compare {} with something similar.",
-)  # fmt: skip
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "What is {}?",
+    "Why does {} matter?",
+    "Give five facts about {}.",
+    "Write a letter to a friend about {}.",
+    "Describe {} in one paragraph.",
+    "What are the advantages and disadvantages of {}?",
+    "Write a dialogue between two people who talk about {}.",
+    "How has {} changed over time?",
+    "Write a poem about {}.",
+    "What would the world be like without {}?",
+    "Write a lesson plan about {}.",
+    "List common questions about {}, with answers.",
+    "Summarize what is known about {}.",
+    "Compare {} with something similar.",
+)
 SUBJECTS = (
-    "the sea", "bread", "the moon", "railways", "glass", "honey bees", "the heart", "money",
-    "clocks", "the alphabet", "rivers", "volcanoes", "gardens", "music", "chess", "paper",
-    "electricity", "winter", "friendship", "bridges", "maps", "salt", "telescopes", "wool",
-    "democracy", "earthquakes", "libraries", "dogs", "forests", "photography", "numbers", "tea",
-    "the brain", "ships", "dreams", "farming", "iron", "languages", "vaccines", "cities", "rain",
-    "computers", "painting", "birds", "gravity", "theatre", "sleep", "islands", "markets", "stars",
-    "memory", "bicycles", "rice", "deserts", "schools", "magnets", "wind", "museums", "cheese",
-    "the internet", "light", "patience", "pottery", "the ocean floor", "evolution", "football",
-)  # fmt: skip
+    "the sea",
+    "bread",
+    "the moon",
+    "railways",
+    "glass",
+    "honey bees",
+    "the heart",
+    "money",
+    "clocks",
+    "the alphabet",
+    "rivers",
+    "volcanoes",
+    "gardens",
+    "music",
+    "chess",
+    "paper",
+    "electricity",
+    "winter",
+    "friendship",
+    "bridges",
+    "maps",
+    "salt",
+    "telescopes",
+    "wool",
+    "democracy",
+    "earthquakes",
+    "libraries",
+    "dogs",
+    "forests",
+    "photography",
+    "numbers",
+    "tea",
+    "the brain",
+    "ships",
+    "dreams",
+    "farming",
+    "iron",
+    "languages",
+    "vaccines",
+    "cities",
+    "rain",
+    "computers",
+    "painting",
+    "birds",
+    "gravity",
+    "theatre",
+    "sleep",
+    "islands",
+    "markets",
+    "stars",
+    "memory",
+    "bicycles",
+    "rice",
+    "deserts",
+    "schools",
+    "magnets",
+    "wind",
+    "museums",
+    "cheese",
+    "the internet",
+    "light",
+    "patience",
+    "pottery",
+    "the ocean floor",
+    "evolution",
+    "football",
+)
 
 
 def find_bible() -> None:
@@ -128,10 +195,13 @@ def main() -> None:
     try:
         if not (args.out / "bible.txt").exists():
             _write(args.out / "bible.txt", iter([bible()]))
-        wanted = {"written.txt": (conversations, args.generate),
-                  "documents.txt": (documents, args.documents)}  # fmt: skip
-        wanted = {name: job for name, job in wanted.items()
-                  if job[1] and not (args.out / name).exists()}  # fmt: skip
+        wanted = {
+            "written.txt": (conversations, args.generate),
+            "documents.txt": (documents, args.documents),
+        }
+        wanted = {
+            name: job for name, job in wanted.items() if job[1] and not (args.out / name).exists()
+        }
         if wanted:
             from jaxllama.loading import load
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.checkpoints.hf.fla import config_to_fla
-from jaxllama.config import GLAConfig, ModelConfig, RopeConfig, Stored
+from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.model.decoder import block, walk, whole_rows
@@ -63,13 +63,17 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
     )
     kinds = tuple("attention" if i in attention_layers else "gla" for i in range(teacher.n_layers))
     student = teacher.replace(
-        name=f"{teacher.name}-gla", layer_types=kinds, gla=gla, stored=Stored()
+        name=f"{teacher.name}-gla", layer_types=kinds, gla=gla, stored=CheckpointForm()
     )
     if not attention_layers:  # what only attention reads, and GLA's files have no words for
         student = student.replace(
-            rope=RopeConfig(teacher.rope.theta), qkv_bias=False, sliding_window=None,
-            qk_norm="none", window_rope=None, nope_layers=(),
-        )  # fmt: skip
+            rope=RopeConfig(teacher.rope.theta),
+            qkv_bias=False,
+            sliding_window=None,
+            qk_norm="none",
+            window_rope=None,
+            nope_layers=(),
+        )
     if teacher.stored.family != "llama":
         config_to_fla(student)
     return student

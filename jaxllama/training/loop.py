@@ -46,7 +46,7 @@ from jaxllama.training.data import TokenFile
 from jaxllama.training.flops import flops_per_token, peak_flops
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
-from jaxllama.training.start import Setup, begin
+from jaxllama.training.start import TrainingSetup, begin
 from jaxllama.training.step import State, init_state, update, validation_loss
 
 
@@ -204,14 +204,14 @@ def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
 
 
 def run_step(
-    setup: Setup, state: State, teacher: Any, data: TokenFile, step: int, mesh: Mesh | None
+    setup: TrainingSetup, state: State, teacher: Any, data: TokenFile, step: int, mesh: Mesh | None
 ) -> tuple[State, Any]:
     """(state after the step, its metrics); ``state`` is donated."""
     batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
     return update(setup, state, teacher, batch)
 
 
-def validate(setup: Setup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
+def validate(setup: TrainingSetup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
     """Mean over the held-out windows, in whole batches as large as a microbatch."""
     config = setup.config
     length = config.sequence_length
@@ -226,7 +226,7 @@ def validate(setup: Setup, params: Params, data: TokenFile, mesh: Mesh | None) -
     return float(np.mean(jax.device_get(losses)))
 
 
-def _finish(setup: Setup, state: State, data: TokenFile, run: RunDirectory) -> None:
+def _finish(setup: TrainingSetup, state: State, data: TokenFile, run: RunDirectory) -> None:
     """The picture, and last of all the model: where it is, the run is over."""
     result = _result(run)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
@@ -240,7 +240,7 @@ def _finish(setup: Setup, state: State, data: TokenFile, run: RunDirectory) -> N
 class _Log:
     """Writes a step's metrics when the next step is under way."""
 
-    def __init__(self, setup: Setup, run: RunDirectory, first: int, devices: int) -> None:
+    def __init__(self, setup: TrainingSetup, run: RunDirectory, first: int, devices: int) -> None:
         config = setup.config
         self._run = run
         self._tokens = config.batch_size * config.sequence_length

@@ -141,5 +141,10 @@ _sums.defvjp(_sums_forward, _sums_backward)
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Float32 product over one axis of each; without HIGHEST a GPU would take TF32 for float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision,
-                           preferred_element_type=jnp.float32)  # fmt: skip
+    return lax.dot_general(
+        a,
+        b,
+        (((a_axis,), (b_axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )

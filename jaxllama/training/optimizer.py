@@ -83,7 +83,7 @@ def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransfo
             eps=options.eps,
             weight_decay=options.weight_decay,
             mask=decays,
-        )  # fmt: skip
+        )
     )
     steps.append(optax.stateless(lambda changes, _: _slow_scales(changes)))
     rule = optax.chain(*steps)

@@ -20,12 +20,20 @@ def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
     """Loss by tokens, training and validation.  Needs matplotlib."""
     figure = new_figure()
     axes = figure.add_subplot()
-    axes.plot([row["tokens"] for row in steps], [row["loss"] for row in steps],
-              linewidth=0.8, label="training")  # fmt: skip
+    axes.plot(
+        [row["tokens"] for row in steps],
+        [row["loss"] for row in steps],
+        linewidth=0.8,
+        label="training",
+    )
     if validations:
-        axes.plot([row["tokens"] for row in validations],
-                  [row["validation_loss"] for row in validations],
-                  marker="o", markersize=3, label="validation (cross entropy)")  # fmt: skip
+        axes.plot(
+            [row["tokens"] for row in validations],
+            [row["validation_loss"] for row in validations],
+            marker="o",
+            markersize=3,
+            label="validation (cross entropy)",
+        )
     axes.set(xlabel="tokens", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -22,7 +22,7 @@ from pallas_kernels.qtensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class TrainingSetup:
     """What is compiled for: hashable."""
 
     config: TrainConfig
@@ -32,7 +32,7 @@ class Setup:
 
 def begin(
     config: TrainConfig, data: TokenFile, progress: bool = False
-) -> tuple[Setup, Params, Params | None]:
+) -> tuple[TrainingSetup, Params, Params | None]:
     """(setup, float32 parameters, the teacher's parameters in the activations' dtype).
 
     Raises JaxLlamaError naming the key that data or checkpoint contradicts.
@@ -56,7 +56,7 @@ def begin(
         assert distill is not None and teacher is not None
         model = student_config(teacher, distill.attention_layers)
         params = student_params(model, teacher_params, key)
-    setup = Setup(config, model, teacher)
+    setup = TrainingSetup(config, model, teacher)
     _check(setup, data)
     if config.model is None and config.init_from is None:
         length = config.sequence_length
@@ -71,7 +71,7 @@ def _leaves(params: Params) -> list:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
-def _check(setup: Setup, data: TokenFile) -> None:
+def _check(setup: TrainingSetup, data: TokenFile) -> None:
     config, model, teacher = setup.config, setup.model, setup.teacher
     config_to_hf(model)  # what could not be saved is not trained
     if data.vocab_size > model.vocab_size:

@@ -25,17 +25,17 @@ from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
-from jaxllama.training.start import Setup
+from jaxllama.training.start import TrainingSetup
 
 State = dict[str, Any]
 
 
-def init_state(setup: Setup, params: Params) -> State:
+def init_state(setup: TrainingSetup, params: Params) -> State:
     params = prepare(params, setup.config.quantize)
     return {"params": params, "moments": _rule(setup, params).init(params), "step": jnp.int32(0)}
 
 
-def _rule(setup: Setup, params: Params) -> optax.GradientTransformation:
+def _rule(setup: TrainingSetup, params: Params) -> optax.GradientTransformation:
     goal = setup.config.distill
     only_mixers = goal is not None and goal.objective == "mixers"
     learned = distill.learned(setup.model, params) if only_mixers else True
@@ -44,7 +44,7 @@ def _rule(setup: Setup, params: Params) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
-    setup: Setup, state: State, teacher_params: Params | None, batch: jax.Array
+    setup: TrainingSetup, state: State, teacher_params: Params | None, batch: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
     """``batch int32 [microbatches, rows, T + 1]`` -> (state, float32 scalars: "loss", its parts,
     "grad_norm" before clipping, "learning_rate")."""
@@ -64,7 +64,7 @@ def update(
 
 
 def _gradient(
-    setup: Setup, params: Params, teacher_params: Params | None, rows: jax.Array
+    setup: TrainingSetup, params: Params, teacher_params: Params | None, rows: jax.Array
 ) -> tuple[Params, dict[str, jax.Array]]:
     """Means over the microbatches of ``rows[rows, microbatches, T + 1]``."""
     gradient = jax.value_and_grad(functools.partial(loss, setup), has_aux=True)
@@ -83,7 +83,7 @@ def _gradient(
 
 
 def loss(
-    setup: Setup, params: Params, teacher_params: Params | None, tokens: jax.Array
+    setup: TrainingSetup, params: Params, teacher_params: Params | None, tokens: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what is minimised on ``tokens[B, T + 1]``, its parts)."""
     config, cfg, goal = setup.config, setup.model, setup.config.distill
@@ -101,15 +101,21 @@ def loss(
     assert setup.teacher is not None
     teacher_x = hidden_states(setup.teacher, teacher_params, inputs, dtype)
     return distillation(
-        x, head(params)["weight"], targets,
-        teacher_x, head(teacher_params)["weight"],
-        kl_weight=goal.kl_weight, ce_weight=goal.ce_weight, temperature=goal.temperature,
-        cap=cfg.logit_softcap, teacher_cap=setup.teacher.logit_softcap,
-    )  # fmt: skip
+        x,
+        head(params)["weight"],
+        targets,
+        teacher_x,
+        head(teacher_params)["weight"],
+        kl_weight=goal.kl_weight,
+        ce_weight=goal.ce_weight,
+        temperature=goal.temperature,
+        cap=cfg.logit_softcap,
+        teacher_cap=setup.teacher.logit_softcap,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def validation_loss(setup: Setup, params: Params, tokens: jax.Array) -> jax.Array:
+def validation_loss(setup: TrainingSetup, params: Params, tokens: jax.Array) -> jax.Array:
     """Mean cross entropy of ``tokens[B, T + 1]``, whatever is minimised."""
 
     def mean(params: Params, tokens: jax.Array) -> jax.Array:

@@ -111,9 +111,12 @@ def attention_scores(
     scale = h**-0.5 if scale is None else scale
     grouped = q.reshape(batch, n_new, k.shape[2], n // k.shape[2], h)
     scores = jnp.einsum(
-        "btkgh,bskh->bkgts", grouped * jnp.asarray(scale, q.dtype), k,
-        preferred_element_type=jnp.float32, precision=precision(q),
-    )  # fmt: skip
+        "btkgh,bskh->bkgts",
+        grouped * jnp.asarray(scale, q.dtype),
+        k,
+        preferred_element_type=jnp.float32,
+        precision=precision(q),
+    )
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
@@ -121,9 +124,12 @@ def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
     """``weights[B, K, G, T, S]`` times ``v[B, S, K, H]`` -> float32 ``[B, T, N, H]``."""
     batch, n_kv, group, n_new, _ = weights.shape
     out = jnp.einsum(
-        "bkgts,bskh->btkgh", weights.astype(v.dtype), v,
-        preferred_element_type=jnp.float32, precision=precision(v),
-    )  # fmt: skip
+        "bkgts,bskh->btkgh",
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
+        precision=precision(v),
+    )
     return out.reshape(batch, n_new, n_kv * group, v.shape[-1])
 
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import KIND, floats, packed
+from pallas_kernels.jax_internals import arith
 
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 
@@ -96,9 +96,11 @@ class Codes:
         x, y, z, w = words
         sixteenth = p.ci(0x2C002C00)
         return [
-            p.permute(x, z, 0x5410), p.mul_pairs(p.permute(x, z, 0x7632), sixteenth, "f16"),
-            p.permute(y, w, 0x5410), p.mul_pairs(p.permute(y, w, 0x7632), sixteenth, "f16"),
-        ]  # fmt: skip
+            p.permute(x, z, 0x5410),
+            p.mul_pairs(p.permute(x, z, 0x7632), sixteenth, "f16"),
+            p.permute(y, w, 0x5410),
+            p.mul_pairs(p.permute(y, w, 0x7632), sixteenth, "f16"),
+        ]
 
     def value_pairs(self, first, second):
         """Pairs (first token, second token) of each feature of one word, in order."""

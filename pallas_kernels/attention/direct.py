@@ -24,7 +24,6 @@ import functools
 from typing import ClassVar
 
 import jax
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
@@ -32,10 +31,11 @@ from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.pages import Paging
-from pallas_kernels.attention.source import Source, staged_floats
+from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND, floats
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 
@@ -45,7 +45,7 @@ ROWS, TOKENS = 2, 32768  # at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DirectPlan:
     """``cluster`` blocks of ``warps`` to a kv head of a row; up to ``steps`` tiles to a warp."""
 
     kernel: ClassVar[str] = "decode_attention_direct"
@@ -57,7 +57,7 @@ class Plan:
         return Gather(codes.head_dim, self.warps, group, self.cluster, self.warps, codes.zeros)
 
 
-def plan(call) -> Plan | Reason:
+def plan(call) -> DirectPlan | Reason:
     """For (q or the projection, k, query heads) of few rows: 64 SMs at most are at work, 8 to a kv
     head of a row, and there are no launches beside this one."""
     q, k, n = call
@@ -76,7 +76,7 @@ def plan(call) -> Plan | Reason:
     most = 12 if h <= 128 else 8  # warps of a block
     tiles = -(-capacity // (TILE * cluster))
     steps = -(-tiles // most)
-    return Plan(cluster, -(-max(-(-tiles // steps), group) // 4) * 4, steps)
+    return DirectPlan(cluster, -(-max(-(-tiles // steps), group) // 4) * 4, steps)
 
 
 class _Kernel:
@@ -108,10 +108,17 @@ class _Kernel:
         if self.window is None and not self.paging:
             self.prefetch()
         p.await_kernel()
-        source = Source(
-            self.inputs, self.codes, self.shape, self.paging, self.kind, self.row, self.head,
-            self.lane, self.staged,
-        )  # fmt: skip
+        source = HeadWords(
+            self.inputs,
+            self.codes,
+            self.shape,
+            self.paging,
+            self.kind,
+            self.row,
+            self.head,
+            self.lane,
+            self.staged,
+        )
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
             self.begin = p.larger(p.add(self.end, -self.window), p.ci(0))
@@ -230,10 +237,18 @@ class _Kernel:
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "eps", "plan"))
 def attend(
-    q: jax.Array, tables: tuple[jax.Array, ...] | None, lengths: jax.Array,
-    k: jax.Array | QTensor, v: jax.Array | QTensor, table: jax.Array | None, *,
-    window: int | None, scale: float, plan: Plan, eps: float | None = None,
-):  # fmt: skip
+    q: jax.Array,
+    tables: tuple[jax.Array, ...] | None,
+    lengths: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    table: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+    plan: DirectPlan,
+    eps: float | None = None,
+):
     """See ``pallas_kernels.attention.op``.
 
     With tables (cos, sin; with eps, the weights of q's and k's norm too) it is
@@ -248,17 +263,29 @@ def attend(
 
     def body(*refs):
         _Kernel(
-            refs, plan=plan, codes=codes, shape=(batch, capacity, n_kv, n, h),
-            paging=Paging.of(k, table), window=window, scale=scale, eps=eps, kind=kind,
-        ).run()  # fmt: skip
+            refs,
+            plan=plan,
+            codes=codes,
+            shape=(batch, capacity, n_kv, n, h),
+            paging=Paging.of(k, table),
+            window=window,
+            scale=scale,
+            eps=eps,
+            kind=kind,
+        ).run()
 
     def run(cache):
         return launch(
-            body, (q, *(tables or ()), lengths, table, *jax.tree.leaves(cache)),
-            jax.ShapeDtypeStruct((batch, n, h), q.dtype), name="decode_attention_direct",
-            grid=batch * n_kv, cluster=plan.cluster, warpgroups=plan.warps // 4,
-            scratch=scratch, registers=True,
-        )  # fmt: skip
+            body,
+            (q, *(tables or ()), lengths, table, *jax.tree.leaves(cache)),
+            jax.ShapeDtypeStruct((batch, n, h), q.dtype),
+            name="decode_attention_direct",
+            grid=batch * n_kv,
+            cluster=plan.cluster,
+            warpgroups=plan.warps // 4,
+            scratch=scratch,
+            registers=True,
+        )
 
     if not tables:
         return run((k, v))

@@ -14,12 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.merge import combine
 from pallas_kernels.fused_parts import packed
+from pallas_kernels.jax_internals import arith
 
 PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
 AT_ONCE = 8  # shares that are in registers together
@@ -105,8 +104,11 @@ class Gathering:
             loaded = []
             for i in range(first, min(first + AT_ONCE, count)):
                 peak, whole = p.load_shared(stats, 2, i * step_stats, "f32")
-                x = [v for c in range(0, self.columns, vector)
-                     for v in p.load_shared(base, vector, i * step + 4 * c, "f32")]  # fmt: skip
+                x = [
+                    v
+                    for c in range(0, self.columns, vector)
+                    for v in p.load_shared(base, vector, i * step + 4 * c, "f32")
+                ]
                 loaded.append((peak, whole, x))
             peak, whole, *x = combine(carry + loaded)
             carry = [(peak, whole, x)]

@@ -27,10 +27,12 @@ def hadamard(x: jax.Array) -> jax.Array:
         return x
     # Signs are exact in every dtype, so 16-bit products are too.
     parts = jnp.einsum(
-        "...i,ij->...j", x.reshape(*x.shape[:-1], x.shape[-1] // size, size),
+        "...i,ij->...j",
+        x.reshape(*x.shape[:-1], x.shape[-1] // size, size),
         jnp.asarray(_signs(size), x.dtype),
-        preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST,
-    )  # fmt: skip
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,
+    )
     return (parts * size**-0.5).reshape(x.shape).astype(x.dtype)
 
 

@@ -46,7 +46,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
@@ -54,9 +53,9 @@ from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
-from pallas_kernels.attention.pages import Pages, Paging
+from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.plan import (
-    Plan,
+    AttentionPlan,
     blocks_of,
     gather_of,
     shared_bytes,
@@ -64,14 +63,15 @@ from pallas_kernels.attention.plan import (
     units_of,
 )
 from pallas_kernels.attention.query_rows import QueryRows
-from pallas_kernels.attention.ring import Ring, Scales, Tokens, ring_bytes, scale_bytes
+from pallas_kernels.attention.ring import Ring, Scales, TokenWords, ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF, TILE
 from pallas_kernels.fused_parts import KIND
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-class Place(NamedTuple):
+class TeamPlace(NamedTuple):
     """Of a thread in the grid, and of its warp in the team; own: its kv head there, sub: its eight
     query heads."""
 
@@ -106,14 +106,14 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
     fuls, subs = plan.fuls, members // heads  # of a warp; warps of a kv head
     blocks = blocks_of(plan, capacity, n_kv, width)
 
-    def place(**anew) -> Place:
+    def place(**anew) -> TeamPlace:
         thread, block = p.register("tid.x", **anew), p.register("ctaid.x", **anew)
         warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
         g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
         row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
         team, member = arith.divui(warp, p.ci(members)), arith.remui(warp, p.ci(members))
         sub, own = arith.remui(member, p.ci(subs)), arith.divui(member, p.ci(subs))
-        return Place(thread, warp, lane, g, quad, row, in_row, team, member, sub, own)
+        return TeamPlace(thread, warp, lane, g, quad, row, in_row, team, member, sub, own)
 
     def share(in_row, team):
         """The team's first head and, of a row in chunks, its unit of work and its chunk."""
@@ -144,7 +144,7 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
         busy = arith.andi(busy, p.less(unit, units_of(plan, capacity, n_kv)))
         late, apart = p.ci(0), step_tokens
     head = p.add(first_head, own)  # own: kv head within the team
-    pages = Pages(*pages_ref, row, paging) if paging else None
+    pages = BlockTable(*pages_ref, row, paging) if paging else None
     seen = begin
     if window is not None:
         seen = p.larger(begin, p.add(fewest, -window))
@@ -173,13 +173,21 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
         return p.offset(base, first, size)
 
     ring = Ring(
-        plan, codes, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
+        plan,
+        codes,
+        heads=heads,
+        n_kv=n_kv,
+        members=members,
+        member=member,
+        lane=lane,
         ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, codes))),
         barriers=p.add(barriers, p.mul(team, 2 * plan.depth * 16)),
         bases=[row_of(refs_[0], first_head, codes.row_bytes) for refs_ in (k_refs, v_refs)],
-        last=last, apart=apart, pages=pages,
-    )  # fmt: skip
-    tokens = Tokens(ring, codes, own, g, quad)
+        last=last,
+        apart=apart,
+        pages=pages,
+    )
+    tokens = TokenWords(ring, codes, own, g, quad)
     k_token = p.mul(order, ring.per_run)
 
     p.when(p.less(thread, 1), lambda: ring.initialise(teams, barriers))
@@ -207,8 +215,17 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
         scales = None
         if codes.quantized:
             at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, codes)))
-            scales = Scales(plan, codes, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
-                            pages=pages, sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
+            scales = Scales(
+                plan,
+                codes,
+                n_kv=n_kv,
+                lane=lane,
+                at=at,
+                last=last,
+                adjust=adjust,
+                pages=pages,
+                sources=[sources(k_refs), sources(v_refs)],
+            )
             coming = scales.load(begin, entries[0])
 
         def load_queries(ful):
@@ -285,10 +302,12 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
             rights = []  # [tile][ful]
             for u in range(plan.tiles):
                 numbers = numbers_of(u, True)
-                rights.append([
-                    mma_tile.right_operand(weights[ful][u], numbers, sofar[ful][2], codes)
-                    for ful in range(fuls)
-                ])  # fmt: skip
+                rights.append(
+                    [
+                        mma_tile.right_operand(weights[ful][u], numbers, sofar[ful][2], codes)
+                        for ful in range(fuls)
+                    ]
+                )
             if plan.depth == 1:
                 ring.refill(token0, slot, parity, False, ahead[-1])
             else:
@@ -383,18 +402,31 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def decode_attention(
-    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array,
-    table: jax.Array | None, *, window: int | None, scale: float, plan: Plan,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+    plan: AttentionPlan,
+) -> jax.Array:
     """See ``pallas_kernels.attention.op``."""
     batch, *tokens, n, h = q.shape
     capacity, n_kv = capacity_of(k, table), k.shape[2]
     codes, rows = Codes.of(q, k), QueryRows(*(tokens or [1]), n, n_kv, capacity)
     shape, n = (batch, rows, h), rows.tokens * n
     body = functools.partial(
-        _attend, plan=plan, codes=codes, shape=shape, paging=Paging.of(k, table), window=window,
-        scale=scale, kind=KIND[q.dtype.name],
-    )  # fmt: skip
+        _attend,
+        plan=plan,
+        codes=codes,
+        shape=shape,
+        paging=Paging.of(k, table),
+        window=window,
+        scale=scale,
+        kind=KIND[q.dtype.name],
+    )
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
         splits = -(-capacity // plan.chunk)
@@ -403,13 +435,25 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
     result = launch(
-        body, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths, table), out_type,
-        name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
+        body,
+        (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths, table),
+        out_type,
+        name="decode_attention_kernel",
+        cluster=plan.cluster,
+        warpgroups=plan.warps // 4,
         grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
-        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, codes)], registers=True,
-    )  # fmt: skip
+        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, codes)],
+        registers=True,
+    )
     if plan.cluster:
         return result
-    out = merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                       rotated=codes.zeros, out_dtype=q.dtype)  # fmt: skip
+    out = merge_chunks(
+        *result,
+        lengths,
+        capacity=capacity,
+        chunk=plan.chunk,
+        window=window,
+        rotated=codes.zeros,
+        out_dtype=q.dtype,
+    )
     return out.reshape(q.shape)

@@ -13,20 +13,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.fused_parts import KIND, packed
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 
 NEG_INF = float("-inf")
 
 
 def merge_chunks(
-    parts: jax.Array, stats: jax.Array, lengths: jax.Array, *, capacity: int, chunk: int,
-    window: int | None, rotated: bool, out_dtype: jnp.dtype,
-) -> jax.Array:  # fmt: skip
+    parts: jax.Array,
+    stats: jax.Array,
+    lengths: jax.Array,
+    *,
+    capacity: int,
+    chunk: int,
+    window: int | None,
+    rotated: bool,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
     """``parts [B, chunks, N, H]``, ``stats [B, chunks, N, 2]`` (base-2 maximum and sum), float32
     -> ``[B, N, H]``, with ``rotated`` rotated by ``hadamard``; what sees 0 keys gives zeros.
 
@@ -35,20 +42,42 @@ def merge_chunks(
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
     merge = functools.partial(
-        _merge, chunk=chunk, shape=(capacity, n, h), window=window,
+        _merge,
+        chunk=chunk,
+        shape=(capacity, n, h),
+        window=window,
         heads=batch * n // lengths.size,
-        kind=KIND[jnp.dtype(out_dtype).name], warps=warps,
+        kind=KIND[jnp.dtype(out_dtype).name],
+        warps=warps,
         rotated=rotated,
-    )  # fmt: skip
+    )
     return launch(
-        merge, (parts, stats, lengths), jax.ShapeDtypeStruct((batch, n, h), out_dtype),
-        name="decode_attention_merge", grid=batch * n, warpgroups=warps // 4,
-        scratch=[warps * 32 * (2 + h // 32)], registers=True,
-    )  # fmt: skip
+        merge,
+        (parts, stats, lengths),
+        jax.ShapeDtypeStruct((batch, n, h), out_dtype),
+        name="decode_attention_merge",
+        grid=batch * n,
+        warpgroups=warps // 4,
+        scratch=[warps * 32 * (2 + h // 32)],
+        registers=True,
+    )
 
 
-def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, heads, window,
-           kind, warps, rotated):  # fmt: skip
+def _merge(
+    part_ref,
+    stats_ref,
+    lengths_ref,
+    out_ref,
+    sums_ref,
+    *,
+    chunk,
+    shape,
+    heads,
+    window,
+    kind,
+    warps,
+    rotated,
+):
     """One block per (row, query head): sum the splits' parts, each faded to the common maximum;
     ``heads`` share a length."""
     capacity, n, h = shape

@@ -96,21 +96,23 @@ def decode_attention(
     return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)
 
 
-def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
-            table: jax.Array | None) -> jax.Array:  # fmt: skip
+def _kernel(
+    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
+) -> jax.Array:
     window, scale, plan = call
     if isinstance(plan, cpu.CpuPlan):
         out = cpu.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
         return from_cache_basis(v, out)
     from pallas_kernels.attention import direct, kernel
 
-    if isinstance(plan, direct.Plan):
+    if isinstance(plan, direct.DirectPlan):
         return direct.attend(q, None, lengths, k, v, table, window=window, scale=scale, plan=plan)
     return kernel.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
 
 
-def _xla(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
-         table: jax.Array | None) -> jax.Array:  # fmt: skip
+def _xla(
+    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
+) -> jax.Array:
     window, scale, _ = call
     rows, lengths = _with_tokens(q, lengths)
     block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
@@ -125,8 +127,9 @@ def _with_tokens(q: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array
     return (q, lengths) if q.ndim == 4 else (q[:, None], lengths[:, None])
 
 
-def attend_at_once(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
-                   table: jax.Array | None) -> jax.Array:  # fmt: skip
+def attend_at_once(
+    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
+) -> jax.Array:
     """The form that is differentiated: all keys in one block, since a loop whose length is known at
     run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
     window, scale, _ = call
@@ -225,8 +228,14 @@ def decode_attention_reference(
     return from_cache_basis(cache, out.reshape(batch, n, h)).astype(q.dtype)
 
 
-def _check(q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None,
-           window: int | None) -> None:  # fmt: skip
+def _check(
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    window: int | None,
+) -> None:
     lines = _OPERANDS if table is None else _OPERANDS | PAGED
     lines = lines | _SEVERAL if q.ndim == 4 else lines
     sizes = check("decode_attention", lines, q=q, k=k, v=v, lengths=lengths, table=table)

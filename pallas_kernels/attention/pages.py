@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.jax_internals import arith
 
 STEP = 32  # the longest of a kernel's steps, tokens
 
@@ -30,7 +30,7 @@ class Paging(NamedTuple):
         return None if table is None else cls(*k.shape[:2], table.shape[1])
 
 
-class Pages:
+class BlockTable:
     """A row's block table; everything is emitted while a kernel is traced."""
 
     def __init__(self, ref, row, paging: Paging):

@@ -23,7 +23,7 @@ _TILE = 128  # queries, and keys, of a block
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PastPlan:
     """A block for each 128 queries of a head: there is nothing to choose."""
 
     kernel: ClassVar[str] = "past_kernel"
@@ -32,7 +32,7 @@ class Plan:
         return ""
 
 
-def plan(q: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
+def plan(q: jax.Array, k: jax.Array | QTensor) -> PastPlan | Reason:
     """How the kernel takes ``q[B, T, N, H]`` over ``k[B, S, K, H]``."""
     if not isinstance(k, QTensor) or k.dtype != jnp.int8:
         return Reason(f"k is {k.dtype.name}; the kernel multiplies int8 codes")
@@ -43,7 +43,7 @@ def plan(q: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
     for name, size in (("q", q.shape[1]), ("k", k.shape[1])):
         if size % _TILE:
             return Reason(f"{name} has {size} tokens; the kernel takes multiples of {_TILE}")
-    return Plan()
+    return PastPlan()
 
 
 def attend(

@@ -21,12 +21,11 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 ROWS, KEYS = 64, 128
 _SCORES = KEYS // 2  # a thread's
@@ -226,10 +225,14 @@ class Tile:
 
         @plgpu.inline_mgpu(
             arg_types=(
-                self._codes, self._codes, self._floats, _layout(_SCORES // 2), _layout(self.h // 2)
+                self._codes,
+                self._codes,
+                self._floats,
+                _layout(_SCORES // 2),
+                _layout(self.h // 2),
             ),
             return_type=(_type(_SCORES, jnp.int32), _type(self.h // 2)),
-        )  # fmt: skip
+        )
         def call(ctx, q, k, v, weights, means):
             del ctx
             values = self._value_descriptor(v), _registers(weights), _registers(means)

@@ -19,7 +19,7 @@ FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a he
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """How the work is cut.
 
     tiles: mma tiles of tokens per step.  depth: steps of keys and of values in the ring.  warps: of
@@ -38,7 +38,7 @@ class Plan:
     fuls: int = 1
 
 
-def plan(call) -> Plan:
+def plan(call) -> AttentionPlan:
     """For any (q, k, query heads): what was fastest, cut down to the shared memory there is.
 
     Chunks are as long as leaves every SM a team, but no longer than lets rows of unequal lengths
@@ -69,14 +69,14 @@ def plan(call) -> Plan:
         cluster = 1
         while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
-        plan = Plan(tiles, depth, warps, heads, cluster, fuls=fuls)
+        plan = AttentionPlan(tiles, depth, warps, heads, cluster, fuls=fuls)
     else:
         if codes.quantized and batch * (n_kv // widest) * capacity < 64 * sms:
             tiles, warps = 1, 8  # so little that one small step is all that a team gets
         splits = max(sms * (warps // (widest * subs)) // (batch * (n_kv // widest)), needed)
         step = tiles * TILE
         chunk = -(-capacity // (splits * step)) * step
-        plan = Plan(tiles, depth, warps, widest, 0, chunk, fuls)
+        plan = AttentionPlan(tiles, depth, warps, widest, 0, chunk, fuls)
     while sum(shared_bytes(plan, group, codes)) > gpu().shared_bytes - 1024:
         if plan.depth > 1:
             plan = dataclasses.replace(plan, depth=plan.depth - 1)
@@ -89,30 +89,30 @@ def plan(call) -> Plan:
     return plan
 
 
-def team_of(plan: Plan, group: int) -> tuple[int, int]:
+def team_of(plan: AttentionPlan, group: int) -> tuple[int, int]:
     """(warps of a team, teams of a block)."""
     members = plan.heads * -(-group // (HEADS * plan.fuls))
     return members, plan.warps // members
 
 
-def units_of(plan: Plan, capacity: int, n_kv: int) -> int:
+def units_of(plan: AttentionPlan, capacity: int, n_kv: int) -> int:
     """Of work for a team, in a row that is cut into chunks."""
     return -(-capacity // plan.chunk) * (n_kv // plan.heads)
 
 
-def blocks_of(plan: Plan, capacity: int, n_kv: int, group: int) -> int:
+def blocks_of(plan: AttentionPlan, capacity: int, n_kv: int, group: int) -> int:
     """Of a row."""
     if plan.cluster:
         return n_kv // plan.heads * plan.cluster
     return -(-units_of(plan, capacity, n_kv) // team_of(plan, group)[1])
 
 
-def gather_of(plan: Plan, group: int, codes: Codes) -> Gather:
+def gather_of(plan: AttentionPlan, group: int, codes: Codes) -> Gather:
     teams = team_of(plan, group)[1]
     return Gather(codes.head_dim, teams, plan.heads * group, plan.cluster, plan.warps, codes.zeros)
 
 
-def shared_bytes(plan: Plan, group: int, codes: Codes) -> tuple[int, ...]:
+def shared_bytes(plan: AttentionPlan, group: int, codes: Codes) -> tuple[int, ...]:
     """Of a block: ring, scales, barriers; where it sums parts the gather's."""
     teams = team_of(plan, group)[1]
     scales = max(16, plan.warps * scale_bytes(plan, codes))

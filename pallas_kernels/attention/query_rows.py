@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 
 
 class QueryRows(NamedTuple):

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.fused_parts import floats
+from pallas_kernels.jax_internals import arith
 
 RUNS = 8
 PAD = 32  # bytes between two runs in shared memory
@@ -44,8 +43,23 @@ class Ring:
     pages, and bases are the pool's; a copy then takes the entry for its step.
     """
 
-    def __init__(self, plan, codes, *, heads, n_kv, members, member, lane, ring, barriers, bases,
-                 last, apart, pages):  # fmt: skip
+    def __init__(
+        self,
+        plan,
+        codes,
+        *,
+        heads,
+        n_kv,
+        members,
+        member,
+        lane,
+        ring,
+        barriers,
+        bases,
+        last,
+        apart,
+        pages,
+    ):
         self.depth, self.heads, self.n_kv, self.members = plan.depth, heads, n_kv, members
         self.member, self.lane, self.ring, self.barriers = member, lane, ring, barriers
         self.bases, self.last, self.apart, self.pages = bases, last, apart, pages
@@ -82,8 +96,12 @@ class Ring:
             mine = arith.andi(mine, p.equal(turn, self.member))
 
         def run():
-            to = p.add(self.ring, p.mul(slot, self.slot_bytes), p.mul(self.lane, self.stride),
-                       self.depth * self.slot_bytes if values else 0)  # fmt: skip
+            to = p.add(
+                self.ring,
+                p.mul(slot, self.slot_bytes),
+                p.mul(self.lane, self.stride),
+                self.depth * self.slot_bytes if values else 0,
+            )
             first = p.add(token0, p.mul(self.lane, self.per_run))
             size = self.per_run * self.token_bytes
             p.barrier_expect(full, size)
@@ -146,7 +164,7 @@ class Ring:
         p.when(p.at_most(token, self.last), go)
 
 
-class Tokens:
+class TokenWords:
     """The words of a step's tokens that a lane of a warp multiplies, out of the ring.
 
     own: the warp's kv head within the team; g, quad: the lane's place (``attention.tile``).
@@ -169,12 +187,13 @@ class Tokens:
                 w
                 for j in range(codes.k_chunks)
                 for w in p.load_shared(
-                    at, codes.k_chunk // 4,
+                    at,
+                    codes.k_chunk // 4,
                     (2 * tile + half) * self.token_bytes + j * 4 * codes.k_chunk,
                 )
             ]
             for half in range(2)
-        ]  # fmt: skip
+        ]
 
     def values(self, slot, tile: int) -> list[list]:
         """Of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
@@ -184,12 +203,13 @@ class Tokens:
                 w
                 for j in range(codes.v_chunks)
                 for w in p.load_shared(
-                    p.add(self.v_at[t % 2], at), codes.v_chunk // 4,
+                    p.add(self.v_at[t % 2], at),
+                    codes.v_chunk // 4,
                     (2 * tile + t // 2) * self.token_bytes + j * 8 * codes.v_chunk,
                 )
             ]
             for t in range(4)
-        ]  # fmt: skip
+        ]
 
 
 class Scales:
@@ -200,8 +220,9 @@ class Scales:
     pages: as the ring has them.
     """
 
-    def __init__(self, plan, codes: Codes, *, n_kv, lane, at, sources, last, pages,
-                 adjust: Callable):  # fmt: skip
+    def __init__(
+        self, plan, codes: Codes, *, n_kv, lane, at, sources, last, pages, adjust: Callable
+    ):
         self.codes, self.lane, self.at, self.sources = codes, lane, at, sources
         self.last, self.pages, self.adjust = last, pages, adjust
         self.per_run = 2 * plan.tiles
@@ -217,8 +238,9 @@ class Scales:
             if self.per_step < 32:  # the upper lanes repeat the lower
                 token = p.masked(token, self.per_step - 1)
             shift = self.per_run.bit_length() - 1
-            place = p.add(p.mul(p.masked(token, self.per_run - 1), RUNS),
-                          p.shift_right(token, shift))  # fmt: skip
+            place = p.add(
+                p.mul(p.masked(token, self.per_run - 1), RUNS), p.shift_right(token, shift)
+            )
             yield token, p.add(self.at, p.mul(place, self.token_bytes))
 
     def load(self, token0, entry) -> list:

@@ -106,32 +106,75 @@ def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None)
     return on_cpu and isinstance(cpu.new_token_plan(qkv, k, table), cpu.CpuPlan)
 
 
-def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-            slots: jax.Array, weights: _Weights | None,
-            table: jax.Array | None) -> _Result:  # fmt: skip
+def _kernel(
+    call: _Static,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    weights: _Weights | None,
+    table: jax.Array | None,
+) -> _Result:
     window, scale, eps, plan = call
     if isinstance(plan, cpu.CpuPlan):
         return cpu.rope_and_attend(
-            qkv, cos, sin, k, v, slots, weights, table, window=window, scale=scale,
-            eps=eps or 0.0, plan=plan,
-        )  # fmt: skip
+            qkv,
+            cos,
+            sin,
+            k,
+            v,
+            slots,
+            weights,
+            table,
+            window=window,
+            scale=scale,
+            eps=eps or 0.0,
+            plan=plan,
+        )
     from pallas_kernels.attention import direct
 
     return direct.attend(
-        qkv, (cos, sin, *(weights or ())), slots, k, v, table, window=window, scale=scale, eps=eps,
+        qkv,
+        (cos, sin, *(weights or ())),
+        slots,
+        k,
+        v,
+        table,
+        window=window,
+        scale=scale,
+        eps=eps,
         plan=plan,
-    )  # fmt: skip
+    )
 
 
-def _xla(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-         slots: jax.Array, weights: _Weights | None,
-         table: jax.Array | None) -> _Result:  # fmt: skip
+def _xla(
+    call: _Static,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    weights: _Weights | None,
+    table: jax.Array | None,
+) -> _Result:
     window, scale, eps, _ = call
     norm = None if weights is None or eps is None else (*weights, eps)
     return rope_and_attend(
-        qkv, cos, sin, k, v, slots, norm=norm, window=window, scale=scale, table=table,
+        qkv,
+        cos,
+        sin,
+        k,
+        v,
+        slots,
+        norm=norm,
+        window=window,
+        scale=scale,
+        table=table,
         implementation="xla",
-    )  # fmt: skip
+    )
 
 
 _rope_and_attend = Op("rope_and_attend", _xla, _kernel)

@@ -101,17 +101,31 @@ def norm_heads(
     return jnp.where(index < n + n_kv, y, x).astype(qkv.dtype)
 
 
-def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-            slots: jax.Array,
-            table: jax.Array | None) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
+def _kernel(
+    _: None,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> tuple[jax.Array, Cached, Cached]:
     from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
 
     return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots, table)
 
 
-def rotate_and_store(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-                     slots: jax.Array,
-            table: jax.Array | None) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
+def rotate_and_store(
+    _: None,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> tuple[jax.Array, Cached, Cached]:
     """The XLA form."""
     n_kv = k.shape[2]
     n = qkv.shape[1] - 2 * n_kv
@@ -126,24 +140,43 @@ def rotate_and_store(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k:
 _rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
 
 
-def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-                   slots: jax.Array, table: jax.Array | None) -> None:  # fmt: skip
+def check_operands(
+    op: str,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> None:
     """ValueError that names what ``rope_and_write`` cannot take."""
     lines = _OPERANDS if table is None else _OPERANDS | PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
     check_heads(op, sizes, qkv, cos, sin, k, v)
 
 
-def check_heads(op: str, sizes: dict[str, int], qkv: jax.Array, cos: jax.Array, sin: jax.Array,
-                k: Cached, v: Cached) -> None:  # fmt: skip
+def check_heads(
+    op: str,
+    sizes: dict[str, int],
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+) -> None:
     """ValueError where heads, halves of them, or a quantized cache's scales do not fit together."""
     heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
     if heads < 3 * n_kv or heads % n_kv:
-        raise ValueError(f"{op}: qkv {qkv.shape} is not [B, {'T, ' * (qkv.ndim - 3)}N + 2K, H] "
-                         f"with N a multiple of the {n_kv} heads of k")  # fmt: skip
+        raise ValueError(
+            f"{op}: qkv {qkv.shape} is not [B, {'T, ' * (qkv.ndim - 3)}N + 2K, H] "
+            f"with N a multiple of the {n_kv} heads of k"
+        )
     if h != 2 * sizes["H / 2"]:
-        raise ValueError(f"{op}: cos {cos.shape} and sin {sin.shape} are not "
-                         f"[B, {'T, ' * (qkv.ndim - 3)}H / 2] for qkv {qkv.shape}")  # fmt: skip
+        raise ValueError(
+            f"{op}: cos {cos.shape} and sin {sin.shape} are not "
+            f"[B, {'T, ' * (qkv.ndim - 3)}H / 2] for qkv {qkv.shape}"
+        )
     for name, kv in (("k", k), ("v", v)):
         if isinstance(kv, QTensor):
             if reason := unusual(kv):
@@ -154,7 +187,7 @@ def check_heads(op: str, sizes: dict[str, int], qkv: jax.Array, cos: jax.Array, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RopeCachePlan:
     """A warp for each head of each row: there is nothing to choose."""
 
     kernel: ClassVar[str] = "rope_cache_mosaic"
@@ -163,7 +196,7 @@ class Plan:
         return ""
 
 
-def plan(qkv: jax.Array, k: Cached) -> Plan | Reason:
+def plan(qkv: jax.Array, k: Cached) -> RopeCachePlan | Reason:
     """How the kernel writes the heads of qkv into caches like k."""
     if qkv.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"qkv is {qkv.dtype.name}; the kernel rotates bfloat16 and float16")
@@ -171,7 +204,7 @@ def plan(qkv: jax.Array, k: Cached) -> Plan | Reason:
         return Reason(f"qkv has heads of {h} features; the kernel takes 64, 128 and 256")
     if not isinstance(k, QTensor) and k.dtype != qkv.dtype:
         return Reason(f"k and v are {k.dtype.name} where qkv is {qkv.dtype.name}")
-    return Plan()
+    return RopeCachePlan()
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -241,8 +274,9 @@ def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None 
     if isinstance(kv, QTensor):
         return jax.tree.map(
             lambda o, n: _stored(o, rows, slots, n),
-            kv, quantize_kv(new, jnp.dtype(kv.dtype).name),
-        )  # fmt: skip
+            kv,
+            quantize_kv(new, jnp.dtype(kv.dtype).name),
+        )
     return _stored(kv, rows, slots, new.astype(kv.dtype))
 
 

@@ -21,13 +21,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import hadamard_of_lanes
-from pallas_kernels.attention.pages import Pages, Paging
+from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.fused_parts import KIND, floats, packed
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
@@ -97,10 +97,17 @@ class _Heads:
         if self.dtype == "int4":
             values = [p.minimum(p.maximum(v, p.cf(-65504.0)), p.cf(65504.0)) for v in values]
         numbers = [
-            _numbers([v for i in range(len(words)) if self.group_of(i) == s
-                      for v in values[2 * i : 2 * i + 2]], self.dtype)
+            _numbers(
+                [
+                    v
+                    for i in range(len(words))
+                    if self.group_of(i) == s
+                    for v in values[2 * i : 2 * i + 2]
+                ],
+                self.dtype,
+            )
             for s in range(self.groups)
-        ]  # fmt: skip
+        ]
         codes = []
         for i in range(len(words)):
             steps = values[2 * i : 2 * i + 2]
@@ -204,7 +211,7 @@ def _write(*refs, shape, paging, dtype, groups, kind):
     row, head = arith.divui(unit, p.ci(heads)), arith.remui(unit, p.ci(heads))
     own = _Heads(h, dtype, groups, kind)
     (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1)
-    pages = Pages(*pages_ref, row, paging) if paging else None
+    pages = BlockTable(*pages_ref, row, paging) if paging else None
     place = _Place(slot, row, n_kv, capacity, pages)
     raw = own.load(p.offset(p.address(qkv_ref), unit, 2 * h))
     tables = [own.load_table(ref, row) for ref in (cos_ref, sin_ref)]
@@ -241,7 +248,7 @@ def _write_tokens(*refs, shape, paging, dtype, groups, kind):
     row, first = arith.divui(token, p.ci(width)), p.mul(kv_head, team)
     own = _Heads(h, dtype, groups, kind)
     (slot,) = p.load_global(p.offset(p.address(slots_ref), token, 4), 1)
-    pages = Pages(*pages_ref, row, paging) if paging else None
+    pages = BlockTable(*pages_ref, row, paging) if paging else None
     place = _Place(slot, row, n_kv, capacity, pages)
     source = p.offset(p.address(qkv_ref), token, 2 * h * heads)
 
@@ -297,9 +304,14 @@ def _to_float16(x):
 
 @jax.jit
 def rope_and_write(
-    qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array | QTensor,
-    v: jax.Array | QTensor, slots: jax.Array, table: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:  # fmt: skip
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """See ``pallas_kernels.attention.rope_cache``."""
     batch, heads, h = qkv.shape
     shape = jax.ShapeDtypeStruct((batch, heads - 2 * k.shape[2], h), qkv.dtype)
@@ -310,9 +322,14 @@ def rope_and_write(
 
 @jax.jit
 def rope_and_write_tokens(
-    qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array | QTensor,
-    v: jax.Array | QTensor, slots: jax.Array, table: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | QTensor, jax.Array | QTensor]:  # fmt: skip
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """See ``pallas_kernels.attention.rope_tokens``."""
     (batch, width, heads, h), n_kv = qkv.shape, k.shape[2]
     shapes = tuple(
@@ -331,15 +348,22 @@ def _run(body, tokens, units, out, operands, cache):
     heads, h = qkv.shape[-2:]
     n_kv = k.shape[2]
     body = functools.partial(
-        body, shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity_of(k, table)),
-        paging=Paging.of(k, table), dtype=jnp.dtype(k.dtype).name,
-        groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind=KIND[qkv.dtype.name],
-    )  # fmt: skip
+        body,
+        shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity_of(k, table)),
+        paging=Paging.of(k, table),
+        dtype=jnp.dtype(k.dtype).name,
+        groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1,
+        kind=KIND[qkv.dtype.name],
+    )
 
     def run(cache):
         return launch(
-            body, (*operands, *jax.tree.leaves(cache)), out, name="rope_and_cache_write",
-            grid=-(-units // WARPS), registers=True,
-        )  # fmt: skip
+            body,
+            (*operands, *jax.tree.leaves(cache)),
+            out,
+            name="rope_and_cache_write",
+            grid=-(-units // WARPS),
+            registers=True,
+        )
 
     return in_place(run, cache)

@@ -54,23 +54,47 @@ def rope_and_write_tokens(
     return _op(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
 
 
-def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-                   slots: jax.Array, table: jax.Array | None) -> None:  # fmt: skip
+def check_operands(
+    op: str,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> None:
     """ValueError that names what ``rope_and_write_tokens`` cannot take."""
     lines = _OPERANDS if table is None else _OPERANDS | PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
     rope_cache.check_heads(op, sizes, qkv, cos, sin, k, v)
 
 
-def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-            slots: jax.Array, table: jax.Array | None) -> _Written:  # fmt: skip
+def _kernel(
+    _: None,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> _Written:
     from pallas_kernels.attention import rope_cache_kernel
 
     return rope_cache_kernel.rope_and_write_tokens(qkv, cos, sin, k, v, slots, table)
 
 
-def _xla(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-         slots: jax.Array, table: jax.Array | None) -> _Written:  # fmt: skip
+def _xla(
+    _: None,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    table: jax.Array | None,
+) -> _Written:
     n_kv = k.shape[2]
     n = qkv.shape[2] - 2 * n_kv
     q, new_k, new_v = jnp.split(qkv, (n, n + n_kv), axis=2)

@@ -13,14 +13,14 @@ With a block table (``attention.pages``) a tile lies in a page, whose entry is l
 from __future__ import annotations
 
 import jax
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import Codes
-from pallas_kernels.attention.pages import Pages, Paging
+from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.tile import TILE
 from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.jax_internals import arith
 
 
 def staged_floats(head_dim: int) -> int:
@@ -28,7 +28,7 @@ def staged_floats(head_dim: int) -> int:
     return 2 * head_dim
 
 
-class Source:
+class HeadWords:
     """A lane's words of one kv head of a row; everything is emitted while a kernel is traced.
 
     refs: q, [cos, sin, [norm of q, of k]], lengths or slots, [table], leaves of k, leaves of v.
@@ -37,16 +37,24 @@ class Source:
     """
 
     def __init__(
-        self, refs, codes: Codes, shape, paging: Paging | None, kind: str, row, head, lane,
+        self,
+        refs,
+        codes: Codes,
+        shape,
+        paging: Paging | None,
+        kind: str,
+        row,
+        head,
+        lane,
         staged=None,
-    ):  # fmt: skip
+    ):
         self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
         self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
         arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
         self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
         self.q, *self.tables = refs[: -2 * arrays]
-        self.pages = Pages(self.tables.pop(), row, paging) if paging else None
+        self.pages = BlockTable(self.tables.pop(), row, paging) if paging else None
         lengths = self.tables.pop()
         self.eps, self.staged = staged or (None, None)
         if self.staged is not None:
@@ -130,11 +138,12 @@ class Source:
                 for j in range(codes.k_chunks)
                 for w in p.load_global(
                     p.offset(self.line(self.k[0], t, codes.row_bytes, shift), at),
-                    codes.k_chunk // 4, j * 4 * codes.k_chunk,
+                    codes.k_chunk // 4,
+                    j * 4 * codes.k_chunk,
                 )
             ]
             for t in tokens
-        ], self.load_numbers(self.k, tokens, shift)  # fmt: skip
+        ], self.load_numbers(self.k, tokens, shift)
 
     def load_values(self, token0, shift):
         size, tokens = self.codes.row_bytes, self.value_tokens(token0)
@@ -207,11 +216,13 @@ class Source:
                 for i in range(features // 4)
                 for x in p.load_global(
                     p.offset(p.offset(p.address(t), self.row, 2 * self.h), at),
-                    4, 16 * features * j + 16 * i, "f32",
+                    4,
+                    16 * features * j + 16 * i,
+                    "f32",
                 )
             ]
             for t in self.tables
-        ]  # fmt: skip
+        ]
         return projected, turns
 
     def load_new_value(self) -> list:
@@ -234,8 +245,9 @@ class Source:
             else:
                 cos, sin = (table[j * features : (j + 1) * features] for table in turns)
             turn = list(zip(x, y, cos, sin, strict=True))
-            low.append([arith.addf(arith.mulf(x, c), arith.mulf(y, arith.negf(s)))
-                        for x, y, c, s in turn])  # fmt: skip
+            low.append(
+                [arith.addf(arith.mulf(x, c), arith.mulf(y, arith.negf(s))) for x, y, c, s in turn]
+            )
             high.append([arith.addf(arith.mulf(y, c), arith.mulf(x, s)) for x, y, c, s in turn])
         return [packed(part, self.kind) for part in low + high]
 
@@ -261,10 +273,8 @@ class Source:
         at = p.add(self.staged, p.mul(self.quad, 4 * features))
         begin = 2 * self.h * index + 16 * features * chunk
         return [
-            x
-            for i in range(features // 4)
-            for x in p.load_shared(at, 4, begin + 16 * i, "f32")
-        ]  # fmt: skip
+            x for i in range(features // 4) for x in p.load_shared(at, 4, begin + 16 * i, "f32")
+        ]
 
     def with_new_key(self, token0, keys, shift, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""
@@ -282,9 +292,14 @@ class Source:
         at = self.line(self.v[0], self.slot, self.codes.row_bytes, shift)
         at = p.offset(at, p.mul(self.g, chunk))
         return self.with_new(
-            token0, values, self.value_tokens(token0), lambda: loaded or self.load_new_value(),
-            own, at, 8 * chunk,
-        )  # fmt: skip
+            token0,
+            values,
+            self.value_tokens(token0),
+            lambda: loaded or self.load_new_value(),
+            own,
+            at,
+            8 * chunk,
+        )
 
     def with_new(self, token0, held, tokens, new, own, at, apart: int):
         """What is held of ``tokens``, the new one's words put in and stored: by lanes ``own``, four

@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import math
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes, as_float16, query_sums_of
+from pallas_kernels.jax_internals import arith
 
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")

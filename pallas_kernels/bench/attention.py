@@ -31,9 +31,13 @@ CACHES = ("bfloat16", "int8", "int4", "float8_e4m3fn")
 
 def cudnn(q, k, v, lengths):
     return jax.nn.dot_product_attention(
-        q[:, None], k, v, query_seq_lengths=jnp.ones_like(lengths), key_value_seq_lengths=lengths,
+        q[:, None],
+        k,
+        v,
+        query_seq_lengths=jnp.ones_like(lengths),
+        key_value_seq_lengths=lengths,
         implementation="cudnn",
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -79,8 +83,10 @@ def run(
             ours[op] = us
             rest += f" {us / rows[op]:5.2f} of rows'" if rows else ""
         place = cache if page is None else f"{cache}/{page}"
-        print(f"{op:16s} {batch:4d} x {capacity:6d} {place:17s} {name:6s} {us:8.1f} us{rest}",
-              flush=True)  # fmt: skip
+        print(
+            f"{op:16s} {batch:4d} x {capacity:6d} {place:17s} {name:6s} {us:8.1f} us{rest}",
+            flush=True,
+        )
 
     def attend(q, k, v, lengths, table, name):
         return decode_attention(q, k, v, lengths, table=table, implementation=name)
@@ -90,8 +96,9 @@ def run(
         forms["cudnn"] = lambda q, k, v, lengths, *_: cudnn(q, k, v, lengths)
     for name, form in forms.items():
         form = jax.jit(form, static_argnums=5)
-        us = device_us(lambda *args, form=form, name=name: form(*args, name),
-                       [(q, k, v, lengths, table)])  # fmt: skip
+        us = device_us(
+            lambda *args, form=form, name=name: form(*args, name), [(q, k, v, lengths, table)]
+        )
         rate = size / us * 1e6
         tell("decode_attention", name, us, f" {rate / 1e12:5.2f} TB/s {rate / gpu().sum_rate:5.0%}")
     for name in ("mosaic", "xla") if page is None else ("mosaic",):

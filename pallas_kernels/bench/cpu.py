@@ -48,8 +48,10 @@ class Read(Program):
             start = e.at(call.argument(0), e.b.mul(i, e.i64(_CHUNK)))
 
             def body(at, *sums):
-                return [e.b.xor(s, e.load(start, e.vector(e.I32), e.b.add(at, e.i64(64 * j))))
-                        for j, s in enumerate(sums)]  # fmt: skip
+                return [
+                    e.b.xor(s, e.load(start, e.vector(e.I32), e.b.add(at, e.i64(64 * j))))
+                    for j, s in enumerate(sums)
+                ]
 
             sums = e.loop(_CHUNK, body, [e.splat(e.i32(0))] * 4, step=256)
             total = e.b.xor(e.b.xor(sums[0], sums[1]), e.b.xor(sums[2], sums[3]))
@@ -119,8 +121,10 @@ def main() -> None:
     args = parser.parse_args()
     shapes, layers = MODELS[args.model]
     sets = {scheme: weights(shapes, layers, scheme) for scheme in args.schemes.split(",")}
-    codes = [w.q for w in max(sets.values(), key=lambda ws: isinstance(ws[0], CpuWeight)
-                              and tree_bytes(ws))]  # fmt: skip
+    codes = [
+        w.q
+        for w in max(sets.values(), key=lambda ws: isinstance(ws[0], CpuWeight) and tree_bytes(ws))
+    ]
     steps = {scheme: jax.jit(step) for scheme in sets}
     for rows in map(int, args.rows.split(",")):
         x = jnp.ones((rows, shapes[0][2]), jnp.float32)

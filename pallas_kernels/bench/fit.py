@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.device import Cost
+from pallas_kernels.device import KernelCost
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict, weight_only
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.shapes import LLAMA_8B
@@ -58,14 +58,14 @@ FLUSHED = 192 << 20  # bytes, more than three times an H200's L2
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class FitCase:
     scheme: str
     m: int
     n: int
     k: int
     fused: str = ""
 
-    def call(self) -> Call:
+    def call(self) -> MatmulCall:
         """The call's shapes, as those of ``operands``."""
         codes, group, zeros, x_codes = SCHEMES[self.scheme]
         shape = jax.ShapeDtypeStruct
@@ -78,18 +78,21 @@ class Case:
             zero = None if zeros is None else shape(parts, zeros)
             w = QTensor(w, shape(parts, dtype), zero, unit=unit)
         normed = "n" in self.fused
-        return Call(
-            self.m, jnp.dtype(x_codes or jnp.bfloat16), w, jnp.dtype(jnp.bfloat16),
+        return MatmulCall(
+            self.m,
+            jnp.dtype(x_codes or jnp.bfloat16),
+            w,
+            jnp.dtype(jnp.bfloat16),
             quantized_x=x_codes is not None,
             norm=jnp.dtype(jnp.bfloat16) if normed else None,
             eps=1e-5 if normed else None,
             residual=jnp.dtype(jnp.bfloat16) if "r" in self.fused else None,
             swiglu="g" in self.fused,
             pending=jnp.dtype(jnp.float32) if "p" in self.fused else None,
-        )  # fmt: skip
+        )
 
 
-def cases(seed: int, count: int) -> list[Case]:
+def cases(seed: int, count: int) -> list[FitCase]:
     """Random cases: the ``DRAWN`` schemes, M of 1 to 256, logarithmic in every size."""
     draw, made = random.Random(seed), []
     while len(made) < count:
@@ -102,11 +105,11 @@ def cases(seed: int, count: int) -> list[Case]:
         if n * k > MOST_VALUES or (scheme == "plain" and m > 64):  # where no kernel is
             continue
         may_fuse = m <= 16 and SCHEMES[scheme][3] is None
-        made.append(Case(scheme, m, n, k, draw.choice(FUSED) if may_fuse else ""))
+        made.append(FitCase(scheme, m, n, k, draw.choice(FUSED) if may_fuse else ""))
     return made
 
 
-def operands(case: Case, seed: Any) -> tuple[Any, Any, dict[str, Any]]:
+def operands(case: FitCase, seed: Any) -> tuple[Any, Any, dict[str, Any]]:
     """x, w and what is fused.  The bits are a hash of their places, which compiles quickly."""
     codes, group, zeros, x_codes = SCHEMES[case.scheme]
     m, n, k = case.m, case.n, case.k
@@ -158,7 +161,7 @@ def operands(case: Case, seed: Any) -> tuple[Any, Any, dict[str, Any]]:
 # --- programs ------------------------------------------------------------------------------------
 
 
-def kernels(case: Case) -> dict[str, Callable[..., Any]]:
+def kernels(case: FitCase) -> dict[str, Callable[..., Any]]:
     """Each kernel that has a plan for the case, by its name."""
     call = case.call()
     found = map(named_plan, choice.plans(call))
@@ -173,7 +176,7 @@ def kernels(case: Case) -> dict[str, Callable[..., Any]]:
     return {plan.kernel: program(plan) for plan in found if plan is not None}
 
 
-def xla_forms(case: Case) -> dict[str, Callable[..., Any]]:
+def xla_forms(case: FitCase) -> dict[str, Callable[..., Any]]:
     """XLA's form, or each of a weight-only product's that is not far behind."""
     codes, group, _, x_codes = SCHEMES[case.scheme]
 
@@ -181,8 +184,9 @@ def xla_forms(case: Case) -> dict[str, Callable[..., Any]]:
         given = dict(extras)
         if "norm" in given:
             given["norm"] = given["norm"], 1e-5
-        return quantized_matmul(x, w, swiglu="g" in case.fused, implementation="xla",
-                                out_dtype=jnp.bfloat16, **given)  # fmt: skip
+        return quantized_matmul(
+            x, w, swiglu="g" in case.fused, implementation="xla", out_dtype=jnp.bfloat16, **given
+        )
 
     def weight_only_program(form: weight_only.Form) -> Callable[..., Any]:
         def run(x: Any, w: Any, extras: dict[str, Any]) -> Any:
@@ -200,12 +204,13 @@ def xla_forms(case: Case) -> dict[str, Callable[..., Any]]:
     return {f"xla {form}": weight_only_program(form) for form in near if near[form]}
 
 
-Program = tuple[Case, str, Any]
+Program = tuple[FitCase, str, Any]
 
 
-def compiled(jobs: list[tuple[Case, str, Callable[..., Any]]], threads: int,
-             until: float) -> list[Program]:  # fmt: skip
-    def one(job: tuple[Case, str, Callable[..., Any]]) -> Program | None:
+def compiled(
+    jobs: list[tuple[FitCase, str, Callable[..., Any]]], threads: int, until: float
+) -> list[Program]:
+    def one(job: tuple[FitCase, str, Callable[..., Any]]) -> Program | None:
         case, name, f = job
         if time.time() > until:
             return None
@@ -254,7 +259,9 @@ def measured(programs: list[Program], lock: Any, until: float) -> Iterator[dict[
         yield {**row, "us": round(us, 3), "kernels": len(runs[0])}
 
 
-def _worker(part: list[Case], path: str, ready: Any, begin: Any, lock: Any, until: tuple) -> None:
+def _worker(
+    part: list[FitCase], path: str, ready: Any, begin: Any, lock: Any, until: tuple
+) -> None:
     try:
         jobs = [(case, name, f) for case in part for name, f in kernels(case).items()]
         programs = compiled(jobs, 1, until[0])
@@ -270,8 +277,9 @@ def _write(path: str, rows: Iterator[dict[str, Any]]) -> None:
             print(json.dumps(row), file=file, flush=True)
 
 
-def measure(all_cases: list[Case], out: str, processes: int, compile_s: float,
-            total_s: float) -> None:  # fmt: skip
+def measure(
+    all_cases: list[FitCase], out: str, processes: int, compile_s: float, total_s: float
+) -> None:
     """Kernels are traced and assembled in processes of their own, XLA's forms in threads here; then
     one program at a time is timed."""
     start = time.time()
@@ -305,20 +313,20 @@ def measure(all_cases: list[Case], out: str, processes: int, compile_s: float,
 # --- the table -----------------------------------------------------------------------------------
 
 
-def read(path: str) -> dict[Case, dict[str, float]]:
+def read(path: str) -> dict[FitCase, dict[str, float]]:
     """Measured microseconds by case and program."""
-    times: dict[Case, dict[str, float]] = {}
+    times: dict[FitCase, dict[str, float]] = {}
     for line in Path(path).read_text().splitlines():
         row = json.loads(line)
-        case = Case(*(row[field.name] for field in dataclasses.fields(Case)))
+        case = FitCase(*(row[field.name] for field in dataclasses.fields(FitCase)))
         if "us" in row:
             times.setdefault(case, {})[row["name"]] = row["us"]
     return times
 
 
-def fit(times: dict[Case, dict[str, float]]) -> dict[str, Cost]:
+def fit(times: dict[FitCase, dict[str, float]]) -> dict[str, KernelCost]:
     """The costs with the least relative error, by family."""
-    found: dict[str, list[tuple[predict.Work, float]]] = {}
+    found: dict[str, list[tuple[predict.MatmulWork, float]]] = {}
     for case, programs in times.items():
         call = case.call()
         plans = {plan.kernel: plan for plan in map(named_plan, choice.plans(call)) if plan}
@@ -340,12 +348,12 @@ def fit(times: dict[Case, dict[str, float]]) -> dict[str, Cost]:
     return costs | fit_around(times, costs)
 
 
-def _weight(case: Case) -> int:
+def _weight(case: FitCase) -> int:
     """How often a case counts: shapes of a decoder more often than random ones."""
     return 3 if (case.n, case.k) in {(n, k) for _, n, k in LLAMA_8B} else 1
 
 
-def _has_more(name: str, call: Call) -> bool:
+def _has_more(name: str, call: MatmulCall) -> bool:
     """Is more in the program than its family's work?"""
     if name == "xla words":
         return call.w.zero is not None
@@ -359,7 +367,9 @@ LEAST_START, OUTLIER = 0.5, 0.05
 LEAST_CALLS = 2
 
 
-def fit_family(rows: list[tuple[predict.Work, float]], kindred: Sequence[Cost] = ()) -> Cost:
+def fit_family(
+    rows: list[tuple[predict.MatmulWork, float]], kindred: Sequence[KernelCost] = ()
+) -> KernelCost:
     """kindred: costs of families with the same amounts, for what too few of these rows have."""
     from scipy.optimize import least_squares
 
@@ -389,15 +399,17 @@ def fit_family(rows: list[tuple[predict.Work, float]], kindred: Sequence[Cost] =
         best = found if best is None or found.cost < best.cost else best
     made = np.where(rare, fixed, best.x)
     start, *others = (float(f"{cost:.3g}") if cost > 1e-6 else 0.0 for cost in made)
-    return Cost(start, tuple(others[: split - 1]), tuple(others[split - 1 :]))
+    return KernelCost(start, tuple(others[: split - 1]), tuple(others[split - 1 :]))
 
 
-def fit_around(times: dict[Case, dict[str, float]], costs: dict[str, Cost]) -> dict[str, Cost]:
+def fit_around(
+    times: dict[FitCase, dict[str, float]], costs: dict[str, KernelCost]
+) -> dict[str, KernelCost]:
     """What norms, gates, pending sums, zeros and widened codes add to XLA's forms."""
     from scipy.optimize import nnls
 
     work, more, zeros, widened = [], [], [], []
-    with table(costs | {"xla zeros": Cost(0.0), "xla widened": Cost(0.0, (0.0,))}):
+    with table(costs | {"xla zeros": KernelCost(0.0), "xla widened": KernelCost(0.0, (0.0,))}):
         for case, programs in times.items():
             call = case.call()
             if case.fused and "xla" in programs:
@@ -412,14 +424,14 @@ def fit_around(times: dict[Case, dict[str, float]], costs: dict[str, Cost]) -> d
     serial = tuple(float(f"{us:.3g}") for us in added)
     zero, wide = (float(f"{max(0.0, statistics.median(us)):.3g}") for us in (zeros, widened))
     return {
-        "xla around": Cost(0.0, serial),
-        "xla widened": Cost(0.0, (wide,)),
-        "xla zeros": Cost(zero),
+        "xla around": KernelCost(0.0, serial),
+        "xla widened": KernelCost(0.0, (wide,)),
+        "xla zeros": KernelCost(zero),
     }
 
 
 @contextlib.contextmanager
-def table(costs: dict[str, Cost]) -> Iterator[None]:
+def table(costs: dict[str, KernelCost]) -> Iterator[None]:
     """Predictions with other costs than the device's."""
     before = predict.gpu
     predict.gpu = lambda: dataclasses.replace(before(), costs=costs)
@@ -429,7 +441,7 @@ def table(costs: dict[str, Cost]) -> Iterator[None]:
         predict.gpu = before
 
 
-def lost(case: Case, programs: dict[str, float]) -> tuple[float, str] | None:
+def lost(case: FitCase, programs: dict[str, float]) -> tuple[float, str] | None:
     """Share of time that the choice loses beside the measured best, and the choice.  None where
     there is nothing to choose, or the choice was not measured."""
     call = case.call()
@@ -448,15 +460,17 @@ def lost(case: Case, programs: dict[str, float]) -> tuple[float, str] | None:
     return programs[chosen] / min(programs.values()) - 1, chosen
 
 
-def check(times: dict[Case, dict[str, float]]) -> None:
+def check(times: dict[FitCase, dict[str, float]]) -> None:
     rows = [(lost(case, programs), case, programs) for case, programs in times.items()]
     made = sorted(((*row[0], *row[1:]) for row in rows if row[0] is not None), key=lambda r: -r[0])
     for share, chosen, case, programs in made[:12]:
         print(f"{share:6.1%} {chosen:34s} {case} {programs}")
     shares = [row[0] for row in made]
     late = sum(share > 0.15 for share in shares)
-    print(f"{len(shares)} cases: {statistics.mean(shares):.2%} lost in the mean, "
-          f"{max(shares):.1%} at worst, {late} above 15%")  # fmt: skip
+    print(
+        f"{len(shares)} cases: {statistics.mean(shares):.2%} lost in the mean, "
+        f"{max(shares):.1%} at worst, {late} above 15%"
+    )
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def bench_shape(shape: tuple[int, ...], check: bool, by_channel: bool = False) -
         errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         print(shape, "relative RMS of o, state:", *(f"{e:.2e}" for e in errors), flush=True)
     plan = kernel.plan(*x[:4])
-    if isinstance(plan, kernel.Plan) and plan.backward:
+    if isinstance(plan, kernel.DeltaPlan) and plan.backward:
         backward = jax.jit(lambda *x: kernel.gated_delta_backward(*x, None, scale=scale))
         names = BACKWARD_BY_CHANNEL if by_channel else BACKWARD
         report(shape, "backward", backward, (*x, x[2]), names)

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels.bench.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.many_rows import kernel as prefill
 from pallas_kernels.matmul.many_rows import plan as plans
 from pallas_kernels.qtensor import QTensor
@@ -64,7 +64,7 @@ def operands(scheme: str, m: int, n: int, k: int, seed: int = 0):
 
 def kernel(x, w, bias, tile=None):
     """With the kernel's own tile, or another."""
-    call = Call.of(x, w, jnp.bfloat16, bias=bias)
+    call = MatmulCall.of(x, w, jnp.bfloat16, bias=bias)
     if isinstance(tile, plans.WeightTile):
         tile = plans.weight_plan(call, tile)
     elif tile is None:
@@ -89,8 +89,10 @@ def microseconds(f, sets, iterations: int = 6) -> float:
 
 def row(label: str, f, sets, m: int, n: int, k: int) -> None:
     us = microseconds(f, sets)
-    print(f"{label:44s} {n:6d} {k:6d} {m:5d} {us:9.1f} us {2 * m * n * k / us / 1e6:6.0f} T",
-          flush=True)  # fmt: skip
+    print(
+        f"{label:44s} {n:6d} {k:6d} {m:5d} {us:9.1f} us {2 * m * n * k / us / 1e6:6.0f} T",
+        flush=True,
+    )
 
 
 def copies(m: int) -> int:

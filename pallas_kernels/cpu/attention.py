@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.cache import LANES, Form, form
+from pallas_kernels.cpu.cache import LANES, CacheForm, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.parts import VALUES, Join, Part, Rows, Write, ahead
+from pallas_kernels.cpu.parts import VALUES, CallRows, Join, KeyPart, Write, ahead
 from pallas_kernels.cpu.scores import KEYS
 from pallas_kernels.cpu.softmax import PART
 from pallas_kernels.dispatch import Reason
@@ -42,7 +42,7 @@ from pallas_kernels.qtensor import QTensor
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
 
 STACK = 1 << 18
@@ -68,8 +68,9 @@ def new_token_plan(
     if qkv.dtype != jnp.float32:
         return Reason(f"qkv is {qkv.dtype.name}; the handler rotates float32")
     if qkv.shape[-1] % (2 * LANES):
-        return Reason(f"qkv has heads of {qkv.shape[-1]} features; the handler rotates pairs of "
-                      f"{LANES}")  # fmt: skip
+        return Reason(
+            f"qkv has heads of {qkv.shape[-1]} features; the handler rotates pairs of {LANES}"
+        )
     if k.dtype == jnp.int4:
         return Reason("an int4 cache is in another basis")
     heads = qkv.shape[-2] - 2 * k.shape[2]
@@ -90,9 +91,16 @@ def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPl
 
 
 def decode_attention(
-    q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None, *,
-    window: int | None, scale: float, plan: CpuPlan,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+    plan: CpuPlan,
+) -> jax.Array:
     """``[B, N, H]``, or ``[B, T, N, H]``, in q's dtype, in the cache's basis."""
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[-2:])
     operands = [rows, lengths.reshape(-1), *jax.tree.leaves((k, v, table))]
@@ -103,10 +111,20 @@ def decode_attention(
 
 
 def rope_and_attend(
-    qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached, slots: jax.Array,
-    weights: tuple[jax.Array, jax.Array] | None, table: jax.Array | None, *,
-    window: int | None, scale: float, eps: float, plan: CpuPlan,
-) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    weights: tuple[jax.Array, jax.Array] | None,
+    table: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+    eps: float,
+    plan: CpuPlan,
+) -> tuple[jax.Array, Cached, Cached]:
     """(heads ``[B, N, H]``, or ``[B, T, N, H]``, k, v with the new tokens).
 
     weights: of the norm of q's heads and of k's, where the plan has one.
@@ -123,9 +141,10 @@ def rope_and_attend(
     first = len(results)
     results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
     call = jax.ffi.ffi_call(
-        jit.register(program), results,
+        jit.register(program),
+        results,
         input_output_aliases={2 + i: first + i for i in range(len(caches))},
-    )  # fmt: skip
+    )
     rest = jax.tree.leaves((table, cos, sin))
     rest += [weight.astype(jnp.float32) for weight in weights or ()]
     out, *made = call(qkv, slots, *caches, *rest, **fixed(window, scale, eps))
@@ -156,7 +175,7 @@ class Attend(Program):
     Attributes: eps, scale, window.
     """
 
-    cache: Form
+    cache: CacheForm
     group: int
     paged: bool
     new: bool = False
@@ -182,28 +201,28 @@ class Attend(Program):
         return 4 * (floats + KEYS * self.cache.width) + 8 * (PART + ahead(self.cache))
 
     def phases(self, target: Target) -> Sequence[Phase]:
-        def count_owners(e: Emitter, call: Frame) -> Value:
-            body = Rows(self, e, call)
+        def count_owners(e: Emitter, call: CallFrame) -> Value:
+            body = CallRows(self, e, call)
             several = e.b.icmp_unsigned(">", body.sharing, e.i64(1))
             return e.b.select(several, body.owners, e.i64(0))
 
-        def written(e: Emitter, call: Frame, i: Value) -> None:
+        def written(e: Emitter, call: CallFrame, i: Value) -> None:
             Write(self, e, call).chunk(i)
 
-        def count_parts(e: Emitter, call: Frame) -> Value:
-            body = Rows(self, e, call)
+        def count_parts(e: Emitter, call: CallFrame) -> Value:
+            body = CallRows(self, e, call)
             return e.b.mul(body.batch, body.most_parts())
 
-        def part(e: Emitter, call: Frame, i: Value) -> None:
-            Part(self, e, call).chunk(i)
+        def part(e: Emitter, call: CallFrame, i: Value) -> None:
+            KeyPart(self, e, call).chunk(i)
 
-        def count_joined(e: Emitter, call: Frame) -> Value:
-            body = Rows(self, e, call)
+        def count_joined(e: Emitter, call: CallFrame) -> Value:
+            body = CallRows(self, e, call)
             many = e.b.icmp_signed(">", body.most_parts(), e.i64(1))
             heads = e.b.mul(body.batch, e.i64(self.cache.heads))
             return e.b.select(many, heads, e.i64(0))
 
-        def joined(e: Emitter, call: Frame, i: Value) -> None:
+        def joined(e: Emitter, call: CallFrame, i: Value) -> None:
             Join(self, e, call).chunk(i)
 
         phases = [Phase(count_parts, part), Phase(count_joined, joined)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu.frame import Frame
+from pallas_kernels.cpu.frame import CallFrame
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
@@ -30,7 +30,7 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CacheForm:
     """dtype: of the numbers or codes.  heads: of a token.  width: features of a head.  groups: of a
     head that have a scale each."""
 
@@ -56,7 +56,7 @@ class Form:
         return self.width * _BITS[self.dtype] // 8
 
 
-def form(k: jax.Array | QTensor) -> Form | Reason:
+def form(k: jax.Array | QTensor) -> CacheForm | Reason:
     """Of a cache ``[..., heads, width]``."""
     name, (heads, width) = jnp.dtype(k.dtype).name, k.shape[-2:]
     groups = k.scale.shape[-1] if isinstance(k, QTensor) else 0
@@ -67,16 +67,16 @@ def form(k: jax.Array | QTensor) -> Form | Reason:
         return Reason(f"heads of {width} features; the handler takes multiples of {whole}")
     if name == "int8" and groups != 1:
         return Reason(f"{groups} scales a head; the handler takes one of int8")
-    return Form(name, heads, width, groups)
+    return CacheForm(name, heads, width, groups)
 
 
-class Places:
+class CachePlaces:
     """Where the tokens of rows are in a cache: rows one behind the other, or pages by a table.
 
     k, table: the operands' numbers.
     """
 
-    def __init__(self, e: Emitter, call: Frame, k: int, table: int | None) -> None:
+    def __init__(self, e: Emitter, call: CallFrame, k: int, table: int | None) -> None:
         self.e, self.paged = e, table is not None
         self.pages, self.page = (call.argument_dim(k, axis) for axis in (0, 1))
         self.capacity = self.page
@@ -102,12 +102,12 @@ class Places:
 class Heads:
     """The arrays of one cache, k or v, in emitted code."""
 
-    def __init__(self, form: Form, e: Emitter, arrays: list[Value]) -> None:
+    def __init__(self, form: CacheForm, e: Emitter, arrays: list[Value]) -> None:
         self.form, self.e = form, e
         self.codes, *self.scales = arrays
 
     @classmethod
-    def of(cls, form: Form, call: Frame, first: int) -> Heads:
+    def of(cls, form: CacheForm, call: CallFrame, first: int) -> Heads:
         """Whose arrays are the call's operands from ``first`` on."""
         return cls(form, call.e, [call.argument(first + i) for i in range(form.arrays)])
 
@@ -195,8 +195,9 @@ class Heads:
 
     def as_stored(self, values: list[Value]) -> list[Value]:
         """A head in natural order as ``load`` gives it."""
-        return self._reordered(values, [[2 * i for i in range(LANES)],
-                                        [2 * i + 1 for i in range(LANES)]])  # fmt: skip
+        return self._reordered(
+            values, [[2 * i for i in range(LANES)], [2 * i + 1 for i in range(LANES)]]
+        )
 
     def in_order(self, values: list[Value]) -> list[Value]:
         """The inverse of ``as_stored``."""

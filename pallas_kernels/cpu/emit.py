@@ -353,8 +353,12 @@ class Emitter:
         """
         if raised and self.code_offset(bits):
             bits = 0  # nothing more to add
-        part = {"avx512vnni": self._vnni512, "avxvnni": self._vnni256, "avx2": self._avx2,
-                "neon": self._neon}[self.target.name]  # fmt: skip
+        part = {
+            "avx512vnni": self._vnni512,
+            "avxvnni": self._vnni256,
+            "avx2": self._avx2,
+            "neon": self._neon,
+        }[self.target.name]
         return part(acc, pairs, bits)
 
     def _vnni512(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:

@@ -53,7 +53,7 @@ def version_reason() -> str | None:
     return f"jaxlib's FFI is {major[1]}.{minor[1]}; 0.3 and its successors in 0 are known"
 
 
-class Frame:
+class CallFrame:
     """A call frame in emitted code."""
 
     def __init__(self, e: Emitter, pointer: Value) -> None:
@@ -161,8 +161,9 @@ def _frame(arguments, results, attributes, api) -> Iterator[tuple[Any, _Api]]:
         found = []
         for a in arrays:
             dims = address(_array(_Int, a.shape))
-            found.append(address(_array(_Int, [48, 0, _TYPES[a.dtype.name], a.ctypes.data,
-                                               a.ndim, dims])))  # fmt: skip
+            found.append(
+                address(_array(_Int, [48, 0, _TYPES[a.dtype.name], a.ctypes.data, a.ndim, dims]))
+            )
         return len(found), address(_array(_Int, found))
 
     scalars = []

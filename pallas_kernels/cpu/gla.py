@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
 
 LANES = 16
@@ -46,11 +46,18 @@ def plan(q: jax.Array, v: jax.Array) -> CpuPlan | Reason:
         return Reason(f"k has heads of {d_k} features; the handler takes {KEYS}")
     if reason := jit.unavailable():
         return reason
-    return StepPlan(Step(d_k, d_v), jit.host().name)
+    return StepPlan(GlaStepProgram(d_k, d_v), jit.host().name)
 
 
-def gla_step(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, state: jax.Array,
-             scale: float, plan: CpuPlan) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def gla_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    state: jax.Array,
+    scale: float,
+    plan: CpuPlan,
+) -> tuple[jax.Array, jax.Array]:
     """(o ``[B, H, Dv]`` in v's dtype, the state after)."""
     operands = *(x.astype(jnp.float32) for x in (q, k, v, g)), state
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (v, state)]
@@ -61,7 +68,7 @@ def gla_step(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, state: jax.
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Program):
+class GlaStepProgram(Program):
     """Operands: q, k, v, g, state.  Results: o, state.  Attribute: scale."""
 
     d_k: int
@@ -78,22 +85,24 @@ class Step(Program):
     def phases(self, target: Target) -> Sequence[Phase]:
         chunks = self.d_v // LANES // self.columns  # of a head
 
-        def count(e: Emitter, call: Frame) -> Value:
+        def count(e: Emitter, call: CallFrame) -> Value:
             heads = e.b.mul(call.argument_dim(0, 0), call.argument_dim(0, 1))
             return e.b.mul(heads, e.i64(chunks))
 
-        def chunk(e: Emitter, call: Frame, i: Value) -> None:
+        def chunk(e: Emitter, call: CallFrame, i: Value) -> None:
             self.chunk(e, call, e.b.udiv(i, e.i64(chunks)), e.b.urem(i, e.i64(chunks)))
 
         return [Phase(count, chunk)]
 
-    def chunk(self, e: Emitter, call: Frame, head: Value, part: Value) -> None:
+    def chunk(self, e: Emitter, call: CallFrame, head: Value, part: Value) -> None:
         b, kind, many = e.b, e.vector(e.F32), range(self.columns)
         row = 4 * self.d_v  # bytes
         q, k, g = (e.at(call.argument(i), b.mul(head, e.i64(4 * self.d_k))) for i in (0, 1, 3))
         first = b.mul(part, e.i64(64 * self.columns))
-        v, o = (e.at(at, b.add(b.mul(head, e.i64(row)), first))
-                for at in (call.argument(2), call.result(0)))  # fmt: skip
+        v, o = (
+            e.at(at, b.add(b.mul(head, e.i64(row)), first))
+            for at in (call.argument(2), call.result(0))
+        )
         state = e.at(call.result(1), b.add(b.mul(head, e.i64(row * self.d_k)), first))
         decays = e.room(4 * -(-self.d_k // LANES) * LANES)
 

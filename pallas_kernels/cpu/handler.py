@@ -40,8 +40,8 @@ class Phase:
     """count: emits the number of chunks (i64; one runs on the calling thread).  chunk: emits what
     one does, given its number (i64)."""
 
-    count: Callable[[Emitter, ffi.Frame], Value]
-    chunk: Callable[[Emitter, ffi.Frame, Value], None]
+    count: Callable[[Emitter, ffi.CallFrame], Value]
+    chunk: Callable[[Emitter, ffi.CallFrame, Value], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +107,9 @@ def emit(program: Program, target: Target, triple: str) -> Any:
     phases = []
     for i, phase in enumerate(program.phases(target)):
         count, e = function(ir.FunctionType(I64, [PTR]), f"count_{i}")
-        e.b.ret(phase.count(e, ffi.Frame(e, count.args[0])))
+        e.b.ret(phase.count(e, ffi.CallFrame(e, count.args[0])))
         chunk, e = function(chunk_type, f"chunk_{i}")
-        phase.chunk(e, ffi.Frame(e, chunk.args[0]), chunk.args[1])
+        phase.chunk(e, ffi.CallFrame(e, chunk.args[0]), chunk.args[1])
         e.b.ret_void()
         phases.append((count, chunk))
     entry, e = function(ir.FunctionType(PTR, [PTR]), "entry")
@@ -270,8 +270,7 @@ def _emit_parallel(
     b.position_at_end(none)
     alone()
     b.position_at_end(claim)
-    start = {NEXT: e.i64(0), DONE: e.i64(0), COUNT: count, FRAME: frame, CHUNK: chunk,
-             TAKERS: refs}  # fmt: skip
+    start = {NEXT: e.i64(0), DONE: e.i64(0), COUNT: count, FRAME: frame, CHUNK: chunk, TAKERS: refs}
     for offset, value in start.items():
         e.store(value, slot, offset, align=8)
     schedule = _struct(e, 40, {16: context, 24: e.opaque(helper), 32: slot})

@@ -27,7 +27,7 @@ from pallas_kernels.transform import Op, chosen
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
 
 TILE = 16  # outputs in a chunk
@@ -51,9 +51,12 @@ def plan(x: jax.Array, w: jax.Array) -> CpuPlan | Reason:
 
 
 def norm_matmul(
-    x: jax.Array, gamma: jax.Array, w: jax.Array, eps: float,
+    x: jax.Array,
+    gamma: jax.Array,
+    w: jax.Array,
+    eps: float,
     implementation: Implementation | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """``rms_norm(x[..., K], gamma[K]) @ w[N, K].T`` -> ``[..., N]`` float32."""
     no_kernel = lambda: Reason("a head of floats has no Mosaic kernel")  # noqa: E731
     found = choose_plan("norm_matmul", implementation, no_kernel, x, w, cpu=lambda: plan(x, w))
@@ -68,8 +71,10 @@ def _xla(call: tuple[float, CpuPlan | None], x: jax.Array, gamma: jax.Array, w: 
 def _handler(call: tuple[float, CpuPlan], x: jax.Array, gamma: jax.Array, w: jax.Array):
     eps, plan = call
     rows = x.reshape(-1, x.shape[-1])
-    results = [jax.ShapeDtypeStruct((len(rows), len(w)), jnp.float32),
-               jax.ShapeDtypeStruct(rows.shape, jnp.float32)]  # fmt: skip
+    results = [
+        jax.ShapeDtypeStruct((len(rows), len(w)), jnp.float32),
+        jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+    ]
     run = jax.ffi.ffi_call(jit.register(plan.program), results)
     y, _ = run(rows, w, gamma.astype(jnp.float32), eps=np.float32(eps))
     return y.reshape(*x.shape[:-1], -1)
@@ -88,10 +93,10 @@ class Head(Program):
     results = 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
-        def count_rows(e: Emitter, call: Frame) -> Value:
+        def count_rows(e: Emitter, call: CallFrame) -> Value:
             return call.argument_dim(0, 0)
 
-        def normed(e: Emitter, call: Frame, r: Value) -> None:
+        def normed(e: Emitter, call: CallFrame, r: Value) -> None:
             b, k = e.b, call.argument_dim(0, 1)
             start = b.mul(b.mul(r, k), e.i64(4))
             x, out = e.at(call.argument(0), start), e.at(call.result(1), start)
@@ -104,10 +109,10 @@ class Head(Program):
 
             e.loop(k, some, step=TILE)
 
-        def count_tiles(e: Emitter, call: Frame) -> Value:
+        def count_tiles(e: Emitter, call: CallFrame) -> Value:
             return e.b.udiv(call.argument_dim(1, 0), e.i64(TILE))
 
-        def tile(e: Emitter, call: Frame, i: Value) -> None:
+        def tile(e: Emitter, call: CallFrame, i: Value) -> None:
             b, count = e.b, call.argument_dim(0, 0)
             last = b.sub(count, e.i64(1))
 
@@ -119,14 +124,16 @@ class Head(Program):
 
         return [Phase(count_rows, normed), Phase(count_tiles, tile)]
 
-    def _products(self, e: Emitter, call: Frame, first: Value, rows: list[Value]) -> None:
+    def _products(self, e: Emitter, call: CallFrame, first: Value, rows: list[Value]) -> None:
         b, (n, k) = e.b, (call.argument_dim(1, axis) for axis in (0, 1))
         size = b.mul(k, e.i64(4))
         xs = [e.at(call.result(1), b.mul(r, size)) for r in rows]
         totals: list[Value] = []
         for start in range(0, TILE, OUTPUTS):
-            ws = [e.at(call.argument(1), b.mul(b.add(first, e.i64(start + j)), size))
-                  for j in range(OUTPUTS)]  # fmt: skip
+            ws = [
+                e.at(call.argument(1), b.mul(b.add(first, e.i64(start + j)), size))
+                for j in range(OUTPUTS)
+            ]
 
             def add(i: Value, *sums: Value, ws: list[Value] = ws) -> list[Value]:
                 at = b.mul(i, e.i64(4))

@@ -33,9 +33,9 @@ from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
-    from pallas_kernels.matmul.call import Call
+    from pallas_kernels.matmul.call import MatmulCall
 
 RUN_BYTES = 1 << 16  # of w in a chunk at most, more or less
 RUNS = 16  # chunks at least, where there are so many tiles
@@ -56,7 +56,7 @@ class MatmulPlan(CpuPlan):
     kernel = "quantized_matmul_cpu"
 
 
-def plan(call: Call) -> CpuPlan | Reason:
+def plan(call: MatmulCall) -> CpuPlan | Reason:
     """The handler's plan, or why it has none."""
     w = call.w
     if not isinstance(w, CpuWeight):
@@ -97,20 +97,24 @@ def shared_rows(m: int, bits: int, target: Target) -> int:
     return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
 
 
-def run(call: Call, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
+def run(call: MatmulCall, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
     """x ``[R, K]`` -> ``[R, N]`` of the call's dtype."""
     program = plan.program
     operands = [x, w.q, w.scale]
     operands += [] if w.zero is None else [w.zero]
     for v in (gamma, bias, residual):
         operands += [] if v is None else [v]
-    operands = [v.astype(jnp.float32) if i in (0, *range(program.fused, len(operands))) else v
-                for i, v in enumerate(operands)]  # fmt: skip
+    operands = [
+        v.astype(jnp.float32) if i in (0, *range(program.fused, len(operands))) else v
+        for i, v in enumerate(operands)
+    ]
     blocks = w.padded_k // program.block
     scratch = call.m * (w.padded_k + 8 * blocks + 4 * w.groups)
     n = call.n // 2 if call.swiglu else call.n
-    results = [jax.ShapeDtypeStruct((call.m, n), jnp.float32),
-               jax.ShapeDtypeStruct((scratch,), jnp.uint8)]  # fmt: skip
+    results = [
+        jax.ShapeDtypeStruct((call.m, n), jnp.float32),
+        jax.ShapeDtypeStruct((scratch,), jnp.uint8),
+    ]
     fixed = {"eps": np.float32(call.eps)} if program.norm else {}
     y, _ = jax.ffi.ffi_call(jit.register(program), results)(*operands, **fixed)
     return y.astype(call.out)
@@ -146,18 +150,18 @@ class Matmul(Program):
         return self.fused + self.norm + self.bias + self.residual
 
     def phases(self, target: Target) -> Sequence[Phase]:
-        def rounded(e: Emitter, call: Frame, i: Value) -> None:
+        def rounded(e: Emitter, call: CallFrame, i: Value) -> None:
             _Round(self, e, call).chunk(i)
 
-        def multiplied(e: Emitter, call: Frame, i: Value) -> None:
+        def multiplied(e: Emitter, call: CallFrame, i: Value) -> None:
             _Multiply(self, e, call).chunk(i)
 
-        def row_runs(e: Emitter, call: Frame) -> Value:
+        def row_runs(e: Emitter, call: CallFrame) -> Value:
             rows = call.argument_dim(0, 0)
             many = e.b.icmp_signed(">", rows, e.i64(8))
             return e.b.select(many, e.divide_up(rows, PREPARED_ROWS), e.i64(1))
 
-        def tile_runs(e: Emitter, call: Frame) -> Value:
+        def tile_runs(e: Emitter, call: CallFrame) -> Value:
             body = _Multiply(self, e, call)
             return e.b.udiv(e.b.sub(e.b.add(body.tiles, body.run), e.i64(1)), body.run)
 
@@ -167,7 +171,7 @@ class Matmul(Program):
 class _Body:
     """What both phases read off the call: sizes (i64) and where things are."""
 
-    def __init__(self, program: Matmul, e: Emitter, call: Frame) -> None:
+    def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
         b = e.b
         self.p, self.e, self.call = program, e, call
         self.x = call.argument(0)
@@ -281,8 +285,9 @@ def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
     b = e.b
 
     def squares(i: Value, *sums: Value) -> list[Value]:
-        parts = [e.load(x, e.vector(e.F32), b.mul(b.add(i, e.i64(TILE * j)), e.i64(4)))
-                 for j in range(4)]  # fmt: skip
+        parts = [
+            e.load(x, e.vector(e.F32), b.mul(b.add(i, e.i64(TILE * j)), e.i64(4))) for j in range(4)
+        ]
         return [e.fma(v, v, s) for v, s in zip(parts, sums, strict=True)]
 
     whole = b.and_(k, e.i64(-4 * TILE))
@@ -301,7 +306,7 @@ def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
 class _Multiply(_Body):
     """A run of tiles times all rows."""
 
-    def __init__(self, program: Matmul, e: Emitter, call: Frame) -> None:
+    def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         b = e.b
         self.q = call.argument(1)
@@ -411,8 +416,11 @@ class _Multiply(_Body):
         def each(body: Callable[[list[Value]], None]) -> None:
             """Four rows at a time; the last one stands for those that there are not.  All of them
             are read before one is written, so that it is computed again and not added twice."""
-            e.loop(count, lambda j: body([e.least(b.add(j, e.i64(i)), last)
-                                          for i in range(AT_ONCE)]), step=AT_ONCE)  # fmt: skip
+            e.loop(
+                count,
+                lambda j: body([e.least(b.add(j, e.i64(i)), last) for i in range(AT_ONCE)]),
+                step=AT_ONCE,
+            )
 
         def group(g: Value) -> None:
             at = b.mul(b.add(first_group, g), e.i64(TILE))
@@ -511,10 +519,14 @@ class _Multiply(_Body):
         for r in rows:
             by_block = b.mul(b.mul(r, self.blocks), e.i64(4))
             by_group = b.mul(b.mul(r, self.groups), e.i64(4))
-            of_rows.append(_Row(
-                e.at(self.codes, b.mul(r, self.padded_k)), e.at(self.x_scales, by_block),
-                e.at(self.presets, by_block), e.at(self.group_sums, by_group),
-            ))  # fmt: skip
+            of_rows.append(
+                _Row(
+                    e.at(self.codes, b.mul(r, self.padded_k)),
+                    e.at(self.x_scales, by_block),
+                    e.at(self.presets, by_block),
+                    e.at(self.group_sums, by_group),
+                )
+            )
 
         def group(g: Value, *totals: Value) -> list[Value]:
             at = b.mul(b.add(first_group, g), e.i64(TILE))

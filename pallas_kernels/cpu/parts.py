@@ -14,14 +14,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import LANES, Form, Heads, Places
+from pallas_kernels.cpu.cache import LANES, CacheForm, CachePlaces, Heads
 from pallas_kernels.cpu.scores import KEYS, scores_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.attention import Attend
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.frame import CallFrame
 
 VALUES = 32  # between two visits to the sums in memory
 AHEAD = 1 << 16  # bytes from what is read to what is asked for, so that weighing waits for nothing
@@ -29,14 +29,14 @@ EPS, SCALE, WINDOW = range(3)  # attributes, in the order of their names
 MOST_AHEAD = 64  # tokens, for the place of each is looked up
 
 
-def ahead(form: Form) -> int:
+def ahead(form: CacheForm) -> int:
     """Tokens from what is read to what is asked for."""
     tokens = AHEAD // (form.heads * form.bytes) // KEYS * KEYS
     return min(max(tokens, KEYS), MOST_AHEAD)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class RowParts:
     """Of a row, i64: the first key that it sees, the one behind the last, the first of its parts
     (by number, from the cache row's first token on) and how many there are."""
 
@@ -46,18 +46,18 @@ class Row:
     parts: Value
 
 
-class Rows:
+class CallRows:
     """What both phases read off the call."""
 
-    def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
+    def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
         self.p, self.e, self.call, self.b = program, e, call, e.b
         self.batch = call.argument_dim(0, 0)
         table = 2 + 2 * program.cache.arrays if program.paged else None
-        self.places = Places(e, call, 2, table)
+        self.places = CachePlaces(e, call, 2, table)
         self.owners = call.argument_dim(2 if table is None else table, 0)  # rows of the cache
         self.sharing = e.b.udiv(self.batch, self.owners)
 
-    def row(self, row: Value) -> Row:
+    def row(self, row: Value) -> RowParts:
         e, b = self.e, self.b
         length = b.sext(e.load(self.call.argument(1), e.I32, b.mul(row, e.i64(4))), e.I64)
         if self.p.new:
@@ -73,7 +73,7 @@ class Rows:
         part = b.udiv(first, e.i64(PART))
         parts = b.sub(e.divide_up(length, PART), part)
         none = b.icmp_signed("==", parts, e.i64(0))
-        return Row(first, length, part, b.select(none, e.i64(1), parts))
+        return RowParts(first, length, part, b.select(none, e.i64(1), parts))
 
     def most_parts(self) -> Value:
         def row(i: Value, most: Value) -> list[Value]:
@@ -110,10 +110,10 @@ class Rows:
             e.store(value, out, 64 * i)
 
 
-class Write(Rows):
+class Write(CallRows):
     """The new tokens of one row of the cache."""
 
-    def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
+    def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         f, arrays = program.cache, program.cache.arrays
         self.k, self.v = (Heads.of(f, call, 2 + i * arrays) for i in range(2))
@@ -168,11 +168,11 @@ class Write(Rows):
         e.loop(p.cache.heads, one)
 
 
-class Part(Write):
+class KeyPart(Write):
     """A part of a row's keys: all heads.  Rows that share a row of the cache take a part in turn,
     while it is near."""
 
-    def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
+    def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         f = program.cache
         self.scored = scores_of(self.k, program.heads)
@@ -296,8 +296,9 @@ class Part(Write):
             self.ask_next(asked, later, b.add(b.mul(head, e.i64(KEYS)), e.i64(t)))
         scale = None
         if f.dtype == "int8":
-            scale, of_values = (e.gather([x.scale(at, head) for at in places])
-                                for x in (self.k, self.v))  # fmt: skip
+            scale, of_values = (
+                e.gather([x.scale(at, head) for at in places]) for x in (self.k, self.v)
+            )
             at = b.mul(b.add(b.mul(head, e.i64(PART)), j), e.i64(4))
             e.store(of_values, self.scales, at, align=64)
 
@@ -326,8 +327,9 @@ class Part(Write):
 
             def block(j: Value, top: Value, total: Value) -> list[Value]:
                 at = e.at(scores, b.mul(j, e.i64(4)))
-                found = [e.load(at, e.vector(e.F32), 64 * i, align=64)
-                         for i in range(BLOCK // LANES)]  # fmt: skip
+                found = [
+                    e.load(at, e.vector(e.F32), 64 * i, align=64) for i in range(BLOCK // LANES)
+                ]
                 weights, fade, top, total = weigh(
                     e, found, b.sub(hidden, j), b.sub(count, j), top, total
                 )
@@ -335,8 +337,10 @@ class Part(Write):
                     head = b.udiv(n, e.i64(self.p.group))
                     scales = b.add(b.mul(head, e.i64(4 * PART)), b.mul(j, e.i64(4)))
                     scales = e.at(self.scales, scales)
-                    weights = [b.fmul(w, e.load(scales, e.vector(e.F32), 64 * i, align=64))
-                               for i, w in enumerate(weights)]  # fmt: skip
+                    weights = [
+                        b.fmul(w, e.load(scales, e.vector(e.F32), 64 * i, align=64))
+                        for i, w in enumerate(weights)
+                    ]
                 for i, weight in enumerate(weights):
                     e.store(weight, at, 64 * i, align=64)
                 kept = e.at(fades, b.mul(b.udiv(j, e.i64(VALUES)), e.i64(4)))
@@ -378,8 +382,16 @@ class Part(Write):
                 of = range(g, min(g + queries, group))
                 self.values_in(head, first, end, of, i, many, None if g or i else asked)
 
-    def values_in(self, head: Value, first: Value, end: Value, queries: range, i: int,
-                  many: int, asked: Heads | None) -> None:  # fmt: skip
+    def values_in(
+        self,
+        head: Value,
+        first: Value,
+        end: Value,
+        queries: range,
+        i: int,
+        many: int,
+        asked: Heads | None,
+    ) -> None:
         e, b, f = self.e, self.b, self.p.cache
         n = b.mul(head, e.i64(self.p.group))
         places, sums = [], []
@@ -413,7 +425,7 @@ class Part(Write):
 
     # --- after --------------------------------------------------------------------------------
 
-    def give(self, row: Value, part: Value, parts: Value, found: Row) -> None:
+    def give(self, row: Value, part: Value, parts: Value, found: RowParts) -> None:
         """The sums to the part's record, or the heads of a row that has one part."""
         e, b, width = self.e, self.b, self.p.cache.width
         alone = b.icmp_signed("==", found.parts, e.i64(1))
@@ -433,7 +445,7 @@ class Part(Write):
         e.loop(self.p.heads, one)
 
 
-class Join(Rows):
+class Join(CallRows):
     """The parts of a row's heads of one kv head."""
 
     def chunk(self, i: Value) -> None:

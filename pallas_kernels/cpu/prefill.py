@@ -29,16 +29,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import attention, jit
 from pallas_kernels.cpu.attention import FLOATS, STACK, Cached, fixed
-from pallas_kernels.cpu.cache import LANES, Form, form
+from pallas_kernels.cpu.cache import LANES, CacheForm, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.parts import SCALE, Rows, Write
+from pallas_kernels.cpu.parts import SCALE, CallRows, Write
 from pallas_kernels.cpu.scores import columns_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
 from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
 
 ROWS = 64  # of a tile: query tokens times the heads that share a kv head
@@ -85,9 +85,16 @@ def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPl
 
 
 def attend(
-    q: jax.Array, k: Cached, v: Cached, positions: jax.Array, table: jax.Array | None, *,
-    window: int | None, scale: float, plan: CpuPlan,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    positions: jax.Array,
+    table: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+    plan: CpuPlan,
+) -> jax.Array:
     """``q [B, T, N, H]`` at ``positions [B, T]`` over ``k, v [B, S, K, H]`` (or pages, by a table)
     -> ``[B, T, N, H]`` in q's dtype.  A query at -1 sees nothing and gives zeros."""
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[2:])
@@ -102,7 +109,7 @@ def attend(
 class Prefill(Program):
     """Fields, operands and attributes are ``attention.Attend``'s.  Results: heads, k, v."""
 
-    cache: Form
+    cache: CacheForm
     group: int
     paged: bool
     new: bool = False
@@ -138,20 +145,20 @@ class Prefill(Program):
         return 4 * (floats + 2 * BLOCK * (width + 1) + AT_ONCE * BLOCK)
 
     def phases(self, target: Target) -> Sequence[Phase]:
-        def count_written(e: Emitter, call: Frame) -> Value:
-            return e.divide_up(Rows(self, e, call).batch, WRITTEN)
+        def count_written(e: Emitter, call: CallFrame) -> Value:
+            return e.divide_up(CallRows(self, e, call).batch, WRITTEN)
 
-        def written(e: Emitter, call: Frame, i: Value) -> None:
+        def written(e: Emitter, call: CallFrame, i: Value) -> None:
             body, first = Write(self, e, call), e.b.mul(i, e.i64(WRITTEN))
             end = e.least(body.batch, e.b.add(first, e.i64(WRITTEN)))
             e.loop(end, body.write_row, start=first)
 
-        def count_tiles(e: Emitter, call: Frame) -> Value:
-            body = Rows(self, e, call)
+        def count_tiles(e: Emitter, call: CallFrame) -> Value:
+            body = CallRows(self, e, call)
             tiles = e.b.mul(e.divide_up(body.sharing, self.tokens), e.i64(self.cache.heads))
             return e.b.mul(body.owners, tiles)
 
-        def tile(e: Emitter, call: Frame, i: Value) -> None:
+        def tile(e: Emitter, call: CallFrame, i: Value) -> None:
             _Tile(self, e, call).chunk(i)
 
         tiles = Phase(count_tiles, tile)
@@ -159,7 +166,7 @@ class Prefill(Program):
 
 
 class _Tile(Write):
-    def __init__(self, program: Prefill, e: Emitter, call: Frame) -> None:
+    def __init__(self, program: Prefill, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         f = program.cache
         self.scored = columns_of(self.k, program.rows)
@@ -300,8 +307,9 @@ class _Tile(Write):
             pairs = zip(scores, block_of(self.k_scales), strict=True)
             scores = [b.fmul(score, scale) for score, scale in pairs]
         word = b.mul(row, e.i64(8))
-        first, end = (b.sub(e.load(room, e.I64, word, align=8), s)
-                      for room in (self.firsts, self.ends))  # fmt: skip
+        first, end = (
+            b.sub(e.load(room, e.I64, word, align=8), s) for room in (self.firsts, self.ends)
+        )
         top_at, total_at = (self.vector_at(v, row) for v in (self.tops, self.totals))
         top, total = (e.load(at, e.vector(e.F32), align=64) for at in (top_at, total_at))
         weights, fade, top, total = weigh(e, scores, first, end, top, total)
@@ -317,14 +325,19 @@ class _Tile(Write):
     def add(self, rows: list[Value], fades: list[Value], i: int, many: int) -> None:
         """Weights times values, of the i-th vectors of a head on, to the faded sums."""
         e, b, f = self.e, self.b, self.p.cache
-        places = [self.vector_at(self.sums, row, i + m, f.vectors) for row in rows
-                  for m in range(many)]  # fmt: skip
-        sums = [b.fmul(e.load(at, e.vector(e.F32), align=64), fades[n // many])
-                for n, at in enumerate(places)]  # fmt: skip
+        places = [
+            self.vector_at(self.sums, row, i + m, f.vectors) for row in rows for m in range(many)
+        ]
+        sums = [
+            b.fmul(e.load(at, e.vector(e.F32), align=64), fades[n // many])
+            for n, at in enumerate(places)
+        ]
 
         def key(t: Value, *sums: Value) -> list[Value]:
-            values = [e.load(self.vector_at(self.values, t, i + m, f.vectors), e.vector(e.F32))
-                      for m in range(many)]  # fmt: skip
+            values = [
+                e.load(self.vector_at(self.values, t, i + m, f.vectors), e.vector(e.F32))
+                for m in range(many)
+            ]
             made = []
             for r in range(AT_ONCE):
                 at = b.add(b.mul(t, e.i64(4)), e.i64(4 * BLOCK * r))
@@ -342,8 +355,10 @@ class _Tile(Write):
         """Where a row's vectors are in arrays of the stack, the last one of sums."""
         *first, sums = rooms
         many = self.p.cache.vectors
-        return [*(self.vector_at(room, row) for room in first),
-                *(self.vector_at(sums, row, i, many) for i in range(many))]  # fmt: skip
+        return [
+            *(self.vector_at(room, row) for room in first),
+            *(self.vector_at(sums, row, i, many) for i in range(many)),
+        ]
 
     def join(self, row: Value) -> None:
         """A part's sums to those of the parts before."""

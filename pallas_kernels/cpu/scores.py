@@ -109,14 +109,17 @@ class FloatColumns(FloatScores):
         """The sums of the lanes from ``lane`` on, every ``step``-th: as ``Emitter.sums`` adds."""
         e = self.e
         if step < LANES:
-            halves = (self._by_halves(queries, keys, start, 2 * step)
-                      for start in (lane, lane + step))  # fmt: skip
+            halves = (
+                self._by_halves(queries, keys, start, 2 * step) for start in (lane, lane + step)
+            )
             return [e.b.fadd(low, high) for low, high in zip(*halves, strict=True)]
         totals: list[Value] = []
         for i in range(self.heads.form.vectors):
             feature = LANES * i + lane
-            columns = [e.load(keys, e.vector(e.F32), 4 * BLOCK * feature + 64 * m, align=64)
-                       for m in range(self.at_once)]  # fmt: skip
+            columns = [
+                e.load(keys, e.vector(e.F32), 4 * BLOCK * feature + 64 * m, align=64)
+                for m in range(self.at_once)
+            ]
             each = (e.splat(e.load(query, e.F32, 4 * feature)) for query in queries)
             pairs = [(q, key) for q in each for key in columns]
             if totals:

@@ -31,10 +31,10 @@ class SelfTest(Program):
     results = 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
-        def count(e: Emitter, call: frame.Frame) -> Value:
+        def count(e: Emitter, call: frame.CallFrame) -> Value:
             return call.argument_dim(0, 0)
 
-        def chunk(e: Emitter, call: frame.Frame, i: Value) -> None:
+        def chunk(e: Emitter, call: frame.CallFrame, i: Value) -> None:
             b, at = e.b, e.b.mul(i, e.i64(64))
             w, x = (e.load(call.argument(n), e.vector(e.I8, 64), at) for n in (0, 1))
             fours = e.splat(e.i32(0))

@@ -34,13 +34,17 @@ class Target:
 _AVX2 = ("avx2", "fma", "f16c")
 TARGETS = (
     Target(
-        "avx512vnni", "x86_64", "x86-64-v4", "+avx512vnni,-prefer-256-bit",
-        (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"), 8,
+        "avx512vnni",
+        "x86_64",
+        "x86-64-v4",
+        "+avx512vnni,-prefer-256-bit",
+        (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"),
+        8,
     ),
     Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", (*_AVX2, "avxvnni"), 2),
     Target("avx2", "x86_64", "x86-64-v3", "", _AVX2, 2),
     Target("neon", "aarch64", "generic", "+neon,+dotprod", ("dotprod",), 4),
-)  # fmt: skip
+)
 
 
 def target() -> Target | Reason:

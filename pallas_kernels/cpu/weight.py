@@ -34,7 +34,7 @@ _ROWS = 1 << 10  # of a weight that are laid out at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class WeightForm:
     """n, k, dtype: of the weight as a QTensor.  scale, zero: the dtypes that they had there.
     minimum: a floating zero stands beside code + 8, not beside the code.  activations: the
     QTensor's."""
@@ -67,7 +67,7 @@ class CpuWeight:
     columns: jax.Array | None
     input_scale: jax.Array | None
     unit: jax.Array | None
-    form: Form = dataclasses.field(metadata={"static": True})
+    form: WeightForm = dataclasses.field(metadata={"static": True})
 
     __repr__ = short_repr
 
@@ -220,7 +220,7 @@ def _reason(w: QTensor) -> str | None:
 @np.errstate(over="ignore", invalid="ignore")  # scales of a bad file come back as they were
 def _numbers(
     w: QTensor, scale: np.ndarray, zero: np.ndarray | None
-) -> tuple[Form, np.ndarray, np.ndarray | None]:
+) -> tuple[WeightForm, np.ndarray, np.ndarray | None]:
     """The form, and scales and zeros as they are kept."""
     minimum, kept = False, zero
     if zero is not None and np.issubdtype(zero.dtype, np.integer):
@@ -236,7 +236,7 @@ def _numbers(
         kept = _narrow(kept)
     names = w.scale.dtype.name, None if zero is None else zero.dtype.name
     dtype = "int4" if w.q.dtype == _INT4 else "int8"
-    form = Form(*w.shape, dtype, *names, minimum, w.activations)
+    form = WeightForm(*w.shape, dtype, *names, minimum, w.activations)
     return form, _narrow(scale), kept
 
 
@@ -271,7 +271,7 @@ def _by_tile(v: np.ndarray) -> np.ndarray:
     return out
 
 
-def _packed(q: np.ndarray, form: Form, groups: int) -> np.ndarray:
+def _packed(q: np.ndarray, form: WeightForm, groups: int) -> np.ndarray:
     tiles = -(-form.n // TILE)
     block = block_size(form.k, groups)
     k = -(-form.k // block) * block
@@ -302,7 +302,7 @@ def _eights(v: np.ndarray) -> np.ndarray:
     return found.astype(np.uint32)
 
 
-def _unpacked(q: Any, form: Form) -> Any:
+def _unpacked(q: Any, form: WeightForm) -> Any:
     """``[..., units, 4]`` bytes as codes ``[..., columns]``, int8; of 4 bits code + 8."""
     if form.bits == 4:
         stack = np.stack if isinstance(q, np.ndarray) else jnp.stack

@@ -49,7 +49,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _dot = functools.partial(dot, dtype=_FLOAT32)
 
 
-class Chunks(NamedTuple):
+class DeltaChunks(NamedTuple):
     """Inputs of one group, ``[B, H, N, C, D]``: N chunks of C tokens; q and k have the key heads,
     log_decay ``g`` the width Dk or 1, beta 1."""
 
@@ -75,9 +75,9 @@ def chunked_forward(
     """(``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``) of
     ``gated_delta``'s operands, with a last axis for log_decay and beta."""
     grouping = _grouping(q, v)
-    groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
+    groups = DeltaChunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
 
-    def one_group(state: jax.Array, group: Chunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def one_group(state: jax.Array, group: DeltaChunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         o, final = _group(group, state, scale, normalize_qk)
         return final, (o.astype(v.dtype), state)
 
@@ -101,9 +101,9 @@ def chunked_backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, log_decay, beta (in their dtypes) and of the initial state."""
     grouping = _grouping(q, v)
-    groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
+    groups = DeltaChunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
 
-    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, Chunks]:
+    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, DeltaChunks]:
         group, state, d_out = inputs
         _, pull = jax.vjp(lambda x, s: _group(x, s, scale, normalize_qk), group, state)
         d_group, d_initial = pull((d_out.astype(jnp.float32), d_final))
@@ -119,7 +119,7 @@ def _grouping(q: jax.Array, v: jax.Array) -> tuple[int, int, int]:
 
 
 def _group(
-    x: Chunks, state: jax.Array, scale: float, normalize_qk: bool
+    x: DeltaChunks, state: jax.Array, scale: float, normalize_qk: bool
 ) -> tuple[jax.Array, jax.Array]:
     """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
     q, k, v, g, beta = (part.astype(jnp.float32) for part in x)

@@ -78,7 +78,7 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
         return Reason(f"read has {sizes['F']} columns, which are not q's, k's and v's")
     if sizes["T"] > MOST:
         return Reason(f"{sizes['T']} tokens, over {MOST}")
-    return token_kernel.Plan(sizes["Dk"] // token_kernel.ROWS)
+    return token_kernel.DeltaTokenPlan(sizes["Dk"] // token_kernel.ROWS)
 
 
 def own_commit(layers: Layers, count: jax.Array) -> Plan | None:

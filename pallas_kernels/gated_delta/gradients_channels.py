@@ -62,9 +62,11 @@ def _levels_call(ctx, words, pairs):
 
 @plgpu.inline_mgpu(
     arg_types=(
-        *[plgpu.RefType(ROWS)] * 3, *[plgpu.RefType()] * 2, bundle_layout(registers.N_STATE),
+        *[plgpu.RefType(ROWS)] * 3,
+        *[plgpu.RefType()] * 2,
+        bundle_layout(registers.N_STATE),
     ),
-)  # fmt: skip
+)
 def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> None:
     del ctx
     (state,) = unbundle(state, registers.N_STATE)
@@ -72,9 +74,32 @@ def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> Non
     registers.finish(*map(p.shared_address, refs), state)
 
 
-def _body(q, k, g, pairs_in, diagonal_in, asked, seen, keys, through_in, d_q, d_k, d_g, unions,
-          pairs_all, states_all, gates_outs, diagonals, throughs, bar_words, bar_pairs, bar_states,
-          *, group: int, sizes: tuple[int, int, int, int]):  # fmt: skip
+def _body(
+    q,
+    k,
+    g,
+    pairs_in,
+    diagonal_in,
+    asked,
+    seen,
+    keys,
+    through_in,
+    d_q,
+    d_k,
+    d_g,
+    unions,
+    pairs_all,
+    states_all,
+    gates_outs,
+    diagonals,
+    throughs,
+    bar_words,
+    bar_pairs,
+    bar_states,
+    *,
+    group: int,
+    sizes: tuple[int, int, int, int],
+):
     n_slices, n_chunks, n_heads, n_rows = sizes
     wg, n_items, item_of = worker_items(n_slices * n_chunks * n_heads * n_rows, WARPGROUPS)
     words, gates = (x.at[wg] for x in unions)

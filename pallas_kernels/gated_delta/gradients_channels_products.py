@@ -28,7 +28,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -37,13 +36,14 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
     ROWS,
     TILE,
-    Place,
+    ThreadPlace,
     blocks_for,
     digits,
 )
@@ -80,7 +80,7 @@ def _words(array):
 
 def _diagonal(out, x) -> None:
     """The diagonal of ``x[tile][half]``, pairs of floats, as 64 floats in shared memory."""
-    rows = inverse.Rows()
+    rows = inverse.InverseRows()
     at = p.add(out, p.shift_left(rows.first, 2))
     for half in range(2):
         for e in range(2):
@@ -101,7 +101,7 @@ def _symmetric(tiles, lower, upper) -> None:
     """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
     and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
     16 x 16 blocks on the diagonal."""
-    rows, zero = inverse.Rows(), p.ci(0)
+    rows, zero = inverse.InverseRows(), p.ci(0)
     halves = 0xFFFF, 0xFFFF0000
 
     def column(tile: int, e: int):
@@ -157,7 +157,7 @@ def _symmetric_call(ctx, tiles, lower, upper) -> None:
 def _sum_states(tiles, out) -> None:
     """Sums over the value channels, a quarter of these a warp, of S E of 64 key channels.  tiles:
     address of the first of the warpgroup's."""
-    place, total = Place(), [p.cf(0.0)] * 8
+    place, total = ThreadPlace(), [p.cf(0.0)] * 8
     row, chunk = p.shift_right(place.lane, 3), p.masked(place.lane, 7)  # of four, of eight
     start = p.add(tiles, p.shift_left(place.warp, 11), p.shift_left(row, 7))
     both = [
@@ -185,9 +185,31 @@ def _sum_states_call(ctx, tiles, out) -> None:
     _sum_states(p.shared_address(tiles), p.address(out))
 
 
-def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_out, seen_out,
-          keys_out, state_sums, beta_sums, unions, diagonals_all, tables, bars_ready, bars_ended,
-          bars_met, *, scale: float, sizes: tuple[int, int, int]):  # fmt: skip
+def _body(
+    k,
+    v,
+    writers,
+    d_out,
+    d_v,
+    states,
+    ends,
+    pairs_out,
+    diagonals,
+    asked_out,
+    seen_out,
+    keys_out,
+    state_sums,
+    beta_sums,
+    unions,
+    diagonals_all,
+    tables,
+    bars_ready,
+    bars_ended,
+    bars_met,
+    *,
+    scale: float,
+    sizes: tuple[int, int, int],
+):
     n_heads, n_chunks, n_rows = sizes
     place, wg = lax.axis_index("warpgroup") // 2, lax.axis_index("warpgroup") % 2
     stride = 2 * blocks_for(n_heads * n_chunks * n_rows, 2)

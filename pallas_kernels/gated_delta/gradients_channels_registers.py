@@ -9,9 +9,8 @@ float32 and rounds once.
 
 from __future__ import annotations
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import TILE, ChannelLane, b_tiles, zero_acc
 

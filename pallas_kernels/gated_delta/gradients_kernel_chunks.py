@@ -83,10 +83,42 @@ def _read(ref):
     return plgpu.load(ref, layout=_WGMMA).astype(jnp.float32)
 
 
-def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
-          d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union, ends_sm,
-          s_union, t_sm, decay_sm, scratch, table, *ready, length: int, scale: float,
-          group: int, added: bool):  # fmt: skip
+def _body(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    inverses,
+    d_rest,
+    d_out,
+    states,
+    remainders,
+    ends,
+    decays,
+    d_q,
+    d_k,
+    d_g,
+    d_beta,
+    q_union,
+    k_union,
+    o_union,
+    dr_union,
+    r_union,
+    low_union,
+    end_union,
+    ends_sm,
+    s_union,
+    t_sm,
+    decay_sm,
+    scratch,
+    table,
+    *ready,
+    length: int,
+    scale: float,
+    group: int,
+    added: bool,
+):
     (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
     (dr_rows, dr_sm), (r_rows, r_sm), (low_rows, r_low) = dr_union, r_union, low_union
     (end_rows, end_sm), (s_sm, partial_sm) = end_union, s_union
@@ -157,10 +189,13 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         3,
         *[(0, o_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
         *[(1, dr_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
-        *[(2, r.at[n], e_sm[part][n].at[wg]) for n in range(2)
-          for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
+        *[
+            (2, r.at[n], e_sm[part][n].at[wg])
+            for n in range(2)
+            for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))
+        ],
         meanwhile=through_states,
-    )  # fmt: skip
+    )
     sums.sum_rows(table.at[sums.STATES + wg], through)
     sums.block_barrier()  # 1: states, ends and dR are read
     end_sm[wg] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)

@@ -36,9 +36,23 @@ from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n_chunks: int,
-                  group: int, by_channel: bool, segments: int, want_out: bool,
-                  given: bool):  # fmt: skip
+def _reverse_body(
+    q,
+    k,
+    keys,
+    weights,
+    decays,
+    d_out,
+    *rest,
+    dk: int,
+    dv: int,
+    n_chunks: int,
+    group: int,
+    by_channel: bool,
+    segments: int,
+    want_out: bool,
+    given: bool,
+):
     rest = list(rest)
     d_state = rest.pop(0) if given else None
     d_v, borders = (rest.pop(0), rest.pop(0)) if want_out else (None, None)
@@ -156,9 +170,16 @@ def reverse_scan(
     hk, dk = q.shape[2:]
     nc, parts, by_channel = -(-t // CHUNK), dk // PART, decays.ndim == 4
     body = functools.partial(
-        _reverse_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, by_channel=by_channel,
-        segments=segments, want_out=want_out, given=d_state is not None,
-    )  # fmt: skip
+        _reverse_body,
+        dk=dk,
+        dv=dv,
+        n_chunks=nc,
+        group=h // hk,
+        by_channel=by_channel,
+        segments=segments,
+        want_out=want_out,
+        given=d_state is not None,
+    )
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, dv), jnp.float32)]
     if want_out:
         kept = () if by_channel else (2,)

@@ -6,12 +6,12 @@ Everything here is called from Pallas, through ``plgpu.inline_mgpu``, by a whole
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import array, pairs
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import CHUNK
 
@@ -37,7 +37,7 @@ def decays_call(transposed: bool):
     )
     def call(ctx, scratch_ref):
         del ctx
-        rows, scratch = inverse.Rows(), p.shared_address(scratch_ref)
+        rows, scratch = inverse.InverseRows(), p.shared_address(scratch_ref)
         return array(inverse.decays(rows, scratch, transposed))
 
     return call
@@ -47,14 +47,14 @@ def decays_call(transposed: bool):
 def sum_rows(ctx, to, x) -> None:
     """A [64, 64] array's sums over columns: 64 floats."""
     del ctx
-    inverse.sum_rows(inverse.Rows(), p.shared_address(to), pairs(x))
+    inverse.sum_rows(inverse.InverseRows(), p.shared_address(to), pairs(x))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
 def sum_columns(ctx, to, x) -> None:
     """A [64, 64] array's sums over every warp's 16 rows: 4 x 64 floats."""
     del ctx
-    inverse.sum_columns(inverse.Rows(), p.shared_address(to), pairs(x))
+    inverse.sum_columns(inverse.InverseRows(), p.shared_address(to), pairs(x))
 
 
 def finish_call(pitch: int):
@@ -64,9 +64,13 @@ def finish_call(pitch: int):
     def call(ctx, scratch, table, d_decays, d_betas, limit):
         del ctx
         finish(
-            p.shared_address(scratch), p.shared_address(table), p.address(d_decays),
-            p.address(d_betas), limit.registers.flat[0], pitch,
-        )  # fmt: skip
+            p.shared_address(scratch),
+            p.shared_address(table),
+            p.address(d_decays),
+            p.address(d_betas),
+            limit.registers.flat[0],
+            pitch,
+        )
 
     return call
 

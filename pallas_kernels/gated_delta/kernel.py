@@ -46,7 +46,7 @@ LEAST_BETA = 1e-10  # what a token's gradients are divided by, for a decay a key
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DeltaPlan:
     """segments: parts of a row that are scanned side by side.  backward: whether the gradients have
     kernels too."""
 
@@ -59,7 +59,7 @@ class Plan:
         return f"{self.segments} segments a row, gradients by {gradients}"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan | Reason:
+def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> DeltaPlan | Reason:
     """How ``gated_delta_forward`` computes ``gated_delta``."""
     if reason := operands_reason(q, k, v, 64):
         return Reason(reason)
@@ -68,7 +68,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
         return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and, with a decay a head, 256")
     batch, length, heads, dv = v.shape
     n = segments_for(batch, heads, dv, -(-length // CHUNK), dk)
-    return Plan(n, max(dk, dv) <= CHANNELS)
+    return DeltaPlan(n, max(dk, dv) <= CHANNELS)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 128) -> int:
@@ -200,15 +200,37 @@ def gated_delta_backward(
     d_v, ends, d_initial = reverse_scan(*operands, d_out, d_state, segments=n)
     if by_channel:
         d_q, d_k, d_g, d_beta = gradients_channels.chunk_gradients(
-            q, k, v, log_decay, beta, inverses, d_v, d_out, states, ends, operands[1],
-            operands[-1], float(scale),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            inverses,
+            d_v,
+            d_out,
+            states,
+            ends,
+            operands[1],
+            operands[-1],
+            float(scale),
+        )
         d_g = d_g[..., :dk]
     else:
         d_q, d_k, d_g, d_beta = chunk_gradients(
-            q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends,
-            operands[-1], float(scale),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            inverses,
+            d_v,
+            d_out,
+            states,
+            remainders,
+            ends,
+            operands[-1],
+            float(scale),
+        )
     if hk != d_q.shape[2]:
         d_q, d_k = (
             jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)

@@ -74,18 +74,26 @@ def _slice_call(slot: tree.Slot, scale: float, first: bool, ragged: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(
-            plgpu.RefType(ROWS), plgpu.RefType(), plgpu.RefType(), _LIMIT,
+            plgpu.RefType(ROWS),
+            plgpu.RefType(),
+            plgpu.RefType(),
+            _LIMIT,
             *([] if first else [bundle_layout(_N_SUMS)]),
         ),
         return_type=bundle_type(_N_SUMS),
-    )  # fmt: skip
+    )
     def call(ctx, tiles, scratch, decay, limit, *sums):
         del ctx
         acc = _sums_of(*sums) if sums else tree.empty_sums()
         tree.add_slice(
-            p.shared_address(tiles), acc, slot, p.shared_address(scratch), p.address(decay),
-            limit.registers.flat[0] if ragged else None, scale,
-        )  # fmt: skip
+            p.shared_address(tiles),
+            acc,
+            slot,
+            p.shared_address(scratch),
+            p.address(decay),
+            limit.registers.flat[0] if ragged else None,
+            scale,
+        )
         return bundle([x for four in acc for x in four])
 
     return call
@@ -108,7 +116,7 @@ def _inverse_call(scale: float):
     def call(ctx, tiles, scratch):
         del ctx
         base, scratch = p.shared_address(tiles), p.shared_address(scratch)
-        rows = inverse.Rows()
+        rows = inverse.InverseRows()
         a, weights = tree.coefficients(rows, base, scratch, scale)
         p.warpgroup_barrier()  # all warps have read the sums
         inverse.store_split(rows, p.add(base, TILE * tree.SCORES), weights)
@@ -119,8 +127,20 @@ def _inverse_call(scale: float):
     return call
 
 
-def _channels_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
-                   sizes: tuple[int, int, int], ragged: bool, save: bool):  # fmt: skip
+def _channels_body(
+    q,
+    k,
+    g,
+    beta,
+    *rest,
+    length: int,
+    scale: float,
+    group: int,
+    parts: int,
+    sizes: tuple[int, int, int],
+    ragged: bool,
+    save: bool,
+):
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
     writers = rest.pop(5) if save else None
@@ -236,9 +256,15 @@ def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool =
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _channels_body, length=t, scale=scale, group=h // hk, parts=parts,
-        sizes=(h, nc, b), ragged=lengths is not None, save=save,
-    )  # fmt: skip
+        _channels_body,
+        length=t,
+        scale=scale,
+        group=h // hk,
+        parts=parts,
+        sizes=(h, nc, b),
+        ragged=lengths is not None,
+        save=save,
+    )
     tiles, half = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16
     return launch(
         body,

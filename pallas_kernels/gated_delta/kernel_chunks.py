@@ -31,14 +31,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
+from pallas_kernels.jax_internals import ir, llvm, vector
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS, TILE
 
@@ -52,9 +51,14 @@ def vectors_call(scale: float, pitch: int, want_out: bool = True):
     def call(ctx, scratch, decays, betas, out, limit):
         del ctx
         inverse.chunk_vectors(
-            p.shared_address(scratch), p.address(decays), p.address(betas),
-            limit.registers.flat[0], pitch, p.address(out) if want_out else None, scale,
-        )  # fmt: skip
+            p.shared_address(scratch),
+            p.address(decays),
+            p.address(betas),
+            limit.registers.flat[0],
+            pitch,
+            p.address(out) if want_out else None,
+            scale,
+        )
         p.warpgroup_barrier()
 
     return call
@@ -93,7 +97,7 @@ def _inverse_call(scale: float, save: bool):
     def call(ctx, scratch_ref, q_ref, tiles_ref, kk, qk):
         del ctx
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
-        rows = inverse.Rows()
+        rows = inverse.InverseRows()
         a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
         inverse.store_split(rows, p.shared_address(q_ref), weights)
@@ -133,8 +137,19 @@ def high_low(ctx, x):
     return parts_array([[inverse.split(pair) for pair in tile] for tile in pairs(x)])
 
 
-def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
-                ragged: bool, save: bool):  # fmt: skip
+def _chunk_body(
+    q,
+    k,
+    g,
+    beta,
+    *rest,
+    length: int,
+    scale: float,
+    group: int,
+    parts: int,
+    ragged: bool,
+    save: bool,
+):
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
     keys, weights, decays = rest[:3]
@@ -151,9 +166,12 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
             plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, at], q_rows.at[part], ready)
             plgpu.copy_gmem_to_smem(k.at[b, rows, head // group, at], k_rows.at[part], ready)
         vectors_call(scale, 4 * g.shape[-1])(
-            scratch, g.at[b, rows, head], beta.at[b, rows, head], decays.at[b, head, c],
+            scratch,
+            g.at[b, rows, head],
+            beta.at[b, rows, head],
+            decays.at[b, head, c],
             jnp.full((128,), limit, jnp.int32),
-        )  # fmt: skip
+        )
         plgpu.barrier_wait(ready)
         if ragged:
 
@@ -226,9 +244,14 @@ def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _chunk_body, length=t, scale=scale, group=h // hk, parts=parts,
-        ragged=lengths is not None, save=save,
-    )  # fmt: skip
+        _chunk_body,
+        length=t,
+        scale=scale,
+        group=h // hk,
+        parts=parts,
+        ragged=lengths is not None,
+        save=save,
+    )
 
     def tokens(n):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
         shape = (n, CHUNK, PART)

@@ -17,11 +17,10 @@ that mma leaves is the one that it reads on the left.
 
 from __future__ import annotations
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
-from pallas_kernels.recurrence.channels import TILE, Place
+from pallas_kernels.recurrence.channels import TILE, ThreadPlace
 
 LOWEST = -128.0  # exp2 of it is 0 in float32
 _PITCH = 48  # bytes of a row of 16 bf16, so that eight rows lie in all banks
@@ -83,7 +82,7 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     p.when(p.less(thread, 32), work)
 
 
-class Rows(Place):
+class InverseRows(ThreadPlace):
     """Of a warp w that owns rows 16w..16w+15."""
 
     def __init__(self):
@@ -118,7 +117,7 @@ def joined(high, low):
     return [arith.addf(f(high), f(low)) for f in (p.widen, p.widen_high)]
 
 
-def store_split(rows: Rows, tiles, x) -> None:
+def store_split(rows: InverseRows, tiles, x) -> None:
     """Pairs of floats ``x[tile][half]`` as two bf16 tiles, high and low."""
     parts = [[split(pair) for pair in tile] for tile in x]
     for n in range(2):
@@ -130,7 +129,7 @@ def scaled_rows(x, factors):
     return [[[arith.mulf(y, factors[half]) for y in tile[half]] for half in range(2)] for tile in x]
 
 
-def decays(rows: Rows, scratch, transposed: bool):
+def decays(rows: InverseRows, scratch, transposed: bool):
     """exp(G_i - G_j) for j <= i, else 0; transposed: exp(G_j - G_i) for i < j, else 0."""
     log_row, log_column = rows.by_row(scratch, LOG), rows.by_column(scratch, LOG)
     out = []
@@ -151,7 +150,7 @@ def decays(rows: Rows, scratch, transposed: bool):
     return out
 
 
-def sum_rows(rows: Rows, to, x) -> None:
+def sum_rows(rows: InverseRows, to, x) -> None:
     """Sums of ``x[tile][half]`` over columns: 64 floats at ``to``."""
     sums = []
     for half in range(2):
@@ -169,7 +168,7 @@ def sum_rows(rows: Rows, to, x) -> None:
     p.when(p.less(rows.c, 1), store)
 
 
-def sum_columns(rows: Rows, to, x) -> None:
+def sum_columns(rows: InverseRows, to, x) -> None:
     """Sums of ``x[tile][half]`` over each warp's rows: 4 x 64 floats at ``to``."""
     sums = []
     for tile in x:
@@ -186,7 +185,7 @@ def sum_columns(rows: Rows, to, x) -> None:
     p.when(p.less(rows.g, 1), store)
 
 
-def coefficients(rows: Rows, scratch, kk, qk, scale: float):
+def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
     """From k k^T and q k^T: A = beta_i k_i k_j decay below the diagonal, and
     P = scale q_i k_j decay with the diagonal."""
     log_row, beta = rows.by_row(scratch, LOG), rows.by_row(scratch, BETA)
@@ -212,14 +211,14 @@ def coefficients(rows: Rows, scratch, kk, qk, scale: float):
     return a, weights
 
 
-def _of_warp(rows: Rows, values):
+def _of_warp(rows: InverseRows, values):
     """``values[w]`` of the thread's warp w."""
     low, high = p.bit(rows.warp, 0), p.bit(rows.warp, 1)
     first = arith.select(low, values[1], values[0])
     return arith.select(high, arith.select(low, values[3], values[2]), first)
 
 
-def _invert_diagonal(rows: Rows, block) -> None:
+def _invert_diagonal(rows: InverseRows, block) -> None:
     """In the place of the warp's 16x16 block of A the inverse of I + A, transposed: a column of X a
     lane; lanes 0-15 store its high parts, 16-31 the low ones."""
     column = p.masked(rows.lane, 15)
@@ -240,7 +239,7 @@ def _invert_diagonal(rows: Rows, block) -> None:
         p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
 
 
-def _matrices(rows: Rows, base):
+def _matrices(rows: InverseRows, base):
     """ldmatrix address of a stored 16x16 block."""
     row, side = p.masked(rows.lane, 15), p.shift_right(rows.lane, 4)
     return p.add(base, arith.muli(row, p.ci(_PITCH)), p.shift_left(side, 4))
@@ -260,12 +259,12 @@ def _left(acc):
     return [x for x, _ in words], [x for _, x in words]
 
 
-def inverse_transposed(rows: Rows, tiles, scratch, a):
+def inverse_transposed(rows: InverseRows, tiles, scratch, a):
     """``inverse_parts``'s sum, pairs of floats."""
     return [[joined(*words) for words in tile] for tile in inverse_parts(rows, tiles, scratch, a)]
 
 
-def inverse_parts(rows: Rows, tiles, scratch, a):
+def inverse_parts(rows: InverseRows, tiles, scratch, a):
     """((I + A)^-1)^T as ``x[tile][half]``, words of high and of low parts, for A below the
     diagonal, of which the diagonal and what is above are zeros.
 

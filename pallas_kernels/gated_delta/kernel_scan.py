@@ -31,8 +31,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -41,6 +39,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART
+from pallas_kernels.jax_internals import arith, ir
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS, ChannelLane
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
@@ -91,9 +90,25 @@ def store_transposed(tile, x) -> None:
     )
 
 
-def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
-               segments: int, want: Want, ragged: bool, initial: bool,
-               by_channel: bool, wgs: int):  # fmt: skip
+def _scan_body(
+    q,
+    k,
+    keys,
+    weights,
+    decays,
+    v,
+    *rest,
+    dk: int,
+    dv: int,
+    n_chunks: int,
+    group: int,
+    segments: int,
+    want: Want,
+    ragged: bool,
+    initial: bool,
+    by_channel: bool,
+    wgs: int,
+):
     want_out = want == "out"
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
@@ -284,9 +299,18 @@ def tokens(*shape):
 
 
 def scan(
-    q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
+    q,
+    k,
+    keys,
+    weights,
+    decays,
+    v,
+    *,
+    start=None,
+    lengths=None,
+    segments: int = 1,
     want: Want = "out",
-):  # fmt: skip
+):
     """For q, k and ``kernel_chunks.chunks``'s results, or ``chunks_by_channel``'s, the last of
     these being states at the segments' ends, [B, H, segments, Dk, Dv]:
 
@@ -310,9 +334,18 @@ def scan(
     narrow, stages = is_narrow(dk), stages_of(dk)
     wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
     body = functools.partial(
-        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
-        ragged=lengths is not None, initial=start is not None, by_channel=by_channel, wgs=wgs,
-    )  # fmt: skip
+        _scan_body,
+        dk=dk,
+        dv=dv,
+        n_chunks=nc,
+        group=h // hk,
+        segments=segments,
+        want=want,
+        ragged=lengths is not None,
+        initial=start is not None,
+        by_channel=by_channel,
+        wgs=wgs,
+    )
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
     if want_out:
         out_type.insert(0, jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
-from pallas_kernels.gated_delta.kernel_inverse import Rows
+from pallas_kernels.gated_delta.kernel_inverse import InverseRows
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import TILE, zero_acc
 from pallas_kernels.recurrence.tree import (
     Borders,
@@ -248,7 +247,7 @@ def spread(lane: Lane, acc, base) -> None:
         block(tile, lane.far_block(), acc[7 + 2 * product : 9 + 2 * product])
 
 
-def _lower(rows: Rows, base, tile: int, factors, there):
+def _lower(rows: InverseRows, base, tile: int, factors, there):
     """A matrix of ``spread`` as ``x[tile][half]``, its rows times factors, zeros elsewhere."""
     at = p.add(base, p.shift_left(rows.first, 8), p.shift_left(rows.c, 3))
     out = []
@@ -268,7 +267,7 @@ def _lower(rows: Rows, base, tile: int, factors, there):
     return out
 
 
-def coefficients(rows: Rows, base, scratch, scale: float):
+def coefficients(rows: InverseRows, base, scratch, scale: float):
     """(A, P) of the chunk: beta_i k_i k_j decay below the diagonal, scale q_i k_j decay with it."""
     a = _lower(rows, base, KEYS, rows.by_row(scratch, BETA), p.less)
     return a, _lower(rows, base, SCORES, [p.cf(scale)] * 2, _not_above)

@@ -36,7 +36,7 @@ from pallas_kernels.gated_delta.reference import normalized
 from pallas_kernels.gated_delta.step import step
 from pallas_kernels.operands import check
 from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
-from pallas_kernels.transform import Choice, Op, chosen
+from pallas_kernels.transform import Op, OpChoice, chosen
 
 _Pair = tuple[jax.Array, jax.Array]
 _Static = tuple[float, bool, Any]  # scale, normalize_qk, the kernel's plan
@@ -98,8 +98,18 @@ def gated_delta(
     where the array's values are known.  NotImplementedError when "mosaic" is asked for and has no
     kernel for the call.
     """
-    _check("gated_delta", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, beta=beta,
-           initial_state=initial_state, lengths=lengths, segment_ids=segment_ids)  # fmt: skip
+    _check(
+        "gated_delta",
+        _OPERANDS,
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        beta=beta,
+        initial_state=initial_state,
+        lengths=lengths,
+        segment_ids=segment_ids,
+    )
     d_k, heads, d_v = q.shape[-1], *v.shape[2:]
     scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
     check_decay("gated_delta", log_decay, lengths)
@@ -136,8 +146,16 @@ def gated_delta_step(
 
     Arguments and errors as in ``gated_delta``.
     """
-    _check("gated_delta_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, beta=beta,
-           state=state)  # fmt: skip
+    _check(
+        "gated_delta_step",
+        _STEP_OPERANDS,
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        beta=beta,
+        state=state,
+    )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     check_decay("gated_delta_step", log_decay)
     log_decay, beta = log_decay.astype(jnp.float32), beta.astype(jnp.float32)
@@ -165,8 +183,9 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
     return kernel.plan(q, k, v, g)
 
 
-def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
-               state: jax.Array) -> Plan | Reason:  # fmt: skip
+def _step_plan(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, state: jax.Array
+) -> Plan | Reason:
     from pallas_kernels.gated_delta import step_kernel
 
     return step_kernel.plan(q, k, v)
@@ -179,9 +198,16 @@ def _kernel(static: _Static, q: jax.Array, k: jax.Array, *operands: Any) -> _Pai
     q, k = (_normalized(x) if normalize_qk else x for x in (q, k))
     v, g, beta, initial_state, lengths = operands
     return kernel.gated_delta_forward(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, lengths=lengths,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        lengths=lengths,
         segments=plan.segments,
-    )  # fmt: skip
+    )
 
 
 def _normalized(x: jax.Array) -> jax.Array:
@@ -193,9 +219,15 @@ def _xla(static: _Static, *operands: Any) -> _Pair:
     return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)[0]
 
 
-def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-             beta: jax.Array, initial_state: jax.Array | None
-             ) -> tuple[_Pair, jax.Array]:  # fmt: skip
+def _chunked(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+) -> tuple[_Pair, jax.Array]:
     """((o, state), the states that ``chunked_backward`` takes)."""
     scale, normalize_qk, _ = static
     if initial_state is None:
@@ -213,15 +245,16 @@ def _columns(q: jax.Array, g: jax.Array, beta: jax.Array) -> _Pair:
     return (g[..., None] if g.ndim < q.ndim else g), beta[..., None]
 
 
-def _forward(choice: Choice, static: _Static, *operands: Any) -> tuple[_Pair, Any]:
+def _forward(choice: OpChoice, static: _Static, *operands: Any) -> tuple[_Pair, Any]:
     if choice.implementation == "mosaic":  # which keeps no states
         return _gated_delta(choice, static, *operands), ()
     *inputs, initial_state, lengths = operands
     return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)
 
 
-def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: jax.Array,
-              d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
+def _backward(
+    choice: OpChoice, static: _Static, operands: Any, saved: Any, d_o: jax.Array, d_state: jax.Array
+) -> tuple[jax.Array | None, ...]:
     *inputs, initial_state, lengths = operands
     q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
     if choice.implementation == "mosaic":
@@ -234,14 +267,29 @@ def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: j
     return (*zero_padding(lengths, *gradients), d_initial, None)
 
 
-def _chunked_gradients(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-                       beta: jax.Array, borders: jax.Array, d_o: jax.Array,
-                       d_state: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+def _chunked_gradients(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    borders: jax.Array,
+    d_o: jax.Array,
+    d_state: jax.Array,
+) -> tuple[jax.Array, ...]:
     scale, normalize_qk, _ = static
     d_q, d_k, d_v, d_g, d_beta, d_initial = chunked_backward(
-        q, k, v, *_columns(q, g, beta), borders, d_o, d_state,
-        scale=scale, normalize_qk=normalize_qk,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *_columns(q, g, beta),
+        borders,
+        d_o,
+        d_state,
+        scale=scale,
+        normalize_qk=normalize_qk,
+    )
     return d_q, d_k, d_v, d_g.reshape(g.shape), d_beta.reshape(beta.shape), d_initial
 
 
@@ -251,8 +299,9 @@ def _gradients_from_inputs(static: _Static, *operands: Any) -> tuple[jax.Array, 
     return _chunked_gradients(static, q, k, v, g, beta, borders, d_o, d_state)
 
 
-def _gradients(static: _Static, q: jax.Array, k: jax.Array,
-               *operands: Any) -> tuple[jax.Array, ...]:  # fmt: skip
+def _gradients(
+    static: _Static, q: jax.Array, k: jax.Array, *operands: Any
+) -> tuple[jax.Array, ...]:
     from pallas_kernels.gated_delta import kernel
 
     scale, normalize_qk, plan = static
@@ -263,9 +312,17 @@ def _gradients(static: _Static, q: jax.Array, k: jax.Array,
     if normalize_qk:
         (q, k), pull = jax.vjp(lambda *x: tuple(map(_normalized, x)), q, k)
     d_q, d_k, *rest = kernel.gated_delta_backward(
-        q, k, v, g, beta, d_o, d_state, scale=scale, initial_state=initial_state,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        d_o,
+        d_state,
+        scale=scale,
+        initial_state=initial_state,
         segments=plan.segments,
-    )  # fmt: skip
+    )
     if pull is not None:
         d_q, d_k = pull((d_q, d_k))
     return d_q, d_k, *rest

@@ -103,9 +103,15 @@ def gated_delta_parallel(
 
 
 def _prepare(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array,
-    scale: float | None, initial_state: jax.Array | None, normalize_qk: bool,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    scale: float | None,
+    initial_state: jax.Array | None,
+    normalize_qk: bool,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """(q, k, v, log_decay, beta, all with the value heads and a last axis; the state)."""
     heads, d_k, d_v = v.shape[2], q.shape[-1], v.shape[-1]
     dtype = jnp.promote_types(jnp.float32, log_decay.dtype)

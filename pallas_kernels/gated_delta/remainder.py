@@ -8,12 +8,11 @@ thread has 32 entries of a [64, 64] array: four words of codes.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
 from pallas_kernels.recurrence.channels import thread_in_warpgroup
 
 WORDS = 4 * 128  # of a [64, 64] array

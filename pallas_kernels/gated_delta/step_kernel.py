@@ -20,12 +20,12 @@ import functools
 from typing import Any, ClassVar
 
 import jax
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND, floats, packed
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.ptx import LOG2E
@@ -34,7 +34,7 @@ ROWS = 16  # of the state that a lane holds, four columns of each
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DeltaStepPlan:
     """columns: value channels of a block."""
 
     kernel: ClassVar[str] = "gated_delta_step_mosaic"
@@ -44,7 +44,7 @@ class Plan:
         return f"blocks of {self.columns} value channels"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> DeltaStepPlan | Reason:
     """How ``gated_delta_step`` computes a call."""
     if reason := half_reason(q=q, k=k, v=v):
         return Reason(reason)
@@ -54,7 +54,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     if dv % 128:
         return Reason(f"v has Dv = {dv}, not a multiple of 128")
     few = batch * heads * dv // 128 <= gpu().sms // 2 and q.shape[-1] > 64
-    return Plan(64 if few else 128)
+    return DeltaStepPlan(64 if few else 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,16 +181,22 @@ def gated_delta_step(
     state: jax.Array,
     *,
     scale: float,
-    plan: Plan,
+    plan: DeltaStepPlan,
 ) -> tuple[Any, Any]:
     """q, k [B, Hk, Dk], v [B, H, Dv], float32 log_decay [B, H] or [B, H, Dk], beta [B, H] and state
     [B, H, Dk, Dv] -> (o [B, H, Dv], state).  The state is aliased: donate it and no copy is made.
     """
     b, h, dk, dv = state.shape
     shape = _Shape(
-        h, h // q.shape[1], dk, dv, float(scale), plan.columns, log_decay.ndim == 3,
+        h,
+        h // q.shape[1],
+        dk,
+        dv,
+        float(scale),
+        plan.columns,
+        log_decay.ndim == 3,
         KIND[v.dtype.name],
-    )  # fmt: skip
+    )
 
     def run(state):
         return launch(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, OpChoice
 
 CLUSTER = 8  # value heads of a key head
 MOST = 16  # tokens of a row
@@ -69,7 +69,7 @@ def gated_delta_token(
         batch, heads, _, dv = state.shape
         return jnp.zeros((batch, heads, dv), last.dtype), state, last
     call, rows = _call("gated_delta_token", found, operands, eps, beta_max)
-    return _gated_delta_token(Choice("mosaic"), call, rows, *operands[1:])
+    return _gated_delta_token(OpChoice("mosaic"), call, rows, *operands[1:])
 
 
 def gated_delta_tokens(
@@ -96,14 +96,15 @@ def gated_delta_tokens(
     if is_empty(state):
         found = Reason("an operand of size 0")
     call, rows = _call("gated_delta_tokens", found, operands, eps, beta_max)
-    return _gated_delta_tokens(Choice("mosaic"), call, rows, conv, decay, norm, state, last)
+    return _gated_delta_tokens(OpChoice("mosaic"), call, rows, conv, decay, norm, state, last)
 
 
 def _call(op, found, operands, eps, beta_max):
     streams, conv, *_ = operands
     rows = tuple(x.rows for x in streams)
-    found = choose_plan(op, "mosaic", lambda: found, rows, *operands[1:4], *operands[5:],
-                        has_xla=False)  # fmt: skip
+    found = choose_plan(
+        op, "mosaic", lambda: found, rows, *operands[1:4], *operands[5:], has_xla=False
+    )
     gated = streams[0].width > conv.shape[0]
     return (tuple(x.start for x in streams), (float(eps), float(beta_max), gated), found), rows
 
@@ -139,8 +140,15 @@ def plan(
     from pallas_kernels.gated_delta import token_kernel
 
     qkvz, ba = (x.rows for x in streams)
-    named = {"qkvz": qkvz, "ba": ba, "conv": conv, "a_log": decay[0], "dt_bias": decay[1],
-             "norm": norm, "last": last}  # fmt: skip
+    named = {
+        "qkvz": qkvz,
+        "ba": ba,
+        "conv": conv,
+        "a_log": decay[0],
+        "dt_bias": decay[1],
+        "norm": norm,
+        "last": last,
+    }
     op, lines = "gated_delta_token", _OPERANDS
     if lengths is None:
         op, lines = "gated_delta_tokens", _OF_SEVERAL
@@ -152,16 +160,21 @@ def plan(
     features, taps = conv.shape
     key_heads, more = divmod(features - heads * dv, 2 * dk) if dk else (0, 1)
     if more or key_heads < 1 or heads % key_heads:
-        raise ValueError(f"{op}: conv {conv.shape} does not fit state {state.shape}: "
-                         "2 Hk Dk + H Dv rows, of Hk heads that divide H")  # fmt: skip
+        raise ValueError(
+            f"{op}: conv {conv.shape} does not fit state {state.shape}: "
+            "2 Hk Dk + H Dv rows, of Hk heads that divide H"
+        )
     if last.shape[1] != taps - 1:
-        raise ValueError(f"{op}: last {last.shape} has not one input less than conv "
-                         f"{conv.shape} has taps")  # fmt: skip
+        raise ValueError(
+            f"{op}: last {last.shape} has not one input less than conv {conv.shape} has taps"
+        )
     widths = (features, features + heads * dv), (2 * heads,)
     for name, x, allowed in zip(("qkvz", "ba"), streams, widths, strict=True):
         if x.width not in allowed or not 0 <= x.start <= x.rows.shape[1] - x.width:
-            raise ValueError(f"{op}: {name} is {x.width} columns from {x.start} of "
-                             f"{x.rows.shape}, not {allowed[-1]}")  # fmt: skip
+            raise ValueError(
+                f"{op}: {name} is {x.width} columns from {x.start} of "
+                f"{x.rows.shape}, not {allowed[-1]}"
+            )
     if reason := half_reason(**named):
         return Reason(reason)
     if dk not in (64, 128, 256) or dv != token_kernel.COLUMNS:
@@ -174,7 +187,7 @@ def plan(
         return Reason(f"conv {conv.shape}: not 2 or 4 taps")
     if streams[0].start % 4 or qkvz.shape[1] % 4 or features % 4:
         return Reason("qkvz is columns that do not begin at multiples of 8 bytes")
-    return token_kernel.Plan(dk // token_kernel.ROWS)
+    return token_kernel.DeltaTokenPlan(dk // token_kernel.ROWS)
 
 
 def own_token(

@@ -33,14 +33,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fused_parts import KIND
-from pallas_kernels.gated_delta.token_registers import COLUMNS, ROWS, Operands, Shape, Token
+from pallas_kernels.gated_delta.token_registers import (
+    COLUMNS,
+    ROWS,
+    DeltaTokenOperands,
+    DeltaTokenShape,
+    Token,
+)
 from pallas_kernels.launch import in_place, launch
 
-__all__ = ["COLUMNS", "ROWS", "Plan", "gated_delta_commit", "gated_delta_token"]
+__all__ = ["COLUMNS", "ROWS", "DeltaTokenPlan", "gated_delta_commit", "gated_delta_token"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DeltaTokenPlan:
     """warps: of a block."""
 
     kernel: ClassVar[str] = "gated_delta_token_mosaic"
@@ -50,7 +56,9 @@ class Plan:
         return f"blocks of a value head and {self.warps} warps"
 
 
-def _launched(shape: Shape, operands: Operands, rows: int, out: Any, refs: Any) -> Any:
+def _launched(
+    shape: DeltaTokenShape, operands: DeltaTokenOperands, rows: int, out: Any, refs: Any
+) -> Any:
     """Results of the types ``out``, of which the last five may be what is kept.  rows: of the
     state; refs: (state, last)."""
     state, last = refs
@@ -66,9 +74,16 @@ def _launched(shape: Shape, operands: Operands, rows: int, out: Any, refs: Any) 
         Token(shape, here, list(refs[len(out) :]), heads).run()
 
     return launch(
-        body, leaves, out, name="gated_delta_token", grid=layers * heads // cluster,
-        cluster=cluster, warpgroups=shape.warps // 4, registers=True, scratch=shape.scratch,
-    )  # fmt: skip
+        body,
+        leaves,
+        out,
+        name="gated_delta_token",
+        grid=layers * heads // cluster,
+        cluster=cluster,
+        warpgroups=shape.warps // 4,
+        registers=True,
+        scratch=shape.scratch,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("starts", "options", "plan", "keeps"))
@@ -83,7 +98,7 @@ def gated_delta_token(
     *,
     starts: tuple[int, int],
     options: tuple[float, float, bool],
-    plan: Plan,
+    plan: DeltaTokenPlan,
     keeps: bool = False,
 ):
     """See ``pallas_kernels.gated_delta.token``.
@@ -98,8 +113,10 @@ def gated_delta_token(
     key_heads, dtype = (features - h * dv) // (2 * dk), streams[0].dtype
     tokens = streams[0].shape[0] // b
     pitches = streams[0].shape[1], streams[1].shape[1]
-    shape = Shape(h, h // key_heads, dk, taps, pitches, starts, *options, tokens, KIND[dtype.name])
-    operands = Operands(*streams, conv, *decay, norm, lengths)
+    shape = DeltaTokenShape(
+        h, h // key_heads, dk, taps, pitches, starts, *options, tokens, KIND[dtype.name]
+    )
+    operands = DeltaTokenOperands(*streams, conv, *decay, norm, lengths)
     spec, lead = jax.ShapeDtypeStruct, (b, tokens)
     out = (spec((b * tokens, h, dv), dtype),)
     if keeps:
@@ -112,12 +129,15 @@ def gated_delta_token(
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def gated_delta_commit(states, lasts, k, v, log_decay, beta, read, count, *, plan: Plan):
+def gated_delta_commit(states, lasts, k, v, log_decay, beta, read, count, *, plan: DeltaTokenPlan):
     """See ``pallas_kernels.gated_delta.commit``; tuples of arrays, one a layer."""
     del plan
     b, h, dk, _ = states[0].shape
     tokens, key_heads = k[0].shape[1:3]
-    shape = Shape(h, h // key_heads, dk, lasts[0].shape[1] + 1, tokens=tokens,
-                  kind=KIND[v[0].dtype.name])  # fmt: skip
-    operands = Operands(lengths=count, k=k, v=v, log_decay=log_decay, beta=beta, read=read)
+    shape = DeltaTokenShape(
+        h, h // key_heads, dk, lasts[0].shape[1] + 1, tokens=tokens, kind=KIND[v[0].dtype.name]
+    )
+    operands = DeltaTokenOperands(
+        lengths=count, k=k, v=v, log_decay=log_decay, beta=beta, read=read
+    )
     return in_place(functools.partial(_launched, shape, operands, b, ()), (states, lasts))[1]

@@ -11,11 +11,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 
 ROWS = 16  # of the state that a lane holds, four columns of each
@@ -24,7 +23,7 @@ _PITCH = 2 * COLUMNS + 4  # floats of a warp's sums: two of every column, then o
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class DeltaTokenShape:
     """pitches, starts: of qkvz and ba in their rows, in elements.  taps: of the convolution."""
 
     heads: int
@@ -61,7 +60,7 @@ class Shape:
         return [2 * self.dk * self.tokens, values * self.tokens, sums]
 
 
-class Operands(NamedTuple):
+class DeltaTokenOperands(NamedTuple):
     """Device memory of a call; None for what it does not have."""
 
     qkvz: Any = None
@@ -85,7 +84,9 @@ class Operands(NamedTuple):
 class Token:
     """``heads``: rows times heads, of a layer."""
 
-    def __init__(self, shape: Shape, operands: Operands, scratch: list[Any], heads: int):
+    def __init__(
+        self, shape: DeltaTokenShape, operands: DeltaTokenOperands, scratch: list[Any], heads: int
+    ):
         self.shape = shape
         self.table, self.values, self.sums = (p.shared_address(ref) for ref in scratch)
         self.thread = p.register("tid.x")
@@ -102,10 +103,12 @@ class Token:
         else:
             self.rank = arith.remui(head, p.ci(shape.group))
         self.whole_head = head
-        self.memory = Operands(*(layer_address(ref, layer) for ref in operands[:-1]))
+        self.memory = DeltaTokenOperands(*(layer_address(ref, layer) for ref in operands[:-1]))
         self.kept = None
         if operands.kept is not None:
-            self.kept = Operands(**dict(zip(_KEPT, map(p.address, operands.kept), strict=True)))
+            self.kept = DeltaTokenOperands(
+                **dict(zip(_KEPT, map(p.address, operands.kept), strict=True))
+            )
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
         self.key_head = arith.divui(self.head, p.ci(shape.group))
         keys = shape.key_heads * shape.dk
@@ -281,8 +284,9 @@ class Token:
     def convolved(self) -> Callable[[], None]:
         """q, k and v of all tokens.  What stores the new last inputs, or what is kept."""
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
-        of_qk, of_v = (self.activated(x, feature) for x, feature in
-                       ((qk, self.feature), (v, self.v_feature)))  # fmt: skip
+        of_qk, of_v = (
+            self.activated(x, feature) for x, feature in ((qk, self.feature), (v, self.v_feature))
+        )
         for t, channels in enumerate(zip(of_qk, of_v, strict=True)):
             self.put(t, *channels)
         if self.kept:
@@ -357,8 +361,10 @@ class Token:
             v = p.offset(self.of_head(memory.v, t, 2 * COLUMNS), self.v_channel, 2)
             k, v = (self.load(at) for at in (self.of_key(memory.k, t), v))
             self.put(t, of(k), of(v))
-            g, beta = (p.load_global(self.of_head(x, t, 4), 1, 0, "f32", cache=p.READ_ONLY)[0]
-                       for x in (memory.log_decay, memory.beta))  # fmt: skip
+            g, beta = (
+                p.load_global(self.of_head(x, t, 4), 1, 0, "f32", cache=p.READ_ONLY)[0]
+                for x in (memory.log_decay, memory.beta)
+            )
             gates.append((of(p.exp2(arith.mulf(g, p.cf(LOG2E))), 1.0), of(beta)))
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
 

@@ -34,7 +34,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.recurrence import groups
-from pallas_kernels.recurrence.decay import Sums, decay_sums, pairs, second_halves, transpose_sums
+from pallas_kernels.recurrence.decay import (
+    DecaySums,
+    decay_sums,
+    pairs,
+    second_halves,
+    transpose_sums,
+)
 from pallas_kernels.recurrence.groups import (
     dot,
     grouping_of,
@@ -46,7 +52,7 @@ from pallas_kernels.recurrence.groups import (
 )
 
 
-class Chunks(NamedTuple):
+class GlaChunks(NamedTuple):
     """Inputs of one group, all ``[B, H, N, C, D]``: N chunks of C tokens."""
 
     q: jax.Array
@@ -69,10 +75,10 @@ def chunked_forward(
     """``q, k, log_decay [B, T, H, Dk]``, ``v [B, T, H, Dv]``, ``initial_state [B, H, Dk, Dv]`` ->
     (``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``)."""
     grouping = grouping_of(q, v, chunk)
-    groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
+    groups = GlaChunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
     dtype = operand_dtype(q.dtype)
 
-    def one_group(state: jax.Array, group: Chunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def one_group(state: jax.Array, group: GlaChunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         o, final = _group_forward(group, state, scale, dtype)
         return final, (o.astype(v.dtype), state)
 
@@ -95,13 +101,13 @@ def chunked_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k, v, log_decay (in their dtypes) and of the initial state."""
     grouping = grouping_of(q, v, chunk)
-    groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
+    groups = GlaChunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
     dtype = operand_dtype(q.dtype)
 
-    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, Chunks]:
+    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, GlaChunks]:
         group, state, d_out = inputs
         grads, d_initial = _group_backward(group, state, d_out, d_final, scale, dtype)
-        return d_initial, Chunks(*(d.astype(x.dtype) for d, x in zip(grads, group, strict=True)))
+        return d_initial, GlaChunks(*(d.astype(x.dtype) for d, x in zip(grads, group, strict=True)))
 
     inputs = (groups, borders, split(d_o, grouping))
     d_initial, grads = scan_groups(one_group, d_state, inputs, reverse=True)
@@ -109,7 +115,7 @@ def chunked_backward(
 
 
 def _group_forward(
-    x: Chunks, state: jax.Array, scale: float, dtype: jnp.dtype
+    x: GlaChunks, state: jax.Array, scale: float, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
     levels, prefix, suffix = decay_sums(x.g, dtype, groups.on_gpu())
@@ -122,13 +128,13 @@ def _group_forward(
 
 
 def _group_backward(
-    x: Chunks,
+    x: GlaChunks,
     state: jax.Array,
     d_o: jax.Array,
     d_final: jax.Array,
     scale: float,
     dtype: jnp.dtype,
-) -> tuple[Chunks, jax.Array]:
+) -> tuple[GlaChunks, jax.Array]:
     """(gradients of the group's inputs, gradient of the state before the group), all float32."""
     levels, prefix, suffix = decay_sums(x.g, dtype, groups.on_gpu())
     q = x.q.astype(jnp.float32) * scale
@@ -167,8 +173,8 @@ def _group_backward(
         d_y = d_y * decay
         d_q += jnp.where(second, d_y, 0.0)
         d_k += jnp.where(second, 0.0, d_y)
-    d_g = transpose_sums(Sums(tuple(d_levels), d_prefix, d_suffix), dtype, groups.on_gpu())
-    return Chunks(d_q * scale, d_k, d_v, d_g), d_state
+    d_g = transpose_sums(DecaySums(tuple(d_levels), d_prefix, d_suffix), dtype, groups.on_gpu())
+    return GlaChunks(d_q * scale, d_k, d_v, d_g), d_state
 
 
 def _chunk_attention(
@@ -216,7 +222,10 @@ def _state_scan(
     n_chunks = decay.shape[2]
     before = jnp.zeros_like(added, dtype)
     (last, before), _ = lax.scan(
-        step, (state, before), jnp.arange(n_chunks), reverse=reverse,
+        step,
+        (state, before),
+        jnp.arange(n_chunks),
+        reverse=reverse,
         unroll=min(n_chunks, scan_unroll()),
-    )  # fmt: skip
+    )
     return before, last

@@ -29,9 +29,14 @@ _Several = Sequence[jax.Array]
 
 
 def gla_commit(
-    states: _Several, k: _Several, v: _Several, log_decay: _Several, count: jax.Array,
-    *, planned: Plan | None = None,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    states: _Several,
+    k: _Several,
+    v: _Several,
+    log_decay: _Several,
+    count: jax.Array,
+    *,
+    planned: Plan | None = None,
+) -> tuple[jax.Array, ...]:
     """The states after the first ``count[B]`` of T tokens.
 
     states: float32 ``[B, H, Dk, Dv]``, one a layer; donate them.  k, log_decay ``[B, T, H, Dk]``
@@ -93,8 +98,10 @@ def _xla(found, states, k, v, log_decay, count):
     def after(state, k, v, log_decay):
         for t in range(k.shape[1]):
             moves = (count > t)[:, None, None]
-            k_t, v_t, g_t = (jnp.where(moves, x[:, t].astype(jnp.float32), jnp.float32(0))
-                             for x in (k, v, log_decay))  # fmt: skip
+            k_t, v_t, g_t = (
+                jnp.where(moves, x[:, t].astype(jnp.float32), jnp.float32(0))
+                for x in (k, v, log_decay)
+            )
             state = jnp.exp(g_t)[..., None] * state + k_t[..., None] * v_t[..., None, :]
         return state
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import (
     ROWS,
     TILE,

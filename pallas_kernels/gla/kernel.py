@@ -43,7 +43,7 @@ from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GlaPlan:
     """segments: parts of a row that are scanned side by side."""
 
     kernel: ClassVar[str] = "gla_mosaic"
@@ -53,12 +53,12 @@ class Plan:
         return f"{self.segments} segments a row"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaPlan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
     if reason := operands_reason(q, k, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
+    return GlaPlan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
 
 
 def is_halved(q: jax.Array) -> bool:
@@ -164,16 +164,27 @@ def gla_forward(
         lengths = lengths.astype(jnp.int32)
     if is_halved(q):
         o, state, *kept = gla_forward(
-            halves(q), halves(k), twice(v), halves(log_decay), scale=scale, lengths=lengths,
-            initial_state=_state_halves(initial_state), segments=segments, save=save,
-        )  # fmt: skip
+            halves(q),
+            halves(k),
+            twice(v),
+            halves(log_decay),
+            scale=scale,
+            lengths=lengths,
+            initial_state=_state_halves(initial_state),
+            segments=segments,
+            save=save,
+        )
         return summed(o), state.reshape(*q.shape[::2], q.shape[3], v.shape[3]), *kept
     dv = v.shape[-1]
     gated = gates(q, k, log_decay, lengths, float(scale))
     o, borders, state = _scan_in_segments(
-        gated, padded(v), padded(initial_state), lengths, segments=segments,
+        gated,
+        padded(v),
+        padded(initial_state),
+        lengths,
+        segments=segments,
         want_borders=save != "nothing",
-    )  # fmt: skip
+    )
     o, state = o[..., :dv], state[..., :dv]
     if save == "nothing":
         return o, state
@@ -202,10 +213,17 @@ def gla_backward(
     """
     if is_halved(q):
         dq, dk, dv, dg, d_initial = gla_backward(
-            halves(q), halves(k), twice(v), halves(log_decay), twice(d_out),
-            _state_halves(d_state), scale=scale, initial_state=_state_halves(initial_state),
-            saved=saved, segments=segments,
-        )  # fmt: skip
+            halves(q),
+            halves(k),
+            twice(v),
+            halves(log_decay),
+            twice(d_out),
+            _state_halves(d_state),
+            scale=scale,
+            initial_state=_state_halves(initial_state),
+            saved=saved,
+            segments=segments,
+        )
         dq, dk, dg = (x.reshape(q.shape) for x in (dq, dk, dg))
         return dq, dk, summed(dv), dg, d_initial.reshape(*q.shape[::2], q.shape[3], v.shape[3])
     width = v.shape[-1]

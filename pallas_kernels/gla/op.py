@@ -29,7 +29,7 @@ from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, i
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
 from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
-from pallas_kernels.transform import Choice, Op, chosen
+from pallas_kernels.transform import Op, OpChoice, chosen
 
 _Pair = tuple[jax.Array, jax.Array]
 _Static = tuple[float, int, Any]  # scale, chunk, the kernel's plan
@@ -90,9 +90,16 @@ def gla(
     kernel for the call.
     """
     check(
-        "gla", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, initial_state=initial_state,
-        lengths=lengths, segment_ids=segment_ids,
-    )  # fmt: skip
+        "gla",
+        _OPERANDS,
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        initial_state=initial_state,
+        lengths=lengths,
+        segment_ids=segment_ids,
+    )
     batch, _, heads, d_k = q.shape
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
@@ -152,24 +159,50 @@ def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     return step_kernel.plan(q, k, v)
 
 
-def _kernel(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-            initial_state: jax.Array | None, lengths: jax.Array | None) -> _Pair:  # fmt: skip
+def _kernel(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+    lengths: jax.Array | None,
+) -> _Pair:
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
     return gla_mosaic.gla_forward(
-        q, k, v, g, scale=scale, initial_state=initial_state, lengths=lengths,
+        q,
+        k,
+        v,
+        g,
+        scale=scale,
+        initial_state=initial_state,
+        lengths=lengths,
         segments=plan.segments,
-    )  # fmt: skip
+    )
 
 
-def _xla(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-         initial_state: jax.Array | None, lengths: jax.Array | None) -> _Pair:  # fmt: skip
+def _xla(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+    lengths: jax.Array | None,
+) -> _Pair:
     return _chunked(static, *zero_padding(lengths, q, k, v, g), initial_state=initial_state)[0]
 
 
-def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-             initial_state: jax.Array | None) -> tuple[_Pair, jax.Array]:  # fmt: skip
+def _chunked(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+) -> tuple[_Pair, jax.Array]:
     """((o, state), the states that ``chunked_backward`` takes)."""
     scale, chunk, _ = static
     if initial_state is None:
@@ -180,17 +213,25 @@ def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.A
     return tuple(out), borders
 
 
-def _forward(choice: Choice, static: _Static, q: jax.Array, k: jax.Array, v: jax.Array,
-             g: jax.Array, initial_state: jax.Array | None,
-             lengths: jax.Array | None) -> tuple[_Pair, Any]:  # fmt: skip
+def _forward(
+    choice: OpChoice,
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+    lengths: jax.Array | None,
+) -> tuple[_Pair, Any]:
     inputs = zero_padding(lengths, q, k, v, g)
     if choice.implementation == "mosaic":
         return _kept_forward(choice, static, *inputs, initial_state)
     return _chunked(static, *inputs, initial_state=initial_state)
 
 
-def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: jax.Array,
-              d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
+def _backward(
+    choice: OpChoice, static: _Static, operands: Any, saved: Any, d_o: jax.Array, d_state: jax.Array
+) -> tuple[jax.Array | None, ...]:
     *inputs, initial_state, lengths = operands
     *inputs, d_o = zero_padding(lengths, *inputs, d_o)
     if choice.implementation == "mosaic":
@@ -203,8 +244,14 @@ def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: j
     return (*zero_padding(lengths, *gradients), d_initial, None)
 
 
-def _keeping(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-             initial_state: jax.Array | None) -> tuple[_Pair, Any]:  # fmt: skip
+def _keeping(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+) -> tuple[_Pair, Any]:
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
@@ -220,21 +267,45 @@ def _keeping_nothing(static: _Static, *inputs: Any) -> tuple[_Pair, Any]:
     return _chunked(static, *inputs)[0], jax.tree.map(jnp.zeros_like, saved)
 
 
-def _gradients(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-               initial_state: jax.Array | None, saved: Any, d_o: jax.Array,
-               d_state: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+def _gradients(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+    saved: Any,
+    d_o: jax.Array,
+    d_state: jax.Array,
+) -> tuple[jax.Array, ...]:
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
     return gla_mosaic.gla_backward(
-        q, k, v, g, d_o, d_state, scale=scale, initial_state=initial_state, saved=saved,
+        q,
+        k,
+        v,
+        g,
+        d_o,
+        d_state,
+        scale=scale,
+        initial_state=initial_state,
+        saved=saved,
         segments=plan.segments,
-    )  # fmt: skip
+    )
 
 
-def _gradients_from_inputs(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-                           initial_state: jax.Array | None, saved: Any, d_o: jax.Array,
-                           d_state: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+def _gradients_from_inputs(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    initial_state: jax.Array | None,
+    saved: Any,
+    d_o: jax.Array,
+    d_state: jax.Array,
+) -> tuple[jax.Array, ...]:
     scale, chunk, _ = static
     _, borders = _chunked(static, q, k, v, g, initial_state)
     return chunked_backward(q, k, v, g, borders, d_o, d_state, scale=scale, chunk=chunk)
@@ -245,8 +316,14 @@ _kernel_backward = Op("gla", _gradients_from_inputs, _gradients)
 _gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
 
 
-def _step_kernel(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-                 state: jax.Array) -> _Pair:  # fmt: skip
+def _step_kernel(
+    static: tuple[float, Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    state: jax.Array,
+) -> _Pair:
     scale, plan = static
     if isinstance(plan, cpu.CpuPlan):
         return cpu.gla_step(q, k, v, g, state, scale, plan)
@@ -255,8 +332,14 @@ def _step_kernel(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.A
     return step_kernel.gla_step(q, k, v, g, state, scale, plan)
 
 
-def _step_xla(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
-              state: jax.Array) -> _Pair:  # fmt: skip
+def _step_xla(
+    static: tuple[float, Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    state: jax.Array,
+) -> _Pair:
     scale, _ = static
     q_f, k_f, v_f = (x.astype(jnp.float32) for x in (q, k, v))
     state = jnp.exp(g)[..., None] * state + k_f[..., None] * v_f[..., None, :]

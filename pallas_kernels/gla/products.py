@@ -17,12 +17,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,

@@ -46,7 +46,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND
-from pallas_kernels.gla.step_registers import BATCH, Operands, Shape, Step
+from pallas_kernels.gla.step_registers import BATCH, GlaStepLayout, GlaStepOperands, GlaStepShape
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.recurrence.operands import shapes_reason
@@ -55,7 +55,7 @@ LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GlaStepPlan:
     """columns: value channels of a block.  warps: of a block."""
 
     kernel: ClassVar[str] = "gla_step_mosaic"
@@ -66,21 +66,21 @@ class Plan:
         return f"blocks of {self.columns} value channels and {self.warps} warps"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaStepPlan | Reason:
     """How ``gla_step`` computes a call: the state is updated in place, so it cannot be padded."""
     reason = half_reason(q=q, k=k, v=v) or shapes_reason(q, v, 128)
     return Reason(reason) if reason else divided(*q.shape, v.shape[-1])
 
 
-def divided(batch: int, heads: int, dk: int, dv: int) -> Plan:
+def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
     """With few heads blocks are narrow, as far as a cluster holds a head, and a lane has all its
     rows in flight at once."""
     few = batch * heads * dv // 128 <= gpu().sms // 2
     columns = 64 if few and dv <= 512 else 128
-    return Plan(columns, max(4, dk * columns // (128 * BATCH)) if few else 4)
+    return GlaStepPlan(columns, max(4, dk * columns // (128 * BATCH)) if few else 4)
 
 
-def _call(shape: Shape, operands: Operands, rows: int, out: Any) -> Any:
+def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -> Any:
     """Results of the types ``out``, of which the last three may be what is kept; where nothing is,
     (results, state).  rows: of the state."""
     layers = len(operands.state) if isinstance(operands.state, tuple) else 1
@@ -94,20 +94,26 @@ def _call(shape: Shape, operands: Operands, rows: int, out: Any) -> Any:
             inputs, refs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
             first, *kept = refs[: len(out)] or (None,)
             here = inputs._replace(out=first, kept=tuple(kept) or None)
-            Step(shape, here, list(refs[len(out) :]), heads).run()
+            GlaStepLayout(shape, here, list(refs[len(out) :]), heads).run()
 
         cluster = shape.blocks if normed else 1
         return launch(
-            body, leaves, out, name="gla_step", grid=layers * heads * shape.blocks // cluster,
-            cluster=cluster, warpgroups=shape.warps // 4, registers=True,
+            body,
+            leaves,
+            out,
+            name="gla_step",
+            grid=layers * heads * shape.blocks // cluster,
+            cluster=cluster,
+            warpgroups=shape.warps // 4,
+            registers=True,
             scratch=shape.scratch(normed),
-        )  # fmt: skip
+        )
 
     return in_place(run, operands.state) if len(out) <= 1 else run(operands.state)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
-def gla_step(q, k, v, log_decay, state, scale: float, plan: Plan | None = None):
+def gla_step(q, k, v, log_decay, state, scale: float, plan: GlaStepPlan | None = None):
     """q, k, log_decay [B, H, Dk], v [B, H, Dv], float32 state [B, H, Dk, Dv] -> (o, state).
 
     bf16 or f16 q, k, v; Dk in 64, 128, 256, 512; Dv % 128 == 0.  The state is aliased: donate it
@@ -117,11 +123,19 @@ def gla_step(q, k, v, log_decay, state, scale: float, plan: Plan | None = None):
     dv = v.shape[-1]
     pitches = (h * dk, h * dk, h * dv)
     plan = plan or divided(b, h, dk, dv)
-    shape = Shape(
-        h, h, dk, dv, float(scale), pitches, (0, 0, 0), plan.columns, plan.warps,
+    shape = GlaStepShape(
+        h,
+        h,
+        dk,
+        dv,
+        float(scale),
+        pitches,
+        (0, 0, 0),
+        plan.columns,
+        plan.warps,
         kind=KIND[v.dtype.name],
-    )  # fmt: skip
-    operands = Operands(q=q, k=k, v=v, log_decay=log_decay, state=state)
+    )
+    operands = GlaStepOperands(q=q, k=k, v=v, log_decay=log_decay, state=state)
     (o,), state = _call(shape, operands, b, (jax.ShapeDtypeStruct((b, h, dv), v.dtype),))
     return o, state
 
@@ -136,7 +150,7 @@ def gla_token(
     *,
     starts: tuple[int, ...],
     options: tuple[float, float, float | None],
-    plan: Plan,
+    plan: GlaStepPlan,
     keeps: bool = False,
 ):
     """See ``pallas_kernels.gla.token``.
@@ -149,13 +163,25 @@ def gla_token(
     weight, bias = decay
     eps, normalizer, clamp_min = options
     tokens, dtype = streams[0].shape[0] // b, streams[0].dtype
-    shape = Shape(
-        h, weight.shape[0] // dk, dk, dv, dk**-0.5, tuple(x.shape[1] for x in streams), starts,
-        plan.columns, plan.warps, weight.shape[1], eps, normalizer, clamp_min, tokens,
+    shape = GlaStepShape(
+        h,
+        weight.shape[0] // dk,
+        dk,
+        dv,
+        dk**-0.5,
+        tuple(x.shape[1] for x in streams),
+        starts,
+        plan.columns,
+        plan.warps,
+        weight.shape[1],
+        eps,
+        normalizer,
+        clamp_min,
+        tokens,
         KIND[dtype.name],
-    )  # fmt: skip
+    )
     named = dict(zip(("q", "k", "v", "low", "gate"), streams, strict=False))
-    operands = Operands(
+    operands = GlaStepOperands(
         **named, decay_weight=weight, decay_bias=bias, lengths=lengths, norm=norm, state=state
     )
     out = (jax.ShapeDtypeStruct((b * tokens, h, dv), dtype),)
@@ -168,13 +194,22 @@ def gla_token(
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def gla_commit(states, k, v, log_decay, count, *, plan: Plan):
+def gla_commit(states, k, v, log_decay, count, *, plan: GlaStepPlan):
     """See ``pallas_kernels.gla.commit``; tuples of arrays, one a layer."""
     b, h, dk, dv = states[0].shape
     pitches = (h * dk, h * dk, h * dv)
-    shape = Shape(
-        h, h, dk, dv, 1.0, pitches, (0, 0, 0), plan.columns, plan.warps, tokens=k[0].shape[1],
+    shape = GlaStepShape(
+        h,
+        h,
+        dk,
+        dv,
+        1.0,
+        pitches,
+        (0, 0, 0),
+        plan.columns,
+        plan.warps,
+        tokens=k[0].shape[1],
         kind=KIND[v[0].dtype.name],
-    )  # fmt: skip
-    operands = Operands(k=k, v=v, log_decay=log_decay, lengths=count, state=states)
+    )
+    operands = GlaStepOperands(k=k, v=v, log_decay=log_decay, lengths=count, state=states)
     return _call(shape, operands, b, ())[1]

@@ -11,10 +11,9 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed, silu
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
@@ -22,7 +21,7 @@ _TOGETHER = 4  # tokens whose channels are loaded before any is computed
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class GlaStepShape:
     """``pitches``, ``starts``: of q, k, v (and low, gate) in their rows, in elements."""
 
     heads: int
@@ -54,7 +53,7 @@ class Shape:
         return [table, sums] + exchange * (normed and self.blocks > 1)
 
 
-class Operands(NamedTuple):
+class GlaStepOperands(NamedTuple):
     """Device memory of a call; None for what it does not have.  k, v, log_decay and state may be
     tuples, of layers."""
 
@@ -73,10 +72,12 @@ class Operands(NamedTuple):
     kept: Any = None  # (k, v, log_decay) to be written; the state is not, then
 
 
-class Step:
+class GlaStepLayout:
     """``heads``: rows times heads, of a layer."""
 
-    def __init__(self, shape: Shape, operands: Operands, scratch: list[Any], heads: int):
+    def __init__(
+        self, shape: GlaStepShape, operands: GlaStepOperands, scratch: list[Any], heads: int
+    ):
         self.shape = shape
         self.table, self.sums, *exchange = (p.shared_address(ref) for ref in scratch)
         self.thread = p.register("tid.x")
@@ -93,7 +94,7 @@ class Step:
         layer = None
         if isinstance(operands.state, tuple):
             layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
-        self.memory = Operands(*(layer_address(ref, layer) for ref in operands[:-1]))
+        self.memory = GlaStepOperands(*(layer_address(ref, layer) for ref in operands[:-1]))
         self.kept = tuple(map(p.address, operands.kept or ()))
         self.whole_head = head
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))

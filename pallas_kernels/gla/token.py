@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, OpChoice
 
 COLUMNS = 128  # value channels of a block
 CLUSTER = 8  # blocks whose sums of squares can be brought together
@@ -76,7 +76,7 @@ def gla_token(
         return jnp.zeros((batch, heads, dv), streams[0].rows.dtype), state
     static = _static("gla_token", found, streams, decay, norm, state, (eps, normalizer, clamp_min))
     rows = tuple(x.rows for x in streams)
-    return _gla_token(Choice("mosaic"), static, rows, decay, norm, lengths, state)
+    return _gla_token(OpChoice("mosaic"), static, rows, decay, norm, lengths, state)
 
 
 def gla_tokens(
@@ -103,11 +103,14 @@ def gla_tokens(
         batch, heads, dk, dv = state.shape
         tokens, dtype = streams[0].rows.shape[0] // max(batch, 1), streams[0].rows.dtype
         kept = (jnp.zeros((batch, tokens, heads, n), dtype) for n in (dk, dv))
-        return (jnp.zeros((batch * tokens, heads, dv), dtype), *kept,
-                jnp.zeros((batch, tokens, heads, dk), jnp.float32))  # fmt: skip
+        return (
+            jnp.zeros((batch * tokens, heads, dv), dtype),
+            *kept,
+            jnp.zeros((batch, tokens, heads, dk), jnp.float32),
+        )
     static = _static("gla_tokens", found, streams, decay, norm, state, (eps, normalizer, clamp_min))
     rows = tuple(x.rows for x in streams)
-    return _gla_tokens(Choice("mosaic"), static, rows, decay, norm, state)
+    return _gla_tokens(OpChoice("mosaic"), static, rows, decay, norm, state)
 
 
 def _static(op, found, streams, decay, norm, state, options):
@@ -193,18 +196,25 @@ def _check(streams, decay, norm, lengths, state) -> None:
         raise ValueError(f"{op}: {len(streams)} streams are not {', '.join(NAMES[:4])}, gate")
     named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
     sizes = check(
-        op, lines, **(dict.fromkeys(NAMES) | named),
-        **{"decay weight": decay[0], "decay bias": decay[1]}, norm=norm, lengths=lengths,
+        op,
+        lines,
+        **(dict.fromkeys(NAMES) | named),
+        **{"decay weight": decay[0], "decay bias": decay[1]},
+        norm=norm,
+        lengths=lengths,
         state=state,
-    )  # fmt: skip
+    )
     if lengths is None and (sizes["B"] == 0 or sizes["N"] % sizes["B"] or sizes["N"] == 0):
-        raise ValueError(f"{op}: {sizes['N']} rows of q are not as many for each of state's "
-                         f"{sizes['B']}")  # fmt: skip
+        raise ValueError(
+            f"{op}: {sizes['N']} rows of q are not as many for each of state's {sizes['B']}"
+        )
     heads, dk, dv = state.shape[1:]
     kv_heads = decay[0].shape[0] // dk if dk else 0
     if dk and (decay[0].shape[0] % dk or (heads and (kv_heads == 0 or heads % kv_heads))):
-        raise ValueError(f"{op}: decay weight {decay[0].shape} does not fit state "
-                         f"{state.shape}: Hkv * Dk rows, of Hkv heads that divide H")  # fmt: skip
+        raise ValueError(
+            f"{op}: decay weight {decay[0].shape} does not fit state "
+            f"{state.shape}: Hkv * Dk rows, of Hkv heads that divide H"
+        )
     widths = heads * dk, kv_heads * dk, kv_heads * dv, sizes["rank"], heads * dv
     for name, x, width in zip(NAMES, streams, widths, strict=False):
         if x.width != width or not 0 <= x.start <= x.rows.shape[1] - width:

@@ -25,12 +25,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul import choice
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan, divide_blocks
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, stacked
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, OpChoice
 
 Weight = jax.Array | QTensor
 _Static = tuple[float, jnp.dtype, Any]  # eps, the result's dtype, the plan
@@ -67,7 +67,7 @@ def blocks_matmul(
     find = find if plan is None else lambda: plan
     made = choose_plan("blocks_matmul", "mosaic", find, x, list(weights), has_xla=False)
     (gamma, eps), rows, groups = norm, x.reshape(-1, x.shape[-1]), alike(weights)
-    outs = _blocks(Choice("mosaic"), (float(eps), out_dtype, made), rows, groups, gamma)
+    outs = _blocks(OpChoice("mosaic"), (float(eps), out_dtype, made), rows, groups, gamma)
     columns = []
     for group, out in zip(groups, outs, strict=True):
         out, start = out.reshape(*x.shape[:-1], out.shape[-1]), 0
@@ -119,7 +119,7 @@ def find_plan(
         return Reason(f"rows {rows}, not all multiples of 16")
     (gamma, eps), groups = norm, alike(weights)
     out = x.dtype if out_dtype is None else out_dtype
-    calls = [Call.of(x, stacked(group), out, gamma=gamma, eps=float(eps)) for group in groups]
+    calls = [MatmulCall.of(x, stacked(group), out, gamma=gamma, eps=float(eps)) for group in groups]
     for call in calls:
         found = choice.plan(call)
         # A small weight shares the launch of a large one, so its own time does not decide.

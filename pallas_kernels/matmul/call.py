@@ -27,7 +27,7 @@ class LowRank(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class MatmulCall:
     """``x[M, K] w[N, K]^T`` and what is fused around it.  Of what is only added or multiplied, the
     dtype; None where it is not there."""
 
@@ -46,9 +46,19 @@ class Call:
     low_rank: LowRank | None = None
 
     @classmethod
-    def of(cls, x: Any, w: Any, out_dtype: DTypeLike, *, bias: Any = None, gamma: Any = None,
-           residual: Any = None, pending: Any = None, low_rank: Any = None,
-           **fixed: Any) -> Call:  # fmt: skip
+    def of(
+        cls,
+        x: Any,
+        w: Any,
+        out_dtype: DTypeLike,
+        *,
+        bias: Any = None,
+        gamma: Any = None,
+        residual: Any = None,
+        pending: Any = None,
+        low_rank: Any = None,
+        **fixed: Any,
+    ) -> MatmulCall:
         """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu, activation."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
         added = {"norm": gamma, "residual": residual, "pending": pending}

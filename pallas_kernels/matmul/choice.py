@@ -17,7 +17,7 @@ from pallas_kernels.cpu import matmul as cpu
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Plan, Reason, shortest
 from pallas_kernels.matmul import predict
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.qtensor import QTensor
@@ -27,12 +27,12 @@ _Found = (
 )
 
 
-def plans(call: Call) -> list[Plan | Reason]:
+def plans(call: MatmulCall) -> list[Plan | Reason]:
     """What the planner of each kernel says of a call on a GPU."""
     return [*few_rows.plans(call), many_rows.plan(call)]
 
 
-def plan(call: Call) -> Plan | Reason:
+def plan(call: MatmulCall) -> Plan | Reason:
     """The shortest by prediction, XLA's form included."""
     w = call.w
     if isinstance(w, CpuWeight):
@@ -48,7 +48,7 @@ def plan(call: Call) -> Plan | Reason:
 
 
 def run(
-    static: tuple[Call, _Found],
+    static: tuple[MatmulCall, _Found],
     x: jax.Array | QTensor,
     w: Any,  # or a CpuWeight, with a plan of its own
     bias: jax.Array | None = None,

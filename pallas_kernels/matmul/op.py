@@ -61,7 +61,7 @@ from pallas_kernels.dispatch import (
     own_plan,
 )
 from pallas_kernels.matmul import choice
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.xla import (
     contract_rows,
     low_rank_sums,
@@ -74,7 +74,7 @@ from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
-from pallas_kernels.transform import Choice, Op, chosen
+from pallas_kernels.transform import Op, OpChoice, chosen
 
 _Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -89,20 +89,34 @@ _LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
 
 @overload
 def quantized_matmul(
-    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
-    out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
-    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation | None = ...,
-    pending: None = ..., low_rank: _LowRank | None = ...,
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
+    *,
+    bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ...,
+    norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ...,
+    swiglu: bool = ...,
+    activation: _Activation | None = ...,
+    pending: None = ...,
+    low_rank: _LowRank | None = ...,
     implementation: Implementation | None = ...,
-) -> jax.Array: ...  # fmt: skip
+) -> jax.Array: ...
 @overload
 def quantized_matmul(
-    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
-    out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
-    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation | None = ...,
-    pending: jax.Array, low_rank: _LowRank | None = ...,
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
+    *,
+    bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ...,
+    norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ...,
+    swiglu: bool = ...,
+    activation: _Activation | None = ...,
+    pending: jax.Array,
+    low_rank: _LowRank | None = ...,
     implementation: Implementation | None = ...,
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+) -> tuple[jax.Array, jax.Array]: ...
 def quantized_matmul(
     x: jax.Array | QTensor,
     w: jax.Array | QTensor | CpuWeight,
@@ -153,9 +167,15 @@ def quantized_matmul(
     _check_activation(activation, swiglu)
     if activation is not None and not swiglu:
         alone: Any = quantized_matmul(
-            x, w, bias=bias, out_dtype=out_dtype, norm=norm, pending=pending, low_rank=low_rank,
+            x,
+            w,
+            bias=bias,
+            out_dtype=out_dtype,
+            norm=norm,
+            pending=pending,
+            low_rank=low_rank,
             implementation=implementation,
-        )  # fmt: skip
+        )
         y, *total = alone if pending is not None else (alone,)
         y = _activated(y, activation)
         y = y if residual is None else residual + y
@@ -168,7 +188,7 @@ def quantized_matmul(
             return _prepared_product(x, w, bias, out_dtype, implementation)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
-    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
+    call = MatmulCall.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
     find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
     operands = x, w, gamma, residual, pending
     plan = choose_plan("quantized_matmul", implementation, find, *operands, cpu=on_cpu)
@@ -198,7 +218,7 @@ def fused_matmul(
     _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, None)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
-    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
+    call = MatmulCall.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
     operands = x, w, gamma, residual, pending
     plan = own_plan(functools.partial(choice.plan, call), x, w, cpu=_cpu_plan(call))
     if plan is None:
@@ -207,16 +227,24 @@ def fused_matmul(
     return _run(chosen(plan, None), call, plan, bias, *operands)
 
 
-def _run(made: Choice, call: Call, plan: Plan, bias: jax.Array | None, x: jax.Array | QTensor,
-         w: Any, gamma: jax.Array | None, residual: jax.Array | None,
-         pending: jax.Array | None) -> Any:  # fmt: skip
+def _run(
+    made: OpChoice,
+    call: MatmulCall,
+    plan: Plan,
+    bias: jax.Array | None,
+    x: jax.Array | QTensor,
+    w: Any,
+    gamma: jax.Array | None,
+    residual: jax.Array | None,
+    pending: jax.Array | None,
+) -> Any:
     """The kernel of a plan, with all that is fused."""
     residual, pending = _flatten(residual), _flatten(pending)
     out = _fused(made, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
-def _cpu_plan(call: Call, implementation: Implementation | None = None) -> Find | None:
+def _cpu_plan(call: MatmulCall, implementation: Implementation | None = None) -> Find | None:
     """The handler's planner where w is in its layout, or the handler was named."""
     is_asked = isinstance(call.w, CpuWeight) or implementation == "cpu"
     return functools.partial(cpu.plan, call) if is_asked else None
@@ -226,7 +254,7 @@ def product_plan(
     x: jax.Array | QTensor, w: QTensor, *, out_dtype: DTypeLike, bias: jax.Array | None = None
 ) -> Plan | Reason:
     """The kernel of ``quantized_matmul`` of these with nothing else, on a GPU that has it."""
-    return choice.plan(Call.of(x, _weights_for(x, w), out_dtype, bias=bias))
+    return choice.plan(MatmulCall.of(x, _weights_for(x, w), out_dtype, bias=bias))
 
 
 def _weights_for(x: jax.Array | QTensor, w: QTensor) -> QTensor:
@@ -235,14 +263,19 @@ def _weights_for(x: jax.Array | QTensor, w: QTensor) -> QTensor:
     return QTensor(w.q, w.scale, w.zero, unit=w.unit)
 
 
-def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype,
-             implementation: Implementation | None,
-             low_rank: _LowRank | None = None) -> jax.Array:  # fmt: skip
+def _product(
+    x: jax.Array | QTensor,
+    w: QTensor,
+    bias: jax.Array | None,
+    out_dtype: jnp.dtype,
+    implementation: Implementation | None,
+    low_rank: _LowRank | None = None,
+) -> jax.Array:
     """The product of a QTensor alone, or with a low-rank term."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     rows, w = _flatten(x), _weights_for(x, w)
-    call = Call.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
+    call = MatmulCall.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
     find = functools.partial(choice.plan, call)
     on_cpu = _cpu_plan(call, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
@@ -264,14 +297,18 @@ def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dty
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def _prepared_product(x: jax.Array | QTensor, w: CpuWeight, bias: jax.Array | None,
-                      out_dtype: jnp.dtype,
-                      implementation: Implementation | None) -> jax.Array:  # fmt: skip
+def _prepared_product(
+    x: jax.Array | QTensor,
+    w: CpuWeight,
+    bias: jax.Array | None,
+    out_dtype: jnp.dtype,
+    implementation: Implementation | None,
+) -> jax.Array:
     """The product of a weight in the layout of the CPU's handler alone."""
     if w.columns is not None and not is_empty(x):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     rows = _flatten(x)
-    call = Call.of(rows, w, out_dtype, bias=bias)
+    call = MatmulCall.of(rows, w, out_dtype, bias=bias)
     find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if plan is None:
@@ -281,9 +318,16 @@ def _prepared_product(x: jax.Array | QTensor, w: CpuWeight, bias: jax.Array | No
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def _composed(call: Call, implementation: Implementation | None, x: Any,
-              w: jax.Array | QTensor | CpuWeight, bias: jax.Array | None, gamma: jax.Array | None,
-              residual: jax.Array | None, pending: jax.Array | None = None) -> Any:  # fmt: skip
+def _composed(
+    call: MatmulCall,
+    implementation: Implementation | None,
+    x: Any,
+    w: jax.Array | QTensor | CpuWeight,
+    bias: jax.Array | None,
+    gamma: jax.Array | None,
+    residual: jax.Array | None,
+    pending: jax.Array | None = None,
+) -> Any:
     """The parts of a fused product one after the other."""
     if pending is not None:
         total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
@@ -317,7 +361,7 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
 
 
 _Tree = TypeVar("_Tree")
-_Static = tuple[Call, Any]  # and the kernel's plan
+_Static = tuple[MatmulCall, Any]  # and the kernel's plan
 _OPERANDS = {
     "x": "float|QTensor [..., K]",
     "w": "float|QTensor [N, K]",
@@ -382,8 +426,12 @@ def _activated(y: jax.Array, activation: str) -> jax.Array:
     return _ACTIVATIONS[activation](y.astype(jnp.float32)).astype(y.dtype)
 
 
-def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, inner: jax.Array,
-                    second: tuple[jax.Array, ...]) -> None:  # fmt: skip
+def _check_low_rank(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
+    inner: jax.Array,
+    second: tuple[jax.Array, ...],
+) -> None:
     op, ranks = "quantized_matmul", second[0].shape[-1]
     if not isinstance(x, QTensor):
         raise ValueError(f"{op}: low_rank goes with a quantized x")
@@ -419,9 +467,12 @@ def _check_pair(x: QTensor, w: jax.Array | QTensor | CpuWeight) -> None:
 
 
 def quantized_matmul_reference(
-    x: jax.Array | QTensor, w: QTensor, *, bias: jax.Array | None = None,
+    x: jax.Array | QTensor,
+    w: QTensor,
+    *,
+    bias: jax.Array | None = None,
     activation: _Activation | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The same product written plainly, in float32; never optimised."""
     x32 = dequantize(x) if isinstance(x, QTensor) else x.astype(jnp.float32)
     out = jnp.einsum("...k,nk->...n", x32, dequantize(w), precision=lax.Precision.HIGHEST)
@@ -443,18 +494,31 @@ def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax
 # --- weight-only ---------------------------------------------------------------------------------
 
 
-def _weight_only_kernel(static: _Static, x: jax.Array, scale: jax.Array, zero: jax.Array | None,
-                        bias: jax.Array | None, q: jax.Array) -> jax.Array:  # fmt: skip
+def _weight_only_kernel(
+    static: _Static,
+    x: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    bias: jax.Array | None,
+    q: jax.Array,
+) -> jax.Array:
     return choice.run(static, x, QTensor(q, scale, zero), bias)
 
 
-def _weight_only_xla(static: _Static, x: jax.Array, scale: jax.Array, zero: jax.Array | None,
-                     bias: jax.Array | None, q: jax.Array) -> jax.Array:  # fmt: skip
+def _weight_only_xla(
+    static: _Static,
+    x: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    bias: jax.Array | None,
+    q: jax.Array,
+) -> jax.Array:
     return _finish(weight_only_sums(x, scale, zero, q), bias, static[0].out)
 
 
-def _weight_only_backward(chosen: Choice, static: _Static, operands: Any, saved: Any,
-                          dy: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
+def _weight_only_backward(
+    chosen: OpChoice, static: _Static, operands: Any, saved: Any, dy: jax.Array
+) -> tuple[jax.Array | None, ...]:
     x, scale, zero, bias, q = operands
     dy = dy.astype(jnp.float32)
     dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
@@ -479,16 +543,28 @@ _weight_only = Op(
 # --- quantized x quantized -----------------------------------------------------------------------
 
 
-def _pair_kernel(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
-                 xq: jax.Array, wq: jax.Array,
-                 low_rank: _LowRank | None) -> jax.Array:  # fmt: skip
+def _pair_kernel(
+    static: _Static,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    xq: jax.Array,
+    wq: jax.Array,
+    low_rank: _LowRank | None,
+) -> jax.Array:
     x, w = QTensor(xq, x_scale), QTensor(wq, w_scale)
     return choice.run(static, x, w, bias, low_rank=low_rank)
 
 
-def _pair_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
-              xq: jax.Array, wq: jax.Array,
-              low_rank: _LowRank | None) -> jax.Array:  # fmt: skip
+def _pair_xla(
+    static: _Static,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    xq: jax.Array,
+    wq: jax.Array,
+    low_rank: _LowRank | None,
+) -> jax.Array:
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
     sums = pair_sums(xq, wq) * scales
     if low_rank is not None:
@@ -499,16 +575,30 @@ def _pair_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax
 _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
 
 
-def _int4_kernel(static: _Static, x_scale: jax.Array, w_scale: jax.Array, unit: jax.Array | None,
-                 bias: jax.Array | None, xq: jax.Array, wq: jax.Array,
-                 zero: jax.Array | None) -> jax.Array:  # fmt: skip
+def _int4_kernel(
+    static: _Static,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    unit: jax.Array | None,
+    bias: jax.Array | None,
+    xq: jax.Array,
+    wq: jax.Array,
+    zero: jax.Array | None,
+) -> jax.Array:
     x, w = QTensor(xq, x_scale), QTensor(wq, w_scale, zero, unit=unit)
     return choice.run(static, x, w, bias)
 
 
-def _int4_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, unit: jax.Array | None,
-              bias: jax.Array | None, xq: jax.Array, wq: jax.Array,
-              zero: jax.Array | None) -> jax.Array:  # fmt: skip
+def _int4_xla(
+    static: _Static,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    unit: jax.Array | None,
+    bias: jax.Array | None,
+    xq: jax.Array,
+    wq: jax.Array,
+    zero: jax.Array | None,
+) -> jax.Array:
     if unit is not None and xq.dtype == jnp.int8:
         sums = pair_sums(xq, widened(wq, w_scale, zero)) * unit[:, 0]
     else:

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import N_SM, Call
+from pallas_kernels.matmul.call import N_SM, MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.weight_only import Form, forms
@@ -36,13 +36,13 @@ from pallas_kernels.qtensor import QTensor, tree_bytes
 FITTED_ROWS = 256
 
 
-class Work(NamedTuple):
+class MatmulWork(NamedTuple):
     family: str
     serial: tuple[float, ...]
     shared: tuple[float, ...]
 
 
-def predicted_us(work: Work) -> float:
+def predicted_us(work: MatmulWork) -> float:
     cost = gpu().costs[work.family]
     serial = sum(c * amount for c, amount in zip(cost.serial, work.serial, strict=True))
     shared = math.hypot(*(c * amount for c, amount in zip(cost.shared, work.shared, strict=True)))
@@ -55,7 +55,7 @@ def predicted_us(work: Work) -> float:
 _Plan = RowPlan | TilePlan | PairTile | WeightTile
 
 
-def kernel_us(plan: _Plan, call: Call) -> float:
+def kernel_us(plan: _Plan, call: MatmulCall) -> float:
     fitted, times = _fitted(call)
     if times > 1:
         found: Any = named_plan(many_rows.plan(fitted))
@@ -63,7 +63,7 @@ def kernel_us(plan: _Plan, call: Call) -> float:
     return times * predicted_us(kernel_work(plan, fitted))
 
 
-def kernel_work(plan: _Plan, call: Call) -> Work:
+def kernel_work(plan: _Plan, call: MatmulCall) -> MatmulWork:
     if isinstance(plan, RowPlan):
         return _row(plan, call)
     if isinstance(plan, TilePlan):
@@ -71,25 +71,25 @@ def kernel_work(plan: _Plan, call: Call) -> Work:
     return _pair(plan, call) if isinstance(plan, PairTile) else _weight(plan, call)
 
 
-def _row(plan: RowPlan, call: Call) -> Work:
+def _row(plan: RowPlan, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
     busiest = plan.rounds * plan.rows * call.k * plan.bits / 8e3  # KB of a warp
     serial = normed, normed * call.k / 1e3, call.k / 1e3
-    return Work(f"row {_codes(call)}", serial, (_megabytes(call), busiest))
+    return MatmulWork(f"row {_codes(call)}", serial, (_megabytes(call), busiest))
 
 
-def _tile(plan: TilePlan, call: Call) -> Work:
+def _tile(plan: TilePlan, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
     w: Any = call.w
-    fold = " fold" if not call.plain and Scheme.of(w, "bf16").fold else ""
+    fold = " fold" if not call.plain and FewRowsScheme.of(w, "bf16").fold else ""
     busiest = plan.per * plan.k_warp / 1e3  # thousands of columns of a warp
     x = call.m * call.k / 1e3
     serial = normed, normed * x, x, float(plan.split > 1)
     shared = _megabytes(call), busiest, busiest * plan.n_tiles
-    return Work(f"tile {_codes(call)}{fold}", serial, shared)
+    return MatmulWork(f"tile {_codes(call)}{fold}", serial, shared)
 
 
-def _pair(plan: PairTile, call: Call) -> Work:
+def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
     across, down = math.ceil(call.n / plan.n), math.ceil(call.m / plan.m)
     if plan.m == 64:
         tiles = math.ceil(across / plan.cluster) * down
@@ -101,10 +101,10 @@ def _pair(plan: PairTile, call: Call) -> Work:
     copied = rounds * (plan.m + plan.n) * bytes_k / 1e6
     multiplied = rounds * plan.m * plan.n * bytes_k / 1e9
     family = "pair float" if call.plain else f"pair {call.x.name}"
-    return Work(family, serial, (_megabytes(call), copied, multiplied))
+    return MatmulWork(family, serial, (_megabytes(call), copied, multiplied))
 
 
-def _weight(plan: WeightTile, call: Call) -> Work:
+def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
     tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
     rounds = math.ceil(tiles / (N_SM // (plan.cluster * plan.split)))
     slots = rounds * call.k / plan.block / plan.split / 100
@@ -122,16 +122,16 @@ def _weight(plan: WeightTile, call: Call) -> Work:
         widened * plan.tokens / 64,
     )
     codes = " x 8 bits" if call.quantized_x else ""
-    return Work(f"weight {_codes(call)}{codes}", serial, (_megabytes(call),))
+    return MatmulWork(f"weight {_codes(call)}{codes}", serial, (_megabytes(call),))
 
 
 # --- XLA -----------------------------------------------------------------------------------------
 
 
-def xla_us(call: Call) -> float:
+def xla_us(call: MatmulCall) -> float:
     """XLA's form of the product, and of what the call has around it."""
     fitted, times = _fitted(call)
-    around = Work("xla around", around_work(fitted), ())
+    around = MatmulWork("xla around", around_work(fitted), ())
     # Measured times are sums over kernels, without what lies between two of them.
     more = (call.norm, call.residual, call.pending, call.low_rank)
     kernels = sum(part is not None for part in more) + call.swiglu
@@ -139,14 +139,14 @@ def xla_us(call: Call) -> float:
     return times * (product_us(fitted) + predicted_us(around)) + between
 
 
-def around_work(call: Call) -> tuple[float, ...]:
+def around_work(call: MatmulCall) -> tuple[float, ...]:
     """A norm, SwiGLU and a pending sum have kernels of their own; a residual is fused."""
     gates = float(call.swiglu)
     pending, normed = float(call.pending is not None), float(call.norm is not None)
     return normed, pending, gates, gates * call.m * call.n / 1e6
 
 
-def product_us(call: Call) -> float:
+def product_us(call: MatmulCall) -> float:
     """XLA's form of the product alone."""
     w: Any = call.w
     as_floats = w.dtype == jnp.int4 and (w.unit is None or call.x != jnp.int8)
@@ -154,17 +154,17 @@ def product_us(call: Call) -> float:
         return min(form_us(form, call) for form in forms(w.q, w.group_size))
     us = predicted_us(product_work(call))
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
-        us += predicted_us(Work("xla widened", (call.n * call.k / 1e6,), ()))
+        us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))
     return us
 
 
 def shortest_form(x: Any, w: QTensor) -> Form:
     """The form of XLA's that a weight-only product takes; x: ``[M, K]``."""
-    call, _ = _fitted(Call.of(x, QTensor(w.q, w.scale, w.zero), x.dtype))
+    call, _ = _fitted(MatmulCall.of(x, QTensor(w.q, w.scale, w.zero), x.dtype))
     return min(forms(w.q, w.group_size), key=functools.partial(form_us, call=call))
 
 
-def form_us(form: Form, call: Call) -> float:
+def form_us(form: Form, call: MatmulCall) -> float:
     w: Any = call.w
     us = predicted_us(form_work(form, call))
     if form == "words" and w.zero is not None:
@@ -172,45 +172,45 @@ def form_us(form: Form, call: Call) -> float:
     return us
 
 
-def form_work(form: Form, call: Call) -> Work:
+def form_work(form: Form, call: MatmulCall) -> MatmulWork:
     w: Any = call.w
     m, n, k, groups = call.m, call.n, call.k, w.scale.shape[1]
     stored, multiplied = _megabytes(call), m * n * k / 1e9
     if form == "words":
         # Another number of groups than a power of two costs integer divisions.
         slower = 1.6 if groups & (groups - 1) else 1.0
-        return Work("xla words", (k / 1e3,), (stored, multiplied * slower))
+        return MatmulWork("xla words", (k / 1e3,), (stored, multiplied * slower))
     if form == "copy":
         moved = stored + 2 * n * k * 2 / 1e6
-        return Work("xla copy", (k / 1e3, min(m, 128) * k * 2 / 1e6), (moved, multiplied))
+        return MatmulWork("xla copy", (k / 1e3, min(m, 128) * k * 2 / 1e6), (moved, multiplied))
     if groups > 1:
         sums = 2 * groups * m * n * 4 / 1e6
         is_int4, zeros = float(w.dtype == jnp.int4), float(w.zero is not None)
         serial = sums, is_int4, n * groups / 1e6, zeros * n * groups / 1e6, zeros
-        return Work("xla sums", serial, (stored, multiplied))
+        return MatmulWork("xla sums", serial, (stored, multiplied))
     serial = float(m == 1), min(m, 128) * k * 2 / 1e6, k / 1e3
-    return Work("xla row sums", serial, (stored, _rounds(m, n, 128) * k / 1e3, multiplied))
+    return MatmulWork("xla row sums", serial, (stored, _rounds(m, n, 128) * k / 1e3, multiplied))
 
 
-def product_work(call: Call) -> Work:
+def product_work(call: MatmulCall) -> MatmulWork:
     """Of plain weights, and of codes by codes: int4 ones as those of 8 bits."""
     m, n, k, stored = call.m, call.n, call.k, _megabytes(call)
     is_int4 = not call.plain and call.w.dtype == jnp.int4
     if m == 1 and is_int4:
-        return Work("xla w4a8 row", (k / 1e3,), (stored,))
+        return MatmulWork("xla w4a8 row", (k / 1e3,), (stored,))
     if m == 1:
         name = "float" if call.plain else call.x.name
-        return Work(f"xla row {name}", (k / 1e3, stored * float(k % 1024 > 0)), (stored,))
+        return MatmulWork(f"xla row {name}", (k / 1e3, stored * float(k % 1024 > 0)), (stored,))
     item = 2 if call.plain else 1
     if is_int4:
         stored = n * k / 1e6  # a copy in 8 bits
     shared = stored, m * n * k / 1e9, _rounds(m, n, 64) * k * item / 1e3
     # XLA's products of int8 and of float8 are other libraries' kernels.
     family = "xla float" if call.plain else f"xla {call.x.name}"
-    return Work(family, (m * k * item / 1e6,), shared)
+    return MatmulWork(family, (m * k * item / 1e6,), shared)
 
 
-def _fitted(call: Call) -> tuple[Call, float]:
+def _fitted(call: MatmulCall) -> tuple[MatmulCall, float]:
     """The call with as many rows as were measured at most, and how many times it has them."""
     m = min(call.m, FITTED_ROWS)
     return dataclasses.replace(call, m=m), call.m / m
@@ -220,9 +220,9 @@ def _rounds(m: int, n: int, tile: int) -> int:
     return math.ceil(math.ceil(m / tile) * math.ceil(n / tile) / N_SM)
 
 
-def _codes(call: Call) -> str:
+def _codes(call: MatmulCall) -> str:
     return "float" if call.plain else jnp.dtype(call.w.dtype).name
 
 
-def _megabytes(call: Call) -> float:
+def _megabytes(call: MatmulCall) -> float:
     return tree_bytes(call.w) / 1e6

@@ -90,10 +90,11 @@ def contract_rows(dy: jax.Array, w: QTensor, dtype: jnp.dtype) -> jax.Array:
     n, k = w.shape
     products = -(-n * k * jnp.dtype(dtype).itemsize // _WHOLE_BYTES)
     return lax.platform_dependent(
-        dy, w,
+        dy,
+        w,
         default=functools.partial(_contract, tile=-(-n // products), dtype=dtype),
         cpu=functools.partial(_contract, tile=_tile_rows(n), dtype=jnp.float32),
-    )  # fmt: skip
+    )
 
 
 def _contract(dy: jax.Array, w: QTensor, *, tile: int, dtype: jnp.dtype) -> jax.Array:
@@ -121,10 +122,11 @@ def outer_sums(dy: jax.Array, x: jax.Array) -> jax.Array:
     """``dy[M, N].T @ x[M, K]`` in float32, of operands in x's dtype; on a CPU in float32."""
     rows = (((0,), (0,)), ((), ()))
     return lax.platform_dependent(
-        dy, x,
+        dy,
+        x,
         default=lambda dy, x: dot(dy, x, rows, x.dtype),
         cpu=lambda dy, x: dot(dy, x, rows, jnp.float32),
-    )  # fmt: skip
+    )
 
 
 def _int8_whole(xq: jax.Array, wq: jax.Array) -> jax.Array:

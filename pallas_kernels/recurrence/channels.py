@@ -11,13 +11,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 CHUNK = 64  # tokens
 SLICE = 64  # key channels of a step
@@ -87,7 +86,7 @@ def unbundle(array, *shape_groups):
     return out
 
 
-class Place:
+class ThreadPlace:
     """Where a thread is: its warp and lane; in mma's own numbering row g of an 8x8 tile and column
     pair c: g = lane // 4, c = lane % 4."""
 
@@ -100,9 +99,7 @@ class Place:
 
     def pair(self, base, row, chunk):
         """Address of the thread's column pair in 16 bytes ``chunk``, swizzled, of a tile's row."""
-        return p.add(
-            base, p.shift_left(row, 7), p.shift_left(chunk, 4), p.shift_left(self.c, 2)
-        )  # fmt: skip
+        return p.add(base, p.shift_left(row, 7), p.shift_left(chunk, 4), p.shift_left(self.c, 2))
 
     def row_matrices(self, base):
         """ldmatrix addresses of 16 rows of a [rows, 64] bf16 tile, by 16-column step."""
@@ -113,7 +110,7 @@ class Place:
         ]
 
 
-class ChannelLane(Place):
+class ChannelLane(ThreadPlace):
     """Of a warp w that owns channels 16w..16w+15."""
 
     def column_matrices(self, base):

@@ -28,7 +28,7 @@ from jax import lax
 _ZERO_DECAY = -200.0  # exp of it is 0 in float32
 
 
-class Sums(NamedTuple):
+class DecaySums(NamedTuple):
     """``levels[l]`` belongs to s = 2 ** l; all are float32 ``[..., C, D]``."""
 
     levels: tuple[jax.Array, ...]
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
     suffix: jax.Array
 
 
-def decay_sums(g: jax.Array, dtype: jnp.dtype, on_gpu: bool) -> Sums:
+def decay_sums(g: jax.Array, dtype: jnp.dtype, on_gpu: bool) -> DecaySums:
     """The sums of ``g[..., C, D]``, float32.
 
     dtype: what the caller's products read.  Below float32, a GPU sums g as two bfloat16 parts,
@@ -46,10 +46,10 @@ def decay_sums(g: jax.Array, dtype: jnp.dtype, on_gpu: bool) -> Sums:
         return _climb(g)
     g = jnp.maximum(g, _ZERO_DECAY)
     *levels, prefix, suffix = (_row_sums(rows, g, dtype) for rows in sum_matrices(g.shape[-2]))
-    return Sums(tuple(levels), prefix, suffix)
+    return DecaySums(tuple(levels), prefix, suffix)
 
 
-def transpose_sums(d_sums: Sums, dtype: jnp.dtype, on_gpu: bool) -> jax.Array:
+def transpose_sums(d_sums: DecaySums, dtype: jnp.dtype, on_gpu: bool) -> jax.Array:
     """The gradient of g, given those of its sums."""
     if not on_gpu:
         return jax.linear_transpose(_climb, d_sums.prefix)(d_sums)[0]
@@ -58,7 +58,7 @@ def transpose_sums(d_sums: Sums, dtype: jnp.dtype, on_gpu: bool) -> jax.Array:
     return _row_sums(matrix, jnp.concatenate(parts, axis=-2), dtype)
 
 
-def _climb(g: jax.Array) -> Sums:
+def _climb(g: jax.Array) -> DecaySums:
     prefix, suffix = g, jnp.zeros_like(g)
     length, width = g.shape[-2:]
     levels = []
@@ -72,7 +72,7 @@ def _climb(g: jax.Array) -> Sums:
         s0 = s[..., 0, :, :] + p1[..., -1:, :]
         suffix = jnp.stack([s0, s[..., 1, :, :]], axis=-3).reshape(g.shape)
         size *= 2
-    return Sums(tuple(levels), prefix, suffix)
+    return DecaySums(tuple(levels), prefix, suffix)
 
 
 def _row_sums(matrix: np.ndarray, x: jax.Array, dtype: jnp.dtype) -> jax.Array:

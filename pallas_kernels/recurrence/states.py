@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
 from pallas_kernels.recurrence.channels import CHUNK, thread_in_warpgroup
 
 VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64

@@ -7,16 +7,15 @@ swizzle.  The algorithm is in ``gla.gates``; copies, barriers of copies and the 
 
 from __future__ import annotations
 
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir
 from pallas_kernels.ptx import LOG2E
-from pallas_kernels.recurrence.channels import TILE, Place, half_products, zero_acc
+from pallas_kernels.recurrence.channels import TILE, ThreadPlace, half_products, zero_acc
 
 
-class Lane(Place):
+class Lane(ThreadPlace):
     """Of a warp w that owns rows 16w..16w+15, a lane two columns."""
 
     def __init__(self, base):

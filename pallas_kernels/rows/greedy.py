@@ -30,7 +30,7 @@ _STOPS = 32  # stop tokens that the kernel looks at: one a lane
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GreedyPlan:
     """One cluster of blocks: there is nothing to choose."""
 
     kernel: ClassVar[str] = "append_greedy"
@@ -39,7 +39,7 @@ class Plan:
         return ""
 
 
-_Static = tuple[int | None, Plan | None]
+_Static = tuple[int | None, GreedyPlan | None]
 
 
 def append_greedy(
@@ -50,7 +50,7 @@ def append_greedy(
     *,
     capacity: int | None,
     implementation: Implementation | None = None,
-    planned: Plan | None = None,
+    planned: GreedyPlan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(rows, written) behind a step that took each row's newest token.
 
@@ -74,12 +74,12 @@ def append_greedy(
     return _append_greedy(chosen(found, implementation), (capacity, found), *operands)
 
 
-def own_append(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan | None:
+def own_append(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> GreedyPlan | None:
     """``append_greedy``'s plan for such logits, or None where there is no kernel for them here."""
     return own_plan(lambda: plan(logits, stop_ids), logits)
 
 
-def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan | Reason:
+def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> GreedyPlan | Reason:
     """How the kernel computes a call."""
     batch, vocabulary = logits.shape
     if reason := half_reason(logits=logits):
@@ -90,7 +90,7 @@ def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan 
         return Reason(f"{vocabulary} logits, no multiple of 8")
     if len(stop_ids) > _STOPS:
         return Reason(f"{len(stop_ids)} stop tokens, over {_STOPS}")
-    return Plan()
+    return GreedyPlan()
 
 
 def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:

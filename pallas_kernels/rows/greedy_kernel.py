@@ -19,10 +19,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import KIND, floats
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
 
@@ -43,24 +43,41 @@ def append_greedy(
     """As ``rows.greedy.append_greedy``; logits ``[1, V]``."""
     stops = stop_ids.shape[0]
     body = functools.partial(
-        _body, vocabulary=logits.shape[1], places=written.shape[2], stops=stops,
-        capacity=capacity, kind=KIND[logits.dtype.name],
-    )  # fmt: skip
+        _body,
+        vocabulary=logits.shape[1],
+        places=written.shape[2],
+        stops=stops,
+        capacity=capacity,
+        kind=KIND[logits.dtype.name],
+    )
 
     def kernel(kept: tuple) -> jax.Array:
         return launch(
-            body, (logits, *kept, stop_ids if stops else None), (), name="append_greedy", grid=1,
-            cluster=CLUSTER, warpgroups=THREADS // 128, registers=True,
+            body,
+            (logits, *kept, stop_ids if stops else None),
+            (),
+            name="append_greedy",
+            grid=1,
+            cluster=CLUSTER,
+            warpgroups=THREADS // 128,
+            registers=True,
             scratch=[4 * (THREADS // 32), 4 * CLUSTER, 4],
-        )  # fmt: skip
+        )
 
     return in_place(kernel, (rows, written))[1]
 
 
 def _body(
-    logits_ref, rows_ref, written_ref, *refs, vocabulary: int, places: int, stops: int,
-    capacity: int | None, kind: str,
-) -> None:  # fmt: skip
+    logits_ref,
+    rows_ref,
+    written_ref,
+    *refs,
+    vocabulary: int,
+    places: int,
+    stops: int,
+    capacity: int | None,
+    kind: str,
+) -> None:
     *stops_refs, warps_ref, blocks_ref, barrier_ref = refs
     thread, rank = p.register("tid.x"), p.register("cluster_ctarank")
     warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)

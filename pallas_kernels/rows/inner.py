@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import math
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.rows.one_row import Rows, load_chunk
-from pallas_kernels.rows.plan import Op
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.rows.one_row import RowShare, load_chunk
+from pallas_kernels.rows.plan import RowOp
 
 _RANKS = 16  # whose values a thread has at once
 
 
-def padded_ranks(op: Op) -> int:
+def padded_ranks(op: RowOp) -> int:
     """Of one adapter in all sources, in whole steps."""
     assert op.adapters is not None
     _, sources, rank = op.adapters
@@ -33,7 +32,7 @@ def padded_ranks(op: Op) -> int:
 class Inner:
     """Of one row; made before the row's values are there, to ask for the first factors early."""
 
-    def __init__(self, rows: Rows, row: p.Value):
+    def __init__(self, rows: RowShare, row: p.Value):
         self.rows, self.row, op = rows, row, rows.op
         assert op.adapters is not None
         self.n, self.sources, self.rank = op.adapters

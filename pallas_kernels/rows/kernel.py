@@ -7,7 +7,7 @@
     int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale))
 
 max|y| is f * max|t|, so one pass over a row in registers gives both the sum of squares and the
-largest value, and one barrier joins them.  Three ways to run it (``Plan``):
+largest value, and one barrier joins them.  Three ways to run it (``RowsPlan``):
 
     a block a row       load | t, sums | barrier | factor | codes          hardware schedules rows
     persistent, ring    bulk copies of the next rows in flight meanwhile: the barrier that joins
@@ -28,20 +28,19 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir, scf
 from pallas_kernels.launch import launch
 from pallas_kernels.rows.inner import Inner, padded_ranks
-from pallas_kernels.rows.one_row import Rows
-from pallas_kernels.rows.plan import KIND, QMAX, Plan
+from pallas_kernels.rows.one_row import RowShare
+from pallas_kernels.rows.plan import KIND, QMAX, RowsPlan
 
 
-def _one_row(*refs, plan: Plan) -> None:
+def _one_row(*refs, plan: RowsPlan) -> None:
     row = p.register("clusterid.x" if plan.split > 1 else "ctaid.x")
-    rows = Rows(refs, plan)
+    rows = RowShare(refs, plan)
     p.await_kernel()
     # x goes first: it comes from device memory, the weight mostly from L2.
     words = rows.load(row)
@@ -51,9 +50,9 @@ def _one_row(*refs, plan: Plan) -> None:
         p.cluster_wait()
 
 
-def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
+def _ring_rows(*refs, plan: RowsPlan, n_rows: int) -> None:
     op = plan.op
-    rows = Rows(refs, plan)
+    rows = RowShare(refs, plan)
     block, is_first = p.register("ctaid.x"), p.less(rows.thread, 1)
     full = p.add(rows.partial, 16 * (plan.threads // 32))  # one barrier per slot
     sources = [rows.x_start] + [rows.residual_start] * op.residual
@@ -90,8 +89,10 @@ def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
         slot = p.add(rows.ring, p.mul(index, slot_bytes))
         p.ptx(
             "{ .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [$0], $1; "
-            "@q bra done; bra again; done: }", barrier, phase,
-        )  # fmt: skip
+            "@q bra done; bra again; done: }",
+            barrier,
+            phase,
+        )
         after = p.add(row, plan.ring * plan.blocks)
         rows.row(row, rows.load_shared(slot), weight, turn, lambda: copy(after, slot, barrier))
         moved = p.add(index, 1)
@@ -108,7 +109,7 @@ def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def run(
-    plan: Plan,
+    plan: RowsPlan,
     x: jax.Array,
     residual: jax.Array | None = None,
     weight: jax.Array | None = None,
@@ -138,8 +139,13 @@ def run(
         scratch.append(plgpu.SMEM((words,), x.dtype))
         body = functools.partial(_ring_rows, plan=plan, n_rows=rows)
     return launch(
-        body, (x, residual, weight, first, adapter), outs,
+        body,
+        (x, residual, weight, first, adapter),
+        outs,
         name=f"{'residual_' * op.residual}{op.form}_to_{op.out}{'_adapted' * bool(op.adapters)}",
-        grid=min(plan.blocks, rows) if plan.ring else rows, cluster=plan.split,
-        warpgroups=plan.threads // 128, scratch=scratch, registers=True,
-    )  # fmt: skip
+        grid=min(plan.blocks, rows) if plan.ring else rows,
+        cluster=plan.split,
+        warpgroups=plan.threads // 128,
+        scratch=scratch,
+        registers=True,
+    )

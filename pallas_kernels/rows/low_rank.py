@@ -81,14 +81,16 @@ def quantize_adapted(
     form = "gate" if gated else "copy" if norm is None else "norm"
     codes = jnp.dtype(quantize).name
     found = choose_plan(
-        op, implementation,
+        op,
+        implementation,
         lambda: plan(form, x, codes, weight, residual, eps, first=first),
         *(a for a in (x, first, weight, residual) if a is not None),
-    )  # fmt: skip
+    )
     call = _Call(form, eps, codes)
     if found is None:
-        return _composed(call, "xla" if implementation == "xla" else None,
-                         x, first, adapter, weight, residual)  # fmt: skip
+        return _composed(
+            call, "xla" if implementation == "xla" else None, x, first, adapter, weight, residual
+        )
     operands = x, first, adapter, weight, residual
     return _quantize_adapted(chosen(found, implementation), (call, found), *operands)
 
@@ -101,10 +103,12 @@ def inner_products(y: jax.Array, first: jax.Array, adapter: jax.Array) -> jax.Ar
     n = first.shape[0]
     own = adapter[..., None] == jnp.arange(1, n + 1, dtype=jnp.int32)  # [..., n]
     inner = jnp.einsum(
-        "...k,nsrk->...snr", y, first.astype(y.dtype),
+        "...k,nsrk->...snr",
+        y,
+        first.astype(y.dtype),
         precision=jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )
     inner = jnp.where(own[..., None, :, None], inner, jnp.float32(0)).astype(y.dtype)
     return inner.reshape(*y.shape[:-1], -1)
 

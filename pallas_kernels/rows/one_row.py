@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
-from pallas_kernels.rows.plan import BYTES, QMAX, Plan
+from pallas_kernels.rows.plan import BYTES, QMAX, RowsPlan
 
 _FLOAT_MAX = 3.4028234663852886e38
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves round(v), ties to even, in the low byte
@@ -86,10 +85,10 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
     return packed(values, kind)
 
 
-class Rows:
+class RowShare:
     """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
 
-    def __init__(self, refs: Sequence[p.Value], plan: Plan):
+    def __init__(self, refs: Sequence[p.Value], plan: RowsPlan):
         refs, op = list(refs), plan.op
         self.op, self.plan = op, plan
         self.thread = p.register("tid.x")

@@ -29,7 +29,7 @@ _RING_BYTES = 200 * 1024  # of the 227 KB that a multiprocessor's blocks share
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
+class RowOp:
     """What is computed; kinds are those of ``KIND``."""
 
     form: str  # "norm", "gate", "copy"
@@ -48,12 +48,12 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RowsPlan:
     """threads: of a block.  split: blocks of a cluster, side by side in a row.  ring: rows in
     shared memory, 0 for none; then ``blocks`` of them take turns at all rows."""
 
     kernel: ClassVar[str] = "rowwise_mosaic"
-    op: Op = dataclasses.field(repr=False)
+    op: RowOp = dataclasses.field(repr=False)
     threads: int
     split: int = 1
     ring: int = 0
@@ -70,7 +70,7 @@ def plan(
     *,
     first: jax.Array | None = None,
     name: str = "x",
-) -> Plan | Reason:
+) -> RowsPlan | Reason:
     """How the kernel computes ``out`` (a dtype) from the rows of x, the operand called ``name``.
     first: of ``low_rank``'s adapters."""
     width = x.shape[-1] // (2 if form == "gate" else 1)
@@ -81,7 +81,7 @@ def plan(
     if width % 8 or not 8 <= width <= MAX_WIDTH:
         return Reason(f"{name} {x.shape}: width {width} is not a multiple of 8 up to {MAX_WIDTH}")
     scales = None if weight is None else KIND[weight.dtype.name]
-    op = Op(form, width, KIND[x.dtype.name], KIND[out], scales, residual is not None, eps)
+    op = RowOp(form, width, KIND[x.dtype.name], KIND[out], scales, residual is not None, eps)
     rows = x.size // x.shape[-1]
     if first is not None:
         if first.dtype != x.dtype:
@@ -97,23 +97,23 @@ def plan(
     return found
 
 
-def divided(op: Op, rows: int) -> Plan:
+def divided(op: RowOp, rows: int) -> RowsPlan:
     """How the rows are cut; the numbers behind it are in ``rows/NOTES.md``."""
     if op.adapters is not None:
         # 4096 wide a cluster's barriers cost more than the other half of the GPU brings.
         split = 2 if op.width > 8192 and op.width % 16 == 0 else 1
-        return Plan(op, min(256, _threads(op.width // split, 1)), split)
+        return RowsPlan(op, min(256, _threads(op.width // split, 1)), split)
     if op.form != "gate":
         few = rows <= 64 or op.out not in QMAX
-        return Plan(op, _threads(op.width, 2 if few else 4))
+        return RowsPlan(op, _threads(op.width, 2 if few else 4))
     if rows >= 1024:
         threads = _threads(op.width, 2)
         blocks = max(1, 1024 // threads)
         if 2 * blocks * op.row_bytes <= _RING_BYTES:
-            return Plan(op, threads, ring=2, blocks=gpu().sms * blocks)
+            return RowsPlan(op, threads, ring=2, blocks=gpu().sms * blocks)
     if rows <= 32 and op.width >= 4096 and op.width % 32 == 0:
-        return Plan(op, 256, split=4)
-    return Plan(op, _threads(op.width, 8))
+        return RowsPlan(op, 256, split=4)
+    return RowsPlan(op, _threads(op.width, 8))
 
 
 def _threads(width: int, chunks: int) -> int:

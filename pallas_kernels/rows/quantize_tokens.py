@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import to_codes
-from pallas_kernels.rows.plan import Plan, plan
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
@@ -54,12 +54,12 @@ def quantize_tokens(
     return _quantize(chosen(found, implementation), (codes, found), x)
 
 
-def _kernel(static: tuple[str, Plan], x: jax.Array) -> QTensor:
+def _kernel(static: tuple[str, RowsPlan], x: jax.Array) -> QTensor:
     codes, scale = run(static[1], x)
     return QTensor(codes, scale)
 
 
-def _xla(static: tuple[str, Plan | None], x: jax.Array) -> QTensor:
+def _xla(static: tuple[str, RowsPlan | None], x: jax.Array) -> QTensor:
     return quantize(x, static[0], scale_dtype=jnp.float32)
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows.plan import Plan, plan
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
@@ -36,21 +36,32 @@ class _Call(NamedTuple):
     out_dtype: str
 
 
-_Static = tuple[_Call, Plan | None]
+_Static = tuple[_Call, RowsPlan | None]
 _Result = jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]
 
 
 @overload
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, *, residual: None = ..., quantize: None = ...,
-    out_dtype: DTypeLike | None = ..., implementation: Implementation | None = ...,
-) -> jax.Array: ...  # fmt: skip
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    residual: None = ...,
+    quantize: None = ...,
+    out_dtype: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...
 @overload
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, *, residual: jax.Array | None = ...,
-    quantize: DTypeLike | None = ..., out_dtype: DTypeLike | None = ...,
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    residual: jax.Array | None = ...,
+    quantize: DTypeLike | None = ...,
+    out_dtype: DTypeLike | None = ...,
     implementation: Implementation | None = ...,
-) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]: ...  # fmt: skip
+) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]: ...
 def rms_norm(
     x: jax.Array,
     weight: jax.Array,
@@ -81,16 +92,17 @@ def rms_norm(
     if out not in FLOATS:
         raise ValueError(f"rms_norm: out_dtype {out} is not a float")
     found = choose_plan(
-        "rms_norm", implementation,
+        "rms_norm",
+        implementation,
         lambda: plan("norm", x, codes or out, weight, residual, float(eps)),
         *(a for a in (x, residual, weight) if a is not None),
-    )  # fmt: skip
+    )
     call = _Call(float(eps), codes, out), found
     return _rms_norm(chosen(found, implementation), call, x, residual, weight)
 
 
 def _kernel(
-    static: tuple[_Call, Plan], x: jax.Array, residual: jax.Array | None, weight: jax.Array
+    static: tuple[_Call, RowsPlan], x: jax.Array, residual: jax.Array | None, weight: jax.Array
 ) -> _Result:
     call, plan = static
     out = run(plan, x, residual, weight)

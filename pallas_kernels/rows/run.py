@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rows.plan import Plan
+from pallas_kernels.rows.plan import RowsPlan
 
 
 def run(
-    plan: Plan,
+    plan: RowsPlan,
     x: jax.Array,
     residual: jax.Array | None = None,
     weight: jax.Array | None = None,

@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows.plan import Plan, plan
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
@@ -69,7 +69,7 @@ def gate(
     return (jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up).astype(gate_up.dtype)
 
 
-def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
+def _plan(gate_up: jax.Array, codes: str | None) -> RowsPlan | Reason:
     if codes is None:
         return Reason(
             "without a quantize it is element-wise, and XLA's fusion runs at memory speed"
@@ -77,12 +77,12 @@ def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
     return plan("gate", gate_up, codes, name="gate_up")
 
 
-def _kernel(static: tuple[str, Plan], gate_up: jax.Array) -> QTensor:
+def _kernel(static: tuple[str, RowsPlan], gate_up: jax.Array) -> QTensor:
     codes, scale = run(static[1], gate_up)
     return QTensor(codes, scale)
 
 
-def _xla(static: tuple[str | None, Plan | None], gate_up: jax.Array) -> jax.Array | QTensor:
+def _xla(static: tuple[str | None, RowsPlan | None], gate_up: jax.Array) -> jax.Array | QTensor:
     codes, _ = static
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     y = jax.nn.silu(gate) * up

@@ -29,7 +29,7 @@ from jaxllama.cli import serve as server
 from jaxllama.cli.main import main, parser
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.options import EngineOptions
-from jaxllama.serving.engine.stats import Stats
+from jaxllama.serving.engine.stats import EngineStats
 from jaxllama.serving.http import process as server_process
 from jaxllama.serving.journal import Journal
 from tests.helpers.http_server import client, serve, tiny_checkpoint
@@ -151,8 +151,8 @@ def commands_of(name: str):
 def test_a_line_says_what_the_engine_does(monkeypatch, caplog):
     """Every so often, and not where nothing happened."""
     monkeypatch.setattr(server_process, "INTERVAL", 0.01)
-    none = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
-    first = Stats(**{**none, "cache_capacity": 100, "finished": {}})
+    none = dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0)
+    first = EngineStats(**{**none, "cache_capacity": 100, "finished": {}})
     busy = dataclasses.replace(first, steps=5, prompt_tokens=80, prefix_hit_tokens=20,
                                completion_tokens=40, running=3, waiting=1,
                                cache_tokens=50)  # fmt: skip

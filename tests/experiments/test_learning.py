@@ -19,7 +19,7 @@ from jaxllama.experiments.run import run
 from jaxllama.experiments.settings import LearnSettings
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.flops import parameters
-from jaxllama.training.start import Setup
+from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, update
 from tests.helpers.models import FAMILIES
 from tests.helpers.training_cases import first_params
@@ -61,7 +61,7 @@ def test_a_rate_and_a_seed_among_others_are_as_alone():
         data=DataConfig(""), steps=20, batch_size=2, sequence_length=32, learning_rate=3e-3,
         model=cfg, optimizer=OptimizerConfig(warmup_steps=2),
     )  # fmt: skip
-    setup = Setup(config, cfg)
+    setup = TrainingSetup(config, cfg)
     state = init_state(setup, jax.device_put(begins[1]))
     for step, batch in enumerate(rows[:, 1]):
         state, metrics = update(setup, state, None, batch[None].astype(np.int32))

@@ -19,7 +19,7 @@ from pallas_kernels.cpu import CpuWeight, frame, jit, prepare
 from pallas_kernels.cpu.matmul import CpuPlan, plan
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target
 from pallas_kernels.cpu.weight import block_size
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.qtensor import QTensor
 
 # dtype of the codes, columns of a group (0: one a row), dtypes of scales and zeros
@@ -125,7 +125,7 @@ def native() -> list[Target]:
 
 
 def program_of(x: np.ndarray, w: CpuWeight, **fused):
-    found = plan(Call.of(x, w, jnp.float32, **fused))
+    found = plan(MatmulCall.of(x, w, jnp.float32, **fused))
     assert isinstance(found, CpuPlan), found
     return found.program
 

@@ -28,7 +28,7 @@ from jaxllama.serving.engine.request import (
     QueueFull,
     Request,
 )
-from jaxllama.serving.engine.stats import Stats
+from jaxllama.serving.engine.stats import EngineStats
 from jaxllama.serving.http.replicas import Sizes
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -129,10 +129,10 @@ class FakeEngine:
     def listen(self, told: Callable[[], None]) -> None:
         self._listeners.append(told)
 
-    def stats(self) -> Stats:
-        figures: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Stats)}
+    def stats(self) -> EngineStats:
+        figures: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(EngineStats)}
         own = {"running": len(self.live), "max_slots": 16, "cache_capacity": 100, "finished": {}}
-        return Stats(**figures | own)
+        return EngineStats(**figures | own)
 
     # What tests do
 

@@ -27,7 +27,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.hub import Served
 from jaxllama.serving.http.metrics import Metrics
-from jaxllama.serving.http.server import Settings, create_app
+from jaxllama.serving.http.server import ServerSettings, create_app
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
@@ -69,7 +69,7 @@ def serving(
     settings = {"name": NAME, "max_len": engine.options.max_len, **settings}
     metrics = Metrics()
     metrics.watch(engine)
-    app = create_app(lm, engine, Settings(**settings), metrics)
+    app = create_app(lm, engine, ServerSettings(**settings), metrics)
     config = uvicorn.Config(
         app,
         http=limits.protocol(peers),

@@ -446,7 +446,7 @@ def _toy_kernel(static, x, w):
 
 
 TOY = transform.Op("toy", _toy, _toy_kernel)
-NAMED, CHOSEN = transform.Choice("mosaic", named=True), transform.Choice("mosaic")
+NAMED, CHOSEN = transform.OpChoice("mosaic", named=True), transform.OpChoice("mosaic")
 
 
 @pytest.mark.core

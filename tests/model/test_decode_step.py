@@ -216,7 +216,7 @@ def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
     loops = [jax.jit(functools.partial(advance.__wrapped__, cfg)) for _ in range(2)]
 
     def run(ends_in_one, stop=-1, room=16):
-        plan = greedy.Plan() if ends_in_one else None
+        plan = greedy.GreedyPlan() if ends_in_one else None
         monkeypatch.setattr(generation, "_own_end", lambda *_: plan)
         cache, stops = jl.init_cache(cfg, 1, room), jnp.asarray([stop], jnp.int32)
         state = start(cfg, params, prompt, lengths, cache, sampling, stops, max_new_tokens=n)

@@ -19,7 +19,7 @@ import jaxllama as jl
 from jaxllama.checkpoints import hub
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.config import ModelConfig, Stored
+from jaxllama.config import CheckpointForm, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from tests.helpers.parity_cases import (
     CASES,
@@ -47,8 +47,8 @@ def config_of(name: str) -> ModelConfig:
     cfg = CASES[name]
     longest = cfg.max_position if cfg.rope.scaling in ("dynamic", "longrope") else 128
     return cfg.replace(
-        name="tiny", max_position=max(longest, PROMPT + NEW), stored=Stored(), eos_token_ids=(),
-        bos_token_id=None,
+        name="tiny", max_position=max(longest, PROMPT + NEW), stored=CheckpointForm(),
+        eos_token_ids=(), bos_token_id=None,
     )  # fmt: skip
 
 
@@ -154,7 +154,9 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     made = transformers.AutoModelForCausalLM.from_config(model.config)
     made.load_state_dict(model.state_dict())
     made.save_pretrained(tmp_path / "made" / "theirs")
-    exact = cfg.stored == Stored(family=cfg.stored.family, interleaved=cfg.stored.interleaved)
+    exact = cfg.stored == CheckpointForm(
+        family=cfg.stored.family, interleaved=cfg.stored.interleaved
+    )
     close = functools.partial(np.testing.assert_allclose, rtol=0 if exact else 3e-7, atol=0)
     for folder in (tmp_path, tmp_path / "made"):
         got_cfg, got = hf.load(folder / "theirs")

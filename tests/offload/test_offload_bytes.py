@@ -15,8 +15,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.planner.accounting import cache_bytes, footprint, hidden_bytes, model_bytes
 from jaxllama.offload.planner.cost import (
-    Limits,
-    Settings,
+    MemoryLimits,
+    PlannerSettings,
     Task,
     need_of,
     predict,
@@ -25,7 +25,7 @@ from jaxllama.offload.planner.cost import (
 from jaxllama.offload.planner.fitting import Calibration, Moving, nnls
 from jaxllama.offload.planner.solve import solve
 from jaxllama.offload.policy import PERCENTAGES, Policy
-from jaxllama.offload.store import Rows, is_stored
+from jaxllama.offload.store import RowTable, is_stored
 from tests.helpers.models import FAMILIES, params_of
 
 CFG = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=96, vocab_size=512)
@@ -78,8 +78,10 @@ def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme
     place = Placement(policy, jnp.float32, scheme, directory=tmp_path, exact=True)
     lm = place.model(cfg, place.tree(params_of(cfg)), None)
     held = [0, 0, 0]
-    for leaf in jax.tree.leaves(lm.params, is_leaf=lambda x: is_stored(x) or isinstance(x, Rows)):
-        own = leaf.nbytes if is_stored(leaf) or isinstance(leaf, Rows) else (leaf.nbytes, 0, 0)
+    for leaf in jax.tree.leaves(
+        lm.params, is_leaf=lambda x: is_stored(x) or isinstance(x, RowTable)
+    ):
+        own = leaf.nbytes if is_stored(leaf) or isinstance(leaf, RowTable) else (leaf.nbytes, 0, 0)
         held = [total + part for total, part in zip(held, own, strict=True)]
     need = footprint(
         cfg, policy, rows=2, width=8, capacity=16, dtype=jnp.float32, kv_dtype=jnp.float32,
@@ -91,7 +93,7 @@ def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme
 
 def test_live_device_bytes_stay_within_the_prediction(tmp_path):
     """Live arrays of the whole process, those of other tests subtracted."""
-    task, settings = Task(4, 16, 8), Settings(jnp.float32, jnp.float32)
+    task, settings = Task(4, 16, 8), PlannerSettings(jnp.float32, jnp.float32)
     for text in ("0 100 0 100 0 100 gpu_batch_size=2 num_gpu_batches=2", "40 30 50 50 100 0"):
         policy = Policy.parse(text)
         before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
@@ -113,7 +115,7 @@ COSTS = Calibration(
     disk_cold=4e-10, cpu=(1e-3, 5e-6, 5e-9), fetch=Moving(1e-4, 1e-10, 4e-10, 0.0),
 )  # fmt: skip
 LLAMA = load_config("llama-3.1-8b")
-HALF = Settings(jnp.bfloat16, jnp.bfloat16)
+HALF = PlannerSettings(jnp.bfloat16, jnp.bfloat16)
 TASK = Task(64, 512, 32)
 
 
@@ -145,7 +147,7 @@ def test_what_shares_a_link_or_the_disk_adds_up_and_they_do_not():
 
 @pytest.mark.parametrize("gigabytes", [pytest.param(80, marks=pytest.mark.slow), 12])
 def test_the_solver_s_policy_fits_and_nothing_in_a_coarse_grid_beats_it(gigabytes):
-    limits = Limits(int(gigabytes * 1e9), int(40e9), int(100e9))
+    limits = MemoryLimits(int(gigabytes * 1e9), int(40e9), int(100e9))
     task = Task(8, 512, 32)
     policy = solve(LLAMA, COSTS, task, limits, HALF)
 
@@ -190,7 +192,7 @@ def test_a_sparse_step_loads_keys_and_fetches_what_it_keeps():
 def test_the_solver_attends_on_the_cpu_where_that_is_faster():
     """A cache that does not fit, behind a slow link."""
     slow = dataclasses.replace(COSTS, load_cache=Moving(1e-5, 1e-9, 4e-10, 1e-12))
-    limits = Limits(int(6e9), int(60e9), 0)
+    limits = MemoryLimits(int(6e9), int(60e9), 0)
     task = Task(4, 32768, 32)
     assert solve(LLAMA, slow, task, limits, HALF).cpu_attention
     slower = dataclasses.replace(slow, cpu=(1.0, 1.0, 1e-3))
@@ -209,7 +211,7 @@ def test_what_is_read_from_disk_passes_through_host_memory():
 
 def test_no_policy_is_one_line():
     with pytest.raises(JaxLlamaError, match="no policy fits: even one row"):
-        solve(LLAMA, COSTS, Task(1, 512, 32), Limits(10**8, 10**9, 10**9), HALF)
+        solve(LLAMA, COSTS, Task(1, 512, 32), MemoryLimits(10**8, 10**9, 10**9), HALF)
 
 
 def test_fit_recovers_rates():

@@ -22,15 +22,15 @@ from jaxllama.config import load_config
 from jaxllama.offload.disk import DiskFile
 from jaxllama.offload.planner import calibrate as calibration
 from jaxllama.offload.planner.accounting import model_bytes
-from jaxllama.offload.planner.cost import Settings
+from jaxllama.offload.planner.cost import PlannerSettings
 from jaxllama.offload.planner.fitting import Calibration, Moving, contention, moving
 from jaxllama.offload.planner.trial import Watch, repeated_model, streamed_bytes
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
-from jaxllama.offload.units import Unit
+from jaxllama.offload.units import ModelUnit
 
-PLAIN = Settings(jnp.float32, jnp.float32)
+PLAIN = PlannerSettings(jnp.float32, jnp.float32)
 os_preadv = os.preadv
 
 
@@ -44,17 +44,17 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 class _Work:
     """Two layers; the weights of each arrive only once the next unit's have been begun."""
 
-    units = [Unit("layer", 0), Unit("layer", 1), Unit("head")]
+    units = [ModelUnit("layer", 0), ModelUnit("layer", 1), ModelUnit("head")]
     moves = {"cache": False, "hidden": False}
 
     def __init__(self) -> None:
         self.begun = [threading.Event() for _ in self.units]
-        self.computed: list[tuple[Unit, int]] = []
+        self.computed: list[tuple[ModelUnit, int]] = []
 
     def active_batches(self) -> list[int]:
         return [0, 1]
 
-    def load_weights(self, unit: Unit) -> int:
+    def load_weights(self, unit: ModelUnit) -> int:
         index = self.units.index(unit)
         self.begun[index].set()
         return index
@@ -64,12 +64,12 @@ class _Work:
             assert self.begun[pending + 1].wait(timeout=60), "the next load was not begun ahead"
         return pending
 
-    def load_cache(self, unit: Unit, batch: int) -> None: ...
+    def load_cache(self, unit: ModelUnit, batch: int) -> None: ...
     def load_hidden(self, batch: int) -> None: ...
-    def store_cache(self, unit: Unit, batch: int, cache: Any) -> None: ...
+    def store_cache(self, unit: ModelUnit, batch: int, cache: Any) -> None: ...
     def store_hidden(self, batch: int, hidden: Any) -> None: ...
 
-    def compute(self, unit: Unit, batch: int, weights: int, cache: Any, hidden: Any) -> Any:
+    def compute(self, unit: ModelUnit, batch: int, weights: int, cache: Any, hidden: Any) -> Any:
         assert self.units[weights] is unit
         self.computed.append((unit, batch))
         return None, jnp.zeros(())
@@ -225,8 +225,8 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     run(recalibrate=True)
     run(policy=Policy.parse("0 100 100 0 100 0"))
     assert moved[2:] == [False, True] and len(loaded) == 3
-    task, settings = plan.Task(2, 4, 3), plan.Settings(jnp.dtype("float32"), "float32", None)
-    assert plan.resident(cfg, task, plan.Limits(device=1000), settings, Policy()) is None
+    task, settings = plan.Task(2, 4, 3), plan.PlannerSettings(jnp.dtype("float32"), "float32", None)
+    assert plan.resident(cfg, task, plan.MemoryLimits(device=1000), settings, Policy()) is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import numpy as np
 import jaxllama as jl
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.request import Request
-from jaxllama.serving.engine.scheduler import Fill, Plan
+from jaxllama.serving.engine.scheduler import Fill, TurnPlan
 from jaxllama.serving.engine.scheduler import Sequence as Row
 
 HEAD = """\
@@ -78,7 +78,7 @@ def static(engine: jl.Engine, load: Sequence[Request], width: int) -> dict[str, 
             tokens_of = len(row.request.prompt) + row.request.max_new_tokens
             assert scheduler.pages.grow(row.held, scheduler.pages.need(tokens_of))
         fills = [Fill(row, 0, row.to_fill) for row in rows]
-        runner.run(Plan([], rows, fills, rows, {}, 0), {}, scheduler).result()
+        runner.run(TurnPlan([], rows, fills, rows, {}, 0), {}, scheduler).result()
         orders = np.full((slots, 3 + engine.options.more_pages), device.NOBODY, np.int32)
         orders[: len(rows), 0] = np.arange(len(rows))
         runner.slots, written, _ = device.decode(

@@ -31,10 +31,10 @@ from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.cli.main import main
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import calibration, gptq
-from jaxllama.quantization.checkpoint import Request, quantize_checkpoint, table
+from jaxllama.quantization.checkpoint import QuantizeRequest, quantize_checkpoint, table
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
-from jaxllama.quantization.work import Work
+from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from tests.helpers.models import FAMILIES, LLAMA, relative_error, tokens_of
@@ -205,7 +205,7 @@ class Killed(Exception):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(lm, tokens, made, tmp_path, monkeypatch):
-    plan, work = parse("w4a16"), Work(tmp_path / "work")
+    plan, work = parse("w4a16"), QuantizeWork(tmp_path / "work")
 
     def die(_: int) -> None:
         raise Killed
@@ -237,7 +237,7 @@ def test_a_stored_layer_keeps_every_dtype(tmp_path):
     )  # fmt: skip
     fp8 = QTensor(jnp.asarray([[1.5, -448]], jnp.float8_e4m3fn), jnp.asarray([[2.0]], jnp.bfloat16))
     layer = {"a": {"weight": leaf, "bias": jnp.ones((1,), jnp.bfloat16)}, "b": {"weight": fp8}}
-    work = Work(tmp_path)
+    work = QuantizeWork(tmp_path)
     work.save("layer_0", layer, [{"weight": "a"}], "layer_1", [jnp.ones((2, 3))])
     got, entries = work.load("layer_0")
     assert same(got, layer) and entries == [{"weight": "a"}]
@@ -339,7 +339,7 @@ def test_a_process_that_was_killed_is_taken_up_by_another(
 def test_what_is_exported_is_what_was_calibrated(lm, tokens, format, tmp_path):
     """Rounding to nearest is enough to see that scales go to the file as words were made for."""
     plan = "w4a16,head=none"
-    request = Request(tmp_path / "out", plan, "rtn", format, TEXT, 12, 128)
+    request = QuantizeRequest(tmp_path / "out", plan, "rtn", format, TEXT, 12, 128)
     quantize_checkpoint(lm, request)
     got = jl.load(tmp_path / "out", exact=True)
     scales = jnp.float32 if format == "compressed-tensors" else jnp.float16
@@ -403,7 +403,7 @@ def test_bad_input_is_named_and_nothing_is_written(lm, change, words, tmp_path, 
         monkeypatch.setattr("jaxllama.quantization.checkpoint.calibrate", slow)
     options = {"scheme": "w4a16", "method": "rtn", "text": TEXT, "samples": 12, "window": 128}
     with pytest.raises(jl.JaxLlamaError, match=words):
-        quantize_checkpoint(chosen, Request(out=tmp_path / "out", **{**options, **change}))
+        quantize_checkpoint(chosen, QuantizeRequest(out=tmp_path / "out", **{**options, **change}))
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".out.")]
     assert left == []
 
@@ -418,7 +418,7 @@ def test_a_full_disk_is_named_and_so_is_what_was_finished(lm, tmp_path, monkeypa
         real(file)
 
     monkeypatch.setattr(os, "fsync", full)
-    request = Request(tmp_path / "out", "w8a16", "rtn", "native", TEXT, 2, 32)
+    request = QuantizeRequest(tmp_path / "out", "w8a16", "rtn", "native", TEXT, 2, 32)
     with pytest.raises(jl.JaxLlamaError) as raised:
         quantize_checkpoint(lm, request)
     [work] = tmp_path.iterdir()
@@ -432,7 +432,7 @@ def test_formats_hold_a_tied_head_s_copy_or_say_that_they_leave_it(lm, format, t
     cfg = CFG.replace(tie_embeddings=True)
     params = {name: part for name, part in lm.params.items() if name != "head"}
     model = LanguageModel(cfg, params, None)
-    report = quantize_checkpoint(model, Request(tmp_path / "out", "w4a16", format=format))
+    report = quantize_checkpoint(model, QuantizeRequest(tmp_path / "out", "w4a16", format=format))
     assert ("format 'awq' has no quantized head" in table(report)) == (format == "awq")
     assert (report["head_copy_bytes"] > 0) == (format != "awq")
     got = jl.load(tmp_path / "out", exact=True)
@@ -450,7 +450,7 @@ def test_rounding_alone_reads_no_text(lm, tied, tmp_path):
     cfg = CFG.replace(tie_embeddings=tied)
     params = {name: part for name, part in lm.params.items() if name != "head" or not tied}
     model = LanguageModel(cfg, params, None)
-    report = quantize_checkpoint(model, Request(tmp_path / "out", "w4a16"))
+    report = quantize_checkpoint(model, QuantizeRequest(tmp_path / "out", "w4a16"))
     assert (report["calibration_tokens"], report["errors"]) == (0, [])
     got = jl.load(tmp_path / "out", exact=True)
     want = LanguageModel(cfg, jl.quantize_params(params, "w4a16", cfg=cfg), None, exact=True)

@@ -20,10 +20,10 @@ from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.cli.main import main
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import tune as tuning
-from jaxllama.quantization.checkpoint import Request, quantize_checkpoint, table
+from jaxllama.quantization.checkpoint import QuantizeRequest, quantize_checkpoint, table
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.tune import steps, tune
-from jaxllama.quantization.work import Work
+from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import LLAMA, relative_error
@@ -136,7 +136,7 @@ class Killed(Exception):
 
 def test_a_killed_run_goes_on_to_the_same_bits(lm, rounded, tokens, tmp_path):
     want, want_losses = tune(CFG, lm.params, rounded, tokens[:20])
-    work, seen = Work(tmp_path / "work"), []
+    work, seen = QuantizeWork(tmp_path / "work"), []
 
     def die(_: int) -> None:
         seen.append(1)
@@ -158,7 +158,9 @@ def exported(lm, tmp_path_factory):
 
     @functools.cache
     def make(format):
-        quantize_checkpoint(lm, Request(folder / format, "w4a16,head=none", format=format, **how))
+        quantize_checkpoint(
+            lm, QuantizeRequest(folder / format, "w4a16,head=none", format=format, **how)
+        )
         return jl.load(folder / format, exact=True).params
 
     return make

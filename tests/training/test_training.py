@@ -30,7 +30,7 @@ from jaxllama.training.estimate import estimate
 from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
-from jaxllama.training.start import Setup
+from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, loss, update, validation_loss
 from tests.helpers.models import relative_error
 from tests.helpers.seeded import seeded_params
@@ -165,7 +165,7 @@ def test_remat_keeps_a_layer_s_input_and_little_else(family, folder):
     batch = jax.ShapeDtypeStruct((8, 129), jnp.int32)
     kept = {}
     for remat in (False, True):
-        setup = Setup(run_config(folder, cfg, remat=remat), cfg)
+        setup = TrainingSetup(run_config(folder, cfg, remat=remat), cfg)
 
         def backward(params, batch, setup=setup):
             return jax.vjp(lambda params: loss(setup, params, None, batch)[0], params)[1]
@@ -207,7 +207,7 @@ def torch_says(request):
 def test_gradients_of_the_whole_model_are_torch_s_in_float64(family, torch_says, folder):
     """Every leaf within 1e-4 (of its largest entry); float32 against float64 measures 3e-6."""
     cfg = byte_model(family)
-    setup = Setup(run_config(folder, cfg), cfg)
+    setup = TrainingSetup(run_config(folder, cfg), cfg)
     gradient = jax.jit(jax.value_and_grad(functools.partial(loss, setup), has_aux=True))
     (value, _), grads = gradient(jax.device_put(seeded_params(cfg)), None, rows_of(cfg, 3, 21))
     want = torch_says(f"gradients/{family}")
@@ -240,7 +240,7 @@ def test_twenty_steps_of_each_family_are_transformers_and_torch_s_adamw(
     3e-7 and 4e-6, of an unfolded Llama as well."""
     cfg, config, batches = family_case(name, folder)
     want = torch_says(f"steps/{name}")
-    setup, params = Setup(config, cfg), jax.device_put(seeded_params(cfg))
+    setup, params = TrainingSetup(config, cfg), jax.device_put(seeded_params(cfg))
     held = validation_loss(setup, params, batches[0])
     np.testing.assert_allclose(held, want.pop("held"), rtol=2e-6)
     state, curve = init_state(setup, params), []

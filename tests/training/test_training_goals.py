@@ -28,7 +28,7 @@ from jaxllama.training.distill import (
 )
 from jaxllama.training.forward import embed
 from jaxllama.training.quantization_aware import GridWeight, prepare, quantized, rounded
-from jaxllama.training.start import Setup, begin
+from jaxllama.training.start import TrainingSetup, begin
 from jaxllama.training.step import init_state, loss
 from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor
@@ -297,7 +297,7 @@ def test_a_distilled_model_s_logits_and_its_teacher_s_are_capped(folder):
     tokens = rows_of(cfg, 2, 9)
     goal = {"teacher": "unread", "temperature": 2.0, "kl_weight": 0.7, "ce_weight": 0.2}
     config = run_config(folder, byte_model("gqa"), distill=goal)
-    total, parts = jax.jit(functools.partial(loss, Setup(config, *models)))(*params, tokens)
+    total, parts = jax.jit(functools.partial(loss, TrainingSetup(config, *models)))(*params, tokens)
     logits = []
     for cap, weights in zip(caps, params, strict=True):
         uncapped = cfg.replace(logit_softcap=None)

@@ -20,11 +20,21 @@ from jaxllama.model.param import Param, Path
 from jaxllama.model.params import param_table
 
 _NAMES = Names(
-    embed="token_embd", layer="blk.{}", mixer_norm="attn_norm", mixer="attn_",
-    mixer_out_norm="post_attention_norm", mlp_norm="ffn_norm", mlp="ffn_",
-    mlp_out_norm="post_ffw_norm", norm="output_norm", head="output", qkv=("q", "k", "v"),
-    gate_up=("gate", "up"), o="output", down="down",
-)  # fmt: skip
+    embed="token_embd",
+    layer="blk.{}",
+    mixer_norm="attn_norm",
+    mixer="attn_",
+    mixer_out_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    mlp="ffn_",
+    mlp_out_norm="post_ffw_norm",
+    norm="output_norm",
+    head="output",
+    qkv=("q", "k", "v"),
+    gate_up=("gate", "up"),
+    o="output",
+    down="down",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +77,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "granite",
         interleaved=True,
         keys={
-            "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
         },
         more=lambda sizes: {"attention_multiplier": sizes["head_dim"] ** -0.5},
     ),
@@ -89,7 +101,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
     "cohere2": Architecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
-}  # fmt: skip
+}
 
 
 def gguf_table(file: GGUFFile, cfg: ModelConfig) -> dict[Path, Param]:

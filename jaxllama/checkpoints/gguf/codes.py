@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 # What gguf keeps as floats, and every type that it dequantizes.
-_PLAIN = {Type.F32: np.dtype("<f4"), Type.F16: np.dtype("<f2"),
-          Type.BF16: np.dtype(ml_dtypes.bfloat16)}  # fmt: skip
+_PLAIN = {
+    Type.F32: np.dtype("<f4"),
+    Type.F16: np.dtype("<f2"),
+    Type.BF16: np.dtype(ml_dtypes.bfloat16),
+}
 FLOATS = tuple(_PLAIN)
 READABLE = FLOATS + tuple(
     kind for kind in Type if hasattr(gguf.quants, kind.name) and kind not in _PLAIN

@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from jaxllama.checkpoints.gguf.file import GGUFFile, TensorInfo, opened
+from jaxllama.checkpoints.gguf.file import GGUFFile, GGUFTensor, opened
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
@@ -24,34 +24,60 @@ from jaxllama.errors import JaxLlamaError
 
 # Metadata of every architecture -> config.json.
 _KEYS = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
-    "attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.key_length": "head_dim",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
     "rope.dimension_count": "partial_rotary_factor",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
-}  # fmt: skip
+}
 _WINDOW_KEYS = {
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "layer_types",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-_ROPE_KEYS = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow",
-              "attn_factor", "yarn_attn_factor")  # fmt: skip
+_ROPE_KEYS = (
+    "type",
+    "factor",
+    "original_context_length",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "attn_factor",
+    "yarn_attn_factor",
+)
 # Keys that change the computation, with the value that is supported; keys that are read by name,
 # or do not matter.
 _FIXED: dict[str, Any] = {
-    "expert_used_count": 0, "nextn_predict_layers": 0, "attention.causal": True, "pooling_type": 0,
-    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.temperature_scale": 0.0,
-    "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.yarn_ext_factor": 1.0,
-}  # fmt: skip
-_INERT = ("vocab_size", "tensor_data_layout", "expert_count", "attention.value_length",
-          "rope.scale_linear", "rope.scaling.finetuned", "use_parallel_residual")  # fmt: skip
+    "expert_used_count": 0,
+    "nextn_predict_layers": 0,
+    "attention.causal": True,
+    "pooling_type": 0,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.temperature_scale": 0.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+_INERT = (
+    "vocab_size",
+    "tensor_data_layout",
+    "expert_count",
+    "attention.value_length",
+    "rope.scale_linear",
+    "rope.scaling.finetuned",
+    "use_parallel_residual",
+)
 # The constants that rope factors in circulation were made with (Llama 3.1 and 3.2).
 _LLAMA3 = {
-    "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-}  # fmt: skip
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 def read_config(path: str | Path | GGUFFile) -> ModelConfig:
@@ -253,9 +279,11 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
             raise file.error(f"tensor {tables[0]!r}", f"beside {kind!r} scaling or rope_freqs")
         long, short = (_factors(file, table, turning).tolist() for table in tables)
         found: dict[str, Any] = {
-            "rope_type": "longrope", "original_max_position_embeddings": trained,
-            "long_factor": long, "short_factor": short,
-        }  # fmt: skip
+            "rope_type": "longrope",
+            "original_max_position_embeddings": trained,
+            "long_factor": long,
+            "short_factor": short,
+        }
         key = f"{prefix}.attn_factor"
         return found | ({"attention_factor": file.number(key)} if key in file else {})
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
@@ -276,15 +304,17 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
         why = "without its tensors of factors" if kind == "longrope" else "is not none, linear"
         raise file.error(f"{prefix}.type", f"{kind!r} {why} or yarn")
     return {
-        "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained,
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": trained,
         "beta_fast": file.number(f"{prefix}.yarn_beta_fast", 32.0),
         "beta_slow": file.number(f"{prefix}.yarn_beta_slow", 1.0),
-    }  # fmt: skip
+    }
 
 
 def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
     """A tensor of what each frequency is divided by, float64 ``[turning / 2]``."""
-    info: TensorInfo | None = file.tensors.get(name)
+    info: GGUFTensor | None = file.tensors.get(name)
     if info is None:
         raise file.error(f"tensor {name!r}", "is missing")
     if info.shape != (turning // 2,) or info.type != GGMLQuantizationType.F32:

@@ -33,15 +33,25 @@ from jaxllama.errors import JaxLlamaError
 
 # GGUF's value types: number on disk -> (struct code, name).  8 is a string, 9 an array.
 _SCALARS = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _REQUIRED: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInfo:
+class GGUFTensor:
     """One entry of the tensor table.  ``shape`` is numpy's order, ``[out, in]`` for a matrix."""
 
     name: str
@@ -211,12 +221,12 @@ class GGUFFile:
 
     # Tensor data
 
-    def rows(self, info: TensorInfo) -> np.ndarray:
+    def rows(self, info: GGUFTensor) -> np.ndarray:
         """The stored bytes as a read-only uint8 view ``[rows, row_bytes]`` of the mapped file."""
         data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(-1, info.row_bytes)
 
-    def release(self, info: TensorInfo, first: int = 0, rows: int | None = None) -> None:
+    def release(self, info: GGUFTensor, first: int = 0, rows: int | None = None) -> None:
         """Let the system drop the pages of a tensor, or of some rows, so that they do not count as
         memory in use."""
         start = info.offset + first * info.row_bytes
@@ -253,7 +263,7 @@ class GGUFFile:
         if alignment <= 0 or alignment & (alignment - 1):
             raise self.error("general.alignment", f"{alignment} is not a power of two")
         start = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
         for info in table:
             if info.name in self.tensors:
                 raise self.error(f"tensor {info.name!r}", "is in the table twice")
@@ -276,7 +286,7 @@ class GGUFFile:
             if before.offset + before.nbytes > after.offset:
                 raise self.error(f"tensor {after.name!r}", f"overlaps tensor {before.name!r}")
 
-    def _tensor(self, index: int, total: int) -> TensorInfo:
+    def _tensor(self, index: int, total: int) -> GGUFTensor:
         name = self._name(f"tensor {index} of {total}", ())
         field = f"tensor {name!r}"
         n_dims = self._unpack("I", f"{field} n_dims")
@@ -297,7 +307,7 @@ class GGUFFile:
                 f"{field} dims", f"rows of {dims[0]} are not whole {kind.name} blocks of {block}"
             )
         nbytes = math.prod(dims) // block * size
-        return TensorInfo(name, tuple(reversed(dims)), kind, offset, nbytes)
+        return GGUFTensor(name, tuple(reversed(dims)), kind, offset, nbytes)
 
     def _value(self, key: str) -> _Value:
         """Where a value is; the walk moves past it."""

@@ -32,7 +32,7 @@ from jaxllama.checkpoints.gguf.file import GGUFFile, opened
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.param import Param, Source
+from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.param import Path as TreePath
 from jaxllama.progress import working
 
@@ -117,7 +117,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _stored_rows(file: GGUFFile, source: Source) -> Iterator[tuple[slice, np.ndarray]]:
+def _stored_rows(file: GGUFFile, source: TensorSource) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield ``(rows, bytes[rows, row_bytes])`` in the tree's row order; a vector's elements are
     its rows."""
     raw = file.rows(file.tensors[source.name]).reshape(source.shape[0], -1)
@@ -129,7 +129,7 @@ def _stored_rows(file: GGUFFile, source: Source) -> Iterator[tuple[slice, np.nda
 
 
 @np.errstate(all="ignore")  # NaN and infinity are reported by name, not as numpy's warnings
-def _read_dense(file: GGUFFile, sources: Sequence[Source], dtype: np.dtype) -> np.ndarray:
+def _read_dense(file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype) -> np.ndarray:
     shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
     out = np.empty(shape, dtype)
     first = 0
@@ -148,7 +148,7 @@ def _read_dense(file: GGUFFile, sources: Sequence[Source], dtype: np.dtype) -> n
     return out
 
 
-def _warn(file: GGUFFile, source: Source) -> None:
+def _warn(file: GGUFFile, source: TensorSource) -> None:
     warnings.warn(
         f"{file.path}: tensor {source.name!r} holds NaN or infinite weights",
         WeightWarning,
@@ -158,7 +158,7 @@ def _warn(file: GGUFFile, source: Source) -> None:
 
 @np.errstate(all="ignore")
 def _read_quantized(
-    file: GGUFFile, sources: Sequence[Source], dtype: np.dtype
+    file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype
 ) -> QTensor | RowBlocks:
     """Words and scales as they are stored; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}

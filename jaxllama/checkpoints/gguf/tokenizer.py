@@ -51,15 +51,24 @@ _PRE: dict[str, tuple[str, ...]] = {
         (r"\p{N}", _GPT2_CUT),
     ),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "glm4",
-         "chatglm-bpe"),
+        (
+            "llama3",
+            "llama-v3",
+            "llama-bpe",
+            "falcon3",
+            "pixtral",
+            "dbrx",
+            "smaug-bpe",
+            "glm4",
+            "chatglm-bpe",
+        ),
         (_LLAMA3_CUT,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2_CUT,)),
     "tekken": (_TEKKEN_CUT,),
     "gpt-4o": (_GPT4O_CUT,),
     "seed-coder": (_SEED_CUT,),
-}  # fmt: skip
+}
 # Whole words that are tokens are taken as they are, without going through the merges.
 _IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "glm4")
 

@@ -40,12 +40,25 @@ _ARCHITECTURES = {
 } | {model.architecture: kind for kind, model in MODELS.items()}
 # What transformers takes a missing key to mean, where the family says nothing else.
 COMMON: dict[str, Any] = {
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 # Null is a meaning of its own.
-_NULLABLE = ("head_dim", "num_key_value_heads", "bos_token_id", "eos_token_id", "sliding_window",
-             "attn_logit_softcapping", "final_logit_softcapping", "rope_parameters")  # fmt: skip
+_NULLABLE = (
+    "head_dim",
+    "num_key_value_heads",
+    "bos_token_id",
+    "eos_token_id",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope_parameters",
+)
 _KEYS = frozenset(
     """
     architectures model_type quantization_config compression_config vocab_size hidden_size
@@ -81,8 +94,15 @@ def config_from_hf(
     family = FAMILIES[kind]
     windowed = () if family.window == "none" else ("sliding_window", "layer_types")
     windowed += ("use_sliding_window", "max_window_layers") if family.window == "use" else ()
-    known = (*_KEYS, family.eps, family.activation, *family.keys, *family.defaults, *windowed,
-             *(key for key, _, _ in family.same))  # fmt: skip
+    known = (
+        *_KEYS,
+        family.eps,
+        family.activation,
+        *family.keys,
+        *family.defaults,
+        *windowed,
+        *(key for key, _, _ in family.same),
+    )
     JsonReader(config).check_keys(name, kind, known, {**_FIXED, **family.fixed})
     given = {k: v for k, v in config.items() if v is not None or k in _NULLABLE}
     read = JsonReader({**COMMON, **family.defaults, **given})
@@ -286,9 +306,9 @@ def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
 def _flat(cfg: ModelConfig) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in dataclasses.asdict(cfg).items():
-        result |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {
-            key: value
-        }  # fmt: skip
+        result |= (
+            {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+        )
     return result
 
 
@@ -438,19 +458,25 @@ def _rope(
     original = top.size(original_key, original)
     if kind == "llama3":
         return build(
-            "llama3", read.positive("factor"), original,
+            "llama3",
+            read.positive("factor"),
+            original,
             low_freq_factor=read.positive("low_freq_factor"),
             high_freq_factor=read.positive("high_freq_factor"),
-        )  # fmt: skip
+        )
     if kind == "longrope":
         return build(
-            "longrope", read.positive("factor", max_position / original), original,
+            "longrope",
+            read.positive("factor", max_position / original),
+            original,
             attention_factor=read.number("attention_factor", None),
             short_factor=_factors(read, "short_factor", turning),
             long_factor=_factors(read, "long_factor", turning),
-        )  # fmt: skip
+        )
     return build(
-        "yarn", read.positive("factor", max_position / original), original,
+        "yarn",
+        read.positive("factor", max_position / original),
+        original,
         # As in transformers, zero counts as absent here.
         beta_fast=read.number("beta_fast", 32.0) or 32.0,
         beta_slow=read.number("beta_slow", 1.0) or 1.0,
@@ -458,7 +484,7 @@ def _rope(
         mscale=read.number("mscale", None),
         mscale_all_dim=read.number("mscale_all_dim", None),
         truncate=read.flag("truncate", True),
-    )  # fmt: skip
+    )
 
 
 def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
@@ -480,9 +506,9 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
         result["high_freq_factor"] = rope.high_freq_factor
     if rope.scaling == "longrope":
         result |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
-        result |= {} if rope.attention_factor is None else {
-            "attention_factor": rope.attention_factor
-        }  # fmt: skip
+        result |= (
+            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+        )
     if rope.scaling == "yarn":
         keys = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
         values = {key: getattr(rope, key) for key in keys}

@@ -14,14 +14,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import DeltaConfig, LatentConfig, ModelConfig, Stored
+from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 
 Fields = dict[str, Any]
 # Keys of activations, and ours.
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,23 +179,36 @@ def _kimi(read: JsonReader) -> Fields:
     if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds[:n]):
         raise read.error("num_experts", "a mixture of experts, which is not supported")
     latent = LatentConfig(
-        kv_rank=read.size("kv_lora_rank", 512), d_nope=read.size("qk_nope_head_dim", 128),
-        d_rope=read.size("qk_rope_head_dim", 64), d_v=read.size("v_head_dim", 128),
-    )  # fmt: skip
+        kv_rank=read.size("kv_lora_rank", 512),
+        d_nope=read.size("qk_nope_head_dim", 128),
+        d_rope=read.size("qk_rope_head_dim", 64),
+        d_v=read.size("v_head_dim", 128),
+    )
     own = read.config.get("linear_attn_config") or {}
     own = JsonReader(own if isinstance(own, Mapping) else {}, "linear_attn_config.")
     width = own.size("head_dim", read.size("linear_head_dim", 128))
     heads = own.size("num_heads", read.size("linear_num_heads", 32))
     delta = DeltaConfig(
-        n_heads=heads, n_k_heads=heads, d_k=width, d_v=width, norm_eps=read.number("rms_norm_eps"),
+        n_heads=heads,
+        n_k_heads=heads,
+        d_k=width,
+        d_v=width,
+        norm_eps=read.number("rms_norm_eps"),
         conv_size=own.size("short_conv_kernel_size", read.size("linear_conv_kernel_dim", 4)),
-        decay="channel", gate="low_rank", gate_activation="sigmoid",
-    )  # fmt: skip
+        decay="channel",
+        gate="low_rank",
+        gate_activation="sigmoid",
+    )
     context = {}
     if read.config.get("model_max_length") is not None:
         context["max_position"] = read.size("model_max_length")
-    return {"layer_types": _kimi_layers(read), "latent": latent, "delta": delta,
-            "head_dim": latent.d_nope + latent.d_rope, **context}  # fmt: skip
+    return {
+        "layer_types": _kimi_layers(read),
+        "latent": latent,
+        "delta": delta,
+        "head_dim": latent.d_nope + latent.d_rope,
+        **context,
+    }
 
 
 def _kimi_to_hf(cfg: ModelConfig) -> Fields:
@@ -202,16 +218,27 @@ def _kimi_to_hf(cfg: ModelConfig) -> Fields:
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
         "mlp_layer_types": ["dense"] * cfg.n_layers,
-        "kv_lora_rank": latent.kv_rank, "qk_nope_head_dim": latent.d_nope,
-        "qk_rope_head_dim": latent.d_rope, "v_head_dim": latent.d_v, "q_lora_rank": None,
-        "head_dim": latent.d_rope, "linear_head_dim": delta.d_k,
-        "linear_num_heads": delta.n_heads, "linear_conv_kernel_dim": delta.conv_size,
-    }  # fmt: skip
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.d_nope,
+        "qk_rope_head_dim": latent.d_rope,
+        "v_head_dim": latent.d_v,
+        "q_lora_rank": None,
+        "head_dim": latent.d_rope,
+        "linear_head_dim": delta.d_k,
+        "linear_num_heads": delta.n_heads,
+        "linear_conv_kernel_dim": delta.conv_size,
+    }
 
 
 # Of experts, of which a dense model has none.
-_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok",
-            "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")  # fmt: skip
+_EXPERTS = (
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
 _KIMI_EXPERTS = tuple(
     """
     num_local_experts n_shared_experts num_shared_experts num_experts_per_token moe_renormalize
@@ -222,12 +249,21 @@ _KIMI_EXPERTS = tuple(
 _QWEN_DELTA = Family(
     architectures=("Qwen3_5ForCausalLM",),
     defaults={
-        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25, "bos_token_id": None, "eos_token_id": None,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
     },
     keys=(
-        "layer_types", "full_attention_interval", "linear_num_value_heads", "linear_num_key_heads",
-        "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+        "layer_types",
+        "full_attention_interval",
+        "linear_num_value_heads",
+        "linear_num_key_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
     ),
     same=_BIAS,
     fields=_qwen_delta,
@@ -236,20 +272,25 @@ _QWEN_DELTA = Family(
     facts={"qk_norm": "head", "attn_gate": True},
     stored={"norm_offset": 1.0},
     unused=("mtp.",),  # a draft of several tokens
-)  # fmt: skip
+)
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}
 _LOGIT_CAP = ("final_logit_softcapping", "logit_softcap", None)
 _GLM = Family(
     architectures=("GlmForCausalLM",),
     defaults={
-        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "bos_token_id": None,
-        "eos_token_id": [151329, 151336, 151338], "attention_bias": True,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "bos_token_id": None,
+        "eos_token_id": [151329, 151336, 151338],
+        "attention_bias": True,
     },
     same=(_QKV_BIAS,),
     stored={"interleaved": True},
-)  # fmt: skip
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -259,22 +300,29 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         ("MistralForCausalLM",),
         defaults={
-            "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
         },
         window="all",
     ),
     "ministral": Family(
         ("MinistralForCausalLM",),
         defaults={
-            "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
         },
         window="all",
     ),
     "qwen2": Family(
         ("Qwen2ForCausalLM",),
         defaults={
-            "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
-            "bos_token_id": None, "eos_token_id": None,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "bos_token_id": None,
+            "eos_token_id": None,
         },
         window="use",
         facts={"qkv_bias": True},
@@ -282,8 +330,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         ("Qwen3ForCausalLM",),
         defaults={
-            "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
-            "sliding_window": 4096, "bos_token_id": None, "eos_token_id": None,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "bos_token_id": None,
+            "eos_token_id": None,
         },
         same=_BIAS,
         window="use",
@@ -295,7 +347,10 @@ FAMILIES: dict[str, Family] = {
         architectures=("Qwen3NextForCausalLM",),
         defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2},
         keys=(
-            *_QWEN_DELTA.keys, "num_experts", "decoder_sparse_step", "mlp_only_layers",
+            *_QWEN_DELTA.keys,
+            "num_experts",
+            "decoder_sparse_step",
+            "mlp_only_layers",
             *_EXPERTS,
         ),
         fields=_qwen_next,
@@ -304,28 +359,46 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family(
         ("KimiLinearForCausalLM",),
         defaults={
-            "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "bos_token_id": 163584,
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 163584,
             "eos_token_id": 163586,
         },
         keys=(
-            "layer_types", "mlp_layer_types", "first_k_dense_replace", "linear_attn_config",
-            "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "kv_lora_rank",
-            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim", "model_max_length",
+            "layer_types",
+            "mlp_layer_types",
+            "first_k_dense_replace",
+            "linear_attn_config",
+            "linear_head_dim",
+            "linear_num_heads",
+            "linear_conv_kernel_dim",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "qk_head_dim",
+            "model_max_length",
             "num_experts",
-            *_EXPERTS, *_KIMI_EXPERTS,
+            *_EXPERTS,
+            *_KIMI_EXPERTS,
         ),
         fields=_kimi,
         to_hf=_kimi_to_hf,
         fixed={
-            "q_lora_rank": (None,), "mla_use_nope": (True, None), "attention_bias": (False, None),
+            "q_lora_rank": (None,),
+            "mla_use_nope": (True, None),
+            "attention_bias": (False, None),
         },
         is_nope=lambda *_: True,
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),
         defaults={
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000,
-            "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
         },
         window="all",
         fixed={"attention_bias": (False, None), "mlp_bias": (False, None)},
@@ -333,11 +406,20 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family(
         ("CwmForCausalLM",),
         defaults={
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
-            "sliding_window": 8192, "rope_theta": 1_000_000.0, "rope_parameters": {
-                "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "sliding_window": 8192,
+            "rope_theta": 1_000_000.0,
+            "rope_parameters": {
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
                 "rope_type": "llama3",
             },
         },
@@ -347,8 +429,12 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),
         defaults={
-            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2_000_000.0,
-            "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2_000_000.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "tie_word_embeddings": True,
         },
         keys=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
         same=(*_BIAS, *_MLP_BIAS),
@@ -363,7 +449,9 @@ FAMILIES: dict[str, Family] = {
         ("GraniteForCausalLM",),
         keys=("attention_multiplier", "logits_scaling"),
         same=(
-            *_BIAS, *_MLP_BIAS, ("embedding_multiplier", "stored.embed", 1.0),
+            *_BIAS,
+            *_MLP_BIAS,
+            ("embedding_multiplier", "stored.embed", 1.0),
             ("residual_multiplier", "stored.residual", 1.0),
         ),
         fields=_granite,
@@ -372,16 +460,23 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(
         ("SeedOssForCausalLM",),
         defaults={
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
-            "bos_token_id": 0, "attention_bias": True,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "bos_token_id": 0,
+            "attention_bias": True,
         },
         same=(_QKV_BIAS, ("attention_out_bias", "o_bias", False), *_MLP_BIAS),
     ),
     "ernie4_5": Family(
         ("Ernie4_5ForCausalLM",),
         defaults={
-            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
         },
         same=tuple(("use_bias", field, False) for field in ("qkv_bias", "o_bias", "mlp_bias")),
         stored={"interleaved": True},
@@ -389,8 +484,11 @@ FAMILIES: dict[str, Family] = {
     "helium": Family(
         ("HeliumForCausalLM",),
         defaults={
-            "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-8, "rope_theta": 100_000.0,
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100_000.0,
         },
         same=(_QKV_BIAS, *_MLP_BIAS),
         stored={"interleaved": True},
@@ -404,8 +502,11 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         ("Olmo3ForCausalLM",),
         defaults={
-            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": None,
-            "eos_token_id": 50279, "sliding_window": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "bos_token_id": None,
+            "eos_token_id": 50279,
+            "sliding_window": 4096,
         },
         same=_BIAS,
         window=lambda i, read: bool((i + 1) % 4),
@@ -415,9 +516,15 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
         defaults={
-            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-            "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True,
-            "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
             "hidden_activation": "gelu_pytorch_tanh",
         },
         keys=("query_pre_attn_scalar", "hidden_act"),
@@ -433,9 +540,15 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",),
         defaults={
-            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-            "rope_theta": 1_000_000.0, "bos_token_id": 2, "eos_token_id": 1,
-            "tie_word_embeddings": True, "sliding_window": 4096, "rope_local_base_freq": 10000.0,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1_000_000.0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "rope_local_base_freq": 10000.0,
             "hidden_activation": "gelu_pytorch_tanh",
         },
         keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
@@ -456,11 +569,16 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(
         ("StableLmForCausalLM",),
         defaults={
-            "num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.25, "bos_token_id": 0, "eos_token_id": 0,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
         },
         same=(
-            ("use_qkv_bias", "qkv_bias", False), ("use_parallel_residual", "parallel_block", False),
+            ("use_qkv_bias", "qkv_bias", False),
+            ("use_parallel_residual", "parallel_block", False),
         ),
         fixed={"qk_layernorm": (False, None)},
         facts={"norm": "layer", "norm_bias": True},
@@ -469,8 +587,12 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(
         ("CohereForCausalLM",),
         defaults={
-            "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "rope_theta": 500_000.0,
-            "bos_token_id": 5, "eos_token_id": 255001, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "tie_word_embeddings": True,
         },
         same=(*_BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fixed={"use_qk_norm": (False, None)},
@@ -481,12 +603,23 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family(
         ("Cohere2ForCausalLM",),
         defaults={
-            "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "sliding_window": 4096,
-            "bos_token_id": 5, "eos_token_id": 255001, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "tie_word_embeddings": True,
         },
-        keys=("sliding_window_pattern", "order_of_interleaved_layers", "rotary_pct",
-              "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
-              "use_parallel_embedding", "position_embedding_type"),
+        keys=(
+            "sliding_window_pattern",
+            "order_of_interleaved_layers",
+            "rotary_pct",
+            "use_embedding_sharing",
+            "use_gated_activation",
+            "use_parallel_block",
+            "use_parallel_embedding",
+            "position_embedding_type",
+        ),
         same=(*_BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fixed={"use_qk_norm": (False, None)},
         facts=_COHERE,
@@ -498,14 +631,18 @@ FAMILIES: dict[str, Family] = {
     "internlm3": Family(
         ("InternLM3ForCausalLM",),
         defaults={
-            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-5,
         },
         same=(
-            ("qkv_bias", "qkv_bias", False), ("bias", "o_bias", False), ("bias", "mlp_bias", False),
+            ("qkv_bias", "qkv_bias", False),
+            ("bias", "o_bias", False),
+            ("bias", "mlp_bias", False),
         ),
     ),
-}  # fmt: skip
+}
 
 
 # Families whose tensors are called as Llama's and that differ in nothing that loading folds: one
@@ -513,9 +650,9 @@ FAMILIES: dict[str, Family] = {
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
 
 
-def stored_of(family: str, fields: Mapping[str, Any]) -> tuple[Stored, Fields]:
-    """(``Stored``, the fields of ModelConfig) of fields by path."""
+def stored_of(family: str, fields: Mapping[str, Any]) -> tuple[CheckpointForm, Fields]:
+    """(``CheckpointForm``, the fields of ModelConfig) of fields by path."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
     name = "llama" if family in ALIKE else family
-    return Stored(family=name, **FAMILIES[family].stored, **own), rest
+    return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest

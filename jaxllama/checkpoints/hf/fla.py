@@ -20,12 +20,12 @@ from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import (
+    CheckpointForm,
     DeltaConfig,
     FeatureMap,
     GLAConfig,
     ModelConfig,
     RopeConfig,
-    Stored,
 )
 from jaxllama.errors import JaxLlamaError
 
@@ -41,14 +41,29 @@ _KEYS = frozenset(
     """.split()
 )
 # How that library computes the same.
-_SAME = ("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy",
-         "fuse_linear_cross_entropy", "use_l2warp")  # fmt: skip
+_SAME = (
+    "attn_mode",
+    "fuse_norm",
+    "fuse_swiglu",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "use_l2warp",
+)
 # What other families add to a block, as these models have it.
 PLAIN = (
-    ("norm", "rms"), ("norm_bias", False), ("pre_norms", True), ("post_norms", False),
-    ("qk_norm", "none"), ("parallel_block", False), ("activation", "silu"), ("attn_softcap", None),
-    ("logit_softcap", None), ("window_rope", None), ("nope_layers", ()), ("attn_gate", False),
-)  # fmt: skip
+    ("norm", "rms"),
+    ("norm_bias", False),
+    ("pre_norms", True),
+    ("post_norms", False),
+    ("qk_norm", "none"),
+    ("parallel_block", False),
+    ("activation", "silu"),
+    ("attn_softcap", None),
+    ("logit_softcap", None),
+    ("window_rope", None),
+    ("nope_layers", ()),
+    ("attn_gate", False),
+)
 # Options that change the computation, with the only value that is supported.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish", "silu"),
@@ -74,16 +89,25 @@ class _Model:
 
 # Its feature maps without parameters, as ours; the first name for one of ours is the one written.
 _ACTIVATIONS: dict[str | None, FeatureMap] = {
-    None: "none", "relu": "relu", "sqrelu": "sqrelu", "sigmoid": "sigmoid",
-    "logsigmoid": "logsigmoid", "swish": "silu", "silu": "silu", "gelu": "gelu_tanh",
-}  # fmt: skip
+    None: "none",
+    "relu": "relu",
+    "sqrelu": "sqrelu",
+    "sigmoid": "sigmoid",
+    "logsigmoid": "logsigmoid",
+    "swish": "silu",
+    "silu": "silu",
+    "gelu": "gelu_tanh",
+}
 _KERNELS: dict[str | None, FeatureMap] = {"elu": "elu", "relu": "relu", "identity": "none"}
 
 
 def _linear(
-    read: JsonReader, n_heads: int, expand_k: float, maps: Mapping[str | None, FeatureMap],
+    read: JsonReader,
+    n_heads: int,
+    expand_k: float,
+    maps: Mapping[str | None, FeatureMap],
     **facts: Any,
-) -> Fields:  # fmt: skip
+) -> Fields:
     """What GLA, simple GLA and linear attention have in common."""
     name = read.config.get("feature_map", next(iter(maps)))
     if not isinstance(name, str | None) or name not in maps:
@@ -106,29 +130,41 @@ def _linear(
 
 def _gla(read: JsonReader, n_heads: int) -> Fields:
     return _linear(
-        read, n_heads, 0.5, _ACTIVATIONS,
+        read,
+        n_heads,
+        0.5,
+        _ACTIVATIONS,
         clamp_min=read.number("clamp_min", None),
         use_short_conv=read.flag("use_short_conv", False),
         conv_size=read.size("conv_size", 4),
         use_output_gate=read.flag("use_output_gate", True),
-    )  # fmt: skip
+    )
 
 
 def _simple_gla(read: JsonReader, n_heads: int) -> Fields:
     return _linear(
-        read, n_heads, 1.0, _ACTIVATIONS, decay="head",
+        read,
+        n_heads,
+        1.0,
+        _ACTIVATIONS,
+        decay="head",
         use_short_conv=read.flag("use_short_conv", True),
         conv_size=read.size("conv_size", 4),
-    )  # fmt: skip
+    )
 
 
 def _linear_attn(read: JsonReader, n_heads: int) -> Fields:
     if read.config.get("feature_map") is None:
         raise read.error("feature_map", "means 'elementwise_product', which is not supported")
     return _linear(
-        read, n_heads, 1.0, _KERNELS, decay="none", use_output_gate=False,
+        read,
+        n_heads,
+        1.0,
+        _KERNELS,
+        decay="none",
+        use_output_gate=False,
         normalizer=read.flag("norm_feature_map", False),
-    )  # fmt: skip
+    )
 
 
 def _gla_to_fla(cfg: ModelConfig) -> Fields:
@@ -154,18 +190,22 @@ def _gla_to_fla(cfg: ModelConfig) -> Fields:
     return result
 
 
-def _delta(read: JsonReader, n_heads: int, v_heads: int, d_k: int, d_v: float, **facts: Any
-           ) -> Fields:  # fmt: skip
+def _delta(
+    read: JsonReader, n_heads: int, v_heads: int, d_k: int, d_v: float, **facts: Any
+) -> Fields:
     if d_v != int(d_v) or d_v < 1:
         raise read.error("expand_v", f"heads of values of {d_v:g} features")
     has_conv = read.flag("use_short_conv", True)
     delta = DeltaConfig(
-        n_heads=v_heads, n_k_heads=n_heads, d_k=d_k, d_v=int(d_v),
+        n_heads=v_heads,
+        n_k_heads=n_heads,
+        d_k=d_k,
+        d_v=int(d_v),
         norm_eps=read.number("norm_eps", 1e-6),
         conv_size=read.size("conv_size", 4) if has_conv else 0,
         beta_max=2.0 if read.flag("allow_neg_eigval", False) else 1.0,
         **facts,
-    )  # fmt: skip
+    )
     return {"delta": delta}
 
 
@@ -180,9 +220,16 @@ def _kda(read: JsonReader, n_heads: int) -> Fields:
     if read.size("num_v_heads", n_heads) != n_heads:
         raise read.error("num_v_heads", f"only num_heads ({n_heads}) is supported")
     return _delta(
-        read, n_heads, n_heads, d_k, d_k * read.positive("expand_v", 1.0), decay="channel",
-        gate="low_rank", gate_bias=True, gate_activation="sigmoid",
-    )  # fmt: skip
+        read,
+        n_heads,
+        n_heads,
+        d_k,
+        d_k * read.positive("expand_v", 1.0),
+        decay="channel",
+        gate="low_rank",
+        gate_bias=True,
+        gate_activation="sigmoid",
+    )
 
 
 def _delta_net(read: JsonReader, n_heads: int) -> Fields:
@@ -207,11 +254,15 @@ def _delta_to_fla(cfg: ModelConfig) -> Fields:
     }
     if kind == "delta_net":
         result |= {"hidden_size": cfg.d_model}
-        result |= {f"expand_{x}": delta.n_k_heads * getattr(delta, f"d_{x}") / cfg.d_model
-                   for x in "kv"}  # fmt: skip
+        result |= {
+            f"expand_{x}": delta.n_k_heads * getattr(delta, f"d_{x}") / cfg.d_model for x in "kv"
+        }
     else:
-        result |= {"head_dim": delta.d_k, "expand_v": delta.d_v / delta.d_k,
-                   "num_v_heads": delta.n_heads}  # fmt: skip
+        result |= {
+            "head_dim": delta.d_k,
+            "expand_v": delta.d_v / delta.d_k,
+            "num_v_heads": delta.n_heads,
+        }
     result |= {} if kind == "kda" else {"use_gate": delta.gate == "full"}
     read = dataclasses.asdict(MODELS[kind].fields(JsonReader(result), delta.n_k_heads)["delta"])
     only(
@@ -226,34 +277,72 @@ _DELTA_FIXED = {"conv_bias": (False,), "elementwise_affine": (True,)}
 _DELTA_KEYS = ("expand_v", "allow_neg_eigval", "head_dim", "num_v_heads")
 MODELS = {
     "gla": _Model(
-        "GLAForCausalLM", "gla", 4, 24,
-        (*_GLA_KEYS, "clamp_min", "use_output_gate"), _gla, _gla_to_fla,
+        "GLAForCausalLM",
+        "gla",
+        4,
+        24,
+        (*_GLA_KEYS, "clamp_min", "use_output_gate"),
+        _gla,
+        _gla_to_fla,
         {"use_gk": (True,), "use_gv": (False,)},
     ),
     "simple_gla": _Model(
-        "SimpleGLAForCausalLM", "gla", 4, 24, _GLA_KEYS, _simple_gla, _gla_to_fla,
+        "SimpleGLAForCausalLM",
+        "gla",
+        4,
+        24,
+        _GLA_KEYS,
+        _simple_gla,
+        _gla_to_fla,
         {"conv_bias": (False,), "gate_fn": ("swish", "silu")},
     ),
     "linear_attn": _Model(
-        "LinearAttentionForCausalLM", "gla", 4, 24,
-        (*_GLA_KEYS, "norm_feature_map", "tie_feature_map_qk"), _linear_attn, _gla_to_fla,
+        "LinearAttentionForCausalLM",
+        "gla",
+        4,
+        24,
+        (*_GLA_KEYS, "norm_feature_map", "tie_feature_map_qk"),
+        _linear_attn,
+        _gla_to_fla,
         {"norm_q": (False,), "norm_k": (False,)},
     ),
     "gated_deltanet": _Model(
-        "GatedDeltaNetForCausalLM", "delta", 6, 21, (*_DELTA_KEYS, "use_gate"), _gated_delta_net,
-        _delta_to_fla, _DELTA_FIXED,
+        "GatedDeltaNetForCausalLM",
+        "delta",
+        6,
+        21,
+        (*_DELTA_KEYS, "use_gate"),
+        _gated_delta_net,
+        _delta_to_fla,
+        _DELTA_FIXED,
     ),
     "kda": _Model(
-        "KDAForCausalLM", "delta", 16, 24, _DELTA_KEYS, _kda, _delta_to_fla,
+        "KDAForCausalLM",
+        "delta",
+        16,
+        24,
+        _DELTA_KEYS,
+        _kda,
+        _delta_to_fla,
         {**_DELTA_FIXED, "safe_gate": (False,), "lower_bound": (None,)},
     ),
     "delta_net": _Model(
-        "DeltaNetForCausalLM", "delta", 16, 24, ("expand_k", "use_gate", *_DELTA_KEYS[:2]),
-        _delta_net, _delta_to_fla,
-        {**_DELTA_FIXED, "use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",),
-         "qk_activation": ("silu",)},
+        "DeltaNetForCausalLM",
+        "delta",
+        16,
+        24,
+        ("expand_k", "use_gate", *_DELTA_KEYS[:2]),
+        _delta_net,
+        _delta_to_fla,
+        {
+            **_DELTA_FIXED,
+            "use_beta": (True,),
+            "use_output_norm": (True,),
+            "qk_norm": ("l2",),
+            "qk_activation": ("silu",),
+        },
     ),
-}  # fmt: skip
+}
 
 
 def model_of(cfg: ModelConfig) -> str | None:
@@ -316,8 +405,8 @@ def config_from_fla(config: Mapping[str, Any], name: str, kind: str = "gla") -> 
     )
 
 
-def _stored(kind: str) -> Stored:
-    return Stored() if kind == "gla" else Stored(family=kind)
+def _stored(kind: str) -> CheckpointForm:
+    return CheckpointForm() if kind == "gla" else CheckpointForm(family=kind)
 
 
 def only(whose: str, facts: Any) -> None:

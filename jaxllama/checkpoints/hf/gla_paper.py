@@ -17,12 +17,23 @@ from typing import Any
 
 from jaxllama.checkpoints.hf.fla import PAPER, PLAIN, only, swiglu_width
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import GLAConfig, ModelConfig, RopeConfig, Stored
+from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
 
 _EPS = 1e-5
-_KEYS = ("architectures", "model_type", "d_model", "n_head", "n_layer", "context_length",
-         "vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "use_gk",
-         "load_from_llama")  # fmt: skip
+_KEYS = (
+    "architectures",
+    "model_type",
+    "d_model",
+    "n_head",
+    "n_layer",
+    "context_length",
+    "vocab_size",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "use_gk",
+    "load_from_llama",
+)
 
 
 def is_paper(config: Mapping[str, Any]) -> bool:
@@ -37,10 +48,16 @@ def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
     d_model, n_heads = read.size("d_model", 2048), read.size("n_head", 8)
     n_layers = read.size("n_layer", 24, limit=4096)
     gla = GLAConfig(
-        n_heads=n_heads, n_kv_heads=n_heads, expand_k=0.5, expand_v=1.0, norm_eps=_EPS,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        expand_k=0.5,
+        expand_v=1.0,
+        norm_eps=_EPS,
         decay="channel" if read.flag("use_gk", True) else "none",
-        output_norm="layer", norm_weight=False, gate_bias=True,
-    )  # fmt: skip
+        output_norm="layer",
+        norm_weight=False,
+        gate_bias=True,
+    )
     bos = read.token_ids("bos_token_id", 0)
     return ModelConfig(
         name=name,
@@ -59,7 +76,7 @@ def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
         gla=gla,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=read.token_ids("eos_token_id", 0),
-        stored=Stored(family=PAPER, query=0.5**0.5),
+        stored=CheckpointForm(family=PAPER, query=0.5**0.5),
     )
 
 
@@ -83,8 +100,14 @@ def config_to_paper(cfg: ModelConfig) -> dict[str, Any]:
     }
     have = config_from_paper(result, cfg.name)
     theirs = dataclasses.asdict(have.gla) if have.gla is not None else {}
-    keys = ("d_ff", "norm_eps", "layer_types", "embedding_scale", "stored",
-            *(key for key, _ in PLAIN))  # fmt: skip
+    keys = (
+        "d_ff",
+        "norm_eps",
+        "layer_types",
+        "embedding_scale",
+        "stored",
+        *(key for key, _ in PLAIN),
+    )
     only(
         "the GLA paper's",
         ((f"gla.{key}", getattr(gla, key), value) for key, value in theirs.items()),

@@ -36,11 +36,11 @@ from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
-from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
+from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile, parse_json
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.model import param as tensors
-from jaxllama.model.param import Param, Source
+from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
 from jaxllama.progress import working
 
@@ -170,7 +170,7 @@ def load(
     return cfg, params
 
 
-Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
+Tensors = dict[str, tuple[SafetensorsFile, SafetensorsEntry]]
 
 
 def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.ExitStack) -> Tensors:
@@ -249,8 +249,13 @@ def _single(directory: Path) -> Path:
     raise JaxLlamaError(f"{directory}: no {weights_file(FOREIGN)} and no {index}{hint}")
 
 
-def _check(directory: Path, files: Tensors, table: dict[tensors.Path, Param],
-           cfg: ModelConfig, packed_names: set[str]) -> None:  # fmt: skip
+def _check(
+    directory: Path,
+    files: Tensors,
+    table: dict[tensors.Path, Param],
+    cfg: ModelConfig,
+    packed_names: set[str],
+) -> None:
     """Names, shapes and types, before anything is allocated; of packed tensors only the names."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in files]
@@ -277,8 +282,9 @@ def _check(directory: Path, files: Tensors, table: dict[tensors.Path, Param],
 def _tied_heads(cfg: ModelConfig) -> list[str]:
     """The tensors of a head that a tied checkpoint may carry although it is the embedding."""
     untied = param_table(cfg.replace(tie_embeddings=False)) if cfg.tie_embeddings else {}
-    return [source.name for path, spec in untied.items() if path[0] == "head"
-            for source in spec.sources]  # fmt: skip
+    return [
+        source.name for path, spec in untied.items() if path[0] == "head" for source in spec.sources
+    ]
 
 
 def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
@@ -309,12 +315,17 @@ def _equal(files: Tensors, *names: str) -> bool:
 def _slice(files: Tensors, name: str, start: int, size: int) -> np.ndarray:
     """Elements of a tensor in float32."""
     out = np.empty(size, np.float32)
-    _read_slice(files, Source(name, files[name][1].shape), start, out)
+    _read_slice(files, TensorSource(name, files[name][1].shape), start, out)
     return out
 
 
-def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray,
-                 added: tuple[np.ndarray, np.ndarray] | None) -> bool:  # fmt: skip
+def _read_folded(
+    files: Tensors,
+    source: TensorSource,
+    start: int,
+    out: np.ndarray,
+    added: tuple[np.ndarray, np.ndarray] | None,
+) -> bool:
     """``_read_slice`` of the rows that ``source`` makes of the tensor, some whole heads at once;
     added: an adapter's factors."""
     n_rows, width = source.shape[0], source.size // source.shape[0]
@@ -336,22 +347,29 @@ def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray,
     return finite
 
 
-def _read_slice(files: Tensors, source: Source, start: int, out: np.ndarray) -> bool:
+def _read_slice(files: Tensors, source: TensorSource, start: int, out: np.ndarray) -> bool:
     """Fill the flat ``out`` from an element on; returns whether it is finite."""
     file, info = files[source.name]
     offset = info.offset + start * safetensors_file.DTYPES[info.dtype].itemsize
     return file.read_into(dataclasses.replace(info, offset=offset), out)
 
 
-def _read(files: Tensors, spec: Param, dtype: np.dtype, added: Factors,
-          advance: Callable[[int], None]) -> np.ndarray:  # fmt: skip
+def _read(
+    files: Tensors, spec: Param, dtype: np.dtype, added: Factors, advance: Callable[[int], None]
+) -> np.ndarray:
     out = aligned_empty(spec.size, dtype)
     _read_part(files, spec, added, 0, out, advance)
     return out.reshape(spec.shape)
 
 
-def _read_part(files: Tensors, spec: Param, added: Factors, start: int, out: np.ndarray,
-               advance: Callable[[int], None]) -> None:  # fmt: skip
+def _read_part(
+    files: Tensors,
+    spec: Param,
+    added: Factors,
+    start: int,
+    out: np.ndarray,
+    advance: Callable[[int], None],
+) -> None:
     """The parameter's elements from ``start`` on into the flat ``out``."""
     at = 0
     for source in spec.sources:

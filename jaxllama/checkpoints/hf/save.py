@@ -41,7 +41,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class SaveUnit:
     """Tensors that stay in one file: (name, shape, dtype) of each, and their values in that order,
     made when it is their turn."""
 
@@ -87,7 +87,7 @@ def index_file(stem: str) -> str:
 def write_directory(
     directory: str | Path,
     documents: Mapping[str, dict[str, Any]],
-    units: Sequence[Unit],
+    units: Sequence[SaveUnit],
     tokenizer_files: Iterable[str | Path] | None,
     max_shard_bytes: int,
     progress: bool,
@@ -159,7 +159,7 @@ def flatten(tree: dict[str, Any], at: tensors.Path = ()) -> dict[tensors.Path, A
     return result
 
 
-def _unit(spec: Param, value: Any) -> Unit:
+def _unit(spec: Param, value: Any) -> SaveUnit:
     """The checkpoint's tensors of a parameter, which comes to the host once and is cut."""
     dtype = np.dtype(value.dtype)
 
@@ -173,18 +173,18 @@ def _unit(spec: Param, value: Any) -> Unit:
             yield part
             at += source.size
 
-    return Unit(tuple((source.name, source.shape, dtype) for source in spec.sources), values)
+    return SaveUnit(tuple((source.name, source.shape, dtype) for source in spec.sources), values)
 
 
 def _write_shards(
     folder: Path,
-    units: Sequence[Unit],
+    units: Sequence[SaveUnit],
     max_shard_bytes: int,
     advance: Callable[[int], None],
     stem: str,
 ) -> None:
     """One file, or several and an index; units stay whole, in their order."""
-    shards: list[list[Unit]] = [[]]
+    shards: list[list[SaveUnit]] = [[]]
     size = 0
     for unit in units:
         if shards[-1] and size + unit.nbytes > max_shard_bytes:
@@ -206,7 +206,7 @@ def _write_shards(
         _write_json(folder / index_file(stem), document)
 
 
-def _values(shard: Iterable[Unit], advance: Callable[[int], None]) -> Iterator[np.ndarray]:
+def _values(shard: Iterable[SaveUnit], advance: Callable[[int], None]) -> Iterator[np.ndarray]:
     for unit in shard:
         for array in unit.values():
             yield array

@@ -29,7 +29,7 @@ from jaxllama.checkpoints.packed.codes import (
     unpack,
     unsigned,
 )
-from jaxllama.checkpoints.packed.module import FLOATS, Module, Part, Reader
+from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def reader(config: dict[str, Any]) -> Reader:
         read, "group_size" if config.get("group_size") is not None else "q_group_size"
     )
 
-    def part(module: Module) -> Part | None:
+    def part(module: Module) -> PackedPart | None:
         if not module.has("qweight") and module.has("weight"):
             return None
         layout = _layout(*module.shape, n_groups(module.shape[1], group_size))

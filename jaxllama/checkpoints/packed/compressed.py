@@ -39,7 +39,7 @@ from jaxllama.checkpoints.packed.codes import (
     unpack,
 )
 from jaxllama.checkpoints.packed.fp8 import read_block, read_weight, scale_shapes, with_input_scale
-from jaxllama.checkpoints.packed.module import FLOATS, Module, Part, Reader
+from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def reader(config: dict[str, Any]) -> Reader:
         own = JsonReader(group, f"quantization_config.config_groups.{name}.")
         schemes.append((_targets(own, "targets"), _scheme(own, config.get("format"))))
 
-    def part(module: Module) -> Part | None:
+    def part(module: Module) -> PackedPart | None:
         scheme = None
         if _rank(ignored, module.name) is None:
             ranked = [(_rank(targets, module.name), found) for targets, found in schemes]
@@ -209,7 +209,7 @@ def _with_activations(scheme: _Scheme, read: JsonReader) -> _Scheme:
     return dataclasses.replace(scheme, activations=words, static=not dynamic)
 
 
-def _part(module: Module, scheme: _Scheme) -> Part:
+def _part(module: Module, scheme: _Scheme) -> PackedPart:
     out, width = module.shape
     groups = n_groups(width, scheme.group_size)
     names = ["weight_packed" if scheme.packed else "weight", "weight_scale"]

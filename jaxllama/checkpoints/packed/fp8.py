@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed.codes import by_group, check_scale, consecutive, n_groups
-from jaxllama.checkpoints.packed.module import FLOATS, Module, Part, Reader
+from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError, WeightWarning
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def reader(config: dict[str, Any]) -> Reader:
     if static and block is not None:
         raise read.error("activation_scheme", "not supported with weight_block_size")
 
-    def part(module: Module) -> Part | None:
+    def part(module: Module) -> PackedPart | None:
         if module.has("weight") and module.dtype("weight") != "F8_E4M3":
             return None
         module.expect("weight", ("F8_E4M3",), module.shape)

@@ -35,7 +35,7 @@ from jaxllama.checkpoints.packed.codes import (
     unpack,
     unsigned,
 )
-from jaxllama.checkpoints.packed.module import FLOATS, Module, Part, Reader
+from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -66,7 +66,7 @@ def reader(config: dict[str, Any]) -> Reader:
     default = (_bits(read), read_group_size(read, "group_size"))
     rules = _rules(read)
 
-    def part(module: Module) -> Part | None:
+    def part(module: Module) -> PackedPart | None:
         if not module.has("qweight") and module.has("weight"):
             return None
         bits, group_size = default

@@ -37,7 +37,7 @@ from jaxllama.checkpoints.packed.module import (
     Floats,
     Leaf,
     Module,
-    Part,
+    PackedPart,
     Reader,
     Tensors,
     plain,
@@ -45,7 +45,7 @@ from jaxllama.checkpoints.packed.module import (
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
-from jaxllama.model.param import Param, Source
+from jaxllama.model.param import Param, TensorSource
 from jaxllama.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -126,23 +126,23 @@ def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -
     found_parts = [part(module) for module in modules]
     if not any(found_parts):
         return None
-    parts: list[Part] = []
+    parts: list[PackedPart] = []
     for source, module, found in zip(spec.sources, modules, found_parts, strict=True):
         if found is None:
             plain(source.name, source.shape, files)
-            found = Part((source.name,), Param((source,), source.shape))
+            found = PackedPart((source.name,), Param((source,), source.shape))
         elif module.has("bias") and f"{module.name}.bias" not in sources:
             # AutoGPTQ gives every Linear a bias; where the model has none it must be zeros.
             if module.read("bias").astype(np.float32).any():
                 raise module.error("bias", "not zero, and the config has no bias here")
-            found = Part((*found.names, f"{module.name}.bias"), found.read)
+            found = PackedPart((*found.names, f"{module.name}.bias"), found.read)
         if source.is_folded and not isinstance(found.read, Param):
-            found = Part(found.names, functools.partial(_folded, source, found.read))
+            found = PackedPart(found.names, functools.partial(_folded, source, found.read))
         parts.append(found)
     return Leaf(tuple(parts))
 
 
-def _folded(source: Source, read: Callable[[], QTensor]) -> QTensor:
+def _folded(source: TensorSource, read: Callable[[], QTensor]) -> QTensor:
     return fold(source, read())
 
 

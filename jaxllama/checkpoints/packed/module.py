@@ -1,8 +1,8 @@
 """A packed checkpoint's view of the model: one Linear's tensors, and the parameter they make up.
 
 A ``Module`` is one Linear as the checkpoint has it, with every look at a tensor checked before
-anything of its size is allocated.  A format turns it into a ``Part`` (or None: it is in floats);
-the parts of a fused parameter, one after the other, are a ``Leaf``.
+anything of its size is allocated.  A format turns it into a ``PackedPart`` (or None: it is in
+floats); the parts of a fused parameter, one after the other, are a ``Leaf``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllama.checkpoints import safetensors as safetensors_file
-from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo
+from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, one
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
-Tensors = Mapping[str, tuple[SafetensorsFile, TensorInfo]]
+Tensors = Mapping[str, tuple[SafetensorsFile, SafetensorsEntry]]
 Floats = Callable[[Param], np.ndarray]
 FLOATS = ("F16", "BF16", "F32")
 
@@ -72,19 +72,21 @@ class Module:
     def read(self, tensor: str) -> np.ndarray:
         return self.files[f"{self.name}.{tensor}"][0].read(f"{self.name}.{tensor}")
 
-    def part(self, read: Callable[[], QTensor], *tensors: str) -> Part:
-        return Part(tuple(f"{self.name}.{tensor}" for tensor in tensors if self.has(tensor)), read)
+    def part(self, read: Callable[[], QTensor], *tensors: str) -> PackedPart:
+        return PackedPart(
+            tuple(f"{self.name}.{tensor}" for tensor in tensors if self.has(tensor)), read
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PackedPart:
     """Some rows of a parameter: the tensors they come from, and how."""
 
     names: tuple[str, ...]
     read: Callable[[], QTensor] | Param  # or plain floats
 
 
-def plain(name: str, shape: tuple[int, ...], files: Tensors) -> Part:
+def plain(name: str, shape: tuple[int, ...], files: Tensors) -> PackedPart:
     """A tensor of floats, checked."""
     if name not in files:
         raise JaxLlamaError(f"missing tensors: {name}")
@@ -95,10 +97,10 @@ def plain(name: str, shape: tuple[int, ...], files: Tensors) -> Part:
         )
     if info.dtype not in safetensors_file.FLOATS:
         raise file.error(f"tensor {name!r}: dtype {info.dtype} is no floating-point type")
-    return Part((name,), one(name, *shape))
+    return PackedPart((name,), one(name, *shape))
 
 
-Reader = Callable[[Module], Part | None]
+Reader = Callable[[Module], PackedPart | None]
 
 
 def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
@@ -146,7 +148,7 @@ def _storage(w: QTensor | np.ndarray) -> tuple[Any, ...]:
 class Leaf:
     """A parameter of a packed checkpoint, and how its parts become one."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PackedPart, ...]
     join: Callable[[list[Any]], Any] = fuse
 
     @property

@@ -31,7 +31,7 @@ from jaxllama.checkpoints.packed.codes import (
     signed,
     unsigned,
 )
-from jaxllama.checkpoints.packed.module import FLOATS, Leaf, Module, Part, Tensors, plain
+from jaxllama.checkpoints.packed.module import FLOATS, Leaf, Module, PackedPart, Tensors, plain
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, Path
 
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
 _VERSION = 1
 _STORED = {"int4": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
 _BESIDE = ("scale", "zero", "columns", "input_scale", "unit")
-_ACTIVATIONS = {"int4": ("int8", "float8_e4m3fn"), "int8": ("int8",),
-                "float8_e4m3fn": ("float8_e4m3fn",)}  # fmt: skip
+_ACTIVATIONS = {
+    "int4": ("int8", "float8_e4m3fn"),
+    "int8": ("int8",),
+    "float8_e4m3fn": ("float8_e4m3fn",),
+}
 
 
 def plan(config: dict[str, Any], table: Mapping[Path, Param], files: Tensors) -> dict[Path, Leaf]:
@@ -102,7 +105,7 @@ def _wrong(name: str, why: str) -> JaxLlamaError:
     return JaxLlamaError(f"quantization_config.weights: {name}: {why}")
 
 
-def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) -> Part:
+def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) -> PackedPart:
     if not isinstance(entry, Mapping):
         raise _wrong(name, "expected an object or null")
     words, activations = entry.get("words"), entry.get("activations")

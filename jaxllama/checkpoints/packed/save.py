@@ -31,7 +31,7 @@ from jaxllama.checkpoints.hf.save import (
     FOREIGN,
     GENERATION,
     OURS,
-    Unit,
+    SaveUnit,
     check_paths,
     flatten,
     write_directory,
@@ -43,7 +43,7 @@ from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.param import Param, Source
+from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
 from jaxllama.sampling import Sampling
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
@@ -60,7 +60,7 @@ class _Member:
     """One tensor (or Linear) of the checkpoint: rows ``start:stop`` of ``block``, which is a
     parameter or a block of one."""
 
-    source: Source
+    source: TensorSource
     block: Any
     start: int
     stop: int
@@ -136,7 +136,7 @@ def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
 
 def _units(
     cfg: ModelConfig, params: dict[str, Any], format: str
-) -> tuple[dict[str, Any], list[Unit]]:
+) -> tuple[dict[str, Any], list[SaveUnit]]:
     """(the ``quantization_config``, every parameter's tensors)."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
@@ -153,14 +153,14 @@ def _units(
     return chosen.config, [_unit(members[path], chosen) for path in table]
 
 
-def _native_unit(path: Key, value: Any) -> Unit:
+def _native_unit(path: Key, value: Any) -> SaveUnit:
     name = ".".join(path)
 
     def values() -> Iterator[np.ndarray]:
         host = jax.tree.map(np.asarray, value)
         return (np.ascontiguousarray(array) for _, array in packed_native.to_tensors(name, host))
 
-    return Unit(tuple(packed_native.layout(name, value)), values)
+    return SaveUnit(tuple(packed_native.layout(name, value)), values)
 
 
 def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
@@ -261,7 +261,7 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
     return None if exact else f"{w.scale.dtype} scales that float16 does not hold exactly"
 
 
-def _unit(members: list[_Member], chosen: _Format) -> Unit:
+def _unit(members: list[_Member], chosen: _Format) -> SaveUnit:
     """A parameter's tensors."""
     entries = []
     for member in members:
@@ -284,4 +284,4 @@ def _unit(members: list[_Member], chosen: _Format) -> Unit:
             else:
                 yield np.ascontiguousarray(unfold(member.source, host[rows]))
 
-    return Unit(tuple(entries), values)
+    return SaveUnit(tuple(entries), values)

@@ -127,7 +127,7 @@ class Footprint:
 @functools.lru_cache(maxsize=64)
 def unit_shapes(
     cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool
-) -> list[tuple[programs.Unit, Any]]:
+) -> list[tuple[programs.ModelUnit, Any]]:
     """Every unit with the shapes of its weights."""
     shapes = weight_shapes(cfg, dtype, scheme)
     return [(unit, unit.weights(shapes)) for unit in programs.units_of(cfg, sep_layer)]
@@ -245,15 +245,27 @@ def footprint(
     if compile_programs:
         needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)
     return Footprint(
-        weights, cache.times(batches), hidden.times(batches), loading_weights, loading_cache,
-        loading_hidden, needs, reading,
-    )  # fmt: skip
+        weights,
+        cache.times(batches),
+        hidden.times(batches),
+        loading_weights,
+        loading_cache,
+        loading_hidden,
+        needs,
+        reading,
+    )
 
 
 def _programs(
-    cfg: ModelConfig, policy: Policy, size: int, chunk: int, capacity: int, dtype: Any,
-    kv_dtype: Any, scheme: str | None,
-) -> Iterator[Any]:  # fmt: skip
+    cfg: ModelConfig,
+    policy: Policy,
+    size: int,
+    chunk: int,
+    capacity: int,
+    dtype: Any,
+    kv_dtype: Any,
+    scheme: str | None,
+) -> Iterator[Any]:
     """The distinct programs of a run, lowered: prefill and decode of each kind of layer, and the
     head."""
     ints = jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -276,9 +288,17 @@ def _programs(
                 functools.partial(programs.positions_of, cfg, n_new=n_new), ints, ints
             )
             yield programs.run_layer.lower(
-                alike, kind, unit.kind, weights, Stream(x, x),
-                state if unit.has_cache else None, at, ints, rope, sparse=sparse,
-            )  # fmt: skip
+                alike,
+                kind,
+                unit.kind,
+                weights,
+                Stream(x, x),
+                state if unit.has_cache else None,
+                at,
+                ints,
+                rope,
+                sparse=sparse,
+            )
 
 
 def _program_bytes(*arguments: Any) -> int:
@@ -291,9 +311,13 @@ def _program_bytes(*arguments: Any) -> int:
 
 
 def check_host(
-    cfg: ModelConfig, policy: Policy, shape: tuple[int, int], capacity: int, kv_dtype: Any,
+    cfg: ModelConfig,
+    policy: Policy,
+    shape: tuple[int, int],
+    capacity: int,
+    kv_dtype: Any,
     dtype: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Raises JaxLlamaError if host memory has no room for a block's cache and hidden states."""
     rows, width = shape
     cache = split_bytes(cache_shapes(cfg, rows, capacity, kv_dtype), policy.cache)

@@ -47,7 +47,7 @@ from jaxllama.offload.layer_cache import snapshot_columns
 from jaxllama.offload.loading import Placement, scheme_of
 from jaxllama.offload.model import OffloadedModel, kv_dtype_of
 from jaxllama.offload.planner.accounting import cache_shapes, hidden_bytes, unit_shapes
-from jaxllama.offload.planner.cost import KINDS, Settings, Task, kept_share, step_of
+from jaxllama.offload.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
 from jaxllama.offload.planner.fitting import (
     Calibration,
     Moving,
@@ -58,9 +58,9 @@ from jaxllama.offload.planner.fitting import (
 )
 from jaxllama.offload.planner.trial import random_model, random_run, timed_step
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import Run
+from jaxllama.offload.run import OffloadRun
 from jaxllama.offload.store import is_pending
-from jaxllama.offload.timeline import NO_RECORD, Event, Recorder
+from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
 
 ROWS = (1, 8)
 CONTEXTS = (64, 256)
@@ -140,8 +140,8 @@ class _Sample:
     policy: Policy
     rows: int
     context: int
-    events: list[Event]
-    prefill: list[Event]
+    events: list[TimelineBar]
+    prefill: list[TimelineBar]
 
     def seconds(self, lane: str, kinds: Sequence[str], prefill: bool = False) -> float:
         times = [
@@ -157,9 +157,15 @@ Point = tuple[int, int]  # rows, context
 
 class _Measure:
     def __init__(
-        self, cfg: ModelConfig, dtype: Any, scheme: str | None, kv_dtype: Any, chunk: int,
-        progress: Progress, moves: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: ModelConfig,
+        dtype: Any,
+        scheme: str | None,
+        kv_dtype: Any,
+        chunk: int,
+        progress: Progress,
+        moves: bool = True,
+    ) -> None:
         self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
         self.chunk, self.progress, self.moves = chunk, progress, moves
         self.layers = [depth * cfg.n_layers // DEPTHS[1] for depth in DEPTHS]
@@ -219,7 +225,7 @@ class _Measure:
 
     def _runs(
         self, model: OffloadedModel, rows: int, context: int
-    ) -> tuple[Run, Callable[[], Run]]:
+    ) -> tuple[OffloadRun, Callable[[], OffloadRun]]:
         """A run of one task after some steps, by which its programs are compiled; and what makes
         another."""
         begin = functools.partial(
@@ -230,7 +236,7 @@ class _Measure:
             timed_step(run)
         return run, begin
 
-    def _times(self, runs: Sequence[Callable[[], Run]]) -> list[tuple[float, float]]:
+    def _times(self, runs: Sequence[Callable[[], OffloadRun]]) -> list[tuple[float, float]]:
         """(prefill, step) of each; they alternate, so that a busy machine slows all alike.  A
         prefill that takes seconds is timed once."""
         prefills: list[list[float]] = []
@@ -241,7 +247,7 @@ class _Measure:
             prefills.append([timed_step(run) for run in begun])
         return list(zip(map(lower, zip(*prefills, strict=True)), self._steps(begun), strict=True))
 
-    def _steps(self, begun: Sequence[Run]) -> list[float]:
+    def _steps(self, begun: Sequence[OffloadRun]) -> list[float]:
         """Seconds of a step of each; of some in a row the first does not count, because another's
         next weights load beside it."""
         steps: list[list[float]] = [[] for _ in begun]
@@ -266,8 +272,9 @@ class _Measure:
             times = []
             for _ in range(STEPS):
                 pending = model.store.begin(unit.weights(model.params))
-                parts = [x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending)
-                         if is_pending(x)]  # fmt: skip
+                parts = [
+                    x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending) if is_pending(x)
+                ]
                 jax.block_until_ready(parts)
                 begin = time.perf_counter()
                 jax.block_until_ready(model.store.finish(pending))
@@ -288,7 +295,7 @@ class _Measure:
             found.append((float(tokens.size), lower(times[1:])))
         return found
 
-    def _record(self, run: Run, steps: int) -> list[Event]:
+    def _record(self, run: OffloadRun, steps: int) -> list[TimelineBar]:
         run.record = Recorder()
         for _ in range(steps):
             timed_step(run)
@@ -315,8 +322,12 @@ class _Measure:
                 if unit.layer in (-1, 0):
                     seconds = sample.seconds("load weights", (unit.kind,))
                     weights.append((*moving(shapes, policy.weights)[:2], 0.0, seconds))
-            [one] = cache_shapes(self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
-                                 sample.rows, sample.context + ROOM, self.kv_dtype)  # fmt: skip
+            [one] = cache_shapes(
+                self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
+                sample.rows,
+                sample.context + ROOM,
+                self.kv_dtype,
+            )
             capacity = sample.context + ROOM
             share = snapshot_columns(capacity, sample.context) / capacity
             amounts = tuple(share * part for part in moving(one, policy.cache))
@@ -355,26 +366,50 @@ class _Measure:
         free = fetch = Moving(0.0, 0.0, 0.0, 0.0)
         if not self.moves:
             return Calibration(
-                free, (0.0, 0.0), free, free, 0.0, free, free, decode, prefill, head, (0.0, 0.0),
-                (0.0,) * len(KINDS), 0.0, decode, free,
-            )  # fmt: skip
+                free,
+                (0.0, 0.0),
+                free,
+                free,
+                0.0,
+                free,
+                free,
+                decode,
+                prefill,
+                head,
+                (0.0, 0.0),
+                (0.0,) * len(KINDS),
+                0.0,
+                decode,
+                free,
+            )
         if sparse:
-            fetch = fit_moving([
-                (*kept, 0.0, max(1e-9, s.seconds("compute", layer) - steps[s.rows, s.context]))
-                for s, kept in fetches
-            ])  # fmt: skip
+            fetch = fit_moving(
+                [
+                    (*kept, 0.0, max(1e-9, s.seconds("compute", layer) - steps[s.rows, s.context]))
+                    for s, kept in fetches
+                ]
+            )
         costs = Calibration(
-            fit_moving(weights), nnls([(1.0, size) for size, _ in joins], [t for _, t in joins]),
-            fit_moving(caches), fit_moving(stores),
+            fit_moving(weights),
+            nnls([(1.0, size) for size, _ in joins], [t for _, t in joins]),
+            fit_moving(caches),
+            fit_moving(stores),
             statistics.median(s.seconds("store cache", layer) for s in moved),
-            fit_moving(hiddens), fit_moving(puts), decode, prefill, head,
+            fit_moving(hiddens),
+            fit_moving(puts),
+            decode,
+            prefill,
+            head,
             nnls([(1.0, count) for count, _ in lookups], [t for _, t in lookups]),
-            (0.0,) * len(KINDS), self._cold_disk(), decode_of(layers_of(on_cpu)), fetch,
-        )  # fmt: skip
+            (0.0,) * len(KINDS),
+            self._cold_disk(),
+            decode_of(layers_of(on_cpu)),
+            fetch,
+        )
         steps = []
         for policy, count, seconds in overlapped:
             task = Task(ROWS[-1] * count, CONTEXTS[-1], ROOM)
-            settings = Settings(self.dtype, self.kv_dtype, self.scheme)
+            settings = PlannerSettings(self.dtype, self.kv_dtype, self.scheme)
             step = step_of(
                 self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, CONTEXTS[-1]
             )

@@ -42,17 +42,17 @@ from jaxllama.offload.planner.fitting import Calibration, Moving, moving
 from jaxllama.offload.policy import Policy, Shares
 from pallas_kernels.qtensor import tree_bytes
 
-LANES = (
-    "load weights", "load cache", "load hidden", "compute", "store cache", "store hidden"
-)  # fmt: skip
+LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
 _LOADS, _STORES = ("load weights", "load cache", "load hidden"), ("store cache", "store hidden")
 LINKS = (("link", _LOADS), ("link", _STORES), ("disk", _LOADS + _STORES))
 # Of contention.  Weights that come whole are a few transfers, which computing hardly slows; pieces
 # that are to be joined keep the host and the device's queue busy.
 KINDS = (
-    ("load weights", "compute"), ("load cache", "store cache"), ("load hidden", "store hidden"),
     ("load weights", "compute"),
-)  # fmt: skip
+    ("load cache", "store cache"),
+    ("load hidden", "store hidden"),
+    ("load weights", "compute"),
+)
 WHOLE, JOINED = 0, 3
 
 
@@ -71,7 +71,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """Bytes that may be used; None is no limit."""
 
     device: int | None = None
@@ -84,7 +84,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class PlannerSettings:
     """What a prediction depends on besides the policy: dtypes and the scheme of the weights."""
 
     dtype: Any
@@ -106,7 +106,7 @@ class Prediction:
 
 
 def predict(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: Settings
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
 ) -> Prediction:
     """Time of ``task`` under ``policy``."""
     block = min(policy.block_size, task.rows)
@@ -123,7 +123,7 @@ def predict(
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepCost:
     """Sums over the units of one token a row, or of a prefill.  longest and beside: of overlapped
     units, the longest lanes and what is beside them, by kind of contention."""
 
@@ -165,9 +165,16 @@ def _decode_seconds(costs: Calibration, here: float, on_cpu: float, context: int
 
 
 def step_of(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: Settings,
-    rows: int, batches: int, width: int, context: int,
-) -> Step:  # fmt: skip
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    settings: PlannerSettings,
+    rows: int,
+    batches: int,
+    width: int,
+    context: int,
+) -> StepCost:
     """``batches`` of ``rows`` with ``context`` tokens each, or a prefill of ``width`` tokens."""
     totals, links = dict.fromkeys(LANES, 0.0), np.zeros(len(LINKS))
     longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
@@ -190,16 +197,26 @@ def step_of(
         links += [sum(seconds.values()) for seconds in own]
         serial += sum(value.seconds for value in lanes.values())
     overlapped = longest_sum + float(beside @ np.array(costs.contention))
-    return Step(
-        overlapped if policy.overlap else serial, totals, tuple(links.tolist()),
-        longest_sum, tuple(beside.tolist()),
-    )  # fmt: skip
+    return StepCost(
+        overlapped if policy.overlap else serial,
+        totals,
+        tuple(links.tolist()),
+        longest_sum,
+        tuple(beside.tolist()),
+    )
 
 
 def _units(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, settings: Settings, rows: int,
-    batches: int, width: int, context: int, task: Task,
-) -> Iterator[dict[str, _Lane]]:  # fmt: skip
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    settings: PlannerSettings,
+    rows: int,
+    batches: int,
+    width: int,
+    context: int,
+    task: Task,
+) -> Iterator[dict[str, _Lane]]:
     """Each unit's lanes, for all batches."""
     state = _cache_moving(cfg, rows, task.capacity, settings.kv_dtype, policy.cache)
     pair = 2 * hidden_bytes(cfg, rows, width, settings.dtype)
@@ -279,19 +296,29 @@ def _pure_bytes(nbytes: int, shares: Shares) -> tuple[float, float, float]:
 
 
 def need_of(
-    cfg: ModelConfig, policy: Policy, task: Task, settings: Settings, programs: int | None = None
+    cfg: ModelConfig,
+    policy: Policy,
+    task: Task,
+    settings: PlannerSettings,
+    programs: int | None = None,
 ) -> Footprint:
     """The footprint of a task's block; programs: bytes of the largest program, if known."""
     need = footprint(
-        cfg, policy, rows=min(policy.block_size, task.rows), width=task.prompt,
-        capacity=task.capacity, dtype=settings.dtype, kv_dtype=settings.kv_dtype,
-        scheme=settings.scheme, chunk=policy.prefill_batch_size or task.chunk,
+        cfg,
+        policy,
+        rows=min(policy.block_size, task.rows),
+        width=task.prompt,
+        capacity=task.capacity,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        scheme=settings.scheme,
+        chunk=policy.prefill_batch_size or task.chunk,
         compile_programs=programs is None,
-    )  # fmt: skip
+    )
     return need if programs is None else dataclasses.replace(need, programs=programs)
 
 
-def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: Settings) -> int:
+def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> int:
     """An estimate, without compiling, of the results and temporaries of the largest program: a
     prompt's piece inside the feed-forward, or the logits of every row and their copies."""
     rows = min(policy.gpu_batch_size, task.rows)

@@ -24,8 +24,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.planner.cost import (
     KINDS,
     LANES,
-    Limits,
-    Settings,
+    MemoryLimits,
+    PlannerSettings,
     Task,
     need_of,
     predict,
@@ -42,8 +42,8 @@ def solve(
     cfg: ModelConfig,
     costs: Calibration,
     task: Task,
-    limits: Limits,
-    settings: Settings,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
     base: Policy | None = None,
 ) -> Policy:
     """The fastest policy within the limits.
@@ -86,9 +86,14 @@ def solve(
 
 
 def _candidates(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, limits: Limits,
-    settings: Settings, programs: int,
-) -> Iterator[Policy]:  # fmt: skip
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+    programs: int,
+) -> Iterator[Policy]:
     """The rounded solution of the linear program and its neighbours, and the pure policies."""
     pure = ((100, 0), (0, 100), (0, 0))
     for shares in itertools.product(pure, repeat=3):
@@ -114,9 +119,14 @@ def _with_shares(policy: Policy, shares: tuple[float, ...]) -> Policy:
 
 
 def _linear_program(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, limits: Limits,
-    settings: Settings, programs: int,
-) -> np.ndarray | None:  # fmt: skip
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+    programs: int,
+) -> np.ndarray | None:
     """Six percentages that minimise a decode step, or None if nothing fits.
 
     Variables: the shares (weights, cache, activations; device, host) and T, the longest lane or

@@ -23,10 +23,10 @@ from jaxllama.config import ModelConfig
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.planner.accounting import unit_shapes, weight_shapes
-from jaxllama.offload.planner.cost import Settings, Task
+from jaxllama.offload.planner.cost import PlannerSettings, Task
 from jaxllama.offload.planner.fitting import moving
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import Run
+from jaxllama.offload.run import OffloadRun
 from jaxllama.sampling import Sampling, SamplingParams
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
@@ -81,14 +81,14 @@ def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.asarray(np.resize(values.astype(dtype), shape))
 
 
-def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
+def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) -> float:
     """Bytes of weights that one step loads."""
     shapes = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, policy.sep_layer)
     units = [tree for unit, tree in shapes if unit.kind != "embed"]
     return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
 
 
-def start_run(lm: OffloadedModel, rows: int, task: Task, kv_dtype: Any) -> Run:
+def start_run(lm: OffloadedModel, rows: int, task: Task, kv_dtype: Any) -> OffloadRun:
     """``rows`` random prompts of the task."""
     chunk = lm.policy.prefill_batch_size or task.chunk
     return random_run(lm, rows, task.prompt, task.new, task.capacity, kv_dtype, chunk)
@@ -102,18 +102,26 @@ def random_run(
     capacity: int,
     kv_dtype: Any,
     chunk: int,
-) -> Run:
-    """Greedy, without stop tokens; the others are ``Run``'s."""
+) -> OffloadRun:
+    """Greedy, without stop tokens; the others are ``OffloadRun``'s."""
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
     sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
-    return Run(
-        lm, tokens, jnp.full((rows,), prompt, jnp.int32), sampling, jnp.zeros((0,), jnp.int32),
-        room=room, limit=room, capacity=capacity, kv_dtype=kv_dtype, chunk=chunk,
-    )  # fmt: skip
+    return OffloadRun(
+        lm,
+        tokens,
+        jnp.full((rows,), prompt, jnp.int32),
+        sampling,
+        jnp.zeros((0,), jnp.int32),
+        room=room,
+        limit=room,
+        capacity=capacity,
+        kv_dtype=kv_dtype,
+        chunk=chunk,
+    )
 
 
-def timed_step(run: Run) -> float:
+def timed_step(run: OffloadRun) -> float:
     begin = time.perf_counter()
     run.step()
     run.end_rows()

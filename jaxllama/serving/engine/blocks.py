@@ -6,9 +6,9 @@
 
 Weights cross once a step for all rows of a block (FlexGen's zig-zag, ``offload``), so what pays is
 rows that begin and run together: a block takes those that wait, the most urgent one's shape
-(``Shape``) and as many of that as the policy computes at once, and the next begins when its last
-row has ended.  ``GATHER`` seconds are waited for others to come.  A step is one token a row; rows
-that end before the others stand still.
+(``BlockShape``) and as many of that as the policy computes at once, and the next begins when its
+last row has ended.  ``GATHER`` seconds are waited for others to come.  A step is one token a row;
+rows that end before the others stand still.
 
 Contract: as the engine's.  Left out, and refused by name: what would change the logits of a row
 while it runs (grammars, least lengths), alternatives of tokens, the sizes of a cache of pages, a
@@ -31,13 +31,13 @@ from jaxllama.offload import run as offload_run
 from jaxllama.offload import units
 from jaxllama.offload.model import OffloadedModel, chunk_of, kv_dtype_of
 from jaxllama.offload.planner.accounting import check_host
-from jaxllama.offload.run import Run
+from jaxllama.offload.run import OffloadRun
 from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
-from jaxllama.serving.engine.pages import Pages
+from jaxllama.serving.engine.pages import KVPages
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.engine.runner import Running, Written
-from jaxllama.serving.engine.scheduler import Plan, Scheduler, Sequence
+from jaxllama.serving.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
@@ -76,7 +76,7 @@ def options_of(lm: OffloadedModel, asked: dict[str, Any]) -> ResolvedOptions:
     )
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """What rows of one block share: the widths of prompt, cache and answer, and whether the model's
     stop tokens end them."""
 
@@ -86,7 +86,7 @@ class Shape(NamedTuple):
     ignores_eos: bool
 
     @classmethod
-    def of(cls, request: Request) -> Shape:
+    def of(cls, request: Request) -> BlockShape:
         shapes = shapes_of([request.prompt], request.max_new_tokens)
         return cls(*shapes, request.ignore_eos)
 
@@ -97,7 +97,7 @@ class BlockScheduler(Scheduler):
     def __init__(self, lm: OffloadedModel, options: ResolvedOptions) -> None:
         super().__init__(
             max_slots=options.max_slots,
-            pages=Pages(options.pages, PAGE, share=False),
+            pages=KVPages(options.pages, PAGE, share=False),
             chunk=options.prefill_chunk,
             token_budget=options.token_budget,
         )
@@ -114,13 +114,17 @@ class BlockScheduler(Scheduler):
             value = getattr(request, name)
             what = "no alternatives are kept" if name == "logprobs" else "no logits are masked"
             raise JaxLlamaError(f"{name} = {value!r}: the model is offloaded, where {what}")
-        shape = Shape.of(request)
+        shape = BlockShape.of(request)
         check_host(
-            self._lm.config, self._lm.policy, (self.max_slots, shape.width), shape.capacity,
-            self._options.kv_dtype, self._lm.dtype,
-        )  # fmt: skip
+            self._lm.config,
+            self._lm.policy,
+            (self.max_slots, shape.width),
+            shape.capacity,
+            self._options.kv_dtype,
+            self._lm.dtype,
+        )
 
-    def plan(self) -> Plan:
+    def plan(self) -> TurnPlan:
         self._retire()
         newcomers = [] if self.running else self._block()
         for slot, sequence in enumerate(newcomers):
@@ -130,14 +134,14 @@ class BlockScheduler(Scheduler):
         budgets = {sequence: 1 for sequence in self.running.values()}
         for sequence in budgets:
             sequence.ahead += 1
-        return Plan([], newcomers, [], newcomers, budgets, 1)
+        return TurnPlan([], newcomers, [], newcomers, budgets, 1)
 
     def _block(self) -> list[Sequence]:
         """Those that begin now; none while others may come."""
         if not self.waiting:
             return []
-        shape = Shape.of(self.waiting[0].request)
-        alike = [one for one in self.waiting if Shape.of(one.request) == shape]
+        shape = BlockShape.of(self.waiting[0].request)
+        alike = [one for one in self.waiting if BlockShape.of(one.request) == shape]
         first = min(sequence.submitted for sequence in alike)
         if len(alike) < self.max_slots and time.monotonic() < first + GATHER:
             time.sleep(GATHER / 10)
@@ -151,11 +155,11 @@ class BlockRunner:
     def __init__(self, lm: OffloadedModel, options: ResolvedOptions) -> None:
         self._lm, self.options = lm, options
         self._rows: dict[Sequence, int] = {}
-        self._run: Run | None = None
+        self._run: OffloadRun | None = None
         self._told = np.zeros(0, int)  # tokens of each row that were handed on
         self._thread = ThreadPoolExecutor(1, "jaxllama-blocks")
 
-    def run(self, plan: Plan, masks: Any, scheduler: Scheduler) -> Running:
+    def run(self, plan: TurnPlan, masks: Any, scheduler: Scheduler) -> Running:
         """masks: none, as ``BlockScheduler.check`` sees to."""
         handed = threading.Event()
         handed.set()  # nobody waits for a device
@@ -182,22 +186,28 @@ class BlockRunner:
                 self._run.step()
         return self._written(self._run, wanted)
 
-    def _begin(self, newcomers: list[Sequence]) -> Run:
+    def _begin(self, newcomers: list[Sequence]) -> OffloadRun:
         lm, size = self._lm, self._lm.policy.gpu_batch_size
         requests = [sequence.request for sequence in newcomers]
-        shape, empty = Shape.of(requests[0]), -len(requests) % size
+        shape, empty = BlockShape.of(requests[0]), -len(requests) % size
         rows = [request.prompt for request in requests] + [()] * empty
         drawn = [request.sampling for request in requests] + [Sampling()] * empty
         tokens, lengths = pad_rows(rows, shape.width)
         stop_ids = () if shape.ignores_eos else lm.config.eos_token_ids
-        return Run(
-            lm, tokens, lengths, SamplingParams.stack(drawn, lm.config.vocab_size),
-            jnp.asarray(np.array(stop_ids, np.int32)), room=shape.room,
-            limit=max(request.max_new_tokens for request in requests), capacity=shape.capacity,
-            kv_dtype=self.options.kv_dtype, chunk=self.options.prefill_chunk,
-        )  # fmt: skip
+        return OffloadRun(
+            lm,
+            tokens,
+            lengths,
+            SamplingParams.stack(drawn, lm.config.vocab_size),
+            jnp.asarray(np.array(stop_ids, np.int32)),
+            room=shape.room,
+            limit=max(request.max_new_tokens for request in requests),
+            capacity=shape.capacity,
+            kv_dtype=self.options.kv_dtype,
+            chunk=self.options.prefill_chunk,
+        )
 
-    def _written(self, run: Run, wanted: list[Sequence]) -> dict[Sequence, Written]:
+    def _written(self, run: OffloadRun, wanted: list[Sequence]) -> dict[Sequence, Written]:
         tokens, logprobs, counts, _ = run.written()
         before, self._told = self._told, counts
         written = {}
@@ -218,8 +228,12 @@ class BlockRunner:
 
     def compiled_programs(self) -> int:
         programs: tuple[Any, ...] = (
-            units.run_layer, units.embed, units.last_hidden, units.head_logits, offload_run.emit,
-        )  # fmt: skip
+            units.run_layer,
+            units.embed,
+            units.last_hidden,
+            units.head_logits,
+            offload_run.emit,
+        )
         return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:

@@ -51,14 +51,14 @@ from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import blocks, history
 from jaxllama.serving.engine.admission import Admission
-from jaxllama.serving.engine.grammar import Ahead, Matcher
+from jaxllama.serving.engine.grammar import Matcher, NextTokens
 from jaxllama.serving.engine.inbox import Inbox
 from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions, checked_names
-from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
+from jaxllama.serving.engine.output import OnEvent, OutputReader, RequestOutput
 from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
 from jaxllama.serving.engine.runner import Runner, Running, Written
-from jaxllama.serving.engine.scheduler import Plan, Scheduler, Sequence
-from jaxllama.serving.engine.stats import Stats, count
+from jaxllama.serving.engine.scheduler import Scheduler, Sequence, TurnPlan
+from jaxllama.serving.engine.stats import EngineStats, count
 from jaxllama.serving.journal import Entry
 
 _log = logging.getLogger("jaxllama.serving")
@@ -128,8 +128,8 @@ class Engine:
             self.options, self.scheduler, self.runner = _of_slots(lm, draft, options)
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
-        self.live: dict[str, Live] = {}
-        self._decoding: tuple[Plan, Running] | None = None
+        self.live: dict[str, RequestOutput] = {}
+        self._decoding: tuple[TurnPlan, Running] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.arrivals = 0
         self.steps = 0
@@ -240,7 +240,7 @@ class Engine:
                     live.error = error
                     self._end(live.sequence.request.id, "error")
 
-    def _masks(self, plan: Plan) -> dict[Sequence, Ahead]:
+    def _masks(self, plan: TurnPlan) -> dict[Sequence, NextTokens]:
         """What those of a plan are told of it: behind what they were told before."""
         masks = {}
         for sequence, budget in plan.budgets.items():
@@ -250,7 +250,7 @@ class Engine:
                 masks[sequence] = known._replace(forced=known.forced[told : sequence.ahead])
         return masks
 
-    def _take(self, plan: Plan, running: Running) -> None:
+    def _take(self, plan: TurnPlan, running: Running) -> None:
         """What a step has written, waited for, while the next one runs."""
         drawn = running.drawn.result()
         if drawn is None:
@@ -273,7 +273,7 @@ class Engine:
                 self.counts["prefix_hit_tokens"] += sequence.cached
                 self._observe("queue", now - sequence.submitted)
 
-    def _read(self, live: Live, written: Written, now: float) -> None:
+    def _read(self, live: RequestOutput, written: Written, now: float) -> None:
         """Hand on what a row has written."""
         if live.error is not None:
             return
@@ -295,7 +295,7 @@ class Engine:
         else:
             self._end(live.sequence.request.id, live.reason, **news)
 
-    def _blame(self, live: Live, error: Exception) -> None:
+    def _blame(self, live: RequestOutput, error: Exception) -> None:
         """A request's own work has raised: the next step ends it."""
         live.error = error
         self.cancel(live.sequence.request.id)
@@ -314,7 +314,7 @@ class Engine:
         self._observe("e2e", time.monotonic() - live.sequence.submitted)
         self._tell_end(live, reason, **event)
 
-    def _tell_end(self, live: Live, reason: FinishReason, **event: Any) -> None:
+    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
         """The last event, and the request is forgotten."""
         self.counts[f"finished {reason}"] += 1
         self.counts["ended"] += 1
@@ -357,15 +357,18 @@ class Engine:
 
     def _follow(
         self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None, with_text: bool
-    ) -> Live:
+    ) -> RequestOutput:
         request = sequence.request
         eos = () if request.ignore_eos else self.lm.config.eos_token_ids
         reader = OutputReader(
-            self.lm.tokenizer if with_text else None, (*eos, *request.stop_token_ids),
-            request.stop if with_text else (), least=request.min_tokens,
-            skip_special=request.skip_special_tokens, include_stop=request.include_stop,
-        )  # fmt: skip
-        live = Live(sequence, on_event, reader, matcher, sequence.submitted)
+            self.lm.tokenizer if with_text else None,
+            (*eos, *request.stop_token_ids),
+            request.stop if with_text else (),
+            least=request.min_tokens,
+            skip_special=request.skip_special_tokens,
+            include_stop=request.include_stop,
+        )
+        live = RequestOutput(sequence, on_event, reader, matcher, sequence.submitted)
         self.live[request.id] = live
         return live
 
@@ -387,7 +390,7 @@ class Engine:
             self.compiled = self.runner.compiled_programs()
             self._stats = count(self)
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """As of the last step; from any thread."""
         waiting = len(self.scheduler.waiting) + len(self._inbox)
         return dataclasses.replace(self._stats, waiting=waiting)

@@ -25,7 +25,7 @@ from jaxllama.text.tokenizer import Tokenizer
 _AHEAD = 64
 
 
-class Ahead(NamedTuple):
+class NextTokens(NamedTuple):
     """What is known of a request's next tokens: each of ``forced`` can be no other, and those
     behind are allowed by ``mask`` (uint32 ``[ceil(V / 32)]``, bit i of the whole allows token i);
     right for ``known`` tokens in all."""
@@ -91,7 +91,7 @@ class Matcher:
         self._forced: list[int] = []  # which the library's matcher has consumed already
         self._mask: np.ndarray | None = None  # behind those
 
-    def ahead(self) -> Ahead:
+    def ahead(self) -> NextTokens:
         while self._mask is None and len(self._forced) < _AHEAD:
             if self._forced and self._matcher.is_stopped():
                 break
@@ -104,8 +104,8 @@ class Matcher:
                 self._consume(token)
                 self._forced.append(token)
         if self._mask is None:
-            return Ahead(self._forced, self._all, len(self._forced))
-        return Ahead(self._forced, self._mask, len(self._forced) + 1)
+            return NextTokens(self._forced, self._all, len(self._forced))
+        return NextTokens(self._forced, self._mask, len(self._forced) + 1)
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -142,9 +142,9 @@ class AtLeast(Matcher):
         for token in stop_ids:
             self._unstopped[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def ahead(self) -> Ahead:
+    def ahead(self) -> NextTokens:
         if self._inner is None:
-            return Ahead((), self._unstopped, self._left)
+            return NextTokens((), self._unstopped, self._left)
         known = self._inner.ahead()
         unstopped = known.mask & self._unstopped
         is_early = len(known.forced) < self._left
@@ -170,8 +170,8 @@ class Allowed(Matcher):
         for token in token_ids:
             self._allowed[token // 32] |= np.uint32(1 << token % 32)
 
-    def ahead(self) -> Ahead:
-        return Ahead((), self._allowed, self._left)
+    def ahead(self) -> NextTokens:
+        return NextTokens((), self._allowed, self._left)
 
     def read(self, tokens: Sequence[int]) -> None:
         self._left -= len(tokens)

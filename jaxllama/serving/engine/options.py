@@ -117,7 +117,7 @@ class EngineOptions:
             raise JaxLlamaError(f'draft = {short(self.draft)}: expected "ngram" or a ModelConfig')
         if self.draft is None and self.draft_tokens:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
-        speculative.Plan.of(self.draft, self.draft_tokens)
+        speculative.DraftPlan.of(self.draft, self.draft_tokens)
 
     def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
         """Every None replaced.  devices: that a token's keys and values are split over.  Raises
@@ -231,25 +231,46 @@ class ResolvedOptions:
         for name, fits, why in (
             ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
             ("page_size", page <= chunk, f"exceeds prefill_chunk = {chunk}"),
-            ("page_size", not self.snapshots or not chunk % page,
-             f"must divide {chunk}, as GLA's states are taken between chunks"),
-            ("page_size", not self.deterministic or not chunk % page,
-             f"must divide {chunk}, as a deterministic engine takes over whole chunks"),
-            ("prefill_rows", not self.deterministic or self.prefill_rows == 1,
-             "must be 1, as a deterministic engine prefills prompts one by one"),
+            (
+                "page_size",
+                not self.snapshots or not chunk % page,
+                f"must divide {chunk}, as GLA's states are taken between chunks",
+            ),
+            (
+                "page_size",
+                not self.deterministic or not chunk % page,
+                f"must divide {chunk}, as a deterministic engine takes over whole chunks",
+            ),
+            (
+                "prefill_rows",
+                not self.deterministic or self.prefill_rows == 1,
+                "must be 1, as a deterministic engine prefills prompts one by one",
+            ),
             ("prefill_rows", self.prefill_rows <= slots, f"exceeds max_slots = {slots}"),
             ("token_budget", self.token_budget >= chunk, f"less than prefill_chunk = {chunk}"),
-            ("prefill_rows", call <= self.token_budget,
-             f"{self.widths[0]} tokens each exceed token_budget = {self.token_budget}"),
+            (
+                "prefill_rows",
+                call <= self.token_budget,
+                f"{self.widths[0]} tokens each exceed token_budget = {self.token_budget}",
+            ),
             ("cache_tokens", self.pages >= self.row_pages, f"less than max_len = {max_len}"),
-            ("cache_tokens", not self.deterministic or self.pages >= slots * self.row_pages,
-             f"less than {slots} slots of {self.row_pages * page} tokens, and a deterministic "
-             "engine preempts no row"),
-            ("steps_per_call", self.steps_per_call < max_len,
-             f"an answer within max_len = {max_len} has fewer tokens"),
-            ("draft", not self.deterministic or self.draft is None,
-             "a deterministic engine decodes in one shape, and drafts need others"),
-        ):  # fmt: skip
+            (
+                "cache_tokens",
+                not self.deterministic or self.pages >= slots * self.row_pages,
+                f"less than {slots} slots of {self.row_pages * page} tokens, and a deterministic "
+                "engine preempts no row",
+            ),
+            (
+                "steps_per_call",
+                self.steps_per_call < max_len,
+                f"an answer within max_len = {max_len} has fewer tokens",
+            ),
+            (
+                "draft",
+                not self.deterministic or self.draft is None,
+                "a deterministic engine decodes in one shape, and drafts need others",
+            ),
+        ):
             if not fits:
                 value = getattr(self, name)
                 raise JaxLlamaError(f"{name} = {getattr(value, 'name', value)}: {why}")
@@ -303,7 +324,9 @@ class ResolvedOptions:
         if self.draft is None:
             return (1,)
         limit = DRAFTING_TOKENS[jax.default_backend() == "cpu"]
-        widest = min(speculative.Plan.of(self.draft, self.draft_tokens).most + 1, limit // size)
+        widest = min(
+            speculative.DraftPlan.of(self.draft, self.draft_tokens).most + 1, limit // size
+        )
         return tuple(sorted({1, min(widest, 4), widest} - {0}))
 
     @property

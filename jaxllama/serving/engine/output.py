@@ -2,8 +2,8 @@
 
 ``OutputReader`` turns tokens to text and finds their end as ``LanguageModel.generate`` does: it
 keeps every token up to and with the one that ends the text (a stop token, or the one that completes
-a stop string) and drops what the device wrote after it.  ``Live`` is a request in the engine, with
-its reader, its grammar's matcher and its listener.
+a stop string) and drops what the device wrote after it.  ``RequestOutput`` is a request in the
+engine, with its reader, its grammar's matcher and its listener.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OutputReader:
         return text
 
 
-class Live:
+class RequestOutput:
     """reason: set once the answer is complete.  error: what the request's own work has raised; then
     nothing more is read.  last_time: of the newest token, before the first one of the submission.
     """

@@ -58,7 +58,7 @@ class Held:
                 yield page
 
 
-class Pages:
+class KVPages:
     """share: False where a prefix's keys and values depend on what follows it."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Passes: the loop of a decode call, on rows of ``slots.Slots``.
+"""Passes: the loop of a decode call, on rows of ``slots.BatchState``.
 
 A pass over the model gives every row that may still write one token and, where drafts are made
 (``jaxllama.speculative``), one for each of its draft that was right.  No pass is wider than some
@@ -27,9 +27,9 @@ from jaxllama.model.decoder import commit, forward, logits, propose
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.serving.engine.request import MAX_LOGPROBS
 from jaxllama.speculative import (
-    Ask,
+    DraftContext,
     Drafted,
-    Model,
+    ModelDraft,
     NGram,
     following,
     in_width,
@@ -38,7 +38,7 @@ from jaxllama.speculative import (
 )
 
 if TYPE_CHECKING:
-    from jaxllama.serving.engine.slots import Slots
+    from jaxllama.serving.engine.slots import BatchState
 
 Params = dict[str, Any]
 # Branches of the sampler: greedy, greedy with edited logits, everything.
@@ -49,7 +49,7 @@ HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawnTokens:
     """What one ``decode`` has written: tokens int32 and logprobs float32 ``[B, width]``, of which
     row b's first ``counts[b]`` are real; how many it drafted and accepted; if asked for, the
     likeliest tokens ``[B, width, n]``."""
@@ -71,23 +71,35 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
 
 
 def run(
-    cfg: ModelConfig, params: Params, slots: Slots, limits: jax.Array, orders: jax.Array,
-    masks: jax.Array, stop_ids: jax.Array, width: int, widths: tuple[int, ...],
-    draft_by: NGram | Model, draft_params: Params | None,
-) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+    cfg: ModelConfig,
+    params: Params,
+    slots: BatchState,
+    limits: jax.Array,
+    orders: jax.Array,
+    masks: jax.Array,
+    stop_ids: jax.Array,
+    width: int,
+    widths: tuple[int, ...],
+    draft_by: NGram | ModelDraft,
+    draft_params: Params | None,
+) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
     level, wants_top, steps = orders
     wants_top, rows = wants_top != 0, jnp.arange(batch, dtype=jnp.int32)[:, None]
     drafts_here, most, none = len(widths) > 1, widths[-1] - 1, jnp.zeros((batch,), jnp.int32)
 
-    def may_write(slots: Slots, drawn: Drawn) -> jax.Array:
+    def may_write(slots: BatchState, drawn: DrawnTokens) -> jax.Array:
         return slots.active & (drawn.counts < limits)
 
     def draw_with(features: tuple[str, ...]) -> Any:
         def draw(
-            scores: jax.Array, slots: Slots, masks: jax.Array, index: jax.Array, at: jax.Array,
+            scores: jax.Array,
+            slots: BatchState,
+            masks: jax.Array,
+            index: jax.Array,
+            at: jax.Array,
             drafted: jax.Array,
-        ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        ) -> tuple[jax.Array, jax.Array]:
             params = dataclasses.replace(slots.sampling, features=features)
             history, allowed = None, None
             if features:
@@ -98,25 +110,35 @@ def run(
 
     branches = [draw_with(features) for features in _LEVELS]
 
-    def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
+    def unfinished(carry: tuple[jax.Array, BatchState, DrawnTokens]) -> jax.Array:
         step, slots, drawn = carry
         return jnp.any(may_write(slots, drawn)) & (step < steps)
 
-    def one_step(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
+    def one_step(
+        carry: tuple[jax.Array, BatchState, DrawnTokens],
+    ) -> tuple[jax.Array, BatchState, DrawnTokens]:
         if not drafts_here:
             return one_pass(Drafted(none[:, None], none, None), 1, carry)
         step, slots, drawn = carry
         slots, draft = _draft(
-            cfg, draft_by, draft_params, slots, may_write(slots, drawn), limits, masks,
-            drawn.counts, most, level,
-        )  # fmt: skip
+            cfg,
+            draft_by,
+            draft_params,
+            slots,
+            may_write(slots, drawn),
+            limits,
+            masks,
+            drawn.counts,
+            most,
+            level,
+        )
         needed = jnp.max(draft.lengths) + 1
         carry = step, slots, drawn
         return in_width(widths, needed, functools.partial(one_pass, draft), carry)
 
     def one_pass(
-        draft: Drafted, n_new: int, carry: tuple[jax.Array, Slots, Drawn]
-    ) -> tuple[jax.Array, Slots, Drawn]:
+        draft: Drafted, n_new: int, carry: tuple[jax.Array, BatchState, DrawnTokens]
+    ) -> tuple[jax.Array, BatchState, DrawnTokens]:
         """A token for every live row, and one for each right one of its draft."""
         step, slots, drawn = carry
         live = may_write(slots, drawn).astype(jnp.int32)
@@ -126,9 +148,13 @@ def run(
         proposal, cache = None, slots.cache
         if n_new == 1:
             hidden, cache = forward(
-                cfg, params, slots.token[:, None], live, slots.cache,
+                cfg,
+                params,
+                slots.token[:, None],
+                live,
+                slots.cache,
                 sparse=~slots.prompted[:, None],
-            )  # fmt: skip
+            )
         else:
             inputs = jnp.concatenate([slots.token[:, None], drafted[:, :-1]], axis=1)
             count = live * (1 + draft.lengths)
@@ -153,7 +179,7 @@ def run(
                 return buffer.at[rows, column].set(news, mode="drop")
             return lax.dynamic_update_slice_in_dim(buffer, news, step, axis=1)
 
-        drawn = Drawn(
+        drawn = DrawnTokens(
             tokens=put(drawn.tokens, tokens),
             logprobs=put(drawn.logprobs, logprobs),
             counts=drawn.counts + new,
@@ -183,13 +209,15 @@ def run(
         )
         return step + 1, slots, drawn
 
-    blank = Drawn(
+    blank = DrawnTokens(
         jnp.zeros((batch, width), jnp.int32),
         jnp.zeros((batch, width), jnp.float32),
-        none, none, none,
+        none,
+        none,
+        none,
         jnp.zeros((batch, width, n_top), jnp.int32),
         jnp.zeros((batch, width, n_top), jnp.float32),
-    )  # fmt: skip
+    )
     _, after, drawn = lax.while_loop(unfinished, one_step, (jnp.int32(0), slots, blank))
     bits = lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
     counts = jnp.stack([drawn.counts, drawn.drafted, drawn.accepted], axis=1)
@@ -198,10 +226,17 @@ def run(
 
 
 def _draft(
-    cfg: ModelConfig, draft_by: NGram | Model, draft_params: Params | None, slots: Slots,
-    is_live: jax.Array, limits: jax.Array, masks: jax.Array, counts: jax.Array, most: int,
+    cfg: ModelConfig,
+    draft_by: NGram | ModelDraft,
+    draft_params: Params | None,
+    slots: BatchState,
+    is_live: jax.Array,
+    limits: jax.Array,
+    masks: jax.Array,
+    counts: jax.Array,
+    most: int,
     level: jax.Array,
-) -> tuple[Slots, Drafted]:  # fmt: skip
+) -> tuple[BatchState, Drafted]:
     """What live rows propose that have written ``counts[B]`` of a call's up to ``limits[B]``
     tokens: up to ``most``; where tokens are forced, those.  With the slots, whose draft may have
     read more of their text."""
@@ -217,8 +252,8 @@ def _draft(
     run = jnp.min(jnp.where(forced < 0, place, most), axis=1)
     wanted = jnp.where(run > 0, 0, wanted)
     text, sampling = drafting.text[:, : slots.cache.capacity], slots.sampling
-    ask = Ask(text, slots.cache.lengths + 1, wanted, most, sampling, None)
-    if isinstance(draft_by, Model):
+    ask = DraftContext(text, slots.cache.lengths + 1, wanted, most, sampling, None)
+    if isinstance(draft_by, ModelDraft):
         assert draft_params is not None
         ask = ask._replace(history=slots.history, draw=_draw_at(level))
         kept = Cache(drafting.layers, drafting.read, slots.cache.table)

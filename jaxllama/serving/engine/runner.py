@@ -19,19 +19,19 @@ import numpy as np
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.language_model import Drafting
+from jaxllama.language_model import DraftSource
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import lazy_zeros
 from jaxllama.serving.engine import slots as device
-from jaxllama.serving.engine.grammar import Ahead
+from jaxllama.serving.engine.grammar import NextTokens
 from jaxllama.serving.engine.options import ResolvedOptions
-from jaxllama.serving.engine.pages import Pages
+from jaxllama.serving.engine.pages import KVPages
 from jaxllama.serving.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.serving.engine.programs import Programs, Wanted, folder
-from jaxllama.serving.engine.scheduler import Fill, Plan, Scheduler, Sequence
+from jaxllama.serving.engine.scheduler import Fill, Scheduler, Sequence, TurnPlan
 from jaxllama.serving.engine.slots import NOBODY
-from jaxllama.speculative import Model, NGram
+from jaxllama.speculative import ModelDraft, NGram
 
 
 class Written(NamedTuple):
@@ -57,7 +57,7 @@ class Decode(NamedTuple):
     wants_top: bool
 
 
-class Drawn(NamedTuple):
+class DrawnOnDevice(NamedTuple):
     """What ``slots.decode`` gave of it, on the device."""
 
     row_of: dict[Sequence, int]
@@ -70,7 +70,7 @@ class Running(NamedTuple):
     written, None without a decode call.  handed: set once the device has all that comes before
     that call."""
 
-    drawn: Future[Drawn | None]
+    drawn: Future[DrawnOnDevice | None]
     handed: threading.Event
 
 
@@ -81,16 +81,19 @@ class Runner:
         params: device.Params,
         options: ResolvedOptions,
         adapters: tuple[str, ...] = (),
-        drafting: Drafting | None = None,
+        drafting: DraftSource | None = None,
     ) -> None:
         self.cfg, self.params, self.options, self.adapters = cfg, params, options, adapters
         self._draft = NGram() if drafting is None else drafting.plan.draft
         self._draft_params = None if drafting is None else drafting.params
         self.mesh = mesh_of(params)
-        self.pages = Pages(
-            options.pages, options.page_size, states=options.snapshots, unit=options.unit,
+        self.pages = KVPages(
+            options.pages,
+            options.page_size,
+            states=options.snapshots,
+            unit=options.unit,
             share=options.prefix_cache,
-        )  # fmt: skip
+        )
         # Loops and branches of which the host knows nothing; on a mesh prompts gain nothing by it.
         compiled = functools.partial(
             compiler_options.compiled_for, static_argnums=0, donate_argnums=2
@@ -108,13 +111,19 @@ class Runner:
         self._n_masks = -(-cfg.vocab_size // 32)
         self._no_masks = {size: jax.device_put(self._masks(size)) for size in options.sizes}
 
-    def _empty(self) -> device.Slots:
+    def _empty(self) -> device.BatchState:
         options = self.options
         sizes = (
-            self.cfg, options.max_slots, options.row_pages, options.pages, options.page_size,
-            options.snapshots, options.kv_dtype, 0 if options.draft is None else options.max_len,
-            self._draft.cfg if isinstance(self._draft, Model) else None,
-        )  # fmt: skip
+            self.cfg,
+            options.max_slots,
+            options.row_pages,
+            options.pages,
+            options.page_size,
+            options.snapshots,
+            options.kv_dtype,
+            0 if options.draft is None else options.max_len,
+            self._draft.cfg if isinstance(self._draft, ModelDraft) else None,
+        )
         if self.mesh is None:
             if jax.default_backend() != "cpu":
                 return device.empty_slots(*sizes)
@@ -158,7 +167,9 @@ class Runner:
 
     # A step
 
-    def run(self, plan: Plan, masks: Mapping[Sequence, Ahead], scheduler: Scheduler) -> Running:
+    def run(
+        self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens], scheduler: Scheduler
+    ) -> Running:
         """A plan, its rows' ``masks`` with it, in the runner's thread behind those before.  The
         thread waits where jax does: on a mesh a call of a loop does not return before the loop has
         ended."""
@@ -171,10 +182,10 @@ class Runner:
 
     def _do(
         self,
-        calls: list[Callable[[], device.Slots]],
+        calls: list[Callable[[], device.BatchState]],
         decode: Decode | None,
         handed: threading.Event,
-    ) -> Drawn | None:
+    ) -> DrawnOnDevice | None:
         try:
             for call in calls:
                 self.slots = call()
@@ -192,7 +203,7 @@ class Runner:
 
     # Prompts
 
-    def _admissions(self, sequences: list[Sequence]) -> Iterator[Callable[[], device.Slots]]:
+    def _admissions(self, sequences: list[Sequence]) -> Iterator[Callable[[], device.BatchState]]:
         newcomers = []
         for sequence in sequences:
             request, held = sequence.request, sequence.held
@@ -227,7 +238,7 @@ class Runner:
             )
         )
 
-    def _admit(self, packed: np.ndarray) -> device.Slots:
+    def _admit(self, packed: np.ndarray) -> device.BatchState:
         return self._programs.call(*self._admission(packed))
 
     def _admission(self, packed: np.ndarray) -> tuple[Hashable, Wanted]:
@@ -238,7 +249,7 @@ class Runner:
 
     def _fills(
         self, fills: list[Fill], scheduler: Scheduler
-    ) -> Iterator[Callable[[], device.Slots]]:
+    ) -> Iterator[Callable[[], device.BatchState]]:
         """A plan's chunks, several prompts' in a call, those of one in order."""
         rounds: dict[int, list[Fill]] = {}
         done: dict[Sequence, int] = {}
@@ -258,7 +269,7 @@ class Runner:
 
     def _fill(
         self, fills: list[Fill], width: int, fresh: bool, scheduler: Scheduler
-    ) -> Callable[[], device.Slots]:
+    ) -> Callable[[], device.BatchState]:
         rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
         tokens, facts = _blank(rows, width)
         for row, fill in enumerate(fills):
@@ -272,7 +283,7 @@ class Runner:
 
     def _fill_call(
         self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
-    ) -> device.Slots:
+    ) -> device.BatchState:
         return self._programs.call(*self._filling(params, tokens, facts, fresh))
 
     def _filling(
@@ -285,7 +296,7 @@ class Runner:
 
     # Answers
 
-    def _decode_of(self, plan: Plan, masks: Mapping[Sequence, Ahead]) -> Decode:
+    def _decode_of(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
         n = options.size(len(sequences))
         row_of = {
@@ -318,23 +329,30 @@ class Runner:
         context = next(pages for pages in options.contexts if pages >= longest)
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
 
-    def _decode(self, decode: Decode) -> Drawn:
+    def _decode(self, decode: Decode) -> DrawnOnDevice:
         self.slots, rows, top = self._programs.call(*self._decoding(decode))
-        return Drawn(decode.row_of, rows, top if decode.wants_top else ())
+        return DrawnOnDevice(decode.row_of, rows, top if decode.wants_top else ())
 
     def _decoding(self, decode: Decode) -> tuple[Hashable, Wanted]:
         n, context = decode.n, decode.context
         told = (
-            decode.params, self.slots, decode.orders, decode.masks, self._stop_ids,
+            decode.params,
+            self.slots,
+            decode.orders,
+            decode.masks,
+            self._stop_ids,
             self._draft_params,
-        )  # fmt: skip
+        )
         static = {
-            "n": n, "context": context, "width": self._width(n),
-            "widths": self.options.pass_widths(n), "draft": self._draft,
-        }  # fmt: skip
+            "n": n,
+            "context": context,
+            "width": self._width(n),
+            "widths": self.options.pass_widths(n),
+            "draft": self._draft,
+        }
         return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
 
-    def read(self, drawn: Drawn) -> dict[Sequence, Written]:
+    def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
         """What its rows have written, waited for."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
         width = (rows.shape[1] - 3) // 2
@@ -381,13 +399,19 @@ class Runner:
 
     def _wanted(self) -> dict[Hashable, Wanted]:
         """All that may be called."""
-        return dict([
-            *(self._admission(self._pack([], width)) for width in self.options.history_widths),
-            *(self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
-              for rows, width, fresh in self._shapes()),
-            *(self._decoding(self._idle(n, context))
-              for n, context in itertools.product(self.options.sizes, self.options.contexts)),
-        ])  # fmt: skip
+        return dict(
+            [
+                *(self._admission(self._pack([], width)) for width in self.options.history_widths),
+                *(
+                    self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
+                    for rows, width, fresh in self._shapes()
+                ),
+                *(
+                    self._decoding(self._idle(n, context))
+                    for n, context in itertools.product(self.options.sizes, self.options.contexts)
+                ),
+            ]
+        )
 
     def _idle(self, n: int, context: int) -> Decode:
         """A call that does nothing."""
@@ -397,12 +421,12 @@ class Runner:
         return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
 
 
-def _with_layers(slots: device.Slots, layers: Any) -> device.Slots:
+def _with_layers(slots: device.BatchState, layers: Any) -> device.BatchState:
     cache = dataclasses.replace(slots.cache, layers=layers)
     return dataclasses.replace(slots, cache=cache)
 
 
-def _without_layers(slots: device.Slots) -> device.Slots:
+def _without_layers(slots: device.BatchState) -> device.BatchState:
     return _with_layers(slots, ())
 
 

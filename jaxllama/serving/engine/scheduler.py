@@ -35,7 +35,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.pages import Held, Pages
+from jaxllama.serving.engine.pages import Held, KVPages
 from jaxllama.serving.engine.request import FinishReason, Request
 
 # Later arrivals that a step of priority is worth.
@@ -131,7 +131,7 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TurnPlan:
     """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
     row up to so many tokens as ``budgets`` says, in up to ``steps`` passes that give each at least
     one.  preempted: wait again.  started: have become running."""
@@ -161,7 +161,7 @@ class Scheduler:
         self,
         *,
         max_slots: int,
-        pages: Pages,
+        pages: KVPages,
         chunk: int,
         token_budget: int,
         widths: tuple[int, ...] = (),
@@ -259,7 +259,7 @@ class Scheduler:
 
     # One step
 
-    def plan(self) -> Plan:
+    def plan(self) -> TurnPlan:
         self._preempted: list[Sequence] = []
         self._newcomers: list[Sequence] = []
         self._retire()
@@ -275,7 +275,7 @@ class Scheduler:
             reach, steps = 1, steps if reach > 1 else 1
             budgets = self._budgets(steps)
         most = max(budgets.values(), default=0)
-        plan = Plan(self._preempted, self._newcomers, fills, started, budgets, min(steps, most))
+        plan = TurnPlan(self._preempted, self._newcomers, fills, started, budgets, min(steps, most))
         for sequence, budget in budgets.items():
             self.pages.grow(sequence.held, self._growth(sequence, budget))
             sequence.ahead += budget

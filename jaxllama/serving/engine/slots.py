@@ -42,7 +42,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.parallel.mesh import traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams
 from jaxllama.serving.engine import passes
-from jaxllama.speculative import ADAPTIVE, Model, NGram, Pace
+from jaxllama.speculative import ADAPTIVE, ModelDraft, NGram, Pace
 
 Params = dict[str, Any]
 NOBODY = 2**30  # past the last slot, page or snapshot
@@ -50,7 +50,7 @@ MAX_BIAS = 320  # entries of logit_bias a row; OpenAI takes up to 300
 _NGRAM = NGram()
 
 
-class Drafting(NamedTuple):
+class SlotDrafts(NamedTuple):
     """text int32 ``[B, L]``: prompt and answer, up to the newest token.  pace: how much each row
     asks for.  read int32 ``[B]``: how much of the text a model that drafts has in its cache; its
     layers, in a decode call."""
@@ -63,7 +63,7 @@ class Drafting(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class BatchState:
     """snapshots: of each layer with a state some states to begin with, each leaf ``[S, ...]``, None
     for attention.  All else has a row for each slot.
 
@@ -82,7 +82,7 @@ class Slots:
     ignore_eos: jax.Array
     sampling: SamplingParams
     history: History
-    drafting: Drafting | None
+    drafting: SlotDrafts | None
 
     @property
     def size(self) -> int:
@@ -91,9 +91,16 @@ class Slots:
 
 @functools.partial(jax.jit, static_argnums=range(9))
 def empty_slots(
-    cfg: ModelConfig, size: int, row_pages: int, pages: int, page: int, states: int, dtype: str,
-    text: int = 0, draft: ModelConfig | None = None,
-) -> Slots:  # fmt: skip
+    cfg: ModelConfig,
+    size: int,
+    row_pages: int,
+    pages: int,
+    page: int,
+    states: int,
+    dtype: str,
+    text: int = 0,
+    draft: ModelConfig | None = None,
+) -> BatchState:
     """``size`` slots, all free; the sizes of ``init_pages``, how many snapshots, and how many
     tokens of text a row drafts from; the model that does, if one does."""
     cfgs = (cfg,) if draft is None else (cfg, draft)
@@ -107,15 +114,15 @@ def empty_slots(
     sampling = jax.tree.map(jnp.asarray, stack_sampling([Sampling()] * size, vocab))
     drafting = None
     if text:
-        drafting = Drafting(jnp.zeros((size, text), jnp.int32), _new_pace(size), none)
-    return Slots(cache, snapshots, none, no, no, none, no, sampling, history, drafting)
+        drafting = SlotDrafts(jnp.zeros((size, text), jnp.int32), _new_pace(size), none)
+    return BatchState(cache, snapshots, none, no, no, none, no, sampling, history, drafting)
 
 
 def _new_pace(rows: int) -> Pace:
     return Pace(*(jnp.full(rows, value, jnp.int32) for value in (ADAPTIVE, 0, 1)))
 
 
-def slots_shardings(slots: Slots, mesh: Mesh | AbstractMesh) -> Slots:
+def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
     """Where arrays of slots, or of their shapes, belong: heads are split, all else is
     everywhere."""
     everywhere = NamedSharding(mesh, P())
@@ -128,7 +135,7 @@ def slots_shardings(slots: Slots, mesh: Mesh | AbstractMesh) -> Slots:
     return dataclasses.replace(places, cache=cache, snapshots=snapshots)
 
 
-def _constrained(slots: Slots, like: Slots) -> Slots:
+def _constrained(slots: BatchState, like: BatchState) -> BatchState:
     """The arrays where they belong on the mesh of ``like``, if any, whatever the compiler would
     choose: what a program gives, it takes again without being compiled anew."""
     mesh = traced_mesh(like.cache.lengths)
@@ -158,7 +165,7 @@ def _by_row(function: Any, rows: jax.Array, cache: Cache, *others: Cache) -> Cac
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def admit(slots: Slots, packed: jax.Array) -> Slots:
+def admit(slots: BatchState, packed: jax.Array) -> BatchState:
     """Slots for newcomers, as packed Rows say.  No two go to one slot."""
     cache = slots.cache
     assert cache.table is not None
@@ -183,7 +190,7 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
     if slots.drafting is not None:
         more = slots.drafting.text.shape[1] - rows.tokens.shape[1]
         text = jnp.pad(rows.tokens, ((0, 0), (0, more)))
-        news = Drafting(text, _new_pace(len(slot)), rows.length)
+        news = SlotDrafts(text, _new_pace(len(slot)), rows.length)
         admitted = dataclasses.replace(admitted, drafting=_put(slot, slots.drafting, news))
     return _constrained(admitted, slots)
 
@@ -201,7 +208,7 @@ def _beginning(snapshots: LayerState, index: jax.Array) -> LayerState:
     return jax.tree.map(one, snapshots)
 
 
-def _history(rows: Rows, vocab_size: int) -> History:
+def _history(rows: AdmittedRows, vocab_size: int) -> History:
     history = History.of_prompt(rows.tokens, rows.n_prompt, vocab_size)
     columns = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
     written = (columns >= rows.n_prompt[:, None]) & (columns < rows.n_tokens[:, None])
@@ -211,9 +218,16 @@ def _history(rows: Rows, vocab_size: int) -> History:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("fresh", "draft"), donate_argnums=2)
 def fill(
-    cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array,
-    draft_params: Params | None = None, *, fresh: bool, draft: NGram | Model = _NGRAM,
-) -> Slots:  # fmt: skip
+    cfg: ModelConfig,
+    params: Params,
+    slots: BatchState,
+    tokens: jax.Array,
+    facts: jax.Array,
+    draft_params: Params | None = None,
+    *,
+    fresh: bool,
+    draft: NGram | ModelDraft = _NGRAM,
+) -> BatchState:
     """Append ``tokens[R, T]`` to rows of the cache, the draft's too; no logits.
 
     facts int32 ``[R, 4]``: each row's slot, past the last for nobody's; how many of its tokens are
@@ -229,7 +243,7 @@ def fill(
     _, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
     assert own is not None
     drafting = slots.drafting
-    if isinstance(draft, Model):
+    if isinstance(draft, ModelDraft):
         assert draft_params is not None and drafting is not None
         more = draft.fill(draft_params, tokens, lengths, more, totals, fresh=fresh)
         drafting = drafting._replace(read=_put(slot, drafting.read, own.lengths))
@@ -256,13 +270,15 @@ def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) ->
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("n", "context", "width", "widths", "draft"),
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("n", "context", "width", "widths", "draft"),
     donate_argnums=2,
-)  # fmt: skip
+)
 def decode(
     cfg: ModelConfig,
     params: Params,
-    slots: Slots,
+    slots: BatchState,
     orders: jax.Array,
     masks: jax.Array,
     stop_ids: jax.Array,
@@ -272,8 +288,8 @@ def decode(
     context: int,
     width: int,
     widths: tuple[int, ...] = (1,),
-    draft: NGram | Model = _NGRAM,
-) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
+    draft: NGram | ModelDraft = _NGRAM,
+) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """New tokens for each of ``n`` rows, for none more than ``width``; none has more than
     ``context`` pages.  widths: tokens of a row that a pass may verify, 1 and, where there are
     drafts, more.  draft: who makes them.
@@ -318,13 +334,13 @@ def decode(
     return _constrained(slots, every), drawn, top
 
 
-def _of_rows(slots: Slots, rows: jax.Array) -> Slots:
+def _of_rows(slots: BatchState, rows: jax.Array) -> BatchState:
     cache, snapshots = _by_row(_take, rows, slots.cache), slots.snapshots
     taken = _take(rows, dataclasses.replace(slots, cache=None, snapshots=None))
     return dataclasses.replace(taken, cache=cache, snapshots=snapshots)
 
 
-def _to_rows(slots: Slots, rows: jax.Array, new: Slots) -> Slots:
+def _to_rows(slots: BatchState, rows: jax.Array, new: BatchState) -> BatchState:
     bare = dataclasses.replace(slots, cache=None, snapshots=None)
     put = _put(rows, bare, dataclasses.replace(new, cache=None, snapshots=None))
     cache = _by_row(_put, rows, slots.cache, new.cache)
@@ -368,7 +384,7 @@ class Newcomer(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class AdmittedRows:
     """What ``admit`` needs to know of newcomers, all ``[R, ...]``.
 
     slot int32: past the last for nobody's.  table int32 ``[R, M]``: a row's pages, and past the
@@ -392,7 +408,7 @@ class Rows:
 
 def make_rows(
     newcomers: Sequence[Newcomer], rows: int, width: int, row_pages: int, vocab_size: int
-) -> Rows:
+) -> AdmittedRows:
     """The first of ``rows``; the others are nobody's.  width: of the tokens."""
     slot = np.arange(NOBODY, NOBODY + rows, dtype=np.int32)  # distinct, as admit promises
     table = np.full((rows, row_pages), NOBODY, np.int32)
@@ -412,13 +428,23 @@ def make_rows(
             tokens[row, : new.history] = (*new.prompt, *new.output)
         remaining[row], ignore_eos[row] = new.remaining, new.ignore_eos
     params = stack_sampling(sampling, vocab_size)
-    return Rows(
-        slot, table, length, snapshot, token, prompted, tokens, n_prompt, n_tokens, remaining,
-        ignore_eos, params,
-    )  # fmt: skip
+    return AdmittedRows(
+        slot,
+        table,
+        length,
+        snapshot,
+        token,
+        prompted,
+        tokens,
+        n_prompt,
+        n_tokens,
+        remaining,
+        ignore_eos,
+        params,
+    )
 
 
-def pack(rows: Rows) -> np.ndarray:
+def pack(rows: AdmittedRows) -> np.ndarray:
     """Rows as one int32 array ``[R, n]``, floats by their bits."""
     leaves = jax.tree.leaves(rows)
     flat = [leaf.reshape(len(leaf), -1) for leaf in leaves]
@@ -426,7 +452,7 @@ def pack(rows: Rows) -> np.ndarray:
     return np.concatenate(bits, axis=1)
 
 
-def unpack(packed: jax.Array, vocab_size: int, row_pages: int) -> Rows:
+def unpack(packed: jax.Array, vocab_size: int, row_pages: int) -> AdmittedRows:
     """Inside a jitted function."""
     n_rows, columns = packed.shape
     rest = pack(make_rows((), 1, 0, row_pages, vocab_size)).shape[1]

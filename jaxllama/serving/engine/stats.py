@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stats:
+class EngineStats:
     """What an engine is doing and has done.  pages_used: by requests that run; pages_known: that
     new ones may begin with.  finished: requests by reason.  compilations: programs compiled since
     the warm-up.  accepted_tokens: of the drafted ones."""
@@ -35,10 +35,10 @@ class Stats:
     accepted_tokens: int
 
 
-def count(engine: Engine) -> Stats:
+def count(engine: Engine) -> EngineStats:
     scheduler, counts, options = engine.scheduler, engine.counts, engine.options
     pages = scheduler.pages
-    return Stats(
+    return EngineStats(
         waiting=len(scheduler.waiting),
         prefilling=len(scheduler.prefilling),
         running=len(scheduler.running),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllama import __version__
-from jaxllama.serving.http.calls import Call
+from jaxllama.serving.http.calls import AcceptedCall
 from jaxllama.serving.http.logprobs import (
     TextOffsets,
     chat_logprobs,
@@ -25,7 +25,7 @@ from jaxllama.serving.http.logprobs import (
     joined,
     prompt_logprobs,
 )
-from jaxllama.serving.http.messages import Piece
+from jaxllama.serving.http.messages import TextPiece
 from jaxllama.serving.http.reading import MessageReader
 from jaxllama.serving.http.schemas import (
     Arguments,
@@ -56,20 +56,20 @@ from jaxllama.serving.http.schemas import (
     ToolCallStart,
     Usage,
 )
-from jaxllama.serving.http.tool_formats import Part
+from jaxllama.serving.http.tool_formats import AnswerPart
 
 _FINGERPRINT = f"jaxllama-{__version__}"
 
 
-class Answer:
+class PartialAnswer:
     """The pieces of one call so far, by choice; only the newest ones where it is not ``kept``."""
 
-    def __init__(self, call: Call, kept: bool) -> None:
+    def __init__(self, call: AcceptedCall, kept: bool) -> None:
         self._kept = kept
-        self.events: list[list[Piece]] = [[] for _ in call.requests]
-        self.last = [Piece(0, [], index=index) for index in range(len(call.requests))]
+        self.events: list[list[TextPiece]] = [[] for _ in call.requests]
+        self.last = [TextPiece(0, [], index=index) for index in range(len(call.requests))]
 
-    def add(self, event: Piece) -> None:
+    def add(self, event: TextPiece) -> None:
         self.last[event.index] = event
         if self._kept:
             self.events[event.index].append(event)
@@ -81,14 +81,14 @@ class Answer:
         return finish_reason(self.last[index]) or "length"
 
 
-def finish_reason(event: Piece) -> FinishReason | None:
+def finish_reason(event: TextPiece) -> FinishReason | None:
     """A deadline is a limit of length, in time.  What fails is no choice but an error."""
     if event.finish_reason is None:
         return None
     return "stop" if event.finish_reason == "stop" else "length"
 
 
-def usage(call: Call, last: Sequence[Piece]) -> Usage:
+def usage(call: AcceptedCall, last: Sequence[TextPiece]) -> Usage:
     """last: each choice's newest piece.  The choices of one prompt read it once."""
     prompts = last[:: call.choices]
     prompt = sum(event.prompt_tokens for event in prompts)
@@ -97,7 +97,7 @@ def usage(call: Call, last: Sequence[Piece]) -> Usage:
     return Usage(prompt, new, prompt + new, PromptDetails(cached))
 
 
-def completion(call: Call, answer: Answer) -> CompletionObject:
+def completion(call: AcceptedCall, answer: PartialAnswer) -> CompletionObject:
     choices = []
     for index, events in enumerate(answer.events):
         echo = call.echoes[index] if call.echoes else ""
@@ -112,7 +112,7 @@ def completion(call: Call, answer: Answer) -> CompletionObject:
 
 
 def completion_chunk(
-    call: Call, index: int, event: Piece, offsets: TextOffsets, total: Usage | None
+    call: AcceptedCall, index: int, event: TextPiece, offsets: TextOffsets, total: Usage | None
 ) -> CompletionObject:
     """offsets: the choice's own, which has seen its earlier events."""
     logprobs = completion_logprobs(call, index, [event], offsets)
@@ -120,7 +120,7 @@ def completion_chunk(
     return _completion(call, [choice], total)
 
 
-def completion_echo(call: Call, index: int, offsets: TextOffsets) -> CompletionObject:
+def completion_echo(call: AcceptedCall, index: int, offsets: TextOffsets) -> CompletionObject:
     """The prompt, which ``echo`` puts before a choice's stream."""
     logprobs = echoed_logprobs(call, index, offsets)
     choice = _choice(call, index, call.echoes[index], logprobs, None, [], is_first=True)
@@ -128,12 +128,12 @@ def completion_echo(call: Call, index: int, offsets: TextOffsets) -> CompletionO
 
 
 def _choice(
-    call: Call,
+    call: AcceptedCall,
     index: int,
     text: str,
     logprobs: CompletionLogprobs | None,
     finish: FinishReason | None,
-    events: Sequence[Piece],
+    events: Sequence[TextPiece],
     is_first: bool = False,
 ) -> CompletionChoice:
     """is_first: it, or the first of its chunks."""
@@ -149,20 +149,26 @@ def _choice(
     return choice
 
 
-def completion_usage(call: Call, total: Usage) -> CompletionObject:
+def completion_usage(call: AcceptedCall, total: Usage) -> CompletionObject:
     return _completion(call, [], total)
 
 
 def _completion(
-    call: Call, choices: list[CompletionChoice], total: Usage | None
+    call: AcceptedCall, choices: list[CompletionChoice], total: Usage | None
 ) -> CompletionObject:
     return CompletionObject(
-        call.id, "text_completion", call.created, call.model, _FINGERPRINT, choices, total,
+        call.id,
+        "text_completion",
+        call.created,
+        call.model,
+        _FINGERPRINT,
+        choices,
+        total,
         list(call.notes) or None,
-    )  # fmt: skip
+    )
 
 
-def chat(call: Call, answer: Answer) -> ChatObject:
+def chat(call: AcceptedCall, answer: PartialAnswer) -> ChatObject:
     choices = []
     for index, events in enumerate(answer.events):
         message, finish = ChatMessage("assistant", answer.text(index)), answer.finish(index)
@@ -178,12 +184,20 @@ def chat(call: Call, answer: Answer) -> ChatObject:
     listed = prompt_logprobs(call, 0) if call.lists_scores else None
     ids = list(call.requests[0].prompt) if call.shows_ids else None
     return ChatObject(
-        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total, listed,
-        ids, list(call.notes) or None,
-    )  # fmt: skip
+        call.id,
+        "chat.completion",
+        call.created,
+        call.model,
+        _FINGERPRINT,
+        choices,
+        total,
+        listed,
+        ids,
+        list(call.notes) or None,
+    )
 
 
-def chat_message(call: Call, index: int, text: str) -> tuple[ChatMessage, int]:
+def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage, int]:
     """The message that a choice's whole text is, and how many calls of tools it has."""
     assert call.reading is not None
     reader = MessageReader(call.reading)
@@ -198,20 +212,18 @@ def chat_message(call: Call, index: int, text: str) -> tuple[ChatMessage, int]:
         else:
             said[part.kind] += part.text
     content = said["content"] or ("" if not calls else None)
-    message = ChatMessage(
-        "assistant", content, None, said["reasoning"] or None, calls or None
-    )  # fmt: skip
+    message = ChatMessage("assistant", content, None, said["reasoning"] or None, calls or None)
     return message, len(calls)
 
 
-def tool_call_id(call: Call, index: int, number: int) -> str:
+def tool_call_id(call: AcceptedCall, index: int, number: int) -> str:
     """The same whenever it is asked for, in the form that the model's template takes."""
     assert call.reading is not None and call.reading.tools is not None
     digest = hashlib.sha256(f"{call.id}/{index}/{number}".encode()).hexdigest()
     return call.reading.tools.format.call_id(digest)
 
 
-def chat_role(call: Call, index: int) -> ChatChunk:
+def chat_role(call: AcceptedCall, index: int) -> ChatChunk:
     """The first chunk of a choice."""
     choice = ChatChunkChoice(index, Opening("assistant", ""))
     if call.shows_ids:
@@ -220,9 +232,15 @@ def chat_role(call: Call, index: int) -> ChatChunk:
     if not call.notes:
         return chunk
     return NotedChatChunk(
-        chunk.id, chunk.object, chunk.created, chunk.model, chunk.system_fingerprint,
-        chunk.choices, chunk.usage, list(call.notes),
-    )  # fmt: skip
+        chunk.id,
+        chunk.object,
+        chunk.created,
+        chunk.model,
+        chunk.system_fingerprint,
+        chunk.choices,
+        chunk.usage,
+        list(call.notes),
+    )
 
 
 def _detailed(choice: ChatChunkChoice, **details: list[int]) -> DetailedChunkChoice:
@@ -231,7 +249,7 @@ def _detailed(choice: ChatChunkChoice, **details: list[int]) -> DetailedChunkCho
     )
 
 
-def chat_chunk(call: Call, index: int, event: Piece, total: Usage | None) -> ChatChunk:
+def chat_chunk(call: AcceptedCall, index: int, event: TextPiece, total: Usage | None) -> ChatChunk:
     logprobs = chat_logprobs(call, index, [event])
     choice = ChatChunkChoice(index, Delta(event.text), logprobs, finish_reason(event))
     if call.shows_ids:
@@ -243,19 +261,19 @@ class ChatChunks:
     """The chunks of a choice whose text is read, from its events.  ``parts`` and ``of`` are the two
     halves of it, for chunks that tell nothing but a part."""
 
-    def __init__(self, call: Call, index: int) -> None:
+    def __init__(self, call: AcceptedCall, index: int) -> None:
         assert call.reading is not None
         self._call, self._index = call, index
         self._reader = MessageReader(call.reading)
 
-    def parts(self, event: Piece) -> list[Part]:
+    def parts(self, event: TextPiece) -> list[AnswerPart]:
         parts = self._reader.feed(event.text)
         return parts if event.finish_reason is None else parts + self._reader.close()
 
-    def of(self, part: Part) -> ChatChunk:
+    def of(self, part: AnswerPart) -> ChatChunk:
         return _chat_chunk(self._call, [ChatChunkChoice(self._index, self._delta(part))], None)
 
-    def __call__(self, event: Piece, total: Usage | None) -> list[ChatChunk]:
+    def __call__(self, event: TextPiece, total: Usage | None) -> list[ChatChunk]:
         call, index, finish = self._call, self._index, finish_reason(event)
         deltas = [self._delta(part) for part in self.parts(event)]
         logprobs = chat_logprobs(call, index, [event])
@@ -272,7 +290,7 @@ class ChatChunks:
             choices[0] = _detailed(choices[0], token_ids=event.tokens)
         return [_chat_chunk(call, [choice], total) for choice in choices]
 
-    def _delta(self, part: Part) -> Delta | ReasoningDelta | ToolCallDelta:
+    def _delta(self, part: AnswerPart) -> Delta | ReasoningDelta | ToolCallDelta:
         if part.kind == "content":
             return Delta(part.text)
         if part.kind == "reasoning":
@@ -284,11 +302,13 @@ class ChatChunks:
         return ToolCallDelta([begun])
 
 
-def chat_usage(call: Call, total: Usage) -> ChatChunk:
+def chat_usage(call: AcceptedCall, total: Usage) -> ChatChunk:
     return _chat_chunk(call, [], total)
 
 
-def _chat_chunk(call: Call, choices: list[ChatChunkChoice], total: Usage | None) -> ChatChunk:
+def _chat_chunk(
+    call: AcceptedCall, choices: list[ChatChunkChoice], total: Usage | None
+) -> ChatChunk:
     return ChatChunk(
         call.id, "chat.completion.chunk", call.created, call.model, _FINGERPRINT, choices, total
     )

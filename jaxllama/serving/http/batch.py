@@ -55,8 +55,12 @@ def run(
                     raise JaxLlamaError(answer["error"]["message"])
                 await asyncio.sleep(AGAIN_SECONDS)
             response = {"status_code": status, "request_id": request_id, "body": answer}
-            entry = {"id": f"batch_req_{request_id}", "custom_id": custom_id,
-                     "response": response, "error": None}  # fmt: skip
+            entry = {
+                "id": f"batch_req_{request_id}",
+                "custom_id": custom_id,
+                "response": response,
+                "error": None,
+            }
             out.write(json.dumps(entry, ensure_ascii=False) + "\n")
             out.flush()
             counts["answered" if status == 200 else "failed"] += 1
@@ -89,10 +93,19 @@ async def post(
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
-        "root_path": "", "headers": headers, "client": None, "server": None,
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
     sent: list[Message] = []
     arrived = False
 

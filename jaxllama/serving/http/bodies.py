@@ -141,7 +141,7 @@ AllowedIds = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]
 Truncation = Annotated[int, Field(ge=1)] | Literal[-1]
 
 
-class Generation(Strict):
+class GenerationBody(Strict):
     """What completions and chat share.  null is the default everywhere."""
 
     model: str
@@ -203,7 +203,7 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS), FIRST_ERR
 IdRows = Annotated[list[Ids], Field(min_length=1, max_length=MAX_ROWS), FIRST_ERROR]
 
 
-class Completion(Generation):
+class Completion(GenerationBody):
     """Body of POST /v1/completions."""
 
     endpoint = "/v1/completions"
@@ -285,7 +285,7 @@ class Tool(Strict):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), FIRST_ERROR]
 
 
-class Chat(Generation):
+class Chat(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     endpoint = "/v1/chat/completions"
@@ -351,10 +351,24 @@ class Detokenize(Strict):
 
 # Fields that every endpoint may get: they concern OpenAI's own service, or are hints.
 _HARMLESS = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-     "prediction", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort",
-     "verbosity", "modalities", "parallel_tool_calls", "priority", "cache_salt")
-)  # fmt: skip
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "verbosity",
+        "modalities",
+        "parallel_tool_calls",
+        "priority",
+        "cache_salt",
+    )
+)
 
 
 @functools.cache

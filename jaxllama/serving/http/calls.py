@@ -28,7 +28,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.request import Request
-from jaxllama.serving.http.bodies import Chat, Completion, Generation, Message, Tokenize
+from jaxllama.serving.http.bodies import Chat, Completion, GenerationBody, Message, Tokenize
 from jaxllama.serving.http.constraints import constraint, form
 from jaxllama.serving.http.reading import PLAIN, Reading, reading
 from jaxllama.serving.http.schemas import ApiError
@@ -48,7 +48,7 @@ _ABSENT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class AcceptedCall:
     """One accepted body.  ``requests``: its choices in order, ``choices`` to a prompt; ``echoes``:
     what ``echo`` puts before them; ``seed``: the body's, or the one that was drawn.  ``reading``:
     how an answer's text is read, None for plain text.  ``is_written``: false where nothing but the
@@ -81,7 +81,7 @@ class Call:
         return self.requests[:: self.choices]
 
 
-class Model(Protocol):
+class ServedModel(Protocol):
     """What of a ``LanguageModel`` its front ends know."""
 
     @property
@@ -103,7 +103,7 @@ class Prompts:
     tokenizing the rest of it.
     """
 
-    lm: Model
+    lm: ServedModel
     name: str
     max_len: int
     max_choices: int
@@ -132,7 +132,7 @@ class Prompts:
             )
         return self.models[model]
 
-    def completion(self, body: Completion, call_id: str, owner: str = "") -> Call:
+    def completion(self, body: Completion, call_id: str, owner: str = "") -> AcceptedCall:
         """owner: whose cached prompts it may share, beside ``cache_salt``."""
         self.adapter_of(body.model)
         if body.suffix:
@@ -165,7 +165,7 @@ class Prompts:
             echoes_scores=echoes_scores,
         )
 
-    def chat(self, body: Chat, call_id: str, owner: str = "") -> Call:
+    def chat(self, body: Chat, call_id: str, owner: str = "") -> AcceptedCall:
         """owner: as for ``completion``."""
         self.adapter_of(body.model)
         _check_features(body)
@@ -265,7 +265,7 @@ class Prompts:
             message = f"n: {n_prompts} prompts x {n} choices are more than {self.max_choices}"
             raise ApiError(400, message, param="n", code="too_many_choices")
 
-    def _sampling(self, body: Generation, seed: int) -> Sampling:
+    def _sampling(self, body: GenerationBody, seed: int) -> Sampling:
         named = {name: value for name in _NAMED if (value := getattr(body, name)) is not None}
         if "top_k" in named:
             named["top_k"] = max(named["top_k"], 0)  # vLLM's word for off is -1
@@ -277,18 +277,19 @@ class Prompts:
 
     def _call(
         self,
-        body: Generation,
+        body: GenerationBody,
         call_id: str,
         owner: str,
         rows: list[list[int]],
         max_tokens: int | None,
         logprobs: int | None,
         how: Reading = PLAIN,
-    ) -> Call:
+    ) -> AcceptedCall:
         """max_tokens: None for what the context leaves."""
         n, tokenizer = body.n or 1, self.lm.tokenizer
-        most = [max(self.max_len - len(row), 1) if max_tokens is None else max_tokens
-                for row in rows]  # fmt: skip
+        most = [
+            max(self.max_len - len(row), 1) if max_tokens is None else max_tokens for row in rows
+        ]
         for row, count in zip(rows, most, strict=True):
             if len(row) + count > self.max_len:
                 raise ApiError(
@@ -333,7 +334,7 @@ class Prompts:
                     cache_salt=f"{owner}/{body.cache_salt or ''}",
                 )
             )
-        return Call(
+        return AcceptedCall(
             id=call_id,
             created=int(time.time()),
             model=body.model,
@@ -350,8 +351,15 @@ class Prompts:
         )
 
 
-_NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-          "presence_penalty")  # fmt: skip
+_NAMED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 def _limit(max_tokens: int | None) -> int | None:
@@ -381,12 +389,12 @@ def _unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code="unsupported")
 
 
-def _check_prompt_logprobs(body: Generation) -> None:
+def _check_prompt_logprobs(body: GenerationBody) -> None:
     if body.stream and body.prompt_logprobs is not None:
         raise _unsupported("prompt_logprobs", "they are not streamed")
 
 
-def _only_limit(body: Generation, *names: str) -> int | None:
+def _only_limit(body: GenerationBody, *names: str) -> int | None:
     """The limit of an answer's tokens, which has several names; None where the body sets none."""
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     for name, value in given.items():

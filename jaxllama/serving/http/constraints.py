@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxllama.serving.engine.request import Grammar
-from jaxllama.serving.http.bodies import Function, Generation, StructuralTag
+from jaxllama.serving.http.bodies import Function, GenerationBody, StructuralTag
 from jaxllama.serving.http.reading import Reading, special_id
 from jaxllama.serving.http.schemas import ApiError
 from jaxllama.serving.http.tools import Tools
@@ -30,7 +30,7 @@ _ANYTHING = r"/(.|\n)*/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class AnswerConstraint:
     """notes: what of a schema the answer is not held to."""
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -49,17 +49,17 @@ class Form:
         return {"name": "form", "lark_grammar": source}
 
 
-def form(body: Generation) -> Form | None:
+def form(body: GenerationBody) -> AnswerConstraint | None:
     """ApiError 400 for two forms at once, and for one that is incomplete."""
     regex, grammar = body.guided_regex, body.guided_grammar
     asked = {
         "response_format": _response_format(body),
         "structured_outputs": _structured(body),
         "guided_json": _json(body.guided_json),
-        "guided_regex": None if regex is None else Form("regex", regex),
+        "guided_regex": None if regex is None else AnswerConstraint("regex", regex),
         "guided_choice": _choice(body.guided_choice),
-        "guided_grammar": None if grammar is None else Form("lark", grammar),
-        "grammar": None if body.grammar is None else Form("lark", body.grammar),
+        "guided_grammar": None if grammar is None else AnswerConstraint("lark", grammar),
+        "grammar": None if body.grammar is None else AnswerConstraint("lark", body.grammar),
         "bad_words": _without(body.bad_words),
     }
     found = {key: value for key, value in asked.items() if value is not None}
@@ -68,26 +68,26 @@ def form(body: Generation) -> Form | None:
     return next(iter(found.values()), None)
 
 
-def _response_format(body: Generation) -> Form | None:
+def _response_format(body: GenerationBody) -> AnswerConstraint | None:
     asked = body.response_format
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
-        return Form("json_schema", '{"type": "object"}')
+        return AnswerConstraint("json_schema", '{"type": "object"}')
     if asked.type == "structural_tag":
         if asked.structures is None or asked.triggers is None:
             raise _missing("response_format.structures and triggers", "response_format.structures")
         return _tagged(asked, "response_format")
     if asked.type == "regex" and asked.regex is not None:
-        return Form("regex", asked.regex)
+        return AnswerConstraint("regex", asked.regex)
     if asked.type == "json_schema" and asked.json_schema is not None:
         if asked.json_schema.strict:
-            return Form("json_schema", json.dumps(asked.json_schema.schema_))
+            return AnswerConstraint("json_schema", json.dumps(asked.json_schema.schema_))
         return _best_effort(asked.json_schema.schema_)
     raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
 
 
-def _best_effort(schema: dict[str, Any]) -> Form:
+def _best_effort(schema: dict[str, Any]) -> AnswerConstraint:
     """A form that holds an answer to what the library can hold it to, with notes of the rest.  The
     engine refuses a schema that is wrong."""
     lenient = _lenient(schema)
@@ -98,7 +98,7 @@ def _best_effort(schema: dict[str, Any]) -> Form:
         is_wrong, notes = _warnings(lenient)
         notes = [*(f"Unsupported pattern: {pattern}" for pattern in patterns), *notes]
     told = [] if is_wrong else [" ".join(note.split())[:200] for note in notes[:16]]
-    return Form("json_schema", json.dumps(lenient), tuple(told), is_lenient=True)
+    return AnswerConstraint("json_schema", json.dumps(lenient), tuple(told), is_lenient=True)
 
 
 def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _without_patterns(value: Any) -> tuple[Any, list[str]]:
     return kept, dropped
 
 
-def _structured(body: Generation) -> Form | None:
+def _structured(body: GenerationBody) -> AnswerConstraint | None:
     asked = body.structured_outputs
     if asked is None:
         return None
@@ -153,10 +153,10 @@ def _structured(body: Generation) -> Form | None:
         value
         for value in (
             _json(asked.json_, "structured_outputs"),
-            None if asked.regex is None else Form("regex", asked.regex),
+            None if asked.regex is None else AnswerConstraint("regex", asked.regex),
             _choice(asked.choice),
-            None if asked.grammar is None else Form("lark", asked.grammar),
-            Form("json_schema", '{"type": "object"}') if asked.json_object else None,
+            None if asked.grammar is None else AnswerConstraint("lark", asked.grammar),
+            AnswerConstraint("json_schema", '{"type": "object"}') if asked.json_object else None,
             None if tag is None else _tagged(tag, "structured_outputs"),
         )
         if value is not None
@@ -173,7 +173,9 @@ def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
         raise _wrong("structured_outputs", "structural_tag needs structures and triggers") from None
 
 
-def _json(schema: str | dict[str, Any] | None, param: str = "guided_json") -> Form | None:
+def _json(
+    schema: str | dict[str, Any] | None, param: str = "guided_json"
+) -> AnswerConstraint | None:
     if schema is None:
         return None
     if isinstance(schema, str):
@@ -183,25 +185,29 @@ def _json(schema: str | dict[str, Any] | None, param: str = "guided_json") -> Fo
             schema = None
         if not isinstance(schema, dict):
             raise _wrong(param, "a JSON schema is a JSON object")
-    return Form("json_schema", json.dumps(schema))
+    return AnswerConstraint("json_schema", json.dumps(schema))
 
 
-def _choice(texts: Sequence[str] | None) -> Form | None:
-    return None if texts is None else Form("lark", "start: " + " | ".join(map(_quoted, texts)))
+def _choice(texts: Sequence[str] | None) -> AnswerConstraint | None:
+    return (
+        None
+        if texts is None
+        else AnswerConstraint("lark", "start: " + " | ".join(map(_quoted, texts)))
+    )
 
 
-def _without(words: Sequence[str] | None) -> Form | None:
+def _without(words: Sequence[str] | None) -> AnswerConstraint | None:
     """A text that has none of the words in it."""
     if not words:
         return None
-    return Form(
+    return AnswerConstraint(
         "lark",
         f"start: TEXT\nTEXT: ANY & ~(ANY ({' | '.join(map(_quoted, words))}) ANY)\n"
         f"ANY: {_ANYTHING}",
     )
 
 
-def _tagged(asked: Any, param: str) -> Form:
+def _tagged(asked: Any, param: str) -> AnswerConstraint:
     """Structures begin with one of the triggers, each."""
     rules = []
     for index, structure in enumerate(asked.structures):
@@ -215,12 +221,14 @@ def _tagged(asked: Any, param: str) -> Form:
             f"tag_{index}: head_{index} {rest} %json {schema} {_literal(structure.end)}",
         ]
     tags = " | ".join(f"tag_{index}" for index in range(len(asked.structures)))
-    return Form(
+    return AnswerConstraint(
         "lark", "\n".join([f"start: ({tags})* end", "end: TEXT", *rules, f"TEXT: {_ANYTHING}"])
     )
 
 
-def constraint(form: Form | None, reading: Reading, tokenizer: Tokenizer | None) -> Grammar | None:
+def constraint(
+    form: AnswerConstraint | None, reading: Reading, tokenizer: Tokenizer | None
+) -> Grammar | None:
     """See the module docstring."""
     tools = reading.tools
     is_strict = tools is not None and any(function.strict for function in tools.functions)

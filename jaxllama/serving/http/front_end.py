@@ -28,8 +28,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
 from jaxllama.serving.http import limits, logs, messages
-from jaxllama.serving.http.link import Link
-from jaxllama.serving.http.server import Settings, application
+from jaxllama.serving.http.link import EngineClient
+from jaxllama.serving.http.server import ServerSettings, application
 from jaxllama.text.tokenizer import Tokenizer
 
 GONE = "the engine's process has ended"
@@ -52,11 +52,11 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class FrontEndSetup:
     """max_queue: the engine's.  drain_timeout: seconds from ``Drain`` to the end."""
 
     facts: Facts
-    settings: Settings
+    settings: ServerSettings
     max_queue: int
     drain_timeout: int
 
@@ -65,8 +65,10 @@ def start(theirs: socket.socket, listener: socket.socket) -> subprocess.Popen[by
     files = theirs.fileno(), listener.fileno()
     # It has no device, and finds the modules that this process has found.
     environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }  # fmt: skip
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     return subprocess.Popen(
         [sys.executable, "-P", "-c", f"from {__name__} import main; main()", *map(str, files)],
         pass_fds=files,
@@ -126,7 +128,7 @@ class Pulse:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, link: Link) -> None:
+    def __init__(self, config: uvicorn.Config, link: EngineClient) -> None:
         super().__init__(config)
         self._link = link
 
@@ -136,8 +138,8 @@ class _Server(uvicorn.Server):
 
 
 async def _run(connection: socket.socket, listener: socket.socket) -> int:
-    welcomed: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
-    link, wire, server = Link(), Wire(), None
+    welcomed: asyncio.Future[FrontEndSetup] = asyncio.get_running_loop().create_future()
+    link, wire, server = EngineClient(), Wire(), None
 
     def told(message: Any) -> None:
         if isinstance(message, messages.Welcome):
@@ -156,9 +158,15 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
     link.know(setup.facts.tokenizer, setup.facts.config.eos_token_ids)
     app = application(setup.facts, link, setup.settings, setup.max_queue)
     config = uvicorn.Config(
-        app, http=limits.protocol(), lifespan="on", ws="none", log_config=logs.configuration(),
-        access_log=False, server_header=False, timeout_graceful_shutdown=setup.drain_timeout,
-    )  # fmt: skip
+        app,
+        http=limits.protocol(),
+        lifespan="on",
+        ws="none",
+        log_config=logs.configuration(),
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=setup.drain_timeout,
+    )
     server = _Server(config, link)
 
     async def tell() -> None:

@@ -42,7 +42,7 @@ from jaxllama.serving.engine.request import (
 )
 from jaxllama.serving.http import messages
 from jaxllama.serving.http.embeddings import Embedder
-from jaxllama.serving.http.messages import IdTaken, Row
+from jaxllama.serving.http.messages import IdTaken, RowEvent
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.scoring import Scorer
 from jaxllama.serving.journal import Journal, JournalUnavailable
@@ -52,7 +52,7 @@ RETRY = 1.0  # seconds between two attempts to write to a journal that could not
 _log = logging.getLogger("jaxllama.serving")
 
 
-class Limits(Protocol):
+class EngineLimits(Protocol):
     """Sizes of an engine."""
 
     @property
@@ -70,7 +70,7 @@ class Served(Protocol):
     """What a server needs of an engine; ``Engine`` and ``Replicas`` have it."""
 
     @property
-    def options(self) -> Limits: ...
+    def options(self) -> EngineLimits: ...
 
     @property
     def failure(self) -> str | None:
@@ -125,16 +125,16 @@ class Hub:
         self.trouble: str | None = None  # why the journal cannot be written
         self._unwritten: dict[str, str] = {}  # answers that it could not take, by id
         self._retrying: asyncio.TimerHandle | None = None
-        self.responses = Responses()
+        self.responses = StoredResponses()
         self._ports: list[Port] = []
         self._with_news: set[Port] = set()
-        self._waiting: dict[str, list[tuple[Port, messages.Ask]]] = {}
+        self._waiting: dict[str, list[tuple[Port, messages.HubRequest]]] = {}
         self._passes, self.waits = passes, waits
         self._forward = ThreadPoolExecutor(1, "forward")
         self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
         engine.listen(self._told)
 
-    def news(self, port: Port, live: Live, event: Event) -> None:
+    def news(self, port: Port, live: FrontEndRequest, event: Event) -> None:
         """On the engine's thread, as is what follows when a step has told all."""
         port.news.append((live, event))
         self._with_news.add(port)
@@ -157,7 +157,7 @@ class Hub:
     def forget(self, port: Port) -> None:
         self._ports.remove(port)
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: messages.IpcMessage) -> None:
         for port in self._ports:
             port.send(message)
 
@@ -171,8 +171,9 @@ class Hub:
                 self._write_answers(self.journal)
             except JournalUnavailable as error:
                 fields = {"reason": str(error), "answers": len(self._unwritten)}
-                _log.error("answers were not written: the next server owes them",
-                           extra={"fields": fields})  # fmt: skip
+                _log.error(
+                    "answers were not written: the next server owes them", extra={"fields": fields}
+                )
             self.journal.close()
 
     def check(self, call: messages.Submit) -> None:
@@ -245,7 +246,7 @@ class Hub:
 
     # What front ends ask
 
-    def asked(self, port: Port, ask: messages.Ask) -> Any:
+    def asked(self, port: Port, ask: messages.HubRequest) -> Any:
         """The answer; None: it comes later."""
         if ask.name in self._passes:
             if self.engine.failure is not None:
@@ -278,7 +279,7 @@ class Hub:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Live:
+class FrontEndRequest:
     """A request of a front end in the engine.  event: its last; is_left: nobody reads it."""
 
     port: Port
@@ -299,14 +300,14 @@ class Port:
     def __init__(self, hub: Hub, send: Callable[[bytes], None]) -> None:
         self._hub, self._send = hub, send
         self._frames = messages.Frames(messages.from_front_end())
-        self._rows: dict[int, Live] = {}
-        self.news: collections.deque[tuple[Live, Event]] = collections.deque()
+        self._rows: dict[int, FrontEndRequest] = {}
+        self.news: collections.deque[tuple[FrontEndRequest, Event]] = collections.deque()
         self._awake, self._is_open = False, True
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_pong: Callable[[], None] = lambda: None
 
-    def send(self, message: messages.Message) -> None:
+    def send(self, message: messages.IpcMessage) -> None:
         if self._is_open:
             self._send(messages.encode(message))
 
@@ -326,11 +327,11 @@ class Port:
                 self._end(message)
             case messages.Finish():
                 self._hub.finish(message.id, message.answer)
-            case messages.Served():
+            case messages.ServedRequest():
                 self._hub.metrics.request(
                     message.path, message.method, message.status, message.seconds
                 )
-            case messages.Ask():
+            case messages.HubRequest():
                 self.answer(message)
             case messages.Ready():
                 self.on_ready()
@@ -359,7 +360,7 @@ class Port:
             self.send(messages.refusal(error, call.call))
             return
         living = [
-            Live(self, number, call.id, request)
+            FrontEndRequest(self, number, call.id, request)
             for number, request in enumerate(requests, start=call.first)
         ]
         self._rows.update({live.number: live for live in living})
@@ -373,7 +374,7 @@ class Port:
         else:
             self._queued(call, living, *self._queue(living))
 
-    def _queue(self, living: Sequence[Live]) -> tuple[int, Exception | None]:
+    def _queue(self, living: Sequence[FrontEndRequest]) -> tuple[int, Exception | None]:
         """(How many the engine has taken, why not the next).  In any thread."""
         for taken, live in enumerate(living):
             try:
@@ -383,7 +384,11 @@ class Port:
         return len(living), None
 
     def _queued(
-        self, call: messages.Submit, living: Sequence[Live], taken: int, error: Exception | None
+        self,
+        call: messages.Submit,
+        living: Sequence[FrontEndRequest],
+        taken: int,
+        error: Exception | None,
     ) -> None:
         for live in living[taken:]:
             del self._rows[live.number]
@@ -400,7 +405,7 @@ class Port:
         reply = messages.Reply(call.call, None)
         self.send(reply if error is None else messages.refusal(error, call.call))
 
-    def _leave(self, live: Live, reason: FinishReason = "cancelled") -> None:
+    def _leave(self, live: FrontEndRequest, reason: FinishReason = "cancelled") -> None:
         live.is_left = True
         self._hub.engine.end(live.request.id, reason)
 
@@ -415,7 +420,7 @@ class Port:
         else:
             self._leave(live, end.reason)
 
-    def _over(self, live: Live) -> None:
+    def _over(self, live: FrontEndRequest) -> None:
         assert live.event is not None and live.event.finish_reason is not None
         if live.request.stop:
             self._count(live, live.event.finish_reason, live.event.completion_tokens)
@@ -424,7 +429,7 @@ class Port:
         del self._rows[live.number]
         self._release(live.call)
 
-    def _count(self, live: Live, reason: FinishReason, tokens: int) -> None:
+    def _count(self, live: FrontEndRequest, reason: FinishReason, tokens: int) -> None:
         if not live.is_counted:
             live.is_counted = True
             self._hub.metrics.wrote(tokens)
@@ -438,7 +443,7 @@ class Port:
 
     # News
 
-    def told(self, live: Live, event: Event) -> None:
+    def told(self, live: FrontEndRequest, event: Event) -> None:
         self._hub.news(self, live, event)
 
     def wake(self) -> None:
@@ -458,7 +463,7 @@ class Port:
 
     def _flush(self) -> None:
         self._awake = False
-        rows: list[Row] = []
+        rows: list[RowEvent] = []
         tokens = 0
         while self.news:
             live, event = self.news.popleft()
@@ -475,11 +480,11 @@ class Port:
                     self._over(live)
         self._hub.metrics.wrote(tokens)
         if rows:
-            self.send(messages.Told(rows))
+            self.send(messages.StepNews(rows))
 
     # Questions
 
-    def answer(self, ask: messages.Ask) -> None:
+    def answer(self, ask: messages.HubRequest) -> None:
         try:
             value = self._hub.asked(self, ask)
         except Exception as error:
@@ -499,18 +504,18 @@ class Port:
             self.send(messages.refusal(error, call))
 
 
-def _row(number: int, request: Request, event: Event) -> Row:
+def _row(number: int, request: Request, event: Event) -> RowEvent:
     # What msgspec writes is the same for tuples and lists.
     tokens: Any = event.tokens
     error = None if event.error is None else messages.refusal(event.error)
-    row = Row(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
+    row = RowEvent(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
     if request.logprobs is not None:
         scored: Any = event.logprobs, event.top_logprobs
         row.logprobs, row.top_logprobs = scored
     return row
 
 
-class Responses:
+class StoredResponses:
     """Those that can be continued: the newest ``STORED_BYTES``, as JSON with their conversation's.
     Those that went on from one that is dropped stay whole.  One that belongs to another owner is
     treated as one that is not there."""

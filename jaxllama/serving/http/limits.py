@@ -35,8 +35,11 @@ LINGER_SECONDS = 1.0  # in which a refused client may read why
 CLIENT_CONNECTIONS = 1024
 SPARE = 8  # descriptors that no client has: files, the journal, imports
 _log = logging.getLogger("jaxllama.serving")
-_REASONS = {408: "Request Timeout", 429: "Too Many Requests",
-            431: "Request Header Fields Too Large"}  # fmt: skip
+_REASONS = {
+    408: "Request Timeout",
+    429: "Too Many Requests",
+    431: "Request Header Fields Too Large",
+}
 
 
 def raise_descriptors() -> None:

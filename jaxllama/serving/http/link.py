@@ -26,27 +26,35 @@ from jaxllama.serving.engine.output import OutputReader
 from jaxllama.serving.engine.request import EngineFailed, Request
 from jaxllama.serving.http import messages
 from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.messages import Accepted, Piece
+from jaxllama.serving.http.messages import Accepted, TextPiece
 from jaxllama.text.tokenizer import Tokenizer
 
 SILENCE = 30.0  # seconds without a Ping after which the engine's process is taken to hang
 
 
-class Choice:
+class RequestInFlight:
     """A request in flight.  waiting: what its reader has not taken yet."""
 
-    __slots__ = ("_n_prompt", "_reader", "_written", "has_stops", "index", "number", "stream",
-                 "waiting")  # fmt: skip
+    __slots__ = (
+        "_n_prompt",
+        "_reader",
+        "_written",
+        "has_stops",
+        "index",
+        "number",
+        "stream",
+        "waiting",
+    )
 
     def __init__(
-        self, stream: Stream, index: int, number: int, request: Request, reader: OutputReader
+        self, stream: PieceStream, index: int, number: int, request: Request, reader: OutputReader
     ) -> None:
         self.stream, self.index, self.number = stream, index, number
         self.has_stops = bool(request.stop)
-        self.waiting: Piece | None = None
+        self.waiting: TextPiece | None = None
         self._reader, self._n_prompt, self._written = reader, len(request.prompt), 0
 
-    def read(self, piece: Piece) -> int:
+    def read(self, piece: TextPiece) -> int:
         """Fill in its text, and its end where that is in the text; returns the tokens so far."""
         tokens = piece.tokens
         if tokens:
@@ -65,20 +73,20 @@ class Choice:
         return self._written
 
 
-class Stream:
+class PieceStream:
     """The pieces of some requests, as lists of one a choice."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: EngineClient) -> None:
         self._link = link
-        self._ready: list[Choice] = []
+        self._ready: list[RequestInFlight] = []
         self._waiter: asyncio.Future[None] | None = None
         self._open: set[int] = set()
-        self._ended: list[Piece] = []
+        self._ended: list[TextPiece] = []
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> PieceStream:
         return self
 
-    async def __anext__(self) -> list[Piece]:
+    async def __anext__(self) -> list[TextPiece]:
         if self._ended:
             ended, self._ended = self._ended, []
             return ended
@@ -88,14 +96,14 @@ class Stream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         ready, self._ready = self._ready, []
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         for choice in ready:
             assert choice.waiting is not None
             pieces.append(choice.waiting)
             choice.waiting = None
         return pieces
 
-    def put(self, choice: Choice, piece: Piece) -> None:
+    def put(self, choice: RequestInFlight, piece: TextPiece) -> None:
         if choice.waiting is None:
             choice.waiting = piece
             self._ready.append(choice)
@@ -111,7 +119,7 @@ class Stream:
         """Every piece has been handed on."""
         return not (self._open or self._ready or self._ended)
 
-    def end(self, pieces: Sequence[Piece]) -> None:
+    def end(self, pieces: Sequence[TextPiece]) -> None:
         """Of requests that have come to their ends without the engine."""
         self._ended = list(pieces)
 
@@ -125,7 +133,7 @@ class Stream:
         self._open.clear()
 
 
-def _join(first: Piece, second: Piece) -> Piece:
+def _join(first: TextPiece, second: TextPiece) -> TextPiece:
     second.tokens = first.tokens + second.tokens
     second.text = first.text + second.text
     second.logprobs = first.logprobs + second.logprobs
@@ -133,7 +141,7 @@ def _join(first: Piece, second: Piece) -> Piece:
     return second
 
 
-class Link:
+class EngineClient:
     """See the module docstring.  failure: None, or why the engine does nothing any more.  trouble:
     None, or why the journal cannot be written at present."""
 
@@ -148,7 +156,7 @@ class Link:
         self._send: Callable[[bytes], None] = lambda data: None
         self._frames = messages.Frames(messages.from_engine())
         self._numbers = itertools.count()
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, RequestInFlight] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
 
     @property
@@ -193,9 +201,9 @@ class Link:
         refused = messages.refusal(EngineFailed(self.failure))
         for call in list(self._asked):
             self._answered(call, EngineFailed(self.failure))
-        self._told([Piece(n, [], finish_reason="error", error=refused) for n in self._choices])
+        self._told([TextPiece(n, [], finish_reason="error", error=refused) for n in self._choices])
 
-    def _told(self, pieces: Iterable[Piece]) -> None:
+    def _told(self, pieces: Iterable[TextPiece]) -> None:
         for piece in pieces:
             choice = self._choices.get(piece.number)
             if choice is None:
@@ -237,12 +245,14 @@ class Link:
         requests: Sequence[Request],
         entry: Accepted | None = None,
         is_known: bool = False,
-    ) -> Stream:
+    ) -> PieceStream:
         """entry: of the body, for the journal; is_known: that has it already."""
-        stream = Stream(self)
+        stream = PieceStream(self)
         numbers = [next(self._numbers) for _ in requests]
         for index, (number, request) in enumerate(zip(numbers, requests, strict=True)):
-            self._choices[number] = Choice(stream, index, number, request, self._reader(request))
+            self._choices[number] = RequestInFlight(
+                stream, index, number, request, self._reader(request)
+            )
             stream.opened(number)
         first = numbers[0] if numbers else 0
         try:
@@ -261,10 +271,13 @@ class Link:
     def _reader(self, request: Request) -> OutputReader:
         eos = () if request.ignore_eos else self._eos
         return OutputReader(
-            self._tokenizer, (*eos, *request.stop_token_ids), request.stop,
-            least=request.min_tokens, skip_special=request.skip_special_tokens,
+            self._tokenizer,
+            (*eos, *request.stop_token_ids),
+            request.stop,
+            least=request.min_tokens,
+            skip_special=request.skip_special_tokens,
             include_stop=request.include_stop,
-        )  # fmt: skip
+        )
 
     def cancel(self, number: int) -> None:
         if self._choices.pop(number, None) is not None:
@@ -274,9 +287,9 @@ class Link:
         self.tell(messages.End(number, reason, kept))
 
     async def ask(self, name: Any, *arguments: Any) -> Any:
-        return await self._call(lambda call: messages.Ask(call, name, list(arguments)))
+        return await self._call(lambda call: messages.HubRequest(call, name, list(arguments)))
 
-    async def _call(self, message: Callable[[int], messages.Message]) -> Any:
+    async def _call(self, message: Callable[[int], messages.IpcMessage]) -> Any:
         if self._is_lost:
             raise EngineFailed(self.failure)
         call, loop = next(self._numbers), asyncio.get_running_loop()
@@ -288,13 +301,13 @@ class Link:
         finally:
             self._asked.pop(call, None)
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: messages.IpcMessage) -> None:
         self._send(messages.encode(message))
 
 
-def local(hub: Hub, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> Link:
+def local(hub: Hub, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> EngineClient:
     """A front end in the engine's own process."""
-    link = Link()
+    link = EngineClient()
     link.know(tokenizer, eos_ids)
     link.open(hub.open(link.received).received)
     return link

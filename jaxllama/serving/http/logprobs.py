@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxllama.serving.http.calls import Call
-from jaxllama.serving.http.messages import Piece
+from jaxllama.serving.http.calls import AcceptedCall
+from jaxllama.serving.http.messages import TextPiece
 from jaxllama.serving.http.schemas import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -29,7 +29,7 @@ from jaxllama.text.tokenizer import Tokenizer
 class TextOffsets:
     """Where in a choice's text each of its tokens begins, in whole characters."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: AcceptedCall) -> None:
         self._stream = TextStream(call.tokenizer) if call.tokenizer else None
         self._length = 0
 
@@ -41,7 +41,7 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    call: Call, index: int, events: Sequence[Piece], offsets: TextOffsets
+    call: AcceptedCall, index: int, events: Sequence[TextPiece], offsets: TextOffsets
 ) -> CompletionLogprobs | None:
     wanted = call.requests[index].logprobs
     if wanted is None:
@@ -60,7 +60,9 @@ def completion_logprobs(
     return out
 
 
-def echoed_logprobs(call: Call, index: int, offsets: TextOffsets) -> CompletionLogprobs | None:
+def echoed_logprobs(
+    call: AcceptedCall, index: int, offsets: TextOffsets
+) -> CompletionLogprobs | None:
     """Of the prompt's own tokens."""
     if not call.echoes_scores:
         return None
@@ -95,7 +97,7 @@ def joined(
     )
 
 
-def prompt_logprobs(call: Call, index: int) -> PromptLogprobs:
+def prompt_logprobs(call: AcceptedCall, index: int) -> PromptLogprobs:
     """As vLLM has them: each of the prompt's tokens and the likeliest ones, by id."""
     scores = call.scores[index // call.choices]
     out: PromptLogprobs = []
@@ -104,8 +106,10 @@ def prompt_logprobs(call: Call, index: int) -> PromptLogprobs:
         if logprob is None:
             out.append(None)
             continue
-        values = [*((other, value, n) for n, (other, value) in enumerate(top or (), 1)),
-                  (token, logprob, rank)]  # fmt: skip
+        values = [
+            *((other, value, n) for n, (other, value) in enumerate(top or (), 1)),
+            (token, logprob, rank),
+        ]
         out.append(
             {
                 other: PromptLogprob(_number(value), place, _spell(call.tokenizer, other))
@@ -115,7 +119,9 @@ def prompt_logprobs(call: Call, index: int) -> PromptLogprobs:
     return out
 
 
-def chat_logprobs(call: Call, index: int, events: Sequence[Piece]) -> ChatLogprobs | None:
+def chat_logprobs(
+    call: AcceptedCall, index: int, events: Sequence[TextPiece]
+) -> ChatLogprobs | None:
     wanted = call.requests[index].logprobs
     if wanted is None:
         return None
@@ -139,7 +145,7 @@ def chat_logprobs(call: Call, index: int, events: Sequence[Piece]) -> ChatLogpro
     return ChatLogprobs(content)
 
 
-def chat_entries(call: Call, index: int, event: Piece) -> bytes:
+def chat_entries(call: AcceptedCall, index: int, event: TextPiece) -> bytes:
     """``chat_logprobs``' content of a piece that is not the last, as JSON without its brackets.
     All but the numbers follows from the tokens, and is kept."""
     tokenizer, wanted = call.tokenizer, call.requests[index].logprobs
@@ -167,7 +173,9 @@ def _around(tokenizer: Tokenizer | None, token: int) -> tuple[bytes, bytes]:
 _json = msgspec.json.Encoder().encode
 
 
-def _scored(call: Call, event: Piece) -> list[tuple[int, float, list[tuple[int, float]]]]:
+def _scored(
+    call: AcceptedCall, event: TextPiece
+) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """(token, logprob, alternatives) of an event, without a stop token."""
     n = len(event.tokens)
     if event.finish_reason == "stop" and n and event.tokens[-1] in call.eos:

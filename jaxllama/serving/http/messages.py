@@ -31,14 +31,14 @@ class IdTaken(JaxLlamaError):
     """An answer of this id is there or on its way."""
 
 
-class Message(msgspec.Struct, array_like=True, gc=False):
+class IpcMessage(msgspec.Struct, array_like=True, gc=False):
     pass
 
 
 # A front end to the engine
 
 
-class Accepted(Message):
+class Accepted(IpcMessage):
     """A body for the journal: its kind, time and JSON text, with its seed.  owner: who may read its
     answer."""
 
@@ -48,7 +48,7 @@ class Accepted(Message):
     owner: str = ""
 
 
-class Submit(Message, tag=0):
+class Submit(IpcMessage, tag=0):
     """Requests of one body under ``id``, all or none, numbered from ``first`` on.  is_known: it is
     in the journal already.  Answered with None."""
 
@@ -60,7 +60,7 @@ class Submit(Message, tag=0):
     is_known: bool
 
 
-class End(Message, tag=1):
+class End(IpcMessage, tag=1):
     """kept: how many tokens of it the text has, for "stop"."""
 
     number: int
@@ -68,14 +68,14 @@ class End(Message, tag=1):
     kept: int
 
 
-class Finish(Message, tag=2):
+class Finish(IpcMessage, tag=2):
     """A body's answer is certain; None: nobody has it, the next server owes it."""
 
     id: str
     answer: str | None
 
 
-class Ask(Message, tag=3):
+class HubRequest(IpcMessage, tag=3):
     """``Hub.asked`` has the names."""
 
     call: int
@@ -83,7 +83,7 @@ class Ask(Message, tag=3):
     arguments: list[Any]
 
 
-class Served(Message, tag=4):
+class ServedRequest(IpcMessage, tag=4):
     """An HTTP request, for the metrics."""
 
     path: str
@@ -92,18 +92,18 @@ class Served(Message, tag=4):
     seconds: float
 
 
-class Ready(Message, tag=5):
+class Ready(IpcMessage, tag=5):
     """The front end listens."""
 
 
-class Pong(Message, tag=6):
+class Pong(IpcMessage, tag=6):
     """The answer to ``Ping``: the front end's event loop runs."""
 
 
 # The engine to a front end
 
 
-class Row(msgspec.Struct, array_like=True, gc=False):
+class RowEvent(msgspec.Struct, array_like=True, gc=False):
     """What a request has written: of an Event all but the text.  error: of reason "error"."""
 
     number: int
@@ -115,7 +115,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     error: Refused | None = None
 
 
-class Piece(Row):
+class TextPiece(RowEvent):
     """A Row in its front end, with the text that has become certain; index: of its choice."""
 
     text: str = ""
@@ -124,7 +124,7 @@ class Piece(Row):
     completion_tokens: int = 0
 
 
-class Refused(Message, tag=1):
+class Refused(IpcMessage, tag=1):
     """An exception: of ``_KINDS``, its text, and what QueueFull brings."""
 
     kind: str
@@ -134,36 +134,36 @@ class Refused(Message, tag=1):
     call: int = 0
 
 
-class Told(Message, tag=0):
+class StepNews(IpcMessage, tag=0):
     """The news of all rows, a step's together."""
 
-    rows: list[Row]
+    rows: list[RowEvent]
 
 
-class Received(Message, tag=0):
-    """``Told`` as a front end reads it."""
+class Received(IpcMessage, tag=0):
+    """``StepNews`` as a front end reads it."""
 
-    rows: list[Piece]
+    rows: list[TextPiece]
 
 
-class Reply(Message, tag=2):
+class Reply(IpcMessage, tag=2):
     call: int
     value: Any
 
 
-class Welcome(Message, tag=3):
-    """What a front end must know, pickled: ``front_end.Setup``."""
+class Welcome(IpcMessage, tag=3):
+    """What a front end must know, pickled: ``front_end.FrontEndSetup``."""
 
     setup: bytes
 
 
-class Failed(Message, tag=4):
+class Failed(IpcMessage, tag=4):
     """The engine does nothing any more."""
 
     reason: str
 
 
-class Report(Message, tag=6):
+class Report(IpcMessage, tag=6):
     """Of a replica: its engine's figures, what it has observed since the last one, its failure."""
 
     stats: dict[str, Any]
@@ -171,21 +171,21 @@ class Report(Message, tag=6):
     failure: str | None
 
 
-class Drain(Message, tag=5):
+class Drain(IpcMessage, tag=5):
     """Answer what is in flight, take no more, and end."""
 
 
-class Trouble(Message, tag=7):
+class Trouble(IpcMessage, tag=7):
     """Why the journal cannot be written; None: it can be again."""
 
     reason: str | None
 
 
-class Ping(Message, tag=8):
+class Ping(IpcMessage, tag=8):
     """The front end answers with ``Pong``."""
 
 
-FromFrontEnd = Submit | End | Finish | Ask | Served | Ready | Pong
+FromFrontEnd = Submit | End | Finish | HubRequest | ServedRequest | Ready | Pong
 FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | Report | Trouble | Ping
 
 _encoder = msgspec.msgpack.Encoder()
@@ -200,7 +200,7 @@ def from_engine() -> msgspec.msgpack.Decoder[FromEngine]:
     return msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: IpcMessage) -> bytes:
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
@@ -228,9 +228,14 @@ class Frames:
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        QueueFull, EngineClosed, IdTaken, JournalUnavailable, JaxLlamaError, EngineFailed,
+        QueueFull,
+        EngineClosed,
+        IdTaken,
+        JournalUnavailable,
+        JaxLlamaError,
+        EngineFailed,
     )
-}  # fmt: skip
+}
 
 
 def refusal(error: Exception, call: int = 0) -> Refused:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from jaxllama.serving.engine.stats import Stats
+from jaxllama.serving.engine.stats import EngineStats
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -52,7 +52,7 @@ _COUNTERS = {
 
 
 class HasStats(Protocol):
-    def stats(self) -> Stats: ...
+    def stats(self) -> EngineStats: ...
 
 
 class Metrics:
@@ -66,21 +66,28 @@ class Metrics:
             for key, (name, text, edges) in _TIMES.items()
         }
         self._requests = Counter(
-            "jaxllama_http_requests", "HTTP requests", ["method", "path", "status"],
+            "jaxllama_http_requests",
+            "HTTP requests",
+            ["method", "path", "status"],
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._seconds = Histogram(
-            "jaxllama_http_request_seconds", "From a request's head to the end of its answer",
-            ["path"], buckets=_LONG, registry=self._registry,
-        )  # fmt: skip
+            "jaxllama_http_request_seconds",
+            "From a request's head to the end of its answer",
+            ["path"],
+            buckets=_LONG,
+            registry=self._registry,
+        )
 
         self._written = Counter(
             "jaxllama_completion_tokens", "Tokens written", registry=self._registry
         )
         self._finished = Counter(
-            "jaxllama_requests_finished", "Requests by how they ended", ["reason"],
+            "jaxllama_requests_finished",
+            "Requests by how they ended",
+            ["reason"],
             registry=self._registry,
-        )  # fmt: skip
+        )
 
     def observe(self, name: str, seconds: float) -> None:
         """The engine's callback."""

@@ -31,8 +31,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
-from jaxllama.serving.http.link import Link
-from jaxllama.serving.http.messages import Served
+from jaxllama.serving.http.link import EngineClient
+from jaxllama.serving.http.messages import ServedRequest
 from jaxllama.serving.http.schemas import ApiError, respond
 from jaxllama.serving.journal import JournalUnavailable
 
@@ -64,7 +64,7 @@ class Middleware:
     def __init__(
         self,
         app: ASGIApp,
-        link: Link,
+        link: EngineClient,
         api_keys: Sequence[str],
         paths: Sequence[str],
         hosts: Sequence[str] | None = None,
@@ -106,7 +106,7 @@ class Middleware:
             seconds = time.perf_counter() - start
             path = scope["path"] if scope["path"] in self._paths else "other"
             method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
-            self._link.tell(Served(path, method, status, seconds))
+            self._link.tell(ServedRequest(path, method, status, seconds))
             level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
             client = scope.get("client")
             line = {

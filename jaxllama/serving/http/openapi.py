@@ -33,9 +33,19 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
 
     bodies_read = "Completion", "Chat", "Responses", "Embedding", "Tokenize", "Detokenize"
     answers = (
-        "CompletionObject", "ChatObject", "ResponseObject", "ResponseDeleted", "EmbeddingList",
-        "ModelObject", "ModelList", "Tokens", "Text", "Health", "Version", "ErrorObject",
-    )  # fmt: skip
+        "CompletionObject",
+        "ChatObject",
+        "ResponseObject",
+        "ResponseDeleted",
+        "EmbeddingList",
+        "ModelObject",
+        "ModelList",
+        "Tokens",
+        "Text",
+        "Health",
+        "Version",
+        "ErrorObject",
+    )
     refs, shared = TypeAdapter.json_schemas(
         [
             *((name, "validation", TypeAdapter(_BODIES[name])) for name in bodies_read),
@@ -83,8 +93,10 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
             "responses": _responses(schema, _json(schema["ModelObject"]), False, keyed, ("404",)),
         }
     }
-    for path, answer in (("/v1/completions", "CompletionObject"),
-                         ("/v1/chat/completions", "ChatObject")):  # fmt: skip
+    for path, answer in (
+        ("/v1/completions", "CompletionObject"),
+        ("/v1/chat/completions", "ChatObject"),
+    ):
         responses = _responses(schema, _json(schema[answer]), False, keyed, ("404",))
         responses["410"] = {
             "description": "It ended without an answer, for the reason given",

@@ -45,7 +45,7 @@ try:
     from jaxllama.serving.http.metrics import HasStats, Metrics
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.replicas import Replicas
-    from jaxllama.serving.http.server import Settings, create_app
+    from jaxllama.serving.http.server import ServerSettings, create_app
 except ImportError as error:
     if not extras.is_optional(error.name):
         raise
@@ -126,7 +126,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
                 engine.start()
         metrics.watch(engine)
         name, *aliases = options.names or (model_name(options.model),)
-        settings = Settings(
+        settings = ServerSettings(
             name=name,
             aliases=tuple(aliases),
             origins=options.origins,
@@ -136,9 +136,12 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             max_body=options.max_body,
             state=None if options.state is None else str(options.state),
         )
-        setup = front_end.Setup(
-            facts, settings, engine.options.max_queue, options.drain_timeout + LAST_WORDS,
-        )  # fmt: skip
+        setup = front_end.FrontEndSetup(
+            facts,
+            settings,
+            engine.options.max_queue,
+            options.drain_timeout + LAST_WORDS,
+        )
         logging.config.dictConfig(logs.configuration())
         hub = Hub(engine, passes, metrics, journal, waits=isinstance(engine, Replicas))
         banner = f"{name} on {_url(options.host, listener.getsockname()[1])}"
@@ -161,7 +164,7 @@ def local_app(
     with progress.working("compiling (later starts take it from the cache)"):
         engine.start()
     try:
-        yield create_app(lm, engine, Settings(name, engine.options.max_len), metrics), engine
+        yield create_app(lm, engine, ServerSettings(name, engine.options.max_len), metrics), engine
     finally:
         engine.stop()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxllama.serving.http.tool_formats import Ahead, CallReader, Machine, Part
+from jaxllama.serving.http.tool_formats import AnswerPart, CallReader, Machine, MarkFinder
 from jaxllama.serving.http.tools import Tools
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ class MessageReader(Machine):
     def __init__(self, reading: Reading) -> None:
         tools, self._tags = reading.tools, reading.tags or ("", "")
         self._calls = CallReader(tools.format, tools.names, tools.only_one) if tools else None
-        self._end = Ahead(self._tags[1])
+        self._end = MarkFinder(self._tags[1])
         self._has_thought = False
         self._held = ""
         state = self._at_start if reading.tags else self._in_answer
@@ -71,8 +71,8 @@ class MessageReader(Machine):
     def calls(self) -> int:
         return self._calls.calls if self._calls else 0
 
-    def close(self) -> list[Part]:
-        parts: list[Part] = []
+    def close(self) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         if self._state == self._in_thought:
             self._think(self._end.close().rstrip(), parts)
         if self._state == self._at_start:
@@ -82,7 +82,7 @@ class MessageReader(Machine):
             parts += self._calls.close()
         return parts
 
-    def _at_start(self, text: str, parts: list[Part]) -> str:
+    def _at_start(self, text: str, parts: list[AnswerPart]) -> str:
         """Whether it begins with reasoning."""
         self._held += text
         seen = self._held.lstrip()
@@ -97,7 +97,7 @@ class MessageReader(Machine):
         self._state = self._in_answer
         return held
 
-    def _in_thought(self, text: str, parts: list[Part]) -> str:
+    def _in_thought(self, text: str, parts: list[AnswerPart]) -> str:
         before, _, behind = self._end.feed(text)
         self._think(before, parts)
         if behind is None:
@@ -105,21 +105,21 @@ class MessageReader(Machine):
         self._state = self._behind_thought
         return behind
 
-    def _behind_thought(self, text: str, parts: list[Part]) -> str:
+    def _behind_thought(self, text: str, parts: list[AnswerPart]) -> str:
         text = text.lstrip()
         if text:
             self._state = self._in_answer
         return text
 
-    def _in_answer(self, text: str, parts: list[Part]) -> str:
+    def _in_answer(self, text: str, parts: list[AnswerPart]) -> str:
         if self._calls is not None:
             parts += self._calls.feed(text)
         elif text:
-            parts.append(Part("content", text))
+            parts.append(AnswerPart("content", text))
         return ""
 
-    def _think(self, text: str, parts: list[Part]) -> None:
+    def _think(self, text: str, parts: list[AnswerPart]) -> None:
         text = text if self._has_thought else text.lstrip()
         if text:
             self._has_thought = True
-            parts.append(Part("reasoning", text))
+            parts.append(AnswerPart("reasoning", text))

@@ -40,11 +40,11 @@ from jaxllama.serving.engine.request import (
     QueueFull,
     Request,
 )
-from jaxllama.serving.engine.stats import Stats
+from jaxllama.serving.engine.stats import EngineStats
 from jaxllama.serving.http import logs, messages
 from jaxllama.serving.http.front_end import Facts, Pulse, Wire
 from jaxllama.serving.http.hub import Hub, forward_passes
-from jaxllama.serving.http.messages import Piece
+from jaxllama.serving.http.messages import TextPiece
 
 PREFIXES = (1024, 256, 64)  # tokens of a prompt's beginning that a replica is remembered by
 REMEMBERED = 8192  # beginnings
@@ -62,7 +62,7 @@ class About:
     facts: Facts
     max_len: int
     max_queue: int
-    stats: Stats
+    stats: EngineStats
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,10 +79,12 @@ class Flight:
         request = self.request
         self.on_event(
             Event(
-                request.id, prompt_tokens=len(request.prompt), completion_tokens=self.written,
+                request.id,
+                prompt_tokens=len(request.prompt),
+                completion_tokens=self.written,
                 **news,
             )
-        )  # fmt: skip
+        )
 
 
 class Replica:
@@ -93,13 +95,23 @@ class Replica:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from {__name__} import main; main()",
-                 str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2,
-                env={**os.environ, DEVICES: device,
-                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    f"from {__name__} import main; main()",
+                    str(theirs.fileno()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env={
+                    **os.environ,
+                    DEVICES: device,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.flights: dict[int, Flight] = {}
         self._by_id: dict[str, int] = {}
         self.wire, self.pulse = Wire(), Pulse()
@@ -163,13 +175,13 @@ class Replica:
             self._by_id.pop(flight.request.id, None)
         return flight
 
-    def ask(self, message: Callable[[int], messages.Message]) -> Any:
+    def ask(self, message: Callable[[int], messages.IpcMessage]) -> Any:
         call, done = next(self._numbers), Future[Any]()
         self._asked[call] = done
         self.tell(message(call))
         return done.result()
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: messages.IpcMessage) -> None:
         self._loop.call_soon_threadsafe(self.wire.write, messages.encode(message))
 
     # On the loop
@@ -190,7 +202,7 @@ class Replica:
                 case _:
                     pass
 
-    def _read(self, piece: Piece) -> None:
+    def _read(self, piece: TextPiece) -> None:
         flight = self.flights.get(piece.number)
         if flight is None:
             return
@@ -198,11 +210,13 @@ class Replica:
         if piece.finish_reason is not None:
             self._take(piece.number)
         flight.tell(
-            tokens=tuple(piece.tokens), logprobs=tuple(piece.logprobs),
+            tokens=tuple(piece.tokens),
+            logprobs=tuple(piece.logprobs),
             top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
-            finish_reason=piece.finish_reason, cached_tokens=piece.cached_tokens,
+            finish_reason=piece.finish_reason,
+            cached_tokens=piece.cached_tokens,
             error=None if piece.error is None else messages.error(piece.error),
-        )  # fmt: skip
+        )
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Of whatever is in flight."""
@@ -225,7 +239,7 @@ class HasWork(Protocol):
 Some = TypeVar("Some", bound=HasWork)
 
 
-class Choice(Generic[Some]):
+class ReplicaChoice(Generic[Some]):
     """Which of some replicas a request goes to; from any thread."""
 
     def __init__(self, replicas: Sequence[Some]) -> None:
@@ -281,7 +295,7 @@ class Replicas:
         self.passes = {name: self._pass(name) for name in ("embed", "score")}
         self._observe = observe
         self._all = [Replica(n, load, options, devices[n]) for n in range(count)]
-        self._choice = Choice(self._all)
+        self._choice = ReplicaChoice(self._all)
 
     def start(self) -> None:
         """Waits until all have loaded the model and compiled."""
@@ -322,17 +336,20 @@ class Replicas:
 
     def _reported(self, one: Replica, report: messages.Report) -> None:
         one.pulse.beat()
-        self._stats[one.number] = Stats(**report.stats)
+        self._stats[one.number] = EngineStats(**report.stats)
         for name, seconds in report.times:
             self._observe(name, seconds)
         if report.failure is not None and self.failure is None:
             self._fail(report.failure)
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         figures = [dataclasses.asdict(stats) for stats in self._stats]
-        finished = sum((collections.Counter(f.pop("finished")) for f in figures),
-                       collections.Counter[str]())  # fmt: skip
-        return Stats(**{key: sum(f[key] for f in figures) for key in figures[0]}, finished=finished)
+        finished = sum(
+            (collections.Counter(f.pop("finished")) for f in figures), collections.Counter[str]()
+        )
+        return EngineStats(
+            **{key: sum(f[key] for f in figures) for key in figures[0]}, finished=finished
+        )
 
     # What a Hub calls
 
@@ -372,7 +389,7 @@ class Replicas:
 
         def ask(*arguments: Any) -> Any:
             one = self._all[next(turns) % len(self._all)]
-            return one.ask(lambda call: messages.Ask(call, name, list(arguments)))
+            return one.ask(lambda call: messages.HubRequest(call, name, list(arguments)))
 
         return ask
 

@@ -170,11 +170,26 @@ class Responses(Strict):
 
 
 _SHARED = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p",
-    "repetition_penalty", "chat_template_kwargs", "priority", "deadline", "bad_words",
-    "allowed_token_ids", "truncate_prompt_tokens", "include_stop_str_in_output", "grammar",
-    "enable_thinking", "cache_salt",
-)  # fmt: skip
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "chat_template_kwargs",
+    "priority",
+    "deadline",
+    "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
+    "include_stop_str_in_output",
+    "grammar",
+    "enable_thinking",
+    "cache_salt",
+)
 _ABSENT = {
     "background": "answers are made while the client waits",
     "conversation": "send previous_response_id instead",
@@ -255,8 +270,10 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     tools = choice.get("tools")
     if choice.get("type") == "allowed_tools" and isinstance(tools, list):
         named = [_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
-        return {"type": "allowed_tools",
-                "allowed_tools": {"mode": choice.get("mode"), "tools": named}}  # fmt: skip
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": named},
+        }
     return choice
 
 

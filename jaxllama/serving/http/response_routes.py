@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from jaxllama.serving.http.bodies import Message, parse
 from jaxllama.serving.http.calls import Prompts
-from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.link import EngineClient
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -26,15 +26,15 @@ from jaxllama.serving.http.middleware import (
 )
 from jaxllama.serving.http.response_bodies import Responses, to_chat
 from jaxllama.serving.http.response_schemas import ResponseDeleted, ResponseObject
-from jaxllama.serving.http.responses import Frame, ResponseStream, whole
-from jaxllama.serving.http.runs import Run, submit
+from jaxllama.serving.http.responses import ResponseFrame, ResponseStream, whole
+from jaxllama.serving.http.runs import CallRun, submit
 from jaxllama.serving.http.schemas import ApiError, respond, to_json
 
 CONVERSATION = TypeAdapter(list[Message])
 
 
 class ResponseRoutes:
-    def __init__(self, prompts: Prompts, link: Link, max_body: int) -> None:
+    def __init__(self, prompts: Prompts, link: EngineClient, max_body: int) -> None:
         self._prompts, self._link, self._max_body = prompts, link, max_body
 
     def routes(self) -> list[Route]:
@@ -55,7 +55,9 @@ class ResponseRoutes:
         frame = await asyncio.to_thread(self._frame, body, earlier, http.state.request_id, owner)
         call, stream = await submit(self._link, frame.call)
         frame = dataclasses.replace(frame, call=call)
-        run = Run("response", call, stream, http.state.fields, lambda id, answer: None, kept=False)
+        run = CallRun(
+            "response", call, stream, http.state.fields, lambda id, answer: None, kept=False
+        )
 
         async def done(response: ResponseObject) -> None:
             if response.store:
@@ -72,10 +74,10 @@ class ResponseRoutes:
         await done(response)
         return respond(response)
 
-    def _frame(self, body: Responses, earlier: bytes, request_id: str, owner: str) -> Frame:
+    def _frame(self, body: Responses, earlier: bytes, request_id: str, owner: str) -> ResponseFrame:
         chat, messages = to_chat(body, CONVERSATION.validate_json(earlier))
         call = self._prompts.chat(chat, f"resp_{request_id}", owner)
-        return Frame(call, body, messages)
+        return ResponseFrame(call, body, messages)
 
     async def _recall(self, id: str, owner: str, param: str) -> tuple[bytes, bytes]:
         """A response and its conversation, as JSON; ApiError 404 for one that is not there, or that

@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxllama.serving.http import answers
 from jaxllama.serving.http.bodies import Message
-from jaxllama.serving.http.calls import Call
-from jaxllama.serving.http.messages import Piece
+from jaxllama.serving.http.calls import AcceptedCall
+from jaxllama.serving.http.messages import TextPiece
 from jaxllama.serving.http.reading import PLAIN, MessageReader
 from jaxllama.serving.http.response_bodies import (
     InputCall,
@@ -41,18 +41,18 @@ from jaxllama.serving.http.response_schemas import (
     ResponseUsage,
     Status,
 )
-from jaxllama.serving.http.runs import EventStream, Run
+from jaxllama.serving.http.runs import CallRun, EventStream
 from jaxllama.serving.http.schemas import ApiError, Usage, to_json
-from jaxllama.serving.http.tool_formats import Part
+from jaxllama.serving.http.tool_formats import AnswerPart
 
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
+class ResponseFrame:
     """messages: the conversation up to the answer, without the instructions."""
 
-    call: Call
+    call: AcceptedCall
     body: Responses
     messages: list[Message]
 
@@ -102,10 +102,12 @@ class Frame:
             else:
                 items.append(
                     InputCall(
-                        type="function_call", call_id=item.call_id, name=item.name,
+                        type="function_call",
+                        call_id=item.call_id,
+                        name=item.name,
                         arguments=item.arguments,
                     )
-                )  # fmt: skip
+                )
         messages = [*self.messages]
         add_items(messages, items)
         return messages
@@ -129,13 +131,13 @@ class Writer:
     """``read`` gives the events that the client is told; ``output`` is what has come of it, and
     ``status`` how it has ended."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: ResponseFrame) -> None:
         self._call = frame.call
         self._reader = MessageReader(frame.call.reading or PLAIN)
         self.output: list[OutputItem] = []
         self.status: Status = "in_progress"
 
-    def read(self, event: Piece) -> list[Told]:
+    def read(self, event: TextPiece) -> list[Told]:
         parts, told = self._reader.feed(event.text), []
         if event.finish_reason is not None:
             parts += self._reader.close()
@@ -144,11 +146,11 @@ class Writer:
         if event.finish_reason is not None:
             self.status = "completed" if event.finish_reason == "stop" else "incomplete"
             if not self.output:
-                told += self._begin(Part("content", ""))
+                told += self._begin(AnswerPart("content", ""))
             told += self._end(self.status)
         return told
 
-    def _take(self, part: Part) -> list[Told]:
+    def _take(self, part: AnswerPart) -> list[Told]:
         told: list[Told] = []
         kinds = {"reasoning": ReasoningItem, "content": MessageItem, "arguments": FunctionCallItem}
         if part.kind == "call" or not (
@@ -168,7 +170,7 @@ class Writer:
             told.append(self._tell(f"{name}.delta", content_index=0, delta=part.text, **more))
         return told
 
-    def _begin(self, part: Part) -> list[Told]:
+    def _begin(self, part: AnswerPart) -> list[Told]:
         number = len(self.output)
         own = f"{self._call.id.removeprefix('resp_')}_{number}"
         if part.kind == "call":
@@ -219,7 +221,7 @@ class Writer:
         return told
 
 
-async def whole(run: Run, frame: Frame) -> ResponseObject:
+async def whole(run: CallRun, frame: ResponseFrame) -> ResponseObject:
     """ApiError when the engine fails."""
     writer = Writer(frame)
     async with contextlib.aclosing(run.events()) as events:
@@ -233,7 +235,7 @@ class ResponseStream(EventStream):
     """done(response): it is whole."""
 
     def __init__(
-        self, run: Run, frame: Frame, done: Callable[[ResponseObject], Awaitable[None]]
+        self, run: CallRun, frame: ResponseFrame, done: Callable[[ResponseObject], Awaitable[None]]
     ) -> None:
         super().__init__(run)
         self._frame, self._done, self._number = frame, done, 0

@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllama.serving.http import answers, messages
 from jaxllama.serving.http.bodies import Chat, Completion
-from jaxllama.serving.http.calls import Call
-from jaxllama.serving.http.link import Link, Stream
+from jaxllama.serving.http.calls import AcceptedCall
+from jaxllama.serving.http.link import EngineClient, PieceStream
 from jaxllama.serving.http.logprobs import TextOffsets, chat_entries
-from jaxllama.serving.http.messages import Accepted, IdTaken, Piece
+from jaxllama.serving.http.messages import Accepted, IdTaken, TextPiece
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -41,7 +41,7 @@ from jaxllama.serving.http.schemas import (
     Usage,
     to_json,
 )
-from jaxllama.serving.http.tool_formats import Part
+from jaxllama.serving.http.tool_formats import AnswerPart
 
 AGAIN_SECONDS = 0.05
 Outcome = CompletionObject | ChatObject | ErrorObject
@@ -49,8 +49,8 @@ Finish = Callable[[str, Callable[[], Outcome] | None], None]
 
 
 async def submit(
-    link: Link, call: Call, entry: Accepted | None = None, is_known: bool = False
-) -> tuple[Call, Stream]:
+    link: EngineClient, call: AcceptedCall, entry: Accepted | None = None, is_known: bool = False
+) -> tuple[AcceptedCall, PieceStream]:
     """The call, under another id where its own is taken: clients may use a request id again.
     What of a prompt alone is asked has no requests."""
     requests = call.requests if call.is_written else ()
@@ -72,14 +72,16 @@ async def submit(
     if not call.is_written:
         stream.end(
             [
-                Piece(0, [], finish_reason="length", index=index, prompt_tokens=len(request.prompt))
+                TextPiece(
+                    0, [], finish_reason="length", index=index, prompt_tokens=len(request.prompt)
+                )
                 for index, request in enumerate(call.requests)
             ]
         )
     return call, stream
 
 
-class Run:
+class CallRun:
     """One call on its way: follows the pieces, keeps the answer, and reports its end once.
 
     kept: whether the whole answer is asked for at the end."""
@@ -87,16 +89,16 @@ class Run:
     def __init__(
         self,
         kind: str,
-        call: Call,
-        stream: Stream,
+        call: AcceptedCall,
+        stream: PieceStream,
         fields: dict[str, Any],
         finish: Finish,
         kept: bool = True,
     ) -> None:
         self.kind, self.call, self._stream, self._finish = kind, call, stream, finish
-        self._answer, self._fields, self._ended = answers.Answer(call, kept), fields, False
+        self._answer, self._fields, self._ended = answers.PartialAnswer(call, kept), fields, False
 
-    async def events(self) -> AsyncGenerator[list[Piece]]:
+    async def events(self) -> AsyncGenerator[list[TextPiece]]:
         """What has come, one piece a choice, until all is said.  ApiError when a row ends with an
         error, or the engine fails or is stopped."""
         try:
@@ -115,7 +117,7 @@ class Run:
         finally:
             self._stream.close()
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, piece: TextPiece) -> None:
         if piece.error is not None:
             error = api_error(messages.error(piece.error))
             self._end(error.body, str(error))
@@ -153,7 +155,7 @@ class EventStream:
     """A streamed answer, as an ASGI response: server-sent events (``_pieces``), and ``_failure``
     when the engine fails midway."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: CallRun) -> None:
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,7 +191,7 @@ class ChunkStream(EventStream):
     """Of completions and chats: one chunk an event, ``[DONE]`` at the end, an error object instead
     when the engine fails midway."""
 
-    def __init__(self, run: Run, body: Completion | Chat) -> None:
+    def __init__(self, run: CallRun, body: Completion | Chat) -> None:
         super().__init__(run)
         options = body.stream_options
         self._running_usage = bool(options and options.continuous_usage_stats)
@@ -218,7 +220,7 @@ class ChunkStream(EventStream):
             yield _data(to_json(build(call, run.usage())))
         yield _data(b"[DONE]")
 
-    def _writer(self, index: int, offsets: TextOffsets) -> Callable[[Piece], bytes]:
+    def _writer(self, index: int, offsets: TextOffsets) -> Callable[[TextPiece], bytes]:
         """The function from a choice's pieces to what is sent.  The chunks of a stream differ in
         nothing but the text, and a chat's in logprobs, so they are put together from the halves of
         one around it."""
@@ -226,7 +228,7 @@ class ChunkStream(EventStream):
         if call.reading is not None:
             return self._reading_writer(index)
 
-        def write(piece: Piece) -> bytes:
+        def write(piece: TextPiece) -> bytes:
             total = run.usage() if self._running_usage else None
             if run.kind == "chat":
                 return _data(to_json(answers.chat_chunk(call, index, piece, total)))
@@ -235,10 +237,10 @@ class ChunkStream(EventStream):
         scored = call.requests[index].logprobs is not None
         if self._running_usage or call.shows_ids or (scored and run.kind == "completion"):
             return write
-        before, after = write(Piece(0, [], text="\0")).split(_quoted("\0"))
+        before, after = write(TextPiece(0, [], text="\0")).split(_quoted("\0"))
         middle, after = after.split(b"[]") if scored else (b"", after)
 
-        def write_plain(piece: Piece) -> bytes:
+        def write_plain(piece: TextPiece) -> bytes:
             if piece.finish_reason:
                 return write(piece)
             if scored:
@@ -248,24 +250,24 @@ class ChunkStream(EventStream):
 
         return write_plain
 
-    def _reading_writer(self, index: int) -> Callable[[Piece], bytes]:
+    def _reading_writer(self, index: int) -> Callable[[TextPiece], bytes]:
         """The same of a choice whose text is read."""
         run, call = self._run, self._run.call
         chunks = answers.ChatChunks(call, index)
         has_details = call.shows_ids or call.requests[index].logprobs is not None
         is_plain = not (self._running_usage or has_details)
         halves = {
-            kind: _data(to_json(chunks.of(Part(kind, "\0")))).split(_quoted("\0"))
+            kind: _data(to_json(chunks.of(AnswerPart(kind, "\0")))).split(_quoted("\0"))
             for kind in ("content", "reasoning")
         }
 
-        def write_part(part: Part) -> bytes:
+        def write_part(part: AnswerPart) -> bytes:
             if part.kind not in halves:
                 return _data(to_json(chunks.of(part)))
             before, after = halves[part.kind]
             return before + _quoted(part.text) + after
 
-        def write(piece: Piece) -> bytes:
+        def write(piece: TextPiece) -> bytes:
             if is_plain and piece.finish_reason is None:
                 return b"".join([write_part(part) for part in chunks.parts(piece)])
             total = run.usage() if self._running_usage else None

@@ -53,9 +53,9 @@ from jaxllama.serving.http.bodies import (
     Tokenize,
     parse,
 )
-from jaxllama.serving.http.calls import Call, Model, Prompts, as_list
+from jaxllama.serving.http.calls import AcceptedCall, Prompts, ServedModel, as_list
 from jaxllama.serving.http.hub import Hub, Served, forward_passes
-from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.link import EngineClient
 from jaxllama.serving.http.messages import Accepted, Finish
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.middleware import (
@@ -68,7 +68,7 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.http.response_routes import ResponseRoutes
-from jaxllama.serving.http.runs import ChunkStream, Outcome, Run, submit
+from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
 from jaxllama.serving.http.schemas import (
     ApiError,
     Health,
@@ -90,7 +90,7 @@ SMALL_BODY = 2048  # bytes of one that becomes tokens sooner than a thread is wo
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """name: what clients call the model; aliases: other names of it.  max_len: tokens of prompt and
     answer together.  max_body: bytes.  state: the journal's folder, None for none.  origins: of web
     pages that may ask, "*" for all.  hosts: names that a Host header may have beside the local
@@ -106,7 +106,9 @@ class Settings:
     hosts: tuple[str, ...] | None = None
 
 
-def create_app(lm: LanguageModel, engine: Served, settings: Settings, metrics: Metrics) -> ASGIApp:
+def create_app(
+    lm: LanguageModel, engine: Served, settings: ServerSettings, metrics: Metrics
+) -> ASGIApp:
     """The application.  ``engine`` is running; the application does not stop it."""
     journal = None if settings.state is None else Journal(settings.state)
     hub = Hub(engine, forward_passes(lm), metrics, journal)
@@ -115,9 +117,9 @@ def create_app(lm: LanguageModel, engine: Served, settings: Settings, metrics: M
 
 
 def application(
-    model: Model,
-    link: Link,
-    settings: Settings,
+    model: ServedModel,
+    link: EngineClient,
+    settings: ServerSettings,
     max_queue: int,
     ended: Callable[[], None] = lambda: None,
 ) -> ASGIApp:
@@ -156,9 +158,12 @@ def application(
         return app
     # Outside: a browser asks first, without the key.
     return CORSMiddleware(
-        app, settings.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+        app,
+        settings.origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
         expose_headers=("X-Request-Id", "Retry-After"),
-    )  # fmt: skip
+    )
 
 
 async def _answer_error(_: HttpRequest, error: Exception) -> Response:
@@ -175,9 +180,9 @@ class _Server:
 
     def __init__(
         self,
-        model: Model,
-        link: Link,
-        settings: Settings,
+        model: ServedModel,
+        link: EngineClient,
+        settings: ServerSettings,
         max_queue: int,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
@@ -232,7 +237,7 @@ class _Server:
             entry = Accepted(kind, call.created, text, owner)
         call, stream = await submit(self._link, call, entry)
         kept = self._is_kept or not body.stream
-        run = Run(kind, call, stream, http.state.fields, self._finish, kept)
+        run = CallRun(kind, call, stream, http.state.fields, self._finish, kept)
         if body.stream:
             return ChunkStream(run, body)
         try:
@@ -244,7 +249,7 @@ class _Server:
 
     def _call(
         self, kind: str, call_id: str, data: bytes | bytearray, owner: str = ""
-    ) -> tuple[Completion | Chat, Call]:
+    ) -> tuple[Completion | Chat, AcceptedCall]:
         """A long text takes a while to become tokens.  owner: as for ``Prompts.chat``."""
         longest = self._settings.max_len
         if kind == "completion":
@@ -253,7 +258,7 @@ class _Server:
         body = parse(Chat, data, longest, longest)
         return body, self._prompts.chat(body, call_id, owner)
 
-    async def _scored(self, call: Call) -> Call:
+    async def _scored(self, call: AcceptedCall) -> AcceptedCall:
         """With its prompts' logprobs.  QueueFull where too many wait for theirs."""
         if call.to_score is None:
             return call
@@ -300,7 +305,7 @@ class _Server:
             self._finish(call_id, api_error(error).body)
             return
         with contextlib.suppress(Exception):  # told to whoever asks for the answer
-            await Run(accepted.kind, call, stream, {}, self._finish).whole()
+            await CallRun(accepted.kind, call, stream, {}, self._finish).whole()
 
     async def stored_completion(self, http: HttpRequest) -> Response:
         return await self._stored(http, "completion")

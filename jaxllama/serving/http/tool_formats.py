@@ -55,20 +55,28 @@ class Format:
 
 # Between the same tags Qwen3-Coder, GLM and Hunyuan write calls that are no JSON.
 HERMES = Format(
-    "hermes", ("<tool_call>",), "<tool_call>\n", "\n</tool_call>",
+    "hermes",
+    ("<tool_call>",),
+    "<tool_call>\n",
+    "\n</tool_call>",
     foreign=("<function=", "<arg_key>", "<tool_sep>"),
-)  # fmt: skip
+)
 FORMATS = (
     Format("mistral", ("[ARGS]",), "[TOOL_CALLS]", "", None, "", "[ARGS]", id_length=9),
     Format(
-        "mistral-list", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", separator=", ", is_list=True,
+        "mistral-list",
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        "",
+        separator=", ",
+        is_list=True,
         id_length=9,
     ),
     HERMES,
     Format(
         "llama3", ("<|python_tag|>", "<|start_header_id|>"), "", "", "parameters", separator=None
     ),
-)  # fmt: skip
+)
 
 
 def format_of(template: str) -> Format | None:
@@ -80,7 +88,7 @@ def format_of(template: str) -> Format | None:
     return None
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A piece of an answer.  call: the name of call number ``number``; arguments: some of its."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
@@ -88,7 +96,7 @@ class Part(NamedTuple):
     number: int = 0
 
 
-class Ahead:
+class MarkFinder:
     """Looks for a mark in a stream of text, and holds back the blanks before it and what may be
     its beginning."""
 
@@ -104,9 +112,10 @@ class Ahead:
             self._held, said = "", before.rstrip()
             return said, before[len(said) :], behind
         n_begun = next(
-            n for n in range(min(len(self.mark) - 1, len(text)), -1, -1)
+            n
+            for n in range(min(len(self.mark) - 1, len(text)), -1, -1)
             if text.endswith(self.mark[:n])
-        )  # fmt: skip
+        )
         certain = text[: len(text) - n_begun].rstrip()
         self._held = text[len(certain) :]
         return certain, "", None
@@ -175,10 +184,10 @@ class _Object:
 class Machine:
     """Text in, parts out.  A state is a method that takes some text and gives back what is left."""
 
-    _state: Callable[[str, list[Part]], str]
+    _state: Callable[[str, list[AnswerPart]], str]
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
+    def feed(self, text: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         while text:
             text = self._state(text, parts)
         return parts
@@ -191,16 +200,16 @@ class CallReader(Machine):
     def __init__(self, format: Format, names: Collection[str], only_one: bool = False) -> None:
         self._format, self._names, self._only_one = format, names, only_one
         self.calls = 0
-        self._ahead = Ahead(format.mark)
+        self._ahead = MarkFinder(format.mark)
         self._raw = ""  # what may yet turn out to be text
         self._object = _Object(0)
         self._is_behind = False  # a call, and nothing has been said since
         # Without a mark a call is what the text begins with.
         self._state = self._in_text if format.mark else self._at_call
 
-    def close(self) -> list[Part]:
+    def close(self) -> list[AnswerPart]:
         """What was held back, when no more text comes."""
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         self._say(self._ahead.close(), parts)
         if self._state == self._in_call and self._object.begin is None:
             self._raw += self._object.text
@@ -211,7 +220,7 @@ class CallReader(Machine):
 
     # The states
 
-    def _in_text(self, text: str, parts: list[Part]) -> str:
+    def _in_text(self, text: str, parts: list[AnswerPart]) -> str:
         before, blanks, behind = self._ahead.feed(text)
         self._say(before, parts)
         if behind is None:
@@ -219,12 +228,12 @@ class CallReader(Machine):
         self._state, self._raw = self._at_call, blanks + self._format.mark
         return behind
 
-    def _in_rest(self, text: str, parts: list[Part]) -> str:
+    def _in_rest(self, text: str, parts: list[AnswerPart]) -> str:
         """Nothing is looked for any more."""
         self._say(text, parts)
         return ""
 
-    def _at_call(self, text: str, parts: list[Part]) -> str:
+    def _at_call(self, text: str, parts: list[AnswerPart]) -> str:
         """Behind a mark: whatever stands there says which form a call has."""
         self._raw += text
         inside = self._raw.lstrip().removeprefix(self._format.mark).lstrip("[" + _BLANKS)
@@ -246,18 +255,18 @@ class CallReader(Machine):
                 return inside.removeprefix(head)
         return self._no_call(inside, parts)
 
-    def _in_call(self, text: str, parts: list[Part]) -> str:
+    def _in_call(self, text: str, parts: list[AnswerPart]) -> str:
         call = self._object
         rest = call.feed(text)
         if call.begin is None and not self._find_arguments(parts):
             return self._no_call(call.text, parts) + rest
         if call.begin is not None:
-            self._add(Part("arguments", call.news(), self.calls - 1), parts)
+            self._add(AnswerPart("arguments", call.news(), self.calls - 1), parts)
         if call.is_closed:
             self._state = self._behind_call
         return rest
 
-    def _find_arguments(self, parts: list[Part]) -> bool:
+    def _find_arguments(self, parts: list[AnswerPart]) -> bool:
         """Start the call as soon as its arguments begin; False once it can be none."""
         call = self._object
         if head := _HEAD.match(call.text):
@@ -278,10 +287,10 @@ class CallReader(Machine):
         self._start(name, parts)
         if whole is not None:
             text = whole if isinstance(whole, str) else json.dumps(whole, ensure_ascii=False)
-            self._add(Part("arguments", text, self.calls - 1), parts)
+            self._add(AnswerPart("arguments", text, self.calls - 1), parts)
         return True
 
-    def _behind_call(self, text: str, parts: list[Part]) -> str:
+    def _behind_call(self, text: str, parts: list[AnswerPart]) -> str:
         self._raw += text
         seen, end = self._raw.lstrip(_BLANKS), self._format.end.strip()
         is_end = bool(end) and seen.startswith(end)
@@ -301,7 +310,7 @@ class CallReader(Machine):
 
     # Ways out
 
-    def _no_call(self, inside: str, parts: list[Part]) -> str:
+    def _no_call(self, inside: str, parts: list[AnswerPart]) -> str:
         raw, self._raw = self._raw, ""
         self._leave()
         self._say(raw.removesuffix(inside), parts)
@@ -310,17 +319,17 @@ class CallReader(Machine):
     def _leave(self) -> None:
         self._state = self._in_text if self._format.mark else self._in_rest
 
-    def _start(self, name: str, parts: list[Part]) -> None:
-        self._add(Part("call", name, self.calls), parts)
+    def _start(self, name: str, parts: list[AnswerPart]) -> None:
+        self._add(AnswerPart("call", name, self.calls), parts)
         self.calls, self._is_behind = self.calls + 1, True
 
-    def _say(self, text: str, parts: list[Part]) -> None:
+    def _say(self, text: str, parts: list[AnswerPart]) -> None:
         if self._is_behind:  # blanks between calls are nobody's words
             text = text.lstrip()
         if text:
             self._is_behind = False
-            parts.append(Part("content", text))
+            parts.append(AnswerPart("content", text))
 
-    def _add(self, part: Part, parts: list[Part]) -> None:
+    def _add(self, part: AnswerPart, parts: list[AnswerPart]) -> None:
         if part.text and not (self._only_one and part.number):
             parts.append(part)

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, TilePlan
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
 
@@ -21,7 +20,7 @@ class Block:
     or the last that has columns of its own; k0: the first of its columns."""
 
     plan: TilePlan
-    scheme: Scheme
+    scheme: FewRowsScheme
     n: int
     k: int
     thread: Value
@@ -35,7 +34,7 @@ class Block:
     k0: Value
 
     @classmethod
-    def here(cls, plan: TilePlan, scheme: Scheme, n: int, k: int) -> Block:
+    def here(cls, plan: TilePlan, scheme: FewRowsScheme, n: int, k: int) -> Block:
         thread = p.register("tid.x")
         warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
         row, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
@@ -105,7 +104,9 @@ class Params:
     residual_at: int
 
     @classmethod
-    def of(cls, base: Value, plan: TilePlan, scheme: Scheme, operands: Operands) -> Params:
+    def of(
+        cls, base: Value, plan: TilePlan, scheme: FewRowsScheme, operands: FewRowsOperands
+    ) -> Params:
         scale_row = scheme.n_groups * scheme.scale_bytes
         zero_row = scheme.n_groups * scheme.zero_bytes
         bias_at = 16 * (scale_row + zero_row)

@@ -15,9 +15,9 @@ from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import tile
 from pallas_kernels.matmul.few_rows.kernel import Weight, kinds_of, parts_of
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, BlocksPlan
-from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
+from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "plan"))
@@ -35,7 +35,7 @@ def matmul(
     parts = [[tuple(parts_of(w).values()) for w in group] for group in groups]
     inputs, tree = jax.tree.flatten((x, gamma, parts))
     outs = tuple(jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups)
-    schemes = [Scheme.of(group[0], KIND[x.dtype.name]) for group in groups]
+    schemes = [FewRowsScheme.of(group[0], KIND[x.dtype.name]) for group in groups]
 
     def program(i, x_ref, gamma_ref, parts, out_ref, scratch):
         group, (first, *others) = plan.groups[i], parts
@@ -49,7 +49,7 @@ def matmul(
             "out": out_ref,
         }
         kinds = kinds_of({"gamma": gamma, "out": outs[i]})
-        operands = Operands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
+        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
         several = tile.Several(group.begin, group.firsts, others)
         tile.run(group.tiles, schemes[i], sum(group.rows), operands, scratch, several)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Block, Params
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT
 from pallas_kernels.ptx import Value
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class RowOffsets:
     """Where the 16 rows of a tile's codes (the lane's of them), scales or zeros begin.
 
     stride: bytes of a tile.  firsts, moves: of other weights behind the first, the first tile, and
@@ -27,7 +26,7 @@ class Places:
     firsts: Sequence[int] = ()
     moves: Sequence[Value] | None = None
 
-    def and_others(self, start: Value, firsts: Sequence[int], refs: Sequence[Value]) -> Places:
+    def and_others(self, start: Value, firsts: Sequence[int], refs: Sequence[Value]) -> RowOffsets:
         near = [p.offset(start, p.ci(first), self.stride) for first in firsts]
         moves = [arith.subi(p.address(ref), at) for ref, at in zip(refs, near, strict=True)]
         return dataclasses.replace(self, firsts=firsts, moves=moves)
@@ -47,10 +46,10 @@ class Copies:
     """ring: the lane's place in its first slot.  places: of "w", "scale" and "zero"."""
 
     block: Block
-    operands: Operands
+    operands: FewRowsOperands
     params: Params
     ring: Value
-    places: Mapping[str, Places]
+    places: Mapping[str, RowOffsets]
 
     def pieces(self, batch, buffer, count: int, pieces: int, start: int, source) -> None:
         """For each tile of the batch, ``pieces`` times 16 bytes from source(tile, piece) to byte

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row, tile
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
-from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
+from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import QTensor
 
 Weight = jax.Array | QTensor
@@ -38,25 +38,30 @@ def matmul(
     gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [M, K], f32
     or x's dtype: to be added to x before the norm; the result is then a pair, with the sum."""
     (m, k), n = x.shape, w.shape[0]
-    scheme = Scheme.of(w, KIND[x.dtype.name])
+    scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
     inputs = {name: v for name, v in {**inputs, "pending": pending}.items() if v is not None}
     outs = {"out": jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype)}
     if pending is not None:
         outs["total"] = jax.ShapeDtypeStruct((m, k), x.dtype)
-    facts = {"k": k, "kinds": kinds_of(inputs | outs), "eps": eps, "swiglu": swiglu,
-             "activation": activation}  # fmt: skip
+    facts = {
+        "k": k,
+        "kinds": kinds_of(inputs | outs),
+        "eps": eps,
+        "swiglu": swiglu,
+        "activation": activation,
+    }
     is_row = isinstance(plan, RowPlan)
 
     def body(*refs):
         memory = dict(zip([*inputs, *outs], refs, strict=False))
         scratch = refs[len(memory) :]
         if is_row:
-            row.run(plan, scheme, Operands.of(memory, **facts), scratch)
+            row.run(plan, scheme, FewRowsOperands.of(memory, **facts), scratch)
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
-            tile.run(plan, scheme, n, Operands.of(memory, **facts), scratch)
+            tile.run(plan, scheme, n, FewRowsOperands.of(memory, **facts), scratch)
 
     return launch(
         body,

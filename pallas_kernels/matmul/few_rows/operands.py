@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import ACTIVATIONS, floats, rounded_sum
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class FewRowsOperands:
     """Addresses in device memory, None for what a call does not have, and what they hold."""
 
     k: int
@@ -35,7 +34,7 @@ class Operands:
     activation: str = "silu"  # of the gate
 
     @classmethod
-    def of(cls, memory: Mapping[str, Value | None], **facts) -> Operands:
+    def of(cls, memory: Mapping[str, Value | None], **facts) -> FewRowsOperands:
         """memory: references, by name."""
         return cls(**{k: None if r is None else p.address(r) for k, r in memory.items()}, **facts)
 

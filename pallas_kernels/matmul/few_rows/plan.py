@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Predicted, Reason, named_plan
-from pallas_kernels.matmul.call import N_SM, Call
-from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
+from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import QTensor
 
 WARPS = 16
@@ -25,7 +25,7 @@ THREADS = 32 * WARPS
 TOKENS = 16  # at most
 
 
-def plans(call: Call) -> list[RowPlan | TilePlan | Reason]:
+def plans(call: MatmulCall) -> list[RowPlan | TilePlan | Reason]:
     """The kernels that have a plan, or why the one for several rows has none."""
     if call.quantized_x or (call.alone and call.m > TOKENS):
         return [Reason("")]
@@ -93,7 +93,7 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     return RowPlan(k, rows, n // rows, bits, warps=warps)
 
 
-def row_plan(call: Call) -> RowPlan | Reason:
+def row_plan(call: MatmulCall) -> RowPlan | Reason:
     w, n, k = call.w, call.n, call.k
     if call.m != 1 or call.x != jnp.bfloat16:
         return Reason(f"{call.m} rows of {call.x.name}; the kernel takes one of bfloat16")
@@ -218,7 +218,7 @@ def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     return cuts
 
 
-def _straddles(split: int, warps: int, k_warp: int, resident: bool, scheme: Scheme) -> bool:
+def _straddles(split: int, warps: int, k_warp: int, resident: bool, scheme: FewRowsScheme) -> bool:
     """Whether a group of columns would belong to two warps, or, with x in shared memory, to two
     blocks of columns."""
     group = scheme.group
@@ -239,7 +239,7 @@ def divide_tiles(
     n, k = w.shape
     parts = 2 if pairs else 1
     tiles = n // 16 // parts
-    scheme = Scheme.of(w, "bf16")
+    scheme = FewRowsScheme.of(w, "bf16")
     param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
     param_bytes += (64 if bias else 0) + (32 * m if residual else 0)
     cuts = slices(k, scheme.bits, m)
@@ -259,7 +259,7 @@ def divide_tiles(
     return None
 
 
-def tile_plan(call: Call) -> TilePlan | Reason:
+def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
@@ -277,7 +277,7 @@ def tile_plan(call: Call) -> TilePlan | Reason:
         return Reason(f"the norm's weight is {call.norm.name} where x is {call.x.name}")
     if call.residual is not None and (call.swiglu or call.residual.itemsize != 2):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
-    scheme = Scheme.of(w, x_kind)
+    scheme = FewRowsScheme.of(w, x_kind)
     if not slices(k, scheme.bits, m):
         wanted = scheme.columns
         return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
@@ -335,7 +335,9 @@ class BlocksPlan:
         return str([group.tiles for group in self.groups])
 
 
-def divide_blocks(calls: Sequence[Call], rows: Sequence[tuple[int, ...]]) -> BlocksPlan | Reason:
+def divide_blocks(
+    calls: Sequence[MatmulCall], rows: Sequence[tuple[int, ...]]
+) -> BlocksPlan | Reason:
     """calls: with each group's weights as one; rows: those of every weight in it.  The largest
     group leaves SMs to the others where that costs it no time."""
     plans = []

@@ -29,14 +29,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.matmul.few_rows.operands import Operands, add_squares, over_lanes
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
 _STREAMED = ".L1::no_allocate"
@@ -50,7 +49,7 @@ class Input:
     """
 
     plan: RowPlan
-    operands: Operands
+    operands: FewRowsOperands
     loop: Floats | Nibbles
     thread: Value
     squares: Value
@@ -111,15 +110,15 @@ class Input:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class WeightRows:
     """A warp's rows of w, one unit of them after the other.
 
     w: the lane's place in the first row.
     """
 
     plan: RowPlan
-    scheme: Scheme
-    operands: Operands
+    scheme: FewRowsScheme
+    operands: FewRowsOperands
     loop: Floats | Nibbles
     lane: Value
     w: Value
@@ -168,8 +167,11 @@ class Rows:
         if self.loop.in_groups:
             del names["scales"]
         rows, operands = self.of(unit), self.operands
-        return {key: [self.number(name, row) for row in rows] for key, name in names.items()
-                if getattr(operands, name) is not None}  # fmt: skip
+        return {
+            key: [self.number(name, row) for row in rows]
+            for key, name in names.items()
+            if getattr(operands, name) is not None
+        }
 
     def number(self, name: str, index: Value) -> Value:
         kind, base = self.operands.kinds[name], getattr(self.operands, name)
@@ -189,7 +191,9 @@ class Rows:
         p.when(p.less(self.lane, 1), store)
 
 
-def run(plan: RowPlan, scheme: Scheme, operands: Operands, scratch: Sequence[Value]) -> None:
+def run(
+    plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, scratch: Sequence[Value]
+) -> None:
     """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares."""
     xs, squares = (p.shared_address(r) for r in scratch)
     thread = p.register("tid.x")
@@ -200,7 +204,7 @@ def run(plan: RowPlan, scheme: Scheme, operands: Operands, scratch: Sequence[Val
     w = p.offset(operands.w, lane, 16)
     loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
     source = Input(plan, operands, loop, thread, squares)
-    rows = Rows(plan, scheme, operands, loop, lane, w)
+    rows = WeightRows(plan, scheme, operands, loop, lane, w)
     groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)

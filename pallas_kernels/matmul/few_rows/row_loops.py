@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import RowPlan
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
 
@@ -33,7 +32,7 @@ class Floats:
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: Scheme, operands: Operands, xs: Value, lane: Value
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
     ) -> Floats:
         del scheme, operands
         return cls(plan, xs, lane)
@@ -84,7 +83,7 @@ class Nibbles:
     """
 
     plan: RowPlan
-    scheme: Scheme
+    scheme: FewRowsScheme
     xs: Value
     lane: Value
     scales: Value  # the lane's group's, of the first row and chunk
@@ -95,7 +94,7 @@ class Nibbles:
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: Scheme, operands: Operands, xs: Value, lane: Value
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
     ) -> Nibbles:
         group = p.shift_right(lane, 2)
         quad = arith.andi(lane, p.ci(3))

@@ -13,7 +13,7 @@ KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class FewRowsScheme:
     """int4 or int8 codes with scales, or plain 16-bit floats, beside activations of ``kind``."""
 
     kind: str
@@ -26,7 +26,7 @@ class Scheme:
     zero_bytes: int = 0
 
     @classmethod
-    def of(cls, w: jax.Array | QTensor, kind: str) -> Scheme:
+    def of(cls, w: jax.Array | QTensor, kind: str) -> FewRowsScheme:
         if not isinstance(w, QTensor):
             return cls(kind, 16, w.shape[1])
         zero = None

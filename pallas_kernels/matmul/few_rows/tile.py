@@ -45,16 +45,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Block, Params
-from pallas_kernels.matmul.few_rows.copies import Copies, Places
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.copies import Copies, RowOffsets
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT, TilePlan
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.few_rows.tile_loop import TileLoop
-from pallas_kernels.matmul.few_rows.tile_sums import Sums
+from pallas_kernels.matmul.few_rows.tile_sums import PartialSums
 from pallas_kernels.matmul.few_rows.tile_x import NormedX, StagedX
 from pallas_kernels.ptx import Value
 
@@ -74,9 +73,9 @@ class Several:
 
 def run(
     plan: TilePlan,
-    scheme: Scheme,
+    scheme: FewRowsScheme,
     n: int,
-    operands: Operands,
+    operands: FewRowsOperands,
     scratch: Sequence[Value],
     several: Several | None = None,
 ) -> None:
@@ -97,9 +96,9 @@ def run(
     layout = Params.of(params, plan, scheme, operands)
     loop = TileLoop.of(block, layout, lane_k)
     places = {
-        "w": Places(w, 16 * row_bytes),
-        "scale": Places(operands.scale, 16 * layout.scale_row),
-        "zero": Places(operands.zero, 16 * layout.zero_row),
+        "w": RowOffsets(w, 16 * row_bytes),
+        "scale": RowOffsets(operands.scale, 16 * layout.scale_row),
+        "zero": RowOffsets(operands.zero, 16 * layout.zero_row),
     }
     if several is not None:
         block = dataclasses.replace(block, cluster=p.add(block.cluster, -several.begin))
@@ -111,7 +110,7 @@ def run(
     loop = dataclasses.replace(loop, block=block)
     staged = StagedX(block, operands, x_mine)
     normed = None if operands.gamma is None else NormedX.of(block, operands, staged, *squares)
-    sums = Sums(block, operands, layout, partial, normed)
+    sums = PartialSums(block, operands, layout, partial, normed)
 
     depth, n_blocks = plan.depth, block.n_blocks
     operands.prefetch(block.thread)

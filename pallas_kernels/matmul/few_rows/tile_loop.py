@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.block import Block, Params
 from pallas_kernels.matmul.few_rows.tile_x import Fragments

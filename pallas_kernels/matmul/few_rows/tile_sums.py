@@ -6,22 +6,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Block, Params
-from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import PITCH, WARPS
 from pallas_kernels.matmul.few_rows.tile_x import NormedX
 from pallas_kernels.ptx import Value
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class PartialSums:
     """partial: shared memory of the partial sums."""
 
     block: Block
-    operands: Operands
+    operands: FewRowsOperands
     params: Params
     partial: Value
     normed: NormedX | None

@@ -12,13 +12,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.block import Block
-from pallas_kernels.matmul.few_rows.operands import BYTES, Operands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import BYTES, FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
 
@@ -30,7 +29,7 @@ class StagedX:
     """x_mine: shared memory of the warp's run."""
 
     block: Block
-    operands: Operands
+    operands: FewRowsOperands
     x_mine: Value
 
     def granule(self, token, index):
@@ -155,7 +154,7 @@ class NormedX:
     """
 
     block: Block
-    operands: Operands
+    operands: FewRowsOperands
     staged: StagedX
     squares: Value
     lanes: int
@@ -167,7 +166,9 @@ class NormedX:
     sums: list[list[Value]]
 
     @classmethod
-    def of(cls, block: Block, operands: Operands, staged: StagedX, squares: Value) -> NormedX:
+    def of(
+        cls, block: Block, operands: FewRowsOperands, staged: StagedX, squares: Value
+    ) -> NormedX:
         plan = block.plan
         lanes = {1: 32, 2: 16}.get(plan.m, 8)
         at_once = 32 // lanes

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels import ptx as p
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
 
-def word_pairs(scheme: Scheme, word: Value, bias: Value) -> list[Value]:
+def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     """The word's weights as pairs of floats: nibbles i, i + 4, or bytes i, i + 2.
 
     A nibble u = q + 8 below the exponent of 128 (bf16) or 1024 (f16) is the float 128 + u;
@@ -36,7 +35,7 @@ def word_pairs(scheme: Scheme, word: Value, bias: Value) -> list[Value]:
     return out
 
 
-def x_pairs(scheme: Scheme, xs: Sequence[Value]) -> Sequence[Value]:
+def x_pairs(scheme: FewRowsScheme, xs: Sequence[Value]) -> Sequence[Value]:
     """x of a word's columns, as loaded (neighbours in a pair), in the order of word_pairs."""
     if scheme.plain:
         return xs

@@ -154,9 +154,10 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
                 def copy(source=source, begin=begin, b=b):
                     ranks_of = pl.ds(source * ranks + j * LOW_BLOCK, LOW_BLOCK)
                     plgpu.copy_gmem_to_smem(
-                        inner.at[pl.ds(m0, box), ranks_of], x_low[0].at[at, pl.ds(0, box)],
+                        inner.at[pl.ds(m0, box), ranks_of],
+                        x_low[0].at[at, pl.ds(0, box)],
                         full.at[at],
-                    )  # fmt: skip
+                    )
                     ks = pl.ds(j * LOW_BLOCK, LOW_BLOCK)
                     rows = pl.ds(n0 - begin, tile.n)
                     plgpu.copy_gmem_to_smem(b.at[rows, ks], w_low[0].at[at], full.at[at])

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir, memref, vector
 
 AHEAD = 512  # bytes of a row of w that L2 is asked for before the kernel before has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their

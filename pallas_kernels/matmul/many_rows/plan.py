@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.matmul.call import N_SM, Call
+from pallas_kernels.matmul.call import N_SM, MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS
 from pallas_kernels.qtensor import QTensor
 
@@ -26,7 +26,7 @@ CODES_K = 128  # ... and of 8-bit ones
 _SHARED_BYTES = 224 * 1024  # of a block, without its barriers
 
 
-def plan(call: Call) -> PairTile | WeightTile | Reason:
+def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
@@ -225,8 +225,11 @@ def stream_tile(
         return PairTile(64, width, stages, cluster=1, promote=promote, split=split)
 
     splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
-    widths = [n for n in ((64, 128) if swiglu else (32, 64, 96, 128))
-              if not any(size % n for size in sources)]  # fmt: skip
+    widths = [
+        n
+        for n in ((64, 128) if swiglu else (32, 64, 96, 128))
+        if not any(size % n for size in sources)
+    ]
     return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
 
 
@@ -265,7 +268,7 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
 # --- plans ---------------------------------------------------------------------------------------
 
 
-def quantized_plan(call: Call) -> PairTile | Reason:
+def quantized_plan(call: MatmulCall) -> PairTile | Reason:
     """Of x and w both int8 or both e4m3, x with a scale a row, w with one a row."""
     n, k = call.w.shape
     if n % 8:
@@ -284,7 +287,7 @@ def quantized_plan(call: Call) -> PairTile | Reason:
     return tile
 
 
-def plain_plan(call: Call) -> PairTile | Reason:
+def plain_plan(call: MatmulCall) -> PairTile | Reason:
     """Of x and w both bf16 or both f16."""
     m, n, k, w = call.m, call.n, call.k, call.w
     if not 1 <= m <= 64:
@@ -300,7 +303,7 @@ def plain_plan(call: Call) -> PairTile | Reason:
     return tile
 
 
-def int4_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:
+def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | Reason:
     """Of x in codes with a scale a row and w in int4 codes.  tile: another than the table's."""
     w, n, k = call.w, call.n, call.k
     if call.low_rank is not None:
@@ -325,7 +328,7 @@ def int4_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason
     return made.fitted(call.m, n, 4, row_bytes)
 
 
-def weight_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:
+def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | Reason:
     """Of x in 16-bit floats and w in int4 or int8 codes.  tile: another than the table's."""
     w, n, k = call.w, call.n, call.k
     if n % 8:
@@ -365,7 +368,7 @@ def part_groups(v, split: int) -> int:
     return v.shape[1] if rest else groups * 16 // v.dtype.itemsize
 
 
-def _as_stored(call: Call) -> bool:
+def _as_stored(call: MatmulCall) -> bool:
     """Whether the kernel multiplies by scales and zeros as they are: bfloat16 (f16 needs its rows
     divided by their largest)."""
     kinds = [v.dtype for v in (call.w.scale, call.w.zero) if v is not None]

@@ -32,12 +32,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith, ir, memref, vector
 from pallas_kernels.ptx import Value
 
 _LOW, _EIGHTS, _SIGNS = 0x0F0F0F0F, 0x08080808, 0x80808080

@@ -65,7 +65,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class SlotVectors:
     """Which vectors there are, and how many columns a group and a slot have."""
 
     group: int
@@ -88,7 +88,7 @@ class Scheme:
         return max(1, self.group // self.block)
 
 
-def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
+def _body(*refs, tile: WeightTile, scheme: SlotVectors, m: int, n: int, k: int):
     refs = list(refs)
     x, w = refs.pop(0), refs.pop(0)
     scale = refs.pop(0) if scheme.scale else None
@@ -311,9 +311,16 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
                     plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
 
             meet_peer(
-                t, acc, k_part, lambda: half % 2, of_pair, peer_full, peer_empty.at[half],
-                finish_all, sent,
-            )  # fmt: skip
+                t,
+                acc,
+                k_part,
+                lambda: half % 2,
+                of_pair,
+                peer_full,
+                peer_empty.at[half],
+                finish_all,
+                sent,
+            )
 
         def finish(t, m0, n0, acc):
             chunk = o_sm.shape[2]
@@ -384,7 +391,7 @@ def weight_matmul(
     codes = x.dtype.itemsize == 1
     scaled = codes and (x.dtype != jnp.int8 or row is None)
     unpacked = w.dtype == jnp.int4 and tile.stored and group % tile.block == 0
-    scheme = Scheme(group, tile.block, scale is not None, kind, *ends, codes, scaled, unpacked)
+    scheme = SlotVectors(group, tile.block, scale is not None, kind, *ends, codes, scaled, unpacked)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
     across = tile.rows // 64

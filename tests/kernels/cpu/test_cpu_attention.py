@@ -15,7 +15,7 @@ from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.cpu import attention, frame, jit
 from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
-from pallas_kernels.cpu.cache import Form
+from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from tests.helpers.cases import each_once
 from tests.helpers.cpu_cases import (
@@ -140,7 +140,7 @@ def test_every_target_of_this_machine_computes_it(cache, target):
 )
 def test_every_target_compiles_it(one, cache):
     """NEON's code is read, not run: there is no such machine here."""
-    form = Form(cache, 2, 32, {"int8": 1, "int4": 1}.get(cache, 0))
+    form = CacheForm(cache, 2, 32, {"int8": 1, "int4": 1}.get(cache, 0))
     assembly = jit.build(Attend(form, 2, True), one, assembly=True)
     assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly
     dots = {"avx512vnni": "vpdpbusd", "avxvnni": "vpdpbusd", "avx2": "vpmaddubsw", "neon": "sdot"}
@@ -324,7 +324,7 @@ def test_bits_are_equal_under_long_load():
 
 
 def test_a_program_has_a_name_of_its_own():
-    form = Form("int8", 2, 64, 1)
+    form = CacheForm("int8", 2, 64, 1)
     names = {Attend(form, 4, False).name, Attend(form, 4, True).name,
              Attend(dataclasses.replace(form, heads=4), 4, False).name}  # fmt: skip
     assert len(names) == 3

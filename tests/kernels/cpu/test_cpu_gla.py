@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import explain, gla_step
 from pallas_kernels.cpu import frame, gla, jit
-from pallas_kernels.cpu.gla import CpuPlan, Step
+from pallas_kernels.cpu.gla import CpuPlan, GlaStepProgram
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from tests.helpers.cpu_cases import GuardedPages, error, native, same_bits_under_load
 
@@ -61,7 +61,7 @@ def test_it_is_the_recursion(shape, target):
 @pytest.mark.parametrize("one", TARGETS, ids=lambda t: t.name)
 def test_every_target_compiles_it(one):
     """NEON's code is read, not run: there is no such machine here."""
-    assembly = jit.build(Step(64, 128), one, assembly=True)
+    assembly = jit.build(GlaStepProgram(64, 128), one, assembly=True)
     assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly
     assert ("zmm" in assembly) == (one.name == "avx512vnni")
 

@@ -12,7 +12,7 @@ import pytest
 from jaxllama.model.mixers.attention.mix import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.cpu import attention, frame, jit, prefill
-from pallas_kernels.cpu.cache import Form
+from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.prefill import CpuPlan, Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
@@ -92,7 +92,7 @@ def test_it_is_a_float64_softmax(cache, heads, window):
 )
 def test_every_target_compiles_it(cache, one):
     """NEON's code is read, not run: there is no such machine here."""
-    form = Form(cache, 2, 32, {"int8": 1, "int4": 1}.get(cache, 0))
+    form = CacheForm(cache, 2, 32, {"int8": 1, "int4": 1}.get(cache, 0))
     assembly = jit.build(Prefill(form, 2, True), one, assembly=True)
     assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly
     assert ("zmm" in assembly) == (one.name == "avx512vnni")

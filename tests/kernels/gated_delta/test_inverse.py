@@ -67,7 +67,7 @@ def test_inverse(kind, tolerance):
     a = np.tril(k @ k.T, -1)
 
     def work(block):
-        rows = kernel_inverse.Rows()
+        rows = kernel_inverse.InverseRows()
         return matrix(
             kernel_inverse.inverse_transposed(rows, block.c(TILES), block.c(SCRATCH), fragments(a))
         )
@@ -98,7 +98,7 @@ def test_vectors_and_coefficients(limit):
         floats = block.memory.view(np.float32)
         vectors = [floats[(SCRATCH + at) // 4 :][:64].copy() for at in (0, 256, 512)]
         out = floats[OUT // 4 :][:128].copy()
-        rows = kernel_inverse.Rows()
+        rows = kernel_inverse.InverseRows()
         found = kernel_inverse.coefficients(rows, scratch, fragments(kk), fragments(qk), 0.5)
         return (*vectors, out, *map(matrix, found))
 
@@ -125,7 +125,7 @@ def test_decays_and_their_sums(transposed):
     def work(block):
         block.store(block.c(SCRATCH) + 4 * np.arange(128, dtype=np.uint32) % 256,
                     [np.resize(log, 128)])  # fmt: skip
-        rows = kernel_inverse.Rows()
+        rows = kernel_inverse.InverseRows()
         x = kernel_inverse.decays(rows, block.c(SCRATCH), transposed)
         kernel_inverse.sum_rows(rows, block.c(TABLE), x)
         kernel_inverse.sum_columns(rows, block.c(TABLE + 256), x)

@@ -55,7 +55,7 @@ def step_float64(q, k, v, g, beta, state, scale):
 def test_step_emulated(shape, by_channel, columns, dtype):
     operands = step_case(*shape, by_channel, dtype)
     want, want_state = step_float64(*operands, 0.3)
-    plan = step_kernel.Plan(columns)
+    plan = step_kernel.DeltaStepPlan(columns)
     with emulated(step_kernel):
         o, state = step_kernel.gated_delta_step(*operands, scale=0.3, plan=plan)
     np.testing.assert_allclose(np.asarray(state), want_state, rtol=1e-5, atol=1e-5)

@@ -79,7 +79,7 @@ def emulate(q, k, g, beta, limit=None):
             tiles = (BASE + 8192 * n for n in (slot.q, slot.near, slot.k))
             out.append([*(get(block, at) for at in tiles), whole])
         tree.spread(gates_registers.Lane(base), acc, base)
-        found = tree.coefficients(kernel_inverse.Rows(), base, scratch, SCALE)
+        found = tree.coefficients(kernel_inverse.InverseRows(), base, scratch, SCALE)
         return [matrix(x) for x in found], [np.concatenate(x, -1) for x in zip(*out, strict=True)]
 
 

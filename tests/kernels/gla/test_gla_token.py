@@ -102,7 +102,9 @@ def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
     from pallas_kernels.gla import step_registers
 
-    monkeypatch.setattr(gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.Plan(*divided))
+    monkeypatch.setattr(
+        gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.GlaStepPlan(*divided)
+    )
     shape, special = CASES[name]
     with emulated(gla_step_mosaic, step_registers):
         check(case(*shape, **special), clamp_min)
@@ -125,7 +127,7 @@ def test_the_step_s_code_on_numpy(divided, dtype):
     wide = [np.asarray(x, np.float64) for x in (q, k, v, g, state)]
     want = np.exp(wide[3])[..., None] * wide[4] + wide[1][..., None] * wide[2][:, :, None]
     with emulated(gla_step_mosaic, step_registers):
-        plan = gla_step_mosaic.Plan(*divided)
+        plan = gla_step_mosaic.GlaStepPlan(*divided)
         o, new = gla_step_mosaic.gla_step(q, k, v, g.astype(jnp.float32), state, 0.1, plan)
     assert relative_rms(new, want) < 1e-6
     assert relative_rms(o, 0.1 * np.einsum("bhk,bhkv->bhv", wide[0], want)) < ROUNDS[dtype]

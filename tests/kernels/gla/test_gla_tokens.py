@@ -92,7 +92,7 @@ def test_a_draft_s_tokens_are_steps_bit_for_bit(name, divided, monkeypatch):
     from pallas_kernels import dispatch
     from pallas_kernels.gla import step_kernel, step_registers
 
-    monkeypatch.setattr(step_kernel, "divided", lambda *_: step_kernel.Plan(*divided))
+    monkeypatch.setattr(step_kernel, "divided", lambda *_: step_kernel.GlaStepPlan(*divided))
     monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
     rows, tokens, shape, special = CASES[name]
     with emulated(step_kernel, step_registers):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantized_matmul
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.op import fused_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -161,7 +161,7 @@ def test_refusals():
     assert fused_matmul(x, RowBlocks((w, w)), swiglu=True) is None
 
     def no(dtype, w, **fused):
-        call = Call.of(jnp.zeros((1, 512), dtype), w, dtype, **fused)
+        call = MatmulCall.of(jnp.zeros((1, 512), dtype), w, dtype, **fused)
         return planning.tile_plan(call).text
 
     half = weight("w4-g128", 96, 512, jnp.float16)

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import dequantize, quantize
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.many_rows import kernel, unpack
 from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.op import quantized_matmul
@@ -190,7 +190,7 @@ def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):
     scale = shaped(groups, I8 if levels == 2 else BF16)
     w = QTensor(shaped((n, k), I4), scale, shaped(groups, I8) if zeros else None, unit=unit)
     x = QTensor(shaped((m, k), codes), shaped((m, 1), F32))
-    return x, w, Call.of(x, w, out)
+    return x, w, MatmulCall.of(x, w, out)
 
 
 @newest

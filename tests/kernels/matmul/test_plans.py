@@ -30,7 +30,7 @@ SHARED_OF_A_BLOCK = 227 * 1024  # Hopper's, with barriers
 BARRIER_BYTES = 8
 
 
-def random_cases(seed: int, count: int) -> list[fit.Case]:
+def random_cases(seed: int, count: int) -> list[fit.FitCase]:
     """The benchmark's, and every sixth one with as many rows as a prefill has."""
     draw = random.Random(seed)
     return [
@@ -42,7 +42,7 @@ def random_cases(seed: int, count: int) -> list[fit.Case]:
 CASES = random_cases(39, 240)
 
 
-def plans_of(case: fit.Case) -> list[Any]:
+def plans_of(case: fit.FitCase) -> list[Any]:
     found = (named_plan(plan) for plan in choice.plans(case.call()))
     return [plan for plan in found if plan is not None]
 

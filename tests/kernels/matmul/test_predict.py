@@ -41,17 +41,17 @@ def test_few_rows_are_one_pass_over_the_codes():
     for scheme in ("w4a16", "w4a16-zero", "w4a16-g32-minimum", "w8a16", "w8a16-g128"):
         for n, k in ((14336, 4096), (4096, 14336)):
             for m in (1, 2, 3, 4):
-                call = fit.Case(scheme, m, n, k).call()
+                call = fit.FitCase(scheme, m, n, k).call()
                 x = jax.ShapeDtypeStruct((m, k), call.x)
                 form = predict.shortest_form(x, call.w)
                 assert form in weight_only.forms(call.w.q, call.w.group_size) and form != "copy"
                 assert form == "words" or (m, n, call.w.dtype) != (1, 14336, jnp.int4)
-    call = fit.Case("w4a16", 512, 4096, 4096).call()
+    call = fit.FitCase("w4a16", 512, 4096, 4096).call()
     assert predict.shortest_form(jax.ShapeDtypeStruct((512, 4096), call.x), call.w) == "copy"
 
 
 def test_why_no_plan_is_taken():
-    call = fit.Case("w4a16", 1, 14336, 4096).call()
+    call = fit.FitCase("w4a16", 1, 14336, 4096).call()
     plan = choice.plan(call)
     found = shortest([Reason("too wide"), plan], lambda _: 9.0, lambda: 8.0)
     assert found.plan == plan and "predicted to take 8.0 us" in found.text and "9.0" in found.text
@@ -63,7 +63,7 @@ def test_one_row_of_a_decoders_products_takes_the_row_kernel():
     """Measured 5 to 20% faster than tiles (the README's table)."""
     for scheme in ("w4a16-zero", "w8a16", "plain"):
         for n, k, fused in ((28672, 4096, "ng"), (4096, 14336, "r"), (128256, 4096, "n")):
-            plan = choice.plan(fit.Case(scheme, 1, n, k, fused).call())
+            plan = choice.plan(fit.FitCase(scheme, 1, n, k, fused).call())
             assert getattr(plan, "kernel", plan) == "quantized_matmul_row_mosaic", (scheme, n, k)
 
 
@@ -82,7 +82,7 @@ def test_every_call_has_predicted_times(scheme, x):
     for m, n, k in itertools.product((1, 5, 48, 300), (4096, 100), (14336, 96)):
         if k % (fit.SCHEMES[scheme][1] or k):
             continue
-        call = fit.Case(scheme, m, n, k).call()
+        call = fit.FitCase(scheme, m, n, k).call()
         if not call.quantized_x and not call.plain:
             call = dataclasses.replace(call, x=jnp.dtype(x))
         assert isinstance(choice.plan(call), Reason) or predict.xla_us(call) > 0

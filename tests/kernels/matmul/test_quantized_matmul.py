@@ -10,10 +10,10 @@ import pytest
 
 from pallas_kernels import QTensor, explain, quantized_matmul
 from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.few_rows import widen
-from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.shapes import LLAMA_8B
@@ -164,7 +164,7 @@ def test_long_and_odd_rows_in_the_decode_kernel(k, m):
     """K divided among blocks, or x kept in shared memory; and a row is bitwise its own."""
     w = weights("w4-g128-zero", 2144, k, jnp.bfloat16)  # 134 tiles: some blocks have two
     x = activations((m, k), jnp.bfloat16)
-    assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
+    assert isinstance(planning.tile_plan(MatmulCall.of(x, w, x.dtype)), planning.TilePlan)
     call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation="mosaic"))
     first = call(x, w)
     check(first, product(x, w), "bfloat16")
@@ -275,7 +275,7 @@ EMULATED = [  # weights, m, K, activations, changes to the plan
 def test_decode_kernel_emulated_with_float32_scales(name):
     w = weights(name, 80, 2048, jnp.float32)
     x = activations((2, 2048), jnp.bfloat16)
-    assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
+    assert isinstance(planning.tile_plan(MatmulCall.of(x, w, x.dtype)), planning.TilePlan)
     out = run_tiles(x, w, None, jnp.float32)
     # A folded weight is rounded to bf16; otherwise every step is float32.
     check(jnp.asarray(out), product(x, w), "bfloat16" if "g32" in name else "float32")
@@ -288,7 +288,7 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes):
     """The kernel's own code, executed instruction by instruction on numpy."""
     w = weights(name, 80, k, dtype)
     x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
-    assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
+    assert isinstance(planning.tile_plan(MatmulCall.of(x, w, x.dtype)), planning.TilePlan)
     out = run_tiles(x, w, bias, dtype, **changes)
     check(jnp.asarray(out), product(x, w, bias), dtype)
 
@@ -305,7 +305,7 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
     x = np.random.default_rng(0).integers(-100, 100, values.shape)
     t = QTensor(jnp.asarray(values, words), jnp.ones((64, 1), dtype))
-    scheme = Scheme.of(t, kind)
+    scheme = FewRowsScheme.of(t, kind)
     per_word = 32 // scheme.bits
     bits = (values & (2**scheme.bits - 1)).astype(np.uint64).reshape(64, -1, per_word)
     shifts = np.arange(per_word, dtype=np.uint64) * np.uint64(scheme.bits)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantize
 from pallas_kernels.dispatch import choose_plan, named_plan
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.many_rows import kernel as prefill
 from pallas_kernels.matmul.many_rows import pipeline as prefill_pipeline
 from pallas_kernels.matmul.many_rows import plan as planning
@@ -36,7 +36,7 @@ F8 = jnp.float8_e4m3fn
 
 def matmul(x, w, bias, out_dtype, tile=None, *, swiglu=False):
     """The kernel of many rows, with its own tile or another."""
-    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu)
+    call = MatmulCall.of(x, w, out_dtype, bias=bias, swiglu=swiglu)
     if isinstance(x, QTensor) or not isinstance(w, QTensor):
         form = planning.quantized_plan if isinstance(x, QTensor) else planning.plain_plan
         plan = tile or named_plan(form(call))
@@ -206,7 +206,7 @@ def test_a_low_rank_term_lowers_at_real_shapes(sources, k):
     n = sum(sources)
     x, w = (QTensor(shaped((r, k), I8), shaped((r, 1), F32)) for r in (64, n))
     low = shaped((64, 128 * len(sources)), BF16), tuple(shaped((s, 128), BF16) for s in sources)
-    call = Call.of(x, w, BF16, low_rank=low)
+    call = MatmulCall.of(x, w, BF16, low_rank=low)
     tile = named_plan(planning.quantized_plan(call))
     assert tile.m == 64 and not any(s % tile.n for s in sources)
     f = functools.partial(quantized_matmul, out_dtype=BF16, implementation="mosaic")
@@ -237,7 +237,7 @@ def test_a_low_rank_term_is_added_before_the_cast(dtype):
 def test_low_rank_terms_without_a_kernel_say_why(m, sources, ranks, fact):
     x, w = (QTensor(shaped((r, 1024), I8), shaped((r, 1), F32)) for r in (m, 512))
     low = shaped((m, ranks * len(sources)), BF16), tuple(shaped((s, ranks), BF16) for s in sources)
-    assert fact in planning.quantized_plan(Call.of(x, w, BF16, low_rank=low)).text
+    assert fact in planning.quantized_plan(MatmulCall.of(x, w, BF16, low_rank=low)).text
 
 
 def test_low_rank_terms_that_do_not_fit_are_named():
@@ -267,7 +267,7 @@ def test_unsupported_names_the_fact(change, fact):
     x = shaped((300, a["k"]), a["x_dtype"])
     group = a["group"] or a["k"]
     w = QTensor(shaped((a["n"], a["k"]), a["dtype"]), shaped((a["n"], a["k"] // group), BF16))
-    assert fact in planning.weight_plan(Call.of(x, w, a["out"])).text
+    assert fact in planning.weight_plan(MatmulCall.of(x, w, a["out"])).text
     with pytest.raises(NotImplementedError, match=fact):
         choose_plan("quantized_matmul", "mosaic", lambda: product_plan(x, w, out_dtype=a["out"]))
 
@@ -275,7 +275,7 @@ def test_unsupported_names_the_fact(change, fact):
 def test_plain_weights_of_few_rows():
     def plan(m, n=4096, k=4096, dtype=BF16, **fused):
         w = shaped((n, k), BF16)
-        return planning.plain_plan(Call.of(shaped((m, k), dtype), w, dtype, **fused))
+        return planning.plain_plan(MatmulCall.of(shaped((m, k), dtype), w, dtype, **fused))
 
     assert isinstance(plan(64), PairTile) and "8 rows" in plan(8).text
     assert "65 rows" in plan(65).text and plan(65).plan is None
@@ -330,7 +330,7 @@ def test_weight_tiles_of_few_rows(tile, dtype, group, zeros):
     """Scales and zeros as they are stored, several tiles a block, sums across warpgroups and
     blocks; twice the same bits."""
     x, w, bias = weight_only(50, 17416, 2048, dtype, group, zeros)
-    assert planning.weight_plan(Call.of(x, w, BF16, bias=bias), tile).stored
+    assert planning.weight_plan(MatmulCall.of(x, w, BF16, bias=bias), tile).stored
     run = jax.jit(lambda x, w, b: matmul(x, w, b, BF16, tile))
     got = run(x, w, bias)
     assert error(got, product(x, w, bias)) < 4e-3

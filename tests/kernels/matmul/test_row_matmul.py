@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from tests.helpers.cases import pairwise
@@ -88,7 +88,7 @@ def test_what_it_takes():
         if residual is not None:
             residual = shaped((rows, n), residual)
         x = shaped((rows, k), dtype)
-        return planning.row_plan(Call.of(x, w, dtype, residual=residual, swiglu=swiglu))
+        return planning.row_plan(MatmulCall.of(x, w, dtype, residual=residual, swiglu=swiglu))
 
     def no(*args, **more):
         return found(*args, **more).text

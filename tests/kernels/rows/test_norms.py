@@ -265,7 +265,7 @@ def test_narrow_rows_are_left_to_xla():
     narrow, wide = (jax.ShapeDtypeStruct((2, n), jnp.bfloat16) for n in (512, 1024))
     found = planning.plan("copy", narrow, "int8")
     assert "XLA is as fast" in found.text and found.plan.threads == 128
-    assert isinstance(planning.plan("copy", wide, "int8"), planning.Plan)
+    assert isinstance(planning.plan("copy", wide, "int8"), planning.RowsPlan)
 
 
 def test_calls_without_a_kernel_say_why():

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.pages import Held, Pages
+from jaxllama.serving.engine.pages import Held, KVPages
 from jaxllama.serving.engine.request import Grammar, Request
-from jaxllama.serving.engine.scheduler import AGE, Plan, Scheduler, Sequence
+from jaxllama.serving.engine.scheduler import AGE, Scheduler, Sequence, TurnPlan
 
 
 def make(n_prompt: int, n_new: int = 4, order: int = 0, **options) -> Sequence:
@@ -20,11 +20,11 @@ def make(n_prompt: int, n_new: int = 4, order: int = 0, **options) -> Sequence:
 
 
 def scheduler(cache_tokens: int = 100, page: int = 1, share: bool = False, **options) -> Scheduler:
-    pages = Pages(cache_tokens // page, page, share=share)
+    pages = KVPages(cache_tokens // page, page, share=share)
     return Scheduler(**{"max_slots": 2, "pages": pages, "chunk": 8, "token_budget": 10, **options})
 
 
-def write(plan: Plan, sch: Scheduler, steps: int | None = None) -> None:
+def write(plan: TurnPlan, sch: Scheduler, steps: int | None = None) -> None:
     """What the engine does after a plan: every running row writes, and ends at its limit."""
     for sequence, budget in plan.budgets.items():
         sequence.ahead -= budget
@@ -33,7 +33,7 @@ def write(plan: Plan, sch: Scheduler, steps: int | None = None) -> None:
             sch.finish(sequence)
 
 
-def spans(plan: Plan) -> list[tuple[str, int, int]]:
+def spans(plan: TurnPlan) -> list[tuple[str, int, int]]:
     return [(fill.sequence.request.id, fill.begin, fill.end) for fill in plan.fills]
 
 
@@ -296,7 +296,7 @@ def test_only_requests_of_one_salt_and_adapter_share_prefixes():
 
 def test_prefixes_of_forgotten_keys_take_no_memory():
     """Clients choose the salts: what is left of one is evicted like everything else."""
-    pages = Pages(4, 2)
+    pages = KVPages(4, 2)
     for salt in range(50):
         key = (None, str(salt))
         for n_known in (0, 2):
@@ -476,7 +476,7 @@ def test_every_load_is_served_within_the_limits(load, slots, cache, page, steps_
 
 @pytest.mark.core
 def test_known_prefixes_are_found_shared_and_evicted():
-    pages = Pages(4, 2)
+    pages = KVPages(4, 2)
 
     def hold(tokens, model=None) -> Held:
         held = pages.begin(tokens, model)
@@ -503,7 +503,7 @@ def test_known_prefixes_are_found_shared_and_evicted():
 
 
 def test_the_same_tokens_written_twice_are_known_once():
-    pages = Pages(4, 2)
+    pages = KVPages(4, 2)
     one, two = pages.begin([1, 2, 3]), pages.begin([1, 2, 3])
     assert pages.grow(one, 2) and pages.grow(two, 2)
     pages.publish(one, [1, 2])
@@ -514,7 +514,7 @@ def test_the_same_tokens_written_twice_are_known_once():
 
 
 def test_states_are_kept_at_the_ends_of_units():
-    pages = Pages(8, 2, states=1, unit=4)
+    pages = KVPages(8, 2, states=1, unit=4)
     held = pages.begin(range(9))
     assert pages.grow(held, 5)
     pages.publish(held, range(7))
@@ -538,7 +538,7 @@ def test_states_are_kept_at_the_ends_of_units():
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30), st.integers(1, 9))
 def test_no_page_is_lost_or_anybody_elses(prompts, count):
-    pages, running = Pages(count, 2), []
+    pages, running = KVPages(count, 2), []
     written: dict[int, tuple[int, ...]] = {}
     for turn, prompt in enumerate(prompts):
         held = pages.begin(prompt)

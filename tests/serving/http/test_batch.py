@@ -14,7 +14,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.http import batch
 from jaxllama.serving.http.metrics import Metrics
-from jaxllama.serving.http.server import Settings, create_app
+from jaxllama.serving.http.server import ServerSettings, create_app
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving, tiny_checkpoint
 
@@ -30,7 +30,7 @@ def engine():
 
 @pytest.fixture
 def app(lm, engine):
-    return create_app(lm, engine, Settings(NAME, 96), Metrics())
+    return create_app(lm, engine, ServerSettings(NAME, 96), Metrics())
 
 
 def write(path, lines) -> None:

@@ -19,7 +19,7 @@ from jaxllama.serving.http import hub as hubs
 from jaxllama.serving.http import messages, server
 from jaxllama.serving.http.hub import Hub
 from jaxllama.serving.http.metrics import Metrics
-from jaxllama.serving.journal import Answer, Entry, Journal, JournalUnavailable
+from jaxllama.serving.journal import Entry, Journal, JournalAnswer, JournalUnavailable
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving, wait_until
 
@@ -202,7 +202,7 @@ def test_a_journal_of_an_earlier_version_goes_on(tmp_path):
     for _ in range(2):
         journal = Journal(tmp_path)
         assert journal.unfinished() == [Entry("a", "chat", 7, "{}", "")]
-        assert journal.find("a") == Answer("", "chat", "") and journal.find("b") is None
+        assert journal.find("a") == JournalAnswer("", "chat", "") and journal.find("b") is None
         journal.close()
 
 

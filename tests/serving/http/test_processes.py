@@ -15,7 +15,7 @@ pytest.importorskip("httpx2")
 
 from jaxllama.serving.http import front_end, link, messages, process, replicas
 from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.link import EngineClient
 from jaxllama.serving.http.metrics import Metrics
 
 
@@ -131,7 +131,7 @@ def test_a_replica_that_hangs_ends_the_server(fast):
 
 @pytest.mark.core
 def test_a_front_end_tells_that_the_engines_process_hangs(monkeypatch):
-    one, sent = Link(), []
+    one, sent = EngineClient(), []
     one.open(sent.append)
     assert one.problem is None, "nobody has promised to ping"
     now = [100.0]

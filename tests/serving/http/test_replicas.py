@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
 from jaxllama.serving.engine.request import Request
-from jaxllama.serving.http.replicas import Choice, Flight, Replica
+from jaxllama.serving.http.replicas import Flight, Replica, ReplicaChoice
 from tests.helpers.http_server import client, serve, tiny_checkpoint
 from tests.serving.http.test_front_ends import children, counted, streamed, text_of
 
@@ -29,9 +29,9 @@ class Busy:
     work = 0
 
 
-def three() -> tuple[Choice, list[Busy]]:
+def three() -> tuple[ReplicaChoice, list[Busy]]:
     some = [Busy(), Busy(), Busy()]
-    return Choice(some), some
+    return ReplicaChoice(some), some
 
 
 @pytest.mark.core

@@ -174,4 +174,4 @@ def test_reasoning_alone_is_no_conversation(client):
 
 
 def test_a_store_forgets_only_what_is_there():
-    assert not hub.Responses().forget("nobody", "")
+    assert not hub.StoredResponses().forget("nobody", "")

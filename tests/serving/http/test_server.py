@@ -42,12 +42,12 @@ from jaxllama.serving.http.calls import Prompts
 from jaxllama.serving.http.embeddings import Embedder
 from jaxllama.serving.http.front_end import Facts
 from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.link import Link, local
+from jaxllama.serving.http.link import EngineClient, local
 from jaxllama.serving.http.logprobs import chat_entries, chat_logprobs
-from jaxllama.serving.http.messages import Piece
+from jaxllama.serving.http.messages import TextPiece
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.schemas import to_json
-from jaxllama.serving.http.server import Settings, _Server
+from jaxllama.serving.http.server import ServerSettings, _Server
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import (
@@ -140,7 +140,7 @@ def test_the_logprobs_of_a_chunk_are_those_of_the_schema(spells):
     call = prompts.chat(Chat(**CHAT, logprobs=True, top_logprobs=2), "chatcmpl-1")
     call = call if spells else dataclasses.replace(call, tokenizer=None)
     tops = [[(34, -0.5), (92, float("-inf")), (7, -1.0)], [], [(255, float("nan"))]]
-    piece = Piece(0, [34, 0xE2, 259], logprobs=[-1e-7, -99999.0, -2.25], top_logprobs=tops)
+    piece = TextPiece(0, [34, 0xE2, 259], logprobs=[-1e-7, -99999.0, -2.25], top_logprobs=tops)
     said = chat_logprobs(call, 0, [piece])
     assert to_json(said) == b'{"content":[%b],"refusal":null}' % chat_entries(call, 0, piece)
 
@@ -663,7 +663,7 @@ def test_a_refusal_is_cheap(lm, name, path):
     data = COSTLY[name]().encode()
     if path == "embedding":
         data = data.replace(b'"prompt"', b'"input"')
-    server = _Server(lm, Link(), Settings(NAME, MAX_LEN), 8)
+    server = _Server(lm, EngineClient(), ServerSettings(NAME, MAX_LEN), 8)
     ask = {
         "completion": lambda: server._call("completion", "x", data),
         "chat": lambda: server._call("chat", "x", data),
@@ -755,7 +755,7 @@ def test_a_slow_reader_gets_larger_pieces(http, lm, engine):
     ask = {**COMPLETION, "max_tokens": 30, "logprobs": 1, "seed": 4}
     [whole] = http.post("/v1/completions", json=ask).json()["choices"]
 
-    async def read() -> list[Piece]:
+    async def read() -> list[TextPiece]:
         link = local(Hub(engine, {}, Metrics(), None), lm.tokenizer, (2,))
         stream = await link.submit("slow", [dataclasses.replace(engine.requests[-1], id="slow")])
         await asyncio.to_thread(engine.wait_for, lambda: not engine.live)

@@ -32,6 +32,7 @@ from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import capacity_of, floats, part_of
 from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan
+from pallas_kernels.jax_internals import cudnn_attention
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
@@ -49,11 +50,13 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) 
     """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``; window: keys that a query
     sees, itself included."""
     return jax.nn.dot_product_attention(
-        q, k, v,
+        q,
+        k,
+        v,
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
-    )  # fmt: skip
+    )
 
 
 def extend(
@@ -215,19 +218,20 @@ def _with_log_sum(
     """Attention, causal, over the first ``n_keys[B]`` keys, or both, and the logarithm of each sum
     of exponentials, float32 ``[B, T, N]``.  Causally the first query sees the first key alone."""
     # jax.nn.dot_product_attention rounds the logarithms to 16 bits: weights off by percents.
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
-    mask, n_queries = MaskType.CAUSAL, None
+    fused_attention, masks = cudnn_attention()
+    mask, n_queries = masks.CAUSAL, None
     if n_keys is not None:
-        mask = MaskType.PADDING_CAUSAL if is_causal else MaskType.PADDING
+        mask = masks.PADDING_CAUSAL if is_causal else masks.PADDING
         n_queries = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
-    out, log = dot_product_attention(
-        q, k, v,
+    out, log = fused_attention(
+        q,
+        k,
+        v,
         q_seqlen=n_queries,
         kv_seqlen=n_keys,
         scale=q.shape[-1] ** -0.5,
         mask_type=mask,
         sliding_window_length=window,
         return_residual=True,
-    )  # fmt: skip
+    )
     return out, jnp.swapaxes(log, 1, 2)

@@ -215,9 +215,14 @@ def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: Step) -> jax.Arra
     seen = jnp.where(at.lengths > 0, position + 1, 0)
     if cfg.attn_softcap is not None:  # no kernel caps scores
         out = blockwise_attention(
-            q[:, None], cache.k, cache.v, seen[:, None] - 1, window=window,
-            softcap=cfg.attn_softcap, table=table,
-        )  # fmt: skip
+            q[:, None],
+            cache.k,
+            cache.v,
+            seen[:, None] - 1,
+            window=window,
+            softcap=cfg.attn_softcap,
+            table=table,
+        )
         return from_cache_basis(cache.v, out[:, 0])
 
     def dense() -> jax.Array:
@@ -240,9 +245,15 @@ def _verify(
             turns = (at.by_row(table) for table in at.rope.of(cfg.rope))
             slots = jnp.where(is_new > 0, positions, capacity_of(cache.k, at.table))
             out, *kv = rope_and_attend(
-                heads, *turns, cache.k, cache.v, slots, norm=norm, window=cfg.sliding_window,
+                heads,
+                *turns,
+                cache.k,
+                cache.v,
+                slots,
+                norm=norm,
+                window=cfg.sliding_window,
                 table=at.table,
-            )  # fmt: skip
+            )
             return out.reshape(-1, *out.shape[2:]), KVCache(*kv)
     if at.table is None:
         pages, table = _as_pages(cache)
@@ -300,9 +311,12 @@ def _is_dense(cfg: ModelConfig, at: At) -> bool:
 
 
 def _mixed(
-    cfg: ModelConfig, dense: Callable[[], jax.Array], q: jax.Array, cache: KVCache,
+    cfg: ModelConfig,
+    dense: Callable[[], jax.Array],
+    q: jax.Array,
+    cache: KVCache,
     at: Chunk | Step,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
     names, ``dense()`` for the others; each runs only where some token wants it."""
     share, window = cfg.attn_sparsity, cfg.sliding_window
@@ -325,9 +339,13 @@ def _mixed(
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    window: int | None,
     softcap: float | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
     count up by one."""
     if has_cudnn(q) and softcap is None:
@@ -338,9 +356,12 @@ def attend(
 
 
 def _cpu_plan(
-    name: str, q: jax.Array, k: jax.Array | QTensor, softcap: float | None,
+    name: str,
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    softcap: float | None,
     table: jax.Array | None = None,
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     """The CPU's handler, where it takes the call."""
     no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
     on_cpu = functools.partial(prefill.plan, q, k, table, softcap)
@@ -348,9 +369,13 @@ def _cpu_plan(
 
 
 def _attend_on_cpu(
-    call: _Static, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor,
-    positions: jax.Array, table: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    positions: jax.Array,
+    table: jax.Array | None = None,
+) -> jax.Array:
     window, _, plan = call
     scale = q.shape[-1] ** -0.5
     return prefill.attend(q, k, v, positions, table, window=window, scale=scale, plan=plan)
@@ -420,9 +445,13 @@ def attend_cached(
 
 
 def _cached_in_blocks(
-    call: _Static, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor,
-    positions: jax.Array, table: jax.Array | None,
-) -> jax.Array:  # fmt: skip
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    positions: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
     """XLA's form of ``attend_cached``."""
     window, softcap, _ = call
     n_new = q.shape[1]

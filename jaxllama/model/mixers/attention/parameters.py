@@ -57,8 +57,11 @@ def table(
     if cfg.qk_norm != "none":
         for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
             width = h if cfg.qk_norm == "head" else width
-            fold = {"scale": scale, "offset": scale * stored.norm_offset,
-                    "turned": turned(width // h) if moves else None}  # fmt: skip
+            fold = {
+                "scale": scale,
+                "offset": scale * stored.norm_offset,
+                "turned": turned(width // h) if moves else None,
+            }
             table[name, "weight"] = one(
                 f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
             )

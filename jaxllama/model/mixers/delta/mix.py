@@ -148,8 +148,10 @@ def _fused(
     if plan is None:
         return None
     options: dict[str, Any] = {
-        "eps": delta.norm_eps, "beta_max": delta.beta_max, "planned": plan,
-    }  # fmt: skip
+        "eps": delta.norm_eps,
+        "beta_max": delta.beta_max,
+        "planned": plan,
+    }
     if lengths is not None:
         o, after, last = gated_delta_token(rows, *weights, lengths, *before, **options)
         return o.reshape(batch, 1, -1), RecurrentState(after, (last,))
@@ -210,10 +212,15 @@ def _recur(
         return o[:, None], after
     q, k, v, log_decay, beta = operands
     o, after = gated_delta(
-        q, k, v, log_decay, beta, normalize_qk=True,
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        normalize_qk=True,
         initial_state=None if state is None else state.state,
         lengths=None if state is None else at.lengths,
-    )  # fmt: skip
+    )
     return o, None if state is None else after
 
 

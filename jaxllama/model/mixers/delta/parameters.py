@@ -14,7 +14,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
-from jaxllama.model.param import Grouped, Param, Path, Source, one, rows, written
+from jaxllama.model.param import Grouped, Param, Path, TensorSource, one, rows, written
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("qkvz", "ba", "conv", "decay", "f_1", "g_1"), 0)
@@ -71,7 +71,9 @@ def table(
                 groups = delta.n_k_heads
                 turned = Grouped(groups, tuple(n // groups for n in one)) if own.grouped else None
                 turned = turned if rest == (d,) else None
-                parts.append(Source(f"{prefix}{name}.weight", (sum(one), *rest), turned=turned))
+                parts.append(
+                    TensorSource(f"{prefix}{name}.weight", (sum(one), *rest), turned=turned)
+                )
         return rows(parts)
 
     full = delta.gate == "full"
@@ -83,8 +85,10 @@ def table(
         table["conv", "weight"] = dataclasses.replace(
             conv, shape=(2 * k + v, delta.conv_size), std=delta.conv_size**-0.5
         )
-    low_rank = (("f", delta.decay == "channel", heads * delta.d_k),
-                ("g", delta.gate == "low_rank", v))  # fmt: skip
+    low_rank = (
+        ("f", delta.decay == "channel", heads * delta.d_k),
+        ("g", delta.gate == "low_rank", v),
+    )
     for index, (name, there, width) in enumerate(low_rank):
         if there:
             first, second = (f"{prefix}{tensor}" for tensor in own.low_rank[index])
@@ -94,7 +98,7 @@ def table(
                 table["g_1", "bias"] = one(f"{second}.bias", width, std=0.0)
     if delta.decay != "none":
         n_rates = heads * delta.d_k if delta.decay == "channel" else heads
-        rate = Source(f"{prefix}A_log", tuple(heads if n < 0 else n for n in own.rate))
+        rate = TensorSource(f"{prefix}A_log", tuple(heads if n < 0 else n for n in own.rate))
         table["decay", "a_log"] = Param((rate,), (heads,), mean=2.0, std=0.5)
         table["decay", "dt_bias"] = one(f"{prefix}dt_bias", n_rates, mean=-4.6, std=1.0)
     table["o_norm", "weight"] = one(f"{prefix}{own.norm}.weight", delta.d_v, mean=1.0, std=0.0)

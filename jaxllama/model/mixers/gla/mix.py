@@ -133,8 +133,14 @@ def _fused(
     """``_recur`` of one token, or ``_verify``, as one kernel, or None where there is none."""
     gla = cfg.gla
     assert gla is not None
-    plain = (gla.decay, gla.feature_map, gla.normalizer, gla.output_norm, gla.norm_weight,
-             gla.gate_bias) == ("channel", "none", False, "rms", True, False)  # fmt: skip
+    plain = (
+        gla.decay,
+        gla.feature_map,
+        gla.normalizer,
+        gla.output_norm,
+        gla.norm_weight,
+        gla.gate_bias,
+    ) == ("channel", "none", False, "rms", True, False)
     if not plain:
         return None
     names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
@@ -145,9 +151,11 @@ def _fused(
     if plan is None:
         return None
     options: dict[str, Any] = {
-        "eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer, "clamp_min": gla.clamp_min,
+        "eps": gla.norm_eps,
+        "normalizer": gla.gate_logit_normalizer,
+        "clamp_min": gla.clamp_min,
         "planned": plan,
-    }  # fmt: skip
+    }
     if lengths is not None:
         return gla_token(rows, *weights, lengths, before, **options)
     o, *tokens = gla_tokens(rows, *weights, before, **options, exact=exact)
@@ -171,9 +179,14 @@ def _recur(
         # Padding comes last and so reaches no valid o; only a state to return must be kept
         # from it, at the price of masking every operand.
         o, after = gla(
-            q, k, v, log_decay, initial_state=before,
-            lengths=None if before is None else at.lengths, return_state=before is not None,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay,
+            initial_state=before,
+            lengths=None if before is None else at.lengths,
+            return_state=before is not None,
+        )
     return _gated(cfg, p, streams, o), after
 
 
@@ -235,9 +248,15 @@ def _feature(name: str, x: jax.Array) -> jax.Array:
 
 
 def _gla_step(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, moves: jax.Array,
-    state: jax.Array, *, form: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    moves: jax.Array,
+    state: jax.Array,
+    *,
+    form: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """``gla_step`` of the rows that move, bool ``[B]``."""
     return gla_step(*moving(moves, q, k, v, log_decay), state, implementation=form)
 

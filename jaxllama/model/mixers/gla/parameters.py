@@ -15,7 +15,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, Source, one, written
+from jaxllama.model.param import Param, Path, TensorSource, one, written
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("q", "k", "v", "g", "gk", "gk_1", "q_conv", "k_conv", "v_conv"), 0)
@@ -59,7 +59,7 @@ def table(
     if gla.use_short_conv:
         for name, width in (("q", q), ("k", k), ("v", v)):
             # The checkpoint's [features, 1, W] is the same memory.
-            source = Source(f"{prefix}{name}_conv1d.weight", (width, 1, gla.conv_size))
+            source = TensorSource(f"{prefix}{name}_conv1d.weight", (width, 1, gla.conv_size))
             table[f"{name}_conv", "weight"] = Param(
                 (source,), (width, gla.conv_size), std=gla.conv_size**-0.5
             )

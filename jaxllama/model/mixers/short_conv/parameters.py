@@ -13,7 +13,7 @@ from jaxllama.config import ModelConfig, from_dict
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, Source, rows, written
+from jaxllama.model.param import Param, Path, TensorSource, rows, written
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("bcx", "conv"), 0)
@@ -56,9 +56,9 @@ def table(
     own, (width, taps), d = names.of("short_conv", ShortConvNames()), _sizes(cfg), cfg.d_model
     prefix = f"{layer}{own.mixer}"
     # The checkpoint's [features, 1, W] is the same memory.
-    conv = Source(f"{prefix}{own.conv}.weight", (width, 1, taps))
+    conv = TensorSource(f"{prefix}{own.conv}.weight", (width, 1, taps))
     return {
-        ("bcx", "weight"): rows([Source(f"{prefix}{own.inputs}.weight", (3 * width, d))]),
+        ("bcx", "weight"): rows([TensorSource(f"{prefix}{own.inputs}.weight", (3 * width, d))]),
         ("conv", "weight"): Param((conv,), (width, taps), std=taps**-0.5),
         **written("o", f"{prefix}{own.o}", d, width, False),
     }
