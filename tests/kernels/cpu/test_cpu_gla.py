@@ -118,7 +118,7 @@ def test_its_derivative_is_xlas():
 
 def test_the_choice(monkeypatch):
     operands = case(1, 2, 8, 16)
-    assert f"cpu, gla_step_cpu, {jit.host().name}, Step" in explain(gla_step, *operands)
+    assert f"cpu, gla_step_cpu, {jit.host().name}, GlaStepProgram" in explain(gla_step, *operands)
     reason = gla.plan(*(np.zeros((1, 1, n)) for n in (8, 20))).text
     assert "20 features; the handler takes multiples of 16" in reason
     monkeypatch.setenv(VARIABLE, "off")
