@@ -103,8 +103,11 @@ def test_a_tree_goes_there_and_back():
 
 @pytest.mark.parametrize("put", [np.asarray, jnp.asarray])
 def test_large_float_arrays_move_to_large_pages(put):
-    tree = {"large": put(np.arange(pages.PAGE // 4, dtype=np.float32)), "ids": put(np.ones(1 << 20))}
-    tree["ids"] = tree["ids"].astype(np.int32)
+    count = pages.PAGE // 4
+    tree = {
+        "large": put(np.arange(count, dtype=np.float32)),
+        "ids": put(np.ones(count, np.int32)),
+    }
     found = prepare_tree(tree)
     assert found["large"] is not tree["large"] and found["ids"] is tree["ids"]
     assert type(found["large"]) is type(tree["large"])
