@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import load_config as load_config
+    from jaxllama.decoding.sampling import Sampling as Sampling
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
     from jaxllama.generation import commit as commit
     from jaxllama.generation import decode_step as decode_step
@@ -28,7 +29,6 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.model.cache import insert as insert
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
-    from jaxllama.sampling import Sampling as Sampling
     from jaxllama.serving.engine.engine import Engine as Engine
     from jaxllama.serving.engine.request import Request as Request
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
@@ -51,7 +51,7 @@ _HOME = {
     "commit": "generation",
     "generate": "generation",
     "logits": "generation",
-    "Sampling": "sampling",
+    "Sampling": "decoding.sampling",
     "Engine": "serving.engine.engine",
     "Request": "serving.engine.request",
     "Policy": "offload.policy",

@@ -13,10 +13,10 @@ import sys
 
 import jax
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.shardings import shard_params
 from jaxllama.parallel import mesh as parallel
-from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.request import Request
 from tests.helpers.models import LLAMA, params_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.grammar import Allowed, AtLeast, GrammarCompiler, Matcher
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import Request

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import ModelDraft, NGram
 from jaxllama.language_model import DraftSource
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
@@ -31,7 +32,6 @@ from jaxllama.serving.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.serving.engine.programs import Programs, Wanted, folder
 from jaxllama.serving.engine.scheduler import Fill, Scheduler, Sequence, TurnPlan
 from jaxllama.serving.engine.slots import NOBODY
-from jaxllama.speculative import ModelDraft, NGram
 
 
 class Written(NamedTuple):

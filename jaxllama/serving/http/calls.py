@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
-from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.http.bodies import Chat, Completion, GenerationBody, Message, Tokenize
 from jaxllama.serving.http.constraints import constraint, form

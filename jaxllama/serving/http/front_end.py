@@ -25,8 +25,8 @@ from typing import Any
 import uvicorn
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
 from jaxllama.serving.http import limits, logs, messages
 from jaxllama.serving.http.link import EngineClient
 from jaxllama.serving.http.server import ServerSettings, application

@@ -16,7 +16,7 @@ import pydantic
 
 from jaxllama.bench import load_generator
 from jaxllama.bench.load_generator import Lengths, Load
-from jaxllama.sampling import Sampling
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.serving.engine.engine import Engine
 from tests.helpers.http_server import CFG, NAME, serving, talking, tiny_model, wait_until
 from tests.serving.http.test_tools import CITY, TIME, TOOLS, USER, tokenizer

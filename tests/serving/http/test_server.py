@@ -32,9 +32,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllama import __version__
 from jaxllama.bench import load_generator
 from jaxllama.bench.load_generator import Lengths, Load
+from jaxllama.decoding.sampling import Sampling, SamplingParams, sample
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import final_norm, forward
-from jaxllama.sampling import Sampling, SamplingParams, sample
 from jaxllama.serving.http import bodies as request_bodies
 from jaxllama.serving.http import server
 from jaxllama.serving.http.bodies import ApiError, Chat, Completion, parse
