@@ -27,9 +27,11 @@ import uvicorn
 from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
-from jaxllama.serving.http import limits, logs, messages
-from jaxllama.serving.http.link import EngineClient
+from jaxllama.serving import logs
+from jaxllama.serving.api import messages
+from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, application
+from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.text.tokenizer import Tokenizer
 
 GONE = "the engine's process has ended"

@@ -40,18 +40,20 @@ from jaxllama.language_model import LanguageModel
 try:
     from starlette.types import ASGIApp
 
-    from jaxllama.serving.http import front_end, logs, messages
-    from jaxllama.serving.http.hub import Hub, Port, forward_passes
-    from jaxllama.serving.http.metrics import HasStats, Metrics
+    from jaxllama.serving import logs
+    from jaxllama.serving.api import messages
+    from jaxllama.serving.api.metrics import HasStats, Metrics
+    from jaxllama.serving.http import front_end
     from jaxllama.serving.http.middleware import is_local
-    from jaxllama.serving.http.replicas import Replicas
     from jaxllama.serving.http.server import ServerSettings, create_app
+    from jaxllama.serving.ipc.hub import Hub, Port, forward_passes
+    from jaxllama.serving.ipc.replicas import Replicas
 except ImportError as error:
     if not extras.is_optional(error.name):
         raise
     raise extras.missing(str(error.name), "serving") from None
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.journal import Journal
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.journal import Journal
 
 INTERVAL = 10.0
 KEY_VARIABLE = "JAXLLAMA_API_KEY"

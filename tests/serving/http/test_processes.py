@@ -13,10 +13,12 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.serving.http import front_end, link, messages, process, replicas
-from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.link import EngineClient
-from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.api import messages
+from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.http import front_end, process
+from jaxllama.serving.ipc import link, replicas
+from jaxllama.serving.ipc.hub import Hub
+from jaxllama.serving.ipc.link import EngineClient
 
 
 class Child:
