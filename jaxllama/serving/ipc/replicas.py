@@ -44,8 +44,9 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.http.front_end import Facts, Pulse, Wire
+from jaxllama.serving.ipc.facts import Facts
 from jaxllama.serving.ipc.hub import Hub, forward_passes
+from jaxllama.serving.ipc.wire import Pulse, Wire
 
 PREFIXES = (1024, 256, 64)  # tokens of a prompt's beginning that a replica is remembered by
 REMEMBERED = 8192  # beginnings

@@ -44,8 +44,8 @@ from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import to_json
 from jaxllama.serving.http import server
-from jaxllama.serving.http.front_end import Facts
 from jaxllama.serving.http.server import ServerSettings, _Server
+from jaxllama.serving.ipc.facts import Facts
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient, local
 from jaxllama.text.tokenizer import Tokenizer
