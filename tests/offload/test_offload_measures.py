@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.bench import offload_disk as disk_bench
-from jaxllama.bench import offload_sweep as sweep
-from jaxllama.bench import plan
-from jaxllama.bench.offload_sweep import grid, model_of, summary
+from benchmarks import offload_disk as disk_bench
+from benchmarks import offload_sweep as sweep
+from benchmarks.offload_sweep import grid, model_of, summary
 from jaxllama.config import load_config
+from jaxllama.evaluation import plan
 from jaxllama.offload.disk import DiskFile
 from jaxllama.offload.planner import calibrate as calibration
 from jaxllama.offload.planner.accounting import model_bytes
