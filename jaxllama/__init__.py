@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.loading import load as load
     from jaxllama.model.cache import Cache as Cache
     from jaxllama.model.cache import init_cache as init_cache
-    from jaxllama.model.cache import insert as insert
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
     from jaxllama.sampling import Sampling as Sampling
@@ -44,7 +43,6 @@ _HOME = {
     "quantize_params": "quantization.quantize",
     "init_cache": "model.cache",
     "Cache": "model.cache",
-    "insert": "model.cache",
     "prefill": "generation",
     "decode_step": "generation",
     "verify_step": "generation",

@@ -11,8 +11,8 @@ last row has ended.  ``GATHER`` seconds are waited for others to come.  A step i
 rows that end before the others stand still.
 
 Contract: as the engine's.  Left out, and refused by name: what would change the logits of a row
-while it runs (grammars, least lengths), alternatives of tokens, the sizes of a cache of pages, a
-journal of steps (a block's rows depend on when they came).  Programs are compiled when a shape
+while it runs (grammars, least lengths), alternatives of tokens, the sizes of a cache of pages.
+Programs are compiled when a shape
 first needs them.
 """
 
@@ -159,8 +159,8 @@ class BlockRunner:
         self._told = np.zeros(0, int)  # tokens of each row that were handed on
         self._thread = ThreadPoolExecutor(1, "jaxllama-blocks")
 
-    def run(self, plan: TurnPlan, masks: Any, scheduler: Scheduler) -> Running:
-        """masks: none, as ``BlockScheduler.check`` sees to."""
+    def run(self, plan: TurnPlan, masks: Any) -> Running:
+        """Queue one step of the block.  masks is empty: ``BlockScheduler.check`` refuses masks."""
         handed = threading.Event()
         handed.set()  # nobody waits for a device
         drawn: Future[Any] = self._thread.submit(self._do, plan.admitted, list(plan.budgets))

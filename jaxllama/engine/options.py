@@ -360,7 +360,7 @@ def _widths(chunk: int) -> tuple[int, ...]:
 
 def checked_names(options: Iterable[str]) -> None:
     """JaxLlamaError for an option of ``Engine`` that is none."""
-    known = [*(field.name for field in dataclasses.fields(EngineOptions)), "state", "observe"]
+    known = [*(field.name for field in dataclasses.fields(EngineOptions)), "observe"]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

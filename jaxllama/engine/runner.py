@@ -26,7 +26,7 @@ from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.pages import KVPages
 from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.engine.programs import Programs, Wanted, folder
-from jaxllama.engine.scheduler import Fill, Scheduler, Sequence, TurnPlan
+from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.language_model import DraftSource
 from jaxllama.model.lora import for_rows
@@ -167,15 +167,22 @@ class Runner:
 
     # A step
 
-    def run(
-        self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens], scheduler: Scheduler
-    ) -> Running:
-        """A plan, its rows' ``masks`` with it, in the runner's thread behind those before.  The
-        thread waits where jax does: on a mesh a call of a loop does not return before the loop has
-        ended."""
+    def run(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Running:
+        """Queue a plan in the runner's thread, after the plans before it.
+
+        The thread blocks where jax blocks: on a mesh a call of a loop returns when the loop has
+        ended.
+
+        Parameters
+        ----------
+        plan
+            One step of the scheduler.
+        masks
+            Allowed next tokens of the rows whose tokens are restricted.
+        """
         for sequence in plan.preempted:
             self.drop(sequence)
-        calls = [*self._admissions(plan.admitted), *self._fills(plan.fills, scheduler)]
+        calls = [*self._admissions(plan.prefixes), *self._fills(plan.fills)]
         decode = self._decode_of(plan, masks) if plan.budgets else None
         handed = threading.Event()
         return Running(self._thread.submit(self._do, calls, decode, handed), handed)
@@ -203,18 +210,19 @@ class Runner:
 
     # Prompts
 
-    def _admissions(self, sequences: list[Sequence]) -> Iterator[Callable[[], device.BatchState]]:
+    def _admissions(
+        self, prefixes: Mapping[Sequence, Prefix]
+    ) -> Iterator[Callable[[], device.BatchState]]:
+        """Yield the calls that give the admitted sequences their slots."""
         newcomers = []
-        for sequence in sequences:
+        for sequence, prefix in prefixes.items():
             request, held = sequence.request, sequence.held
-            snapshot = held.nodes[-1].state if held.nodes else None
-            length = len(held.nodes) * self.pages.size
             newcomers.append(
                 device.Newcomer(
                     slot=sequence.own_slot,
                     pages=list(held.pages),
-                    length=length,
-                    snapshot=snapshot,
+                    length=prefix.length,
+                    snapshot=prefix.snapshot,
                     sampling=request.sampling,
                     prompt=request.prompt,
                     output=sequence.output,
@@ -247,10 +255,8 @@ class Runner:
     def _history_width(self, tokens: int) -> int:
         return next(width for width in self.options.history_widths if width >= tokens)
 
-    def _fills(
-        self, fills: list[Fill], scheduler: Scheduler
-    ) -> Iterator[Callable[[], device.BatchState]]:
-        """A plan's chunks, several prompts' in a call, those of one in order."""
+    def _fills(self, fills: list[Fill]) -> Iterator[Callable[[], device.BatchState]]:
+        """Yield the prefill calls of a plan: several prompts a call, a prompt's chunks in order."""
         rounds: dict[int, list[Fill]] = {}
         done: dict[Sequence, int] = {}
         for fill in fills:
@@ -260,23 +266,20 @@ class Runner:
             for (width, fresh), group in _groups(some, self._kind):
                 rows = self.options.rows(width)
                 for first in range(0, len(group), rows):
-                    yield self._fill(group[first : first + rows], width, fresh, scheduler)
+                    yield self._fill(group[first : first + rows], width, fresh)
 
     def _kind(self, fill: Fill) -> tuple[int, bool]:
         """Tokens of its call, and whether it is a prompt's beginning."""
         width = next(width for width in self.options.widths if width >= fill.size)
         return width, not fill.begin
 
-    def _fill(
-        self, fills: list[Fill], width: int, fresh: bool, scheduler: Scheduler
-    ) -> Callable[[], device.BatchState]:
+    def _fill(self, fills: list[Fill], width: int, fresh: bool) -> Callable[[], device.BatchState]:
         rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
         tokens, facts = _blank(rows, width)
         for row, fill in enumerate(fills):
             sequence = fill.sequence
             tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
-            snapshot = scheduler.filled(fill)
-            snapshot = NOBODY if snapshot is None else snapshot
+            snapshot = NOBODY if fill.snapshot is None else fill.snapshot
             facts[row] = sequence.own_slot, fill.size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
         return lambda: self._fill_call(params, tokens, facts, fresh)

@@ -1,6 +1,6 @@
 """Engine: every request's tokens are those it gets alone, whatever else happens.
 
-``test_engine_state`` has the same of a model with states, and the journal.
+``test_engine_state`` has the same of a model with states.
 """
 
 from __future__ import annotations
