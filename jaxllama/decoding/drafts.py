@@ -142,9 +142,9 @@ class ModelDraft:
     ) -> Cache:
         """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
         tokens = self._known(tokens)
-        cache = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)[1]
-        assert cache is not None
-        return cache
+        _, after = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)
+        assert after is not None
+        return after
 
     def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
         """Nothing is computed where nobody wants a draft."""

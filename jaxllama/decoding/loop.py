@@ -55,7 +55,8 @@ def run(
     extra: what the caller keeps of the turns; ``collect`` returns it with another turn's part.
 
     The condition is computed where it is asked for.  As an element of the carry it would save a
-    kernel, but a CUDA graph then reads it before the step has written it (``bench/README.md``).
+    kernel, but a CUDA graph then reads it before the step has written it
+    (``evaluation/speed/README.md``).
     """
     adapts_to = None if drafting is None else drafting.adapts_to
 

@@ -6,7 +6,7 @@
 
 A pass costs what its weights cost to load, whatever its tokens (SpecExec, arXiv 2406.02532), so it
 may be as wide as drafts are long.  The draft, a model too, lies on the device with the cache.
-Drafts and verdicts are ``jaxllama.speculative``'s, here a program each between two walks of
+Drafts and turns are those of ``jaxllama.decoding``, here a program each between two walks of
 ``OffloadRun`` over the units.  The tokens are those without a draft.
 
 Left out: trees, which SpecExec grows; a cache that moves, whose columns are stored by the step.
