@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
@@ -45,6 +44,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from pallas_kernels.brief import short_repr
+from pallas_kernels.jax_internals import get_opaque_trace_state
 from pallas_kernels.rows import greedy
 
 Params = dict[str, Any]

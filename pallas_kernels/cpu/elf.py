@@ -74,7 +74,7 @@ _ABSOLUTE, _RELATIVE = 1, 24  # relocations of 64 bits: to a symbol, and from th
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """Machine code in memory.  symbols: name -> address.  memory: holds the code while it is kept."""
+    """Machine code.  symbols: name -> address.  memory: holds the code while it is kept."""
 
     symbols: dict[str, int]
     memory: Any
@@ -87,9 +87,11 @@ def load(data: bytes) -> Image | None:
     not known, and where the system refuses executable memory.  ``data`` must be what a compiler has
     written: offsets are not checked.
     """
+    is_linux = (sys.platform, platform.machine()) == ("linux", "x86_64")
+    if not is_linux or not data.startswith(_OBJECT):
+        return None
     header = np.frombuffer(data, _HEADER, 1)[0]
-    is_known = data.startswith(_OBJECT) and header["machine"] == _X86_64
-    if not is_known or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    if header["machine"] != _X86_64:
         return None
     sections = np.frombuffer(data, _SECTION, header["section_count"], int(header["sections"]))
     offsets, written, size = _placed(sections)
@@ -124,7 +126,9 @@ def load(data: bytes) -> Image | None:
                 return None
             place = offsets[int(section["info"])] + int(one["offset"])
             value = target + int(one["addend"]) - (base + place if kind == _RELATIVE else 0)
-            image[place : place + 8] = np.frombuffer((value % 2**64).to_bytes(8, "little"), np.uint8)
+            image[place : place + 8] = np.frombuffer(
+                (value % 2**64).to_bytes(8, "little"), np.uint8
+            )
     executable = mmap.PROT_READ | mmap.PROT_EXEC
     if ctypes.CDLL(None).mprotect(ctypes.c_void_p(base), ctypes.c_size_t(written), executable):
         return None
