@@ -264,6 +264,7 @@ def _from_checkpoint(
                 cfg,
                 dtype,
                 keep_quantized=own_codes,
+                laid_out=own_codes,
                 progress=progress,
                 place=here if grid is None and place is None else place,
             )
@@ -300,6 +301,8 @@ def _laid_out(_: Any, leaf: Any) -> Any:
     so that nothing is held twice.  What the kernels have no form for stays as it is.  Arrays that
     jax takes without a copy, and small ones, stay numpy's: a call of ``device_put`` for each takes
     as long as reading it."""
+    if isinstance(leaf, CpuWeight):
+        return leaf
     leaf = prepare_tree(leaf)
     if isinstance(leaf, CpuWeight) or tree_bytes(leaf) < _SMALL:
         return leaf

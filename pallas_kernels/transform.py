@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.dispatch import KERNELS, Implementation, Plan, implementation_of
+from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
 
 Leaves = Sequence[jax.Array]
 Form = Callable[..., Any]
