@@ -94,7 +94,10 @@ class _Hits:
         self.count += event == CACHE_HIT
 
 
-_hits = _Hits()
+@functools.cache
+def _hits() -> _Hits:
+    """Return the process's counter; it listens from the first call on."""
+    return _Hits()
 
 
 class Programs:
@@ -119,12 +122,12 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             made = None if path is None else self._kept(path, pool)
             if made is None:
-                before = _hits.count
+                before = _hits().count
                 lowered = (one.lower() for one in wanted.values())
                 made = [work.result() for work in [pool.submit(one.compile) for one in lowered]]
                 # A CPU's program that jax took from its cache lacks some of its functions when it
                 # is written once more, and the next start would fail as it runs.
-                is_whole = self._device.platform != "cpu" or _hits.count == before
+                is_whole = self._device.platform != "cpu" or _hits().count == before
                 if path is not None and is_whole:
                     _keep(path, made, pool)
         self._made.update(zip(wanted, made, strict=True))
