@@ -39,8 +39,7 @@ from jaxllama.model.cache import init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import for_rows
 from jaxllama.model.shardings import fetch, gather_params
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import mesh_of
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.rows import (
     Generation,
     Reader,

@@ -52,8 +52,7 @@ from jaxllama.engine.stats import EngineStats, count
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.model import OffloadedModel
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import mesh_of
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 
 _log = logging.getLogger("jaxllama.serving")
 # Most seconds that rows wait to be told, for the next step to be handed to the device first.

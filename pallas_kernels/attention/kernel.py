@@ -49,7 +49,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
-from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
@@ -64,6 +63,7 @@ from pallas_kernels.attention.plan import (
 )
 from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.ring import Ring, Scales, TokenWords, ring_bytes, scale_bytes
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF, TILE
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.jax_internals import arith
