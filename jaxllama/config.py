@@ -9,6 +9,7 @@ have no defaults here, so that no preset can forget them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 import types
 import typing
@@ -417,9 +418,9 @@ class ModelConfig:
         slides = self.window_rope is not None and self.window_of(layer) is not None
         return typing.cast(RopeConfig, self.window_rope) if slides else self.rope
 
-    @property
+    @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different ones of the attention layers."""
+        """The different positions of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
 

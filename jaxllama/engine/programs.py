@@ -104,7 +104,10 @@ def _count_hit(event: str, **_: Any) -> None:
     _hits.count += event == CACHE_HIT
 
 
-jax.monitoring.register_event_listener(_count_hit)
+@functools.cache
+def _count_hits() -> None:
+    """Count from the first call on; jax calls its listeners in every program's compilation."""
+    jax.monitoring.register_event_listener(_count_hit)
 
 
 class Programs:
@@ -231,6 +234,7 @@ class Programs:
                 return error
 
     def _compile(self, key: Hashable, lowered: Any) -> None:
+        _count_hits()
         hits = _hits.count
         try:
             if isinstance(lowered, Exception):

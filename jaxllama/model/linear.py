@@ -37,7 +37,8 @@ from jaxllama.parallel.mesh import is_split
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
-from pallas_kernels.matmul.op import fused_matmul, quantized_matmul
+from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens

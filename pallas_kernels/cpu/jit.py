@@ -63,7 +63,13 @@ def _unavailable(isa: str) -> Reason | None:
 
 
 def host() -> Target:
-    """What programs are compiled for.  Raises RuntimeError with ``unavailable``'s reason."""
+    """Return what programs are compiled for. Raises RuntimeError with ``unavailable``'s reason."""
+    return _host(os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _host(isa: str) -> Target:
+    del isa
     found = target()
     if isinstance(found, Reason):
         raise RuntimeError(found.text)
