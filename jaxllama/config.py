@@ -434,7 +434,7 @@ class ModelConfig:
         """Query heads per kv head (G)."""
         return self.n_heads // self.n_kv_heads
 
-    @property
+    @functools.cached_property
     def gla_head_dims(self) -> tuple[int, int]:
         """(Dk, Dv) of one GLA head."""
         assert self.gla is not None

@@ -110,19 +110,17 @@ def device_of(operands: Any) -> Any:
     if (recorder := _recorder.get()) is not None:
         return recorder.device
     for x in jax.tree.leaves(operands):
+        device = None
         if not isinstance(x, Tracer):
             device = _device_of_array(x)
         elif (abstract := jax.typeof(x).sharding.mesh.abstract_device) is not None:
             device = _like(abstract)
-        else:
-            device = None
         if device is not None:
             return device
     if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
         return _like(abstract)
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    is_name = default is None or isinstance(default, str)
-    return jax.devices(default)[0] if is_name else default
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 
 def _device_of_array(x: Any) -> Any | None:

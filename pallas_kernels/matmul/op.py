@@ -285,12 +285,12 @@ def _product(
         return _with_low_rank(x, w, around, around.low_rank, implementation)
     if is_empty(x, w):
         return finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), around.bias, around.out)
-    choice = chosen(plan, implementation)
+    made = chosen(plan, implementation)
     static = Static(around.out, None if plan is None else _call(rows, w, around), plan)
     if isinstance(rows, QTensor):
-        out = _codes(choice, static, rows, w, around.bias, _flat_term(around.low_rank))
+        out = _codes(made, static, rows, w, around.bias, _flat_term(around.low_rank))
     else:
-        out = _weight_only(choice, static, rows, w, around.bias)
+        out = _weight_only(made, static, rows, w, around.bias)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
