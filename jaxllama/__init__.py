@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import load_config as load_config
+    from jaxllama.decoding.sampling import Sampling as Sampling
     from jaxllama.engine.engine import Engine as Engine
     from jaxllama.engine.request import Request as Request
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.model.cache import init_cache as init_cache
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
-    from jaxllama.sampling import Sampling as Sampling
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
@@ -49,7 +49,7 @@ _HOME = {
     "commit": "generation",
     "generate": "generation",
     "logits": "generation",
-    "Sampling": "sampling",
+    "Sampling": "decoding.sampling",
     "Engine": "engine.engine",
     "Request": "engine.request",
     "Policy": "offload.policy",

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.engine.pages import KVPages
 from jaxllama.engine.request import Request
@@ -37,7 +38,6 @@ from jaxllama.offload import units
 from jaxllama.offload.model import OffloadedModel, chunk_of, kv_dtype_of
 from jaxllama.offload.planner.accounting import check_host
 from jaxllama.offload.run import OffloadRun
-from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
@@ -208,7 +208,8 @@ class BlockRunner:
         )
 
     def _written(self, run: OffloadRun, wanted: list[Sequence]) -> dict[Sequence, Written]:
-        tokens, logprobs, counts, _ = run.written()
+        report = run.report
+        tokens, logprobs, counts = report.tokens, report.logprobs, report.counts
         before, self._told = self._told, counts
         written = {}
         for sequence in wanted:
@@ -232,7 +233,7 @@ class BlockRunner:
             units.embed,
             units.last_hidden,
             units.head_logits,
-            offload_run.emit,
+            offload_run.append_token,
         )
         return sum(program._cache_size() for program in programs)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import ModelDraft, NGram
 from jaxllama.engine import lazy_zeros
 from jaxllama.engine import slots as device
 from jaxllama.engine.grammar import NextTokens
@@ -30,7 +31,6 @@ from jaxllama.engine.slots import NOBODY
 from jaxllama.language_model import DraftSource
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.speculative import ModelDraft, NGram
 
 
 class Written(NamedTuple):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
 from jaxllama.model.cache import Cache, init_cache
@@ -19,7 +20,6 @@ from jaxllama.model.mixers.attention.mix import attend, attend_cached
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.recurrent import RecurrentState
-from jaxllama.sampling import Sampling
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import (
