@@ -44,7 +44,6 @@ from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
-CACHE_HIT = "/jax/compilation_cache/cache_hits"  # jax's event
 PATIENCE = 1.0  # most seconds that a program waits for more urgent work before it is compiled
 LOOK = 0.01  # seconds between two looks at that work
 _log = logging.getLogger("jaxllama.serving")
@@ -91,22 +90,6 @@ class Kept(NamedTuple):
     programs: list[tuple[bytes, Any, Any]]
 
 
-class _Hits(threading.local):
-    """Number of programs that jax took from its cache in this thread."""
-
-    count = 0
-
-
-_hits = _Hits()
-
-
-def _count_hit(event: str, **_: Any) -> None:
-    _hits.count += event == CACHE_HIT
-
-
-jax.monitoring.register_event_listener(_count_hit)
-
-
 class Programs:
     """Compiled programs of an engine, by key.
 
@@ -125,7 +108,6 @@ class Programs:
         self._folder, self._device = folder, device
         self._made: dict[Hashable, Future[Any]] = {}
         self._claimed: set[Hashable] = set()
-        self._is_whole = True
         self._lock = threading.Lock()  # of the claims
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
         self._is_stopped = False
@@ -233,8 +215,7 @@ class Programs:
                 return error
             if self._device.platform != "cpu":
                 return lowered
-            # A prompt's first chunk and the following ones may be one program.  jax would take the
-            # second from its cache, and such a program cannot be kept.
+            # A prompt's first chunk and the following ones may be one program.
             text = f"{lowered.in_tree}\n{lowered.as_text()}"
             twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
         if twin == key:
@@ -245,18 +226,14 @@ class Programs:
     def _compile(self, key: Hashable, lowered: Any) -> None:
         if lowered is None:
             return
-        hits = _hits.count
+        is_cpu = self._device.platform == "cpu"
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = lowered.compile()
+            program = compiler_options.compiled_here(lowered) if is_cpu else lowered.compile()
         except Exception as error:
             self._made[key].set_exception(error)
             return
-        # A CPU's program that jax took from its cache lacks some of its functions when it is
-        # written once more, and the next start would fail as it runs.
-        if self._device.platform == "cpu" and _hits.count != hits:
-            self._is_whole = False
         self._made[key].set_result(program)
 
     def _compile_all(
@@ -309,7 +286,7 @@ class Programs:
 
     def _keep(self, wanted: Mapping[Hashable, Wanted]) -> None:
         """Write the programs to their file, if they can be written."""
-        if self._path is None or not self._is_whole:
+        if self._path is None:
             return
         made = [self._made[key].result() for key in wanted]
         try:
