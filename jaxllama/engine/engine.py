@@ -51,7 +51,6 @@ from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.model import OffloadedModel
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
 
@@ -126,7 +125,7 @@ class Engine:
         self.lm = lm
         self.failure: str | None = None
         draft = draft(lm) if callable(draft) else draft
-        if isinstance(lm, OffloadedModel):
+        if lm.executor.block_size is not None:
             options |= {} if draft is None else {"draft": draft}
             self.options = blocks.options_of(lm, options)
             self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
