@@ -1,8 +1,8 @@
 """LanguageModel: config, params and tokenizer together, turning prompts into text.
 
-It is the convenient face of the pure functions in ``generation``: it tokenizes, pads
-to a few shape buckets so that a steady state compiles nothing, runs the device loop in slices where
-somebody watches the text (streaming, stop strings), and decodes.  It holds no state between calls.
+It tokenizes the prompts and pads them to a few shape buckets, so that a steady state compiles
+nothing.  Its executor runs them: in slices where a caller reads the text as it comes, or stop
+strings may end it.  Readers turn the tokens to text.  It holds no state between calls.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.lora import for_rows
 from jaxllama.model.shardings import fetch
+from jaxllama.text.reader import Reader
 from jaxllama.text.rows import (
     Generation,
-    Reader,
     ids_of,
     pad_rows,
     pieces_of,
@@ -396,7 +396,8 @@ class LanguageModel:
         """One batch, the rows ``members``, through prefill and the decode loop."""
         rows, sampling = [rows[i] for i in members], [sampling[i] for i in members]
         max_new_tokens, stops = options.max_new_tokens, options.stops
-        readers = [Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
+        eos = self.config.eos_token_ids
+        answers = [_Answer(Reader(self.tokenizer, eos, stops)) for _ in rows]
         if self.deterministic:
             empty = options.deterministic_rows - len(rows)
             rows, sampling = rows + [[]] * empty, sampling + [Sampling()] * empty
@@ -429,14 +430,14 @@ class LanguageModel:
             if self.executor.runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
                 ahead = decoding.advance(pace.next(counts))
             found: Report = fetch(report)
-            tokens, counts = found.tokens, found.counts
+            counts = found.counts
             pace.arrived()
-            for row, reader in enumerate(readers):
-                text = reader.read(tokens[row, : counts[row]])
+            for row, answer in enumerate(answers):
+                text = answer.read(found.tokens[row, : counts[row]])
                 if text and options.watched:
                     yield members[row], text
             ended = np.ones(len(rows), bool)
-            ended[: len(readers)] = [reader.finished for reader in readers]
+            ended[: len(answers)] = [answer.reader.stopped for answer in answers]
             if not (~ended & ~found.done & (counts < max_new_tokens)).any():
                 break
             if stops:
@@ -444,13 +445,13 @@ class LanguageModel:
             if ahead is None:
                 ahead = decoding.advance(pace.next(counts[~ended]))
             report = ahead
-        logprobs, figures = found.logprobs, found.drafts
         results = []
-        for row, reader in enumerate(readers):
-            tail = reader.close()
+        for row, answer in enumerate(answers):
+            tail = answer.close()
             if tail and options.watched:
                 yield members[row], tail
-            results.append(reader.result(logprobs[row], *(int(of[row]) for of in figures)))
+            drafted, accepted = map(int, found.drafts[:, row])
+            results.append(answer.result(found.logprobs[row], drafted, accepted))
         return results
 
     def _alone(self, lengths: jax.Array) -> Alone | None:
@@ -682,6 +683,37 @@ class _Pieces:
             seconds = now - max(asked, self._arrived)
             self._step_seconds = min(self._step_seconds, seconds / steps)
         self._arrived = now
+
+
+@dataclasses.dataclass
+class _Answer:
+    """One row's tokens and text so far, as its reader gives them."""
+
+    reader: Reader
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+
+    def read(self, written: np.ndarray) -> str:
+        """Take the row's tokens, of which the first are known; returns the new text."""
+        if self.reader.stopped:
+            return ""
+        new = written[len(self.tokens) :].tolist()
+        count, text = self.reader.read(new)
+        self.tokens += new[:count]
+        self.text += text
+        return text
+
+    def close(self) -> str:
+        """The text that the reader held back."""
+        text = self.reader.close()
+        self.text += text
+        return text
+
+    def result(self, logprobs: np.ndarray, drafted: int, accepted: int) -> Generation:
+        """The answer, of a row with these log-probabilities."""
+        reason = "stop" if self.reader.stopped else "length"
+        known = logprobs[: len(self.tokens)].tolist()
+        return Generation(self.text, self.tokens, known, reason, drafted, accepted)
 
 
 def _weights(params: Params) -> list[Any]:

@@ -4,7 +4,7 @@
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id; with ":layers=N" behind it the model of
-its first N layers (a draft, see ``speculative``).  Weights are read, cast and placed one at
+its first N layers (a draft, see ``decoding.drafts``).  Weights are read, cast and placed one at
 a time: on one device, on a mesh's devices, each its own part (``model.shardings``), or where a
 policy says (``offload``).
 

@@ -3,7 +3,7 @@
     run(source, ...) -> report (a dict)        table(report) -> text
 
 A task that fits on the device whole runs there, and only computation is calibrated for it.  Else
-the machine is calibrated for the model's layers once (``offload.planner.calibrate``), and the
+the machine is calibrated for the model's layers once (``planner.calibrate``), and the
 policy is solved for (``planner.solve``), unless it is given.  The model is loaded under it, and the
 task is run with every load, store and computation timed.  The figures are kept, and the same task
 is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
