@@ -4,7 +4,7 @@
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id; with ":layers=N" behind it the model of
-its first N layers (a draft, see ``speculative``).  Weights are read, cast and placed one at
+its first N layers (a draft, see ``decoding.drafts``).  Weights are read, cast and placed one at
 a time: on one device, on a mesh's devices, each its own part (``model.shardings``), or where a
 policy says (``offload``).
 
@@ -52,8 +52,8 @@ from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
-    from jaxllama.offload.loading import Placement
     from jaxllama.offload.policy import Policy
+    from jaxllama.placement import Placement
 
 
 _SMALL = 1 << 16  # bytes
@@ -138,7 +138,7 @@ def load(
     if policy is None and mesh is None and jax.default_backend() == "cpu":
         programs = KeptPrograms((str(source), revision, dtype.name, quantize, random, exact, merge))
     if policy is not None:
-        from jaxllama.offload.loading import Placement
+        from jaxllama.placement import Placement
 
         place = Placement(policy, dtype, quantize, deterministic, exact=exact)
     grid = None if mesh is None else make_mesh(mesh)
