@@ -22,9 +22,9 @@ from jaxllama.errors import JaxLlamaError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jaxllama.decoding.sampling import Sampling
     from jaxllama.language_model import LanguageModel
     from jaxllama.offload.policy import Policy
-    from jaxllama.sampling import Sampling
 
 MODEL = "smollm2-135m"
 # More objects than a start makes, and how many new ones garbage is then looked for among.
@@ -448,7 +448,7 @@ def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
     """What the options say; where they are silent, ``own``, or greedy."""
     import dataclasses
 
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
     named = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
     chosen = dataclasses.replace(
