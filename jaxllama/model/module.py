@@ -93,7 +93,7 @@ class SwiGLU(nn.Module):
         params, cfg = self.tree(), self.cfg
         gate_up, down = params["gate_up"], params["down"]
         y, _ = linear.norm_linear(Stream(x), None, gate_up, cfg, into=down)
-        return linear.product(y, down, x.dtype, cfg)
+        return linear.linear(y, down, x.dtype)
 
 
 class DecoderLayer(nn.Module):

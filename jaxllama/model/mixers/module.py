@@ -72,4 +72,4 @@ class MixerModule(nn.Module):
         at = tokens_at(cfg, x, state, lengths, start)
         projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)
         heads, state = mixer.mix(cfg, params, projected, state, at)
-        return linear.product(heads, params["o"], x.dtype, cfg), state
+        return linear.linear(heads, params["o"], x.dtype), state
