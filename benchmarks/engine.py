@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 import jaxllama as jl
-from jaxllama.engine.request import Event, Request
 from jaxllama.progress import working
 
 
@@ -39,11 +38,11 @@ class Load:
     def _ask(self, new: int) -> None:
         vocabulary = self.engine.lm.config.vocab_size
         prompt = tuple(self._draw.integers(0, vocabulary, self.prompt).tolist())
-        request = Request(f"r{self._asked}", prompt, new, ignore_eos=True)
+        request = jl.Request(f"r{self._asked}", prompt, new, ignore_eos=True)
         self._asked += 1
         self.engine.submit(request, self._told)
 
-    def _told(self, event: Event) -> None:
+    def _told(self, event: Any) -> None:
         self.tokens += len(event.tokens)
         if event.finish_reason is not None:
             self.ended += 1

@@ -112,6 +112,7 @@ class Programs:
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
         self._is_stopped = False
         self._path: Path | None = None
+        self._is_kept = False
         self._keys: dict[bytes, Hashable] = {}  # by the lowered program
 
     def __len__(self) -> int:
@@ -161,24 +162,30 @@ class Programs:
             Called with the key of each of these programs once it is there.
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
-        is_kept = all(self._made[key].done() for key in wanted)
+
+        def made(key: Hashable) -> None:
+            if not self._is_stopped:
+                on_made(key)
 
         def wait() -> bool:
             until = time.monotonic() + PATIENCE
             while not self._is_stopped and is_busy() and time.monotonic() < until:
                 time.sleep(LOOK)
-            return not self._is_stopped
+            return not self._is_stopped and threading.main_thread().is_alive()
 
         def work() -> None:
             try:
-                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, on_made)
+                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, made)
             except Exception as error:  # the call that needs the program raises it again
                 _log.error("a program cannot be compiled", exc_info=error)
                 return
-            if not (is_kept or self._is_stopped):
-                self._keep(wanted)
+            if not all(self._made[key].done() for key in wanted):  # stopped
+                return
+            _log.info("all programs are compiled", extra={"fields": {"programs": len(wanted)}})
+            self._keep(wanted)
 
-        threading.Thread(target=work, name="jaxllama-warm-up", daemon=True).start()
+        # No daemon: a process that ends while this thread is in the compiler would crash.
+        threading.Thread(target=work, name="jaxllama-warm-up").start()
 
     def stop(self) -> None:
         """End the thread of ``add_rest`` after the programs that it compiles now."""
@@ -193,6 +200,7 @@ class Programs:
         if is_new and self._folder is not None:
             self._path = self._folder / name(wanted, self._device)
             kept = self._kept(self._path)
+            self._is_kept = kept is not None
             for key, program in zip(wanted, kept or (), strict=kept is not None):
                 if self._claim(key):
                     self._made[key].set_result(program)
@@ -285,8 +293,8 @@ class Programs:
             return None
 
     def _keep(self, wanted: Mapping[Hashable, Wanted]) -> None:
-        """Write the programs to their file, if they can be written."""
-        if self._path is None:
+        """Write the programs to their file, if they can be written and are not there."""
+        if self._path is None or self._is_kept:
             return
         made = [self._made[key].result() for key in wanted]
         try:
@@ -296,6 +304,7 @@ class Programs:
             warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
         else:
             keep(self._path, Kept(jit.registered(), programs))
+            self._is_kept = True
 
 
 def _copy(made: Future[Any], to: Future[Any]) -> None:
