@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import load_config as load_config
+    from jaxllama.engine.engine import Engine as Engine
+    from jaxllama.engine.request import Request as Request
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
     from jaxllama.generation import commit as commit
     from jaxllama.generation import decode_step as decode_step
@@ -29,8 +31,6 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
     from jaxllama.sampling import Sampling as Sampling
-    from jaxllama.serving.engine.engine import Engine as Engine
-    from jaxllama.serving.engine.request import Request as Request
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
@@ -52,8 +52,8 @@ _HOME = {
     "generate": "generation",
     "logits": "generation",
     "Sampling": "sampling",
-    "Engine": "serving.engine.engine",
-    "Request": "serving.engine.request",
+    "Engine": "engine.engine",
+    "Request": "engine.request",
     "Policy": "offload.policy",
     "JaxLlamaError": "errors",
 }

@@ -687,7 +687,7 @@ def advance(
     What it carries for a row is one array, and what it writes another, since on a GPU each small
     array that changes costs a step a kernel.  The condition is computed where it is asked for: as
     an element of the carry it would save a kernel, but a graph then reads it before the step has
-    written it (``bench/README.md``).
+    written it (``evaluation/speed/README.md``).
     """
     until = jnp.minimum(until, state.tokens.shape[1])
 

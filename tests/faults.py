@@ -49,7 +49,7 @@ class Fault:
 
 M, K = "jaxllama/model/", "pallas_kernels/"
 MODEL = f"{IDENTITIES} tests/model"
-ENGINE, HTTP = "tests/serving/engine", "tests/serving/http"
+ENGINE, HTTP = "tests/engine", "tests/serving/http"
 CANDIDATES = [
     # The model
     Fault("attention sees one key beyond the window", K + "attention/blockwise.py",
@@ -128,27 +128,27 @@ CANDIDATES = [
           "jnp.minimum(2 * self.pause, _LONGEST_PAUSE)", "self.pause",
           "tests/test_speculative.py"),
     # The engine
-    Fault("a prefix is known one page too far", "jaxllama/serving/engine/pages.py",
+    Fault("a prefix is known one page too far", "jaxllama/engine/pages.py",
           "for first in range(0, len(tokens) - self.size + 1, self.size):",
           "for first in range(0, len(tokens), self.size):", ENGINE),
-    Fault("prefixes are shared between adapters", "jaxllama/serving/engine/pages.py",
+    Fault("prefixes are shared between adapters", "jaxllama/engine/pages.py",
           "parent = self._roots.setdefault(key, Node(key, -1, None))",
           "parent = self._roots.setdefault(None, Node(None, -1, None))", ENGINE),
-    Fault("an evicted page keeps its snapshot", "jaxllama/serving/engine/pages.py",
+    Fault("an evicted page keeps its snapshot", "jaxllama/engine/pages.py",
           "        del self._leaves[node]\n        self._drop_state(node)\n",
           "        del self._leaves[node]\n", ENGINE),
-    Fault("a growing row lacks its last page", "jaxllama/serving/engine/scheduler.py",
+    Fault("a growing row lacks its last page", "jaxllama/engine/scheduler.py",
           "return max(self.pages.need(after) - len(sequence.held.pages), 0)",
           "return max(self.pages.need(after - 1) - len(sequence.held.pages), 0)", ENGINE),
-    Fault("a preempted sequence loses its place", "jaxllama/serving/engine/scheduler.py",
+    Fault("a preempted sequence loses its place", "jaxllama/engine/scheduler.py",
           "return (self.order - AGE * self.request.priority, self.order)",
           "return (self.order + AGE * self.request.priority, self.order)", ENGINE),
-    Fault("ignore_eos is ignored", "jaxllama/serving/engine/passes.py",
+    Fault("ignore_eos is ignored", "jaxllama/engine/passes.py",
           "& ~slots.ignore_eos[:, None]", "", ENGINE),
-    Fault("a newcomer's seed is the slot's old one", "jaxllama/serving/engine/slots.py",
+    Fault("a newcomer's seed is the slot's old one", "jaxllama/engine/slots.py",
           "slot[row], sampling[row], length[row] = new.slot, new.sampling, new.length",
           "slot[row], length[row] = new.slot, new.length", ENGINE),
-    Fault("top log-probabilities are one token short", "jaxllama/serving/engine/output.py",
+    Fault("top log-probabilities are one token short", "jaxllama/engine/output.py",
           "ids, values = (array[:kept, :n_top].tolist() for array in written.top)",
           "ids, values = (array[:kept, : n_top - 1].tolist() for array in written.top)",
           f"{ENGINE} {HTTP}"),

@@ -20,7 +20,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 import jaxllama as jl
-from jaxllama.bench.loops import most_repeated, read_prompts
+from benchmarks.loops import most_repeated, read_prompts
 from jaxllama.checkpoints.gguf import load as gguf_load
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import preset_sampling

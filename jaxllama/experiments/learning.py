@@ -36,11 +36,11 @@ from jaxllama.experiments.settings import LearnSettings
 from jaxllama.generation import Params
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import block, capped, final_norm, head, layer_config
+from jaxllama.model.flops import parameters
 from jaxllama.model.linear import Stream
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.data import TokenFile
-from jaxllama.training.flops import parameters
 from jaxllama.training.forward import embed
 from jaxllama.training.optimizer import learning_rate, optimizer
 

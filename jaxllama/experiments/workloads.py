@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxllama.bench.decode import run as run_bench
-from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.harness import timed
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
+from jaxllama.evaluation.speed.decode import run as run_bench
+from jaxllama.evaluation.speed.harness import timed
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
@@ -164,7 +164,7 @@ def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> L
 def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
     """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
     from jaxllama import training
-    from jaxllama.training.flops import parameters
+    from jaxllama.model.flops import parameters
 
     config = tokenized(experiment, settings, room.parent)
     config = dataclasses.replace(config, seed=seed)

@@ -37,13 +37,13 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.loading import enable_compilation_cache
+from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import DATA_AXIS, make_mesh
 from jaxllama.progress import Working, working
 from jaxllama.training import report
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
-from jaxllama.training.flops import flops_per_token, peak_flops
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.start import TrainingSetup, begin

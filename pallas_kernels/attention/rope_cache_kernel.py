@@ -12,7 +12,7 @@ transform is a shuffle or two additions.
 
 Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  Result, one H200, that shape, microseconds
 (XLA): bfloat16 12.0 (15.5), int8 8.8 (16.9); NOTES.md.  Command: ``python -m
-pallas_kernels.bench.attention``.
+benchmarks.kernels.attention``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ a stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slo
 
 Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).  Result:
 0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  What was tried: NOTES.md.
-Command: ``python -m pallas_kernels.bench.gla``.
+Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

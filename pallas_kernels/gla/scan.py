@@ -22,7 +22,7 @@ for one another, since what limits there is the L2's rate.
 
 Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
 0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and what was tried:
-NOTES.md.  Command: ``python -m pallas_kernels.bench.gla``.
+NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

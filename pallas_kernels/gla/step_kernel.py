@@ -31,7 +31,7 @@ The state arrives as a mutable reference, so the kernel's input and output are o
 
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128; the vectors
 are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token`` and what was tried: NOTES.md.
-Command: ``python -m pallas_kernels.bench.gla``.
+Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ largest value, and one barrier joins them.  Three ways to run it (``RowsPlan``):
 Floor: bytes counted once, at 4.2 TB/s; one row a launch and one round trip to memory, about 1.1 us.
 Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7 (55.9),
 the gate at 8192 x 2 x 14336 139 (140); the table, and what was tried, is in NOTES.md.  Command:
-``python -m pallas_kernels.bench.rows``.
+``python -m benchmarks.kernels.rows``.
 """
 
 from __future__ import annotations

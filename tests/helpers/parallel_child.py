@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import compiler_options, generation
-from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.hlo import computations
 from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
+from jaxllama.evaluation.speed.hlo import computations
 from jaxllama.loading import load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.shardings import fetch, gather_params, shard_params

@@ -18,12 +18,12 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.config import load_config
+from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.delta import mix as delta
 from jaxllama.model.params import param_table
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization import sites
-from jaxllama.serving.engine.request import Request
 from pallas_kernels.gated_delta.reference import gated_delta_recurrent
 from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softplus
 from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from jaxllama import generation
-from jaxllama.bench.evaluate import perplexity
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.language_model import LanguageModel, pad_rows
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward
@@ -21,8 +23,6 @@ from jaxllama.offload.loading import Placement
 from jaxllama.offload.planner.trial import random_run
 from jaxllama.offload.policy import Policy
 from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.request import Request
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of, relative_error
 

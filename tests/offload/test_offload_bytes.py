@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllama.bench.plan import measure
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.plan import measure
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.planner.accounting import cache_bytes, footprint, hidden_bytes, model_bytes
 from jaxllama.offload.planner.cost import (

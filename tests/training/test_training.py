@@ -22,12 +22,12 @@ from jaxllama import generation
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import head
+from jaxllama.model.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.model.params import param_table
 from jaxllama.training import loop, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.data import TokenFile
 from jaxllama.training.estimate import estimate
-from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.start import TrainingSetup

@@ -37,7 +37,7 @@ bf16.  Everything else is float32, added in an order that depends on K and M alo
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
 4.3 TB/s, 7.0 us; measured 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and what
-was tried: ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.matmul quantized_matmul``.
+was tried: ``matmul/NOTES.md``; ``python -m benchmarks.kernels.matmul quantized_matmul``.
 """
 
 from __future__ import annotations

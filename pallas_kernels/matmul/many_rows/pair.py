@@ -29,7 +29,7 @@ tiles have at most 192 columns, and where a thread has 168 (``plan``) 160.
 
 Floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890 TOPS.  On an H200, K = 4096, N = 14336, M = 8192,
 bf16 output, bias: int8 1616 to 1625 (XLA's bare int8 dot 1493, with scales 929), e4m3 1461 to 1489;
-M = 64 18.1 us.  What was tried: ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
+M = 64 18.1 us.  What was tried: ``matmul/NOTES.md``; ``python -m benchmarks.kernels.prefill``.
 """
 
 from __future__ import annotations

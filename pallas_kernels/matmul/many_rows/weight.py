@@ -31,7 +31,7 @@ vectors come once a tile, as they are stored (``stored``).
 
 Floor: XLA's bf16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702 in
 the same run); int4 in groups of 128 785, int8 758; M = 64 21.9 us.  What was tried:
-``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
+``matmul/NOTES.md``; ``python -m benchmarks.kernels.prefill``.
 """
 
 from __future__ import annotations

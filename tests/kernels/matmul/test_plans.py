@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.bench import fit
+from benchmarks.kernels import fit
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict
 from pallas_kernels.matmul.call import N_SM

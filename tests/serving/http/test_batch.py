@@ -10,10 +10,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
 from jaxllama.cli.main import main
+from jaxllama.engine.engine import Engine
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import batch
-from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, create_app
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving, tiny_checkpoint

@@ -16,8 +16,8 @@ pytest.importorskip("llguidance")
 
 import tokenizers
 
+from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.engine import Engine
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.http_server import NAME, client, serving
