@@ -517,6 +517,15 @@ class ModelConfig:
         return set(self.layer_types) != {"attention"}
 
     @property
+    def feed_width(self) -> int:
+        """Features of a token inside of the widest feed-forward, all of its experts' together."""
+        experts = self.experts
+        if experts is None:
+            return self.d_ff
+        sparse = experts.n_active * experts.d_ff + experts.shared
+        return max(self.d_ff, sparse) if experts.layers else sparse
+
+    @property
     def group_size(self) -> int:
         """Query heads per kv head (G)."""
         return self.n_heads // self.n_kv_heads

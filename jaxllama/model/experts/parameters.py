@@ -102,11 +102,6 @@ def _experts(
     }
 
 
-def active_share(options: ExpertsConfig) -> float:
-    """The share of the experts' weights that a token is multiplied by."""
-    return options.n_active / options.n_experts
-
-
 def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     """(readers, source, rows, channels) of what feeds the feed-forward's weights.
 

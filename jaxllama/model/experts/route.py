@@ -55,7 +55,8 @@ def choose(
     is_softmax = options.scores == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
-    by = logits if is_softmax and choice_bias is None else by
+    if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
+        by = logits  # the same order, and fewer ties
     by = _best_groups(options, by)
     _, experts = lax.top_k(by, options.n_active)
     if is_softmax and options.normalize:
