@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllama.config import configs_dir
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
-from jaxllama.sampling import Sampling
 
 WIDTH, MOST = 4, 5
 NUMBERS = (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import load_config as load_config
+    from jaxllama.decoding.sampling import Sampling as Sampling
     from jaxllama.engine.engine import Engine as Engine
     from jaxllama.engine.request import Request as Request
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
@@ -27,10 +28,8 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.loading import load as load
     from jaxllama.model.cache import Cache as Cache
     from jaxllama.model.cache import init_cache as init_cache
-    from jaxllama.model.cache import insert as insert
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
-    from jaxllama.sampling import Sampling as Sampling
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
@@ -44,14 +43,13 @@ _HOME = {
     "quantize_params": "quantization.quantize",
     "init_cache": "model.cache",
     "Cache": "model.cache",
-    "insert": "model.cache",
     "prefill": "generation",
     "decode_step": "generation",
     "verify_step": "generation",
     "commit": "generation",
     "generate": "generation",
     "logits": "generation",
-    "Sampling": "sampling",
+    "Sampling": "decoding.sampling",
     "Engine": "engine.engine",
     "Request": "engine.request",
     "Policy": "offload.policy",

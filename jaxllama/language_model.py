@@ -24,11 +24,16 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllama import generation, speculative
+from jaxllama import generation
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
+from jaxllama.decoding import drafts
+from jaxllama.decoding.forward import Params, prefill_chunk
+from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.sampling import Sampling, SamplingParams, whole
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors import resident
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.cache import init_cache
 from jaxllama.model.cpu_layout import lay_out
@@ -36,7 +41,6 @@ from jaxllama.model.lora import for_rows
 from jaxllama.model.shardings import fetch, gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.sampling import Sampling, SamplingParams, whole
 from jaxllama.text.rows import (
     Generation,
     Reader,
@@ -85,7 +89,7 @@ class LanguageModel:
     """
 
     config: ModelConfig
-    params: generation.Params
+    params: Params
     tokenizer: Tokenizer | None
     deterministic: bool = False
     sampling: Sampling | None = None
@@ -102,7 +106,7 @@ class LanguageModel:
         # What else asks about the head (saving, byte counts, offloading) sees an untied model.
         object.__setattr__(self, "config", self.config.with_head_of(self.params))
 
-    def _lay_out(self, params: generation.Params) -> generation.Params:
+    def _lay_out(self, params: Params) -> Params:
         """``params`` in the layout that they run in; offloading has its own."""
         return lay_out(params)
 
@@ -143,7 +147,7 @@ class LanguageModel:
         stop: strings that end a row when they appear, across token borders too.
         kv_dtype: of the cache; the activations' dtype by default.
         chunk: tokens of a prompt that go through the model at once; by default as many as
-            ``generation.prefill_chunk`` says.  The answer is the same to the bit where
+            ``decoding.forward.prefill_chunk`` says.  The answer is the same to the bit where
             ``model/README.md`` says so, else up to rounding.
         on_text: called as (row, new text) while decoding, on complete characters only.
         on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk of prompts
@@ -419,15 +423,15 @@ class LanguageModel:
             state = drafting.begin(tokens, lengths, state, capacity)
             advance = functools.partial(drafting.advance, self, limit=max_new_tokens)
         pace = _Pieces(max_new_tokens, is_read=options.watched or bool(stops))
-        counts, report = np.ones(len(rows), int), _parts(state)
+        counts, report = np.ones(len(rows), int), state.report
         while True:
             ahead = None
             # The next call is handed to the device before this one is read, but for the first
             # piece: it does not wait for the loop to be compiled.
             if self._runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
-                state = advance(state, params, stop_ids, pace.next(counts))
-                ahead = _copied(_parts(state))
-            tokens, logprobs, counts, done = (np.array(part) for part in fetch(report))
+                state, ahead = advance(state, params, stop_ids, pace.next(counts))
+            found: Report = fetch(report)
+            tokens, counts = found.tokens, found.counts
             pace.arrived()
             for row, reader in enumerate(readers):
                 text = reader.read(tokens[row, : counts[row]])
@@ -435,17 +439,14 @@ class LanguageModel:
                     yield members[row], text
             ended = np.ones(len(rows), bool)
             ended[: len(readers)] = [reader.finished for reader in readers]
-            if not (~ended & ~done & (counts < max_new_tokens)).any():
+            if not (~ended & ~found.done & (counts < max_new_tokens)).any():
                 break
             if stops:
-                state = dataclasses.replace(state, done=state.done | jnp.asarray(ended))
+                state = state.ended(ended)
             if ahead is None:
-                state = advance(state, params, stop_ids, pace.next(counts[~ended]))
-                ahead = _copied(_parts(state)) if self._runs_ahead else _parts(state)
+                state, ahead = advance(state, params, stop_ids, pace.next(counts[~ended]))
             report = ahead
-        figures = np.zeros((2, len(rows)), int)
-        if drafting is not None:
-            figures = fetch((state.drafted, state.accepted))
+        logprobs, figures = found.logprobs, found.drafts
         results = []
         for row, reader in enumerate(readers):
             tail = reader.close()
@@ -463,20 +464,20 @@ class LanguageModel:
         sampling: SamplingParams,
         stop_ids: jax.Array,
         options: _Options,
-    ) -> generation.GenerateState:
+    ) -> Rows:
         """Prefill and the first token; offloading has its own."""
         chunk, alone = options.chunk, None
         if self.deterministic:
             chunk, longest = None, int(jax.device_get(lengths).max())
-            alone = generation.Alone(DETERMINISTIC_ROWS, _pieces(longest))
+            alone = resident.Alone(DETERMINISTIC_ROWS, _pieces(longest))
         elif chunk is None:
-            chunk = generation.prefill_chunk(*tokens.shape)
+            chunk = prefill_chunk(*tokens.shape)
         new_cache = functools.partial(
             init_cache, self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
         )
         on_prompt = None if self.deterministic else options.on_prompt
         if on_prompt is not None and chunk is not None and chunk < tokens.shape[1]:
-            return generation.start_in_pieces(
+            return resident.start_in_pieces(
                 self.config,
                 self.params,
                 tokens,
@@ -491,14 +492,23 @@ class LanguageModel:
         static: dict[str, Any] = {"max_new_tokens": room, "alone": alone, "chunk": chunk}
         programs = self._programs
         if programs is None:
-            return generation.start(
-                self.config, self.params, tokens, lengths, new_cache(), sampling, stop_ids, **static
-            )
-        key = "cache", repr(new_cache.args[1:])
-        cache = programs.call(key, jax.jit(new_cache), cfg=None)
-        arguments = self.params, tokens, lengths, cache, sampling, stop_ids
+            cache = new_cache()
+        else:
+            key = "cache", repr(new_cache.args[1:])
+            cache = programs.call(key, jax.jit(new_cache), cfg=None)
+        arguments = (
+            self.params,
+            tokens,
+            lengths,
+            cache.layers,
+            cache.lengths,
+            sampling,
+            stop_ids,
+        )
+        if programs is None:
+            return resident.start(self.config, *arguments, **static)
         key = "start", self._signature, signature(arguments[1:]), static
-        return programs.call(key, generation.start, arguments, self.config, static)
+        return programs.call(key, resident.start, arguments, self.config, static)
 
     @property
     def _programs(self) -> KeptPrograms | None:
@@ -511,13 +521,13 @@ class LanguageModel:
 
     def _advance(
         self,
-        state: generation.GenerateState,
+        state: Rows,
         sampling: SamplingParams,
         stop_ids: jax.Array,
         until: int,
-    ) -> generation.GenerateState:
+    ) -> tuple[Rows, Report]:
         """The loop until ``until`` tokens are written; offloading has its own."""
-        loop, programs = generation.loop_for(self.params), self._programs
+        loop, programs = resident.loop_for(self.params), self._programs
         arguments = self.params, state, sampling, stop_ids, np.int32(until)
         if programs is None:
             return loop(self.config, *arguments)
@@ -533,12 +543,12 @@ class LanguageModel:
         vocab_size, params = self.config.vocab_size, None
         if isinstance(draft, LanguageModel):
             self._check_draft(draft)
-            own, params = speculative.ModelDraft(draft.config, vocab_size), draft.params
+            own, params = drafts.ModelDraft(draft.config, vocab_size), draft.params
         elif draft == "ngram":
-            own = speculative.NGram(unsure=not draft_tokens)
+            own = drafts.NGram(unsure=not draft_tokens)
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
-        return DraftSource(speculative.DraftPlan.of(own, draft_tokens, self.deterministic), params)
+        return DraftSource(drafts.DraftPlan.of(own, draft_tokens, self.deterministic), params)
 
     def _check_draft(self, draft: LanguageModel) -> None:
         name = draft.config.name
@@ -697,18 +707,6 @@ def _pieces(length: int) -> tuple[int, ...]:
     return pieces_of(length - 1, jax.default_backend() == "cpu")
 
 
-def _parts(state: Any) -> tuple[Any, ...]:
-    """What the host reads of a decode loop's state: tokens, logprobs, counts, which rows are
-    done."""
-    return state.tokens, state.logprobs, state.counts, state.done
-
-
-@jax.jit
-def _copied(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Copies, which the host may read when the loop's next call has taken the state's buffers."""
-    return tuple(map(jnp.copy, parts))
-
-
 class _Pieces:
     """How many tokens the loop's next call writes.
 
@@ -751,28 +749,28 @@ class _Pieces:
 class DraftSource:
     """Who drafts, with the parameters of a model that does."""
 
-    plan: speculative.DraftPlan
-    params: generation.Params | None
+    plan: drafts.DraftPlan
+    params: Params | None
 
     def begin(
         self,
         tokens: jax.Array,
         lengths: jax.Array,
-        state: generation.GenerateState,
+        state: Rows,
         capacity: int,
-    ) -> speculative.State:
-        return speculative.begin(self.plan, self.params, tokens, lengths, state, capacity)
+    ) -> Rows:
+        return drafts.begin(self.plan, self.params, tokens, lengths, state, capacity)
 
     def advance(
         self,
         lm: LanguageModel,
-        state: speculative.State,
+        state: Rows,
         sampling: SamplingParams,
         stop_ids: jax.Array,
         until: int,
         limit: int,
-    ) -> speculative.State:
-        return speculative.loop_for(lm.params)(
+    ) -> tuple[Rows, Report]:
+        return resident.draft_loop_for(lm.params)(
             lm.config,
             self.plan,
             lm.params,
@@ -785,7 +783,7 @@ class DraftSource:
         )
 
 
-def _weights(params: generation.Params) -> list[Any]:
+def _weights(params: Params) -> list[Any]:
     """Every parameter, a quantized one being one."""
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
 

@@ -37,6 +37,7 @@ from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
 from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
@@ -46,7 +47,6 @@ from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import tree_bytes
@@ -264,6 +264,7 @@ def _from_checkpoint(
                 cfg,
                 dtype,
                 keep_quantized=own_codes,
+                laid_out=own_codes,
                 progress=progress,
                 place=here if grid is None and place is None else place,
             )
@@ -300,6 +301,8 @@ def _laid_out(_: Any, leaf: Any) -> Any:
     so that nothing is held twice.  What the kernels have no form for stays as it is.  Arrays that
     jax takes without a copy, and small ones, stay numpy's: a call of ``device_put`` for each takes
     as long as reading it."""
+    if isinstance(leaf, CpuWeight):
+        return leaf
     leaf = prepare_tree(leaf)
     if isinstance(leaf, CpuWeight) or tree_bytes(leaf) < _SMALL:
         return leaf

@@ -26,6 +26,7 @@ PRINTS = {
     "quantize": "KL of w8a16 to float32: 0.00",
     "serve_and_call": "ended with status 0",
     "one_kernel": "float8_e4m3fn: 2.0x smaller",
+    "flax_layers": "it forecasts",
 }
 
 
@@ -34,7 +35,7 @@ TINY = LLAMA.replace(vocab_size=260, d_ff=64)
 ON_A_TINY_MODEL = ("generate", "quantize", "serve_and_call")
 
 
-QUICK = ("new_layer", "quantize", "one_kernel")
+QUICK = ("new_layer", "quantize", "one_kernel", "flax_layers")
 
 
 @pytest.mark.parametrize(

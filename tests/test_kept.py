@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxllama import kept, language_model
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.kept import KeptPrograms
 from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of
 

@@ -12,12 +12,13 @@ import pytest
 
 import jaxllama as jl
 from jaxllama import loading
+from jaxllama.decoding.rows import Rows
+from jaxllama.decoding.sampling import History, Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.generation import GenerateState, init_params
+from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.shardings import shard_params
 from jaxllama.parallel.mesh import make_mesh
-from jaxllama.sampling import History, Sampling, SamplingParams
 from jaxllama.text.rows import bucket
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels import cpu
@@ -241,7 +242,7 @@ def test_every_class_of_arrays_prints_no_values():
         "RowBlocks": RowBlocks((coded, weight)),
         "CpuWeight": cpu.prepare(coded),
         "Cache": cache,
-        "GenerateState": GenerateState(rows, rows, rows, rows, rows, cache, None),
+        "Rows": Rows(rows, rows, cache.layers),
         "SamplingParams": SamplingParams.stack([Sampling()] * 2, 64),
         "History": History(rows, rows),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.grammar import Allowed, AtLeast, GrammarCompiler, Matcher
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
@@ -11,7 +12,6 @@ from jaxllama.engine.scheduler import Scheduler
 from jaxllama.engine.slots import MAX_BIAS
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
 
 
 class Admission:

@@ -11,8 +11,8 @@ last row has ended.  ``GATHER`` seconds are waited for others to come.  A step i
 rows that end before the others stand still.
 
 Contract: as the engine's.  Left out, and refused by name: what would change the logits of a row
-while it runs (grammars, least lengths), alternatives of tokens, the sizes of a cache of pages, a
-journal of steps (a block's rows depend on when they came).  Programs are compiled when a shape
+while it runs (grammars, least lengths), alternatives of tokens, the sizes of a cache of pages.
+Programs are compiled when a shape
 first needs them.
 """
 
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.engine.pages import KVPages
 from jaxllama.engine.request import Request
@@ -37,7 +38,6 @@ from jaxllama.offload import units
 from jaxllama.offload.model import OffloadedModel, chunk_of, kv_dtype_of
 from jaxllama.offload.planner.accounting import check_host
 from jaxllama.offload.run import OffloadRun
-from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
@@ -159,8 +159,8 @@ class BlockRunner:
         self._told = np.zeros(0, int)  # tokens of each row that were handed on
         self._thread = ThreadPoolExecutor(1, "jaxllama-blocks")
 
-    def run(self, plan: TurnPlan, masks: Any, scheduler: Scheduler) -> Running:
-        """masks: none, as ``BlockScheduler.check`` sees to."""
+    def run(self, plan: TurnPlan, masks: Any) -> Running:
+        """Queue one step of the block.  masks is empty: ``BlockScheduler.check`` refuses masks."""
         handed = threading.Event()
         handed.set()  # nobody waits for a device
         drawn: Future[Any] = self._thread.submit(self._do, plan.admitted, list(plan.budgets))
@@ -208,7 +208,8 @@ class BlockRunner:
         )
 
     def _written(self, run: OffloadRun, wanted: list[Sequence]) -> dict[Sequence, Written]:
-        tokens, logprobs, counts, _ = run.written()
+        report = run.report
+        tokens, logprobs, counts = report.tokens, report.logprobs, report.counts
         before, self._told = self._told, counts
         written = {}
         for sequence in wanted:
@@ -232,9 +233,15 @@ class BlockRunner:
             units.embed,
             units.last_hidden,
             units.head_logits,
-            offload_run.emit,
+            offload_run.append_token,
         )
         return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
-        """Nothing: shapes follow from what is asked for."""
+        """Do nothing: the shapes follow from the requests."""
+
+    def warm_up_behind(self, is_busy: Any) -> None:
+        """Do nothing, as ``warm_up``."""
+
+    def stop(self) -> None:
+        """Do nothing: no thread compiles."""

@@ -16,9 +16,7 @@ same bits whatever runs beside it, and up to 32 slots those of ``lm.generate``. 
 exactly one Event with a ``finish_reason``, its last.  An error in a request's own text, grammar or
 listener ends that request with an "error" and nothing else.  An error in a step itself ends the
 engine: every listener hears so (``EngineFailed``), and ``failure`` says why.  After ``warm_up``
-nothing is compiled.  The
-same requests and cancellations at the same steps give the same bits: with a ``state`` folder
-everything that comes in is written to its ``journal``, and ``restore`` does it again.
+nothing is compiled.  The same requests and cancellations at the same steps give the same bits.
 
 A step is planned and handed to the device before the one before has been read, which is read, made
 text and told while the device works: what ends on the device (stop tokens, limits) is then not
@@ -35,20 +33,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jaxllama.engine import blocks, history
+from jaxllama.engine import blocks
 from jaxllama.engine.admission import Admission
 from jaxllama.engine.grammar import Matcher, NextTokens
 from jaxllama.engine.inbox import Inbox
-from jaxllama.engine.journal import Entry
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, checked_names
 from jaxllama.engine.output import OnEvent, OutputReader, RequestOutput
 from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
@@ -95,21 +89,36 @@ def _of_slots(
 
 
 class Engine:
-    """options: the fields of ``EngineOptions``.  draft: who proposes tokens, as for
-    ``lm.generate``, or what makes it of ``lm``.  state: the folder of a new journal, to ``restore``
-    from.  observe: called as (name, seconds) with "queue" (until admission), "ttft" (until the
-    first token), "itl" (between tokens) and "e2e" (until the end).
+    """Continuous batching over one model; the module docstring has the contract.
 
-    failure: None, or what ended the engine.  Raises JaxLlamaError for options that do not go
-    together, or that an offloaded model's blocks do not have, and for a journal that another
-    engine has begun."""
+    Parameters
+    ----------
+    lm
+        The model.
+    draft
+        Source of drafts, as ``lm.generate`` takes it, or a function of ``lm`` that returns one.
+    observe
+        Called as (name, seconds) with "queue" (until admission), "ttft" (until the first token),
+        "itl" (between tokens) and "e2e" (until the end).
+    options
+        Fields of ``EngineOptions``.
+
+    Attributes
+    ----------
+    failure
+        The error that ended the engine; None while it works.
+
+    Raises
+    ------
+    JaxLlamaError
+        If options exclude each other, or an offloaded model's blocks do not have them.
+    """
 
     def __init__(
         self,
         lm: LanguageModel,
         *,
         draft: Draft = None,
-        state: str | Path | None = None,
         observe: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> None:
@@ -119,8 +128,6 @@ class Engine:
         draft = draft(lm) if callable(draft) else draft
         if isinstance(lm, OffloadedModel):
             options |= {} if draft is None else {"draft": draft}
-            if state is not None:
-                raise JaxLlamaError(f"state = {str(state)!r}: the steps of blocks are not written")
             self.options = blocks.options_of(lm, options)
             self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
             self.runner: Runner | blocks.BlockRunner = blocks.BlockRunner(lm, self.options)
@@ -133,8 +140,6 @@ class Engine:
         self.counts: collections.Counter[str] = collections.Counter()
         self.arrivals = 0
         self.steps = 0
-        self._is_replaying = False
-        self.journal = None if state is None else history.begin(state, lm, draft, self.options)
         self.compiled = self.runner.compiled_programs()
         self._stats = count(self)
         self._inbox = Inbox()
@@ -154,15 +159,10 @@ class Engine:
         """
         waiting = len(self.scheduler.waiting)
         room = self.options.max_queue - waiting
-        if not self._submit(request, on_event, room, with_text):
+        entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
+        if not self._inbox.submit(request.id, entry, room):
             waiting += len(self._inbox)
             raise QueueFull(waiting, self._retry_after(waiting))
-
-    def _submit(
-        self, request: Request, on_event: OnEvent, room: float, with_text: bool = True
-    ) -> bool:
-        entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
-        return self._inbox.submit(request.id, entry, room)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last Event says "cancelled".  Unknown ids are ignored."""
@@ -197,7 +197,7 @@ class Engine:
         with self._stepping:
             began = time.monotonic()
             self._take_inbox()
-            overdue = [] if self._is_replaying else list(self.scheduler.overdue(began))
+            overdue = list(self.scheduler.overdue(began))
             for sequence, reason in overdue:
                 self._end_from_outside(sequence.request.id, reason)
             if not self.live:
@@ -219,7 +219,7 @@ class Engine:
         self._admitted(plan.admitted)
         masks = self._masks(plan)
         before = self._decoding
-        self._decoding = plan, self.runner.run(plan, masks, scheduler)
+        self._decoding = plan, self.runner.run(plan, masks)
         if before is not None:
             before[1].drawn.exception()  # waits
             # The device waits for the thread that hands it this step, and both hold one lock.
@@ -328,14 +328,12 @@ class Engine:
     def _take_inbox(self) -> None:
         for kind, entry in self._inbox.take():
             if kind == "submit":
-                self._record("submit", entry[0].to_json())
                 self._add(*entry)
             elif entry[0] in self.live:
                 self._end_from_outside(*entry)
 
     def _end_from_outside(self, request_id: str, reason: FinishReason) -> None:
         reason = reason if self.live[request_id].error is None else "error"
-        self._record("end", {"id": request_id, "reason": reason})
         self._end(request_id, reason)
 
     def _add(
@@ -390,6 +388,16 @@ class Engine:
             self.compiled = self.runner.compiled_programs()
             self._stats = count(self)
 
+    def warm_up_behind(self) -> None:
+        """Compile the programs of a first request; a thread compiles the others behind it.
+
+        The thread yields to requests.  A request that needs a missing program waits for that one.
+        """
+        with self._stepping:
+            self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
+            self.compiled = self.runner.compiled_programs()
+            self._stats = count(self)
+
     def stats(self) -> EngineStats:
         """As of the last step; from any thread."""
         waiting = len(self.scheduler.waiting) + len(self._inbox)
@@ -398,10 +406,10 @@ class Engine:
     # The thread
 
     def start(self) -> None:
-        """Warm up and run in a thread of its own."""
+        """Run in a thread of its own, from the moment when a first request's programs exist."""
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
-        self.warm_up()
+        self.warm_up_behind()
         self._thread = threading.Thread(target=self._loop, name="jaxllama-engine", daemon=True)
         self._thread.start()
 
@@ -458,61 +466,8 @@ class Engine:
         """End the thread; whatever is in flight ends as "cancelled"."""
         self._inbox.close("the engine has stopped")
         self._inbox.stop()
+        self.runner.stop()
         if self._thread is not None:
             self._thread.join()
         if self.failure is None:
             self._end_all()
-        if self.journal is not None:
-            self.journal.close()
-
-    # The journal
-
-    def _record(self, kind: Literal["submit", "end"], entry: dict[str, Any]) -> None:
-        if self.journal is not None:
-            history.record(self.journal, self.steps, kind, entry)
-
-    @classmethod
-    def restore(
-        cls,
-        state: str | Path,
-        lm: LanguageModel,
-        on_event: OnEvent = lambda event: None,
-        *,
-        draft: LanguageModel | None = None,
-        observe: Callable[[str, float], None] | None = None,
-    ) -> Engine:
-        """The engine whose journal is in this folder, on the same model and with the same model as
-        its ``draft``, if it had one, as it was when the last entry was taken: all that came in is
-        done again, which takes as long as it did.  The steps to come are the caller's, and the
-        journal goes on.
-
-        on_event: listens to every request, from its first token on.  Deadlines that had not struck
-        count from now.
-        Raises JaxLlamaError if there is no engine's journal, or one of another model or draft.
-        """
-        journal, options, entries = history.resume(state, lm, draft)
-        try:
-            engine = cls(lm, observe=observe, **options)
-            engine._replay(entries, on_event)
-        except BaseException:
-            journal.close()
-            raise
-        engine.journal = journal
-        return engine
-
-    def _replay(self, entries: Iterable[Entry], on_event: OnEvent) -> None:
-        self._is_replaying = True
-        for entry in entries:
-            while self.steps < entry.at:
-                if not self.step():
-                    raise JaxLlamaError(
-                        f"the journal goes on at step {entry.at}, but nothing is left to do at "
-                        f"step {self.steps}: it is another engine's"
-                    )
-            data = json.loads(entry.body)
-            if entry.kind == "submit":
-                self._submit(Request.from_json(data), on_event, math.inf)
-            else:
-                self._inbox.end(data["id"], data["reason"])
-            self._take_inbox()
-        self._is_replaying = False

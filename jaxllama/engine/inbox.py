@@ -32,7 +32,7 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def submit(self, request_id: str, entry: Any, room: float) -> bool:
+    def submit(self, request_id: str, entry: Any, room: int) -> bool:
         """Put a request; False if ``room`` entries wait already.  EngineClosed once it is closed,
         JaxLlamaError for an id in flight."""
         with self._changed:

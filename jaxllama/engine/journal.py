@@ -1,25 +1,17 @@
-"""Journal: what has come in, on disk, so that it can be done again; the one thing of serving that
-outlives its process.
+"""Journal of ``serve --state DIR``: request bodies on disk until they are answered.
 
-    journal.accept(id, kind, at, body)      before anything is done about it
-    journal.finish(id, answer)              an answer's JSON, or an error's
-    journal.unfinished() -> [Entry, ...]    what a killed server still owes, oldest first
-    journal.find(id) -> Answer | None       None: never heard of
-    journal.history() -> [Entry, ...]       what an engine has taken, in order
+    journal.accept(id, kind, at, body)      before work on the body begins
+    journal.finish(id, answer)              its answer's JSON, or its error's
+    journal.unfinished() -> [Entry, ...]    bodies that a killed server still owes, oldest first
+    journal.find(id) -> JournalAnswer       None for an unknown id
 
-No caches and no tokens are written down: they follow from what came in.  Two write a journal:
+Caches and tokens are not stored: they follow from the body, which carries its seed.  A restarted
+server runs the owed bodies again and finishes the same tokens.  The newest ``KEPT`` answers stay.
 
-* ``serve --state DIR``, every body under its id until it is answered.  Bodies carry their seed, and
-  a row's tokens depend on nothing but its request, so a restarted server that runs them again
-  finishes the same tokens.  The newest ``KEPT`` answers stay.
-* ``Engine(lm, state=DIR)``, its options, then every arrival and every end that came from outside,
-  at the step that took it (a deadline when it strikes, so no clock is needed).  ``Engine.restore``
-  takes them again at the same steps: the same bits, on the same machine.
-
-Contract.  SQLite in write-ahead mode: what ``accept`` returned from survives kill -9 (a loss of
-power may take the last moments), and half a line is no line.  One process at a time.  Only the
-file's owner may read it, since it holds prompts and answers.  A write that the disk refuses raises
-JournalUnavailable and changes nothing, so that it can be tried again.
+Contract.  SQLite in write-ahead mode: an entry that ``accept`` returned from survives kill -9 (a
+loss of power may take the last moments).  One process at a time.  Only the file's owner may read
+it, since it holds prompts and answers.  A write that the disk refuses raises JournalUnavailable and
+changes nothing, so it can be tried again.
 """
 
 from __future__ import annotations
@@ -43,10 +35,10 @@ class JournalUnavailable(JaxLlamaError):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """id: what its answer is found by; None for an engine's, which are never answered.  at: the
-    engine's step, or of a body the time in seconds.  owner: who may read the answer."""
+    """A body that is owed.  at: time of arrival in seconds.  owner: the key that may read the
+    answer."""
 
-    id: str | None
+    id: str
     kind: str
     at: int
     body: str
@@ -93,7 +85,7 @@ class Journal:
         except (OSError, sqlite3.Error) as error:
             raise JaxLlamaError(f"--state {folder}: {error}") from None
 
-    def accept(self, id: str | None, kind: str, at: int, body: str, owner: str = "") -> None:
+    def accept(self, id: str, kind: str, at: int, body: str, owner: str = "") -> None:
         with _writing():
             self._db.execute(
                 "INSERT INTO calls (id, kind, created, body, owner) VALUES (?, ?, ?, ?, ?)",
@@ -120,13 +112,11 @@ class Journal:
             self._db.execute(f"PRAGMA user_version = {(version + 1) % 2**16}")
 
     def unfinished(self) -> list[Entry]:
-        return self._entries("id IS NOT NULL AND answer IS NULL")
-
-    def history(self) -> list[Entry]:
-        return self._entries("id IS NULL")
-
-    def _entries(self, which: str) -> list[Entry]:
-        query = f"SELECT id, kind, created, body, owner FROM calls WHERE {which} ORDER BY number"
+        """Return the bodies without an answer, oldest first."""
+        query = (
+            "SELECT id, kind, created, body, owner FROM calls "
+            "WHERE id IS NOT NULL AND answer IS NULL ORDER BY number"
+        )
         return [Entry(*row) for row in self._db.execute(query)]
 
     def find(self, id: str) -> JournalAnswer | None:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama import speculative
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import DETERMINISTIC_ROWS
 from jaxllama.model.cache import init_pages
@@ -68,10 +68,10 @@ class EngineOptions:
         max_slots, where that is more), a prefix is taken over in whole chunks, and no row that has
         written is preempted (what it wrote would be computed again by another program).
     draft: "ngram": what followed a row's last tokens where they stood before is verified several
-        tokens a pass (``jaxllama.speculative``): the same tokens, sooner where text repeats.  A row
-        whose drafts are wrong asks for fewer, and for none; so do all where there are too many rows
-        for it to pay.  Or the config of the model that does it, whose layers are of the same cache;
-        where it has states, prefixes are taken over in whole chunks, as a hybrid's are.
+        tokens a pass (``jaxllama.decoding.drafts``): the same tokens, sooner where text repeats.  A
+        row whose drafts are wrong asks for fewer, and for none; so do all where there are too many
+        rows for it to pay.  Or the config of the model that does it, whose layers are of the same
+        cache; where it has states, prefixes are taken over in whole chunks, as a hybrid's are.
     draft_tokens: that a row proposes at most, up to 15; 0 leaves that to the engine.
     """
 
@@ -117,7 +117,7 @@ class EngineOptions:
             raise JaxLlamaError(f'draft = {short(self.draft)}: expected "ngram" or a ModelConfig')
         if self.draft is None and self.draft_tokens:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
-        speculative.DraftPlan.of(self.draft, self.draft_tokens)
+        DraftPlan.of(self.draft, self.draft_tokens)
 
     def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
         """Every None replaced.  devices: that a token's keys and values are split over.  Raises
@@ -324,9 +324,7 @@ class ResolvedOptions:
         if self.draft is None:
             return (1,)
         limit = DRAFTING_TOKENS[jax.default_backend() == "cpu"]
-        widest = min(
-            speculative.DraftPlan.of(self.draft, self.draft_tokens).most + 1, limit // size
-        )
+        widest = min(DraftPlan.of(self.draft, self.draft_tokens).most + 1, limit // size)
         return tuple(sorted({1, min(widest, 4), widest} - {0}))
 
     @property
@@ -360,7 +358,7 @@ def _widths(chunk: int) -> tuple[int, ...]:
 
 def checked_names(options: Iterable[str]) -> None:
     """JaxLlamaError for an option of ``Engine`` that is none."""
-    known = [*(field.name for field in dataclasses.fields(EngineOptions)), "state", "observe"]
+    known = [*(field.name for field in dataclasses.fields(EngineOptions)), "observe"]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -1,11 +1,10 @@
-"""Passes: the loop of a decode call, on rows of ``slots.BatchState``.
+"""Passes: the engine's part of a decode call, which runs ``decoding.loop`` on its rows.
 
-A pass over the model gives every row that may still write one token and, where drafts are made
-(``jaxllama.speculative``), one for each of its draft that was right.  No pass is wider than some
-row's draft needs, so where nobody drafts it is a plain step.
+The engine adds masks of allowed tokens, forced tokens, the likeliest tokens and their
+log-probabilities, and rows with different limits.
 
-Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs what
-some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
+Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs those
+that some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
 
 On a GPU the loop is one CUDA graph, which nothing in it may prevent: XLA's sorts and scans do.
 """
@@ -13,7 +12,6 @@ On a GPU the loop is one CUDA graph, which nothing in it may prevent: XLA's sort
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding import loop
+from jaxllama.decoding.drafts import DraftContext, Drafted, ModelDraft, NGram, Pace
+from jaxllama.decoding.rows import Fields, Rows
+from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
+from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import commit, forward, logits, propose
-from jaxllama.sampling import History, Sampling, SamplingParams, sample
-from jaxllama.speculative import (
-    DraftContext,
-    Drafted,
-    ModelDraft,
-    NGram,
-    following,
-    in_width,
-    sampled,
-    verdict,
-)
 
 if TYPE_CHECKING:
     from jaxllama.engine.slots import BatchState
@@ -45,22 +37,6 @@ Params = dict[str, Any]
 _EDITS = ("bias", "penalties")
 _LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
 HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DrawnTokens:
-    """What one ``decode`` has written: tokens int32 and logprobs float32 ``[B, width]``, of which
-    row b's first ``counts[b]`` are real; how many it drafted and accepted; if asked for, the
-    likeliest tokens ``[B, width, n]``."""
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    counts: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
-    top_tokens: jax.Array
-    top_logprobs: jax.Array
 
 
 def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
@@ -83,183 +59,226 @@ def run(
     draft_by: NGram | ModelDraft,
     draft_params: Params | None,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
-    batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
+    """Run one decode call, see ``slots.decode``.
+
+    limits int32 ``[B]``: most tokens of each row.  orders int32 ``[3]``: the sampler's branch,
+    whether the likeliest tokens are wanted, most passes.
+    """
     level, wants_top, steps = orders
-    wants_top, rows = wants_top != 0, jnp.arange(batch, dtype=jnp.int32)[:, None]
-    drafts_here, most, none = len(widths) > 1, widths[-1] - 1, jnp.zeros((batch,), jnp.int32)
+    drafts_here = len(widths) > 1
+    limits = jnp.minimum(limits, slots.remaining)
+    prompted = slots.prompted
 
-    def may_write(slots: BatchState, drawn: DrawnTokens) -> jax.Array:
-        return slots.active & (drawn.counts < limits)
+    def unfinished(rows: Rows) -> jax.Array:
+        fields = rows.fields
+        return jnp.any(fields.is_live(limits)) & (fields.step[0] < steps)
 
-    def draw_with(features: tuple[str, ...]) -> Any:
-        def draw(
-            scores: jax.Array,
-            slots: BatchState,
-            masks: jax.Array,
-            index: jax.Array,
-            at: jax.Array,
-            drafted: jax.Array,
-        ) -> tuple[jax.Array, jax.Array]:
-            params = dataclasses.replace(slots.sampling, features=features)
-            history, allowed = None, None
-            if features:
-                history, allowed = slots.history, _allowed(masks, index, cfg.vocab_size)
-            return sampled(scores, params, at, drafted, history, allowed)
+    def pass_over(rows: Rows, inputs: Inputs) -> Pass:
+        before = rows.cache_of(inputs.fields.length)
+        if inputs.tokens.shape[1] == 1:
+            is_generated = ~(prompted & (inputs.fields.count == 0))[:, None]
+            tokens, lengths = inputs.tokens, inputs.lengths
+            hidden, after = forward(cfg, params, tokens, lengths, before, sparse=is_generated)
+            assert after is not None
+            return Pass(lambda: logits(cfg, params, hidden.flat()), lambda _: after)
+        hidden, proposal = propose(cfg, params, inputs.tokens, inputs.lengths, before)
+        return Pass(
+            lambda: logits(cfg, params, hidden.flat()), lambda count: commit(proposal, count)
+        )
 
-        return draw
-
-    branches = [draw_with(features) for features in _LEVELS]
-
-    def unfinished(carry: tuple[jax.Array, BatchState, DrawnTokens]) -> jax.Array:
-        step, slots, drawn = carry
-        return jnp.any(may_write(slots, drawn)) & (step < steps)
-
-    def one_step(
-        carry: tuple[jax.Array, BatchState, DrawnTokens],
-    ) -> tuple[jax.Array, BatchState, DrawnTokens]:
-        if not drafts_here:
-            return one_pass(Drafted(none[:, None], none, None), 1, carry)
-        step, slots, drawn = carry
-        slots, draft = _draft(
+    def drafted(rows: Rows) -> tuple[Rows, Drafted]:
+        return _draft(
             cfg,
             draft_by,
             draft_params,
-            slots,
-            may_write(slots, drawn),
+            slots.sampling,
+            rows,
             limits,
             masks,
-            drawn.counts,
+            prompted,
             most,
             level,
         )
-        needed = jnp.max(draft.lengths) + 1
-        carry = step, slots, drawn
-        return in_width(widths, needed, functools.partial(one_pass, draft), carry)
 
-    def one_pass(
-        draft: Drafted, n_new: int, carry: tuple[jax.Array, BatchState, DrawnTokens]
-    ) -> tuple[jax.Array, BatchState, DrawnTokens]:
-        """A token for every live row, and one for each right one of its draft."""
-        step, slots, drawn = carry
-        live = may_write(slots, drawn).astype(jnp.int32)
-        drafted = following(draft, n_new)
-        place = jnp.arange(n_new, dtype=jnp.int32)[None, :]
-        positions = slots.cache.lengths[:, None] + 1 + place
-        proposal, cache = None, slots.cache
-        if n_new == 1:
-            hidden, cache = forward(
-                cfg,
-                params,
-                slots.token[:, None],
-                live,
-                slots.cache,
-                sparse=~slots.prompted[:, None],
-            )
-        else:
-            inputs = jnp.concatenate([slots.token[:, None], drafted[:, :-1]], axis=1)
-            count = live * (1 + draft.lengths)
-            hidden, proposal = propose(cfg, params, inputs, count, slots.cache)
-        scores = logits(cfg, params, hidden.flat())
-        by_place = scores.reshape(batch, n_new, -1)
-        index = drawn.counts[:, None] + place  # of the call's tokens
-        tokens, logprobs = lax.switch(
-            level, branches, by_place, slots, masks, index, positions, drafted
+    most = widths[-1] - 1
+    rows, top = loop.run(
+        pass_over,
+        _rows_of(slots, width, draft_by, drafts_here),
+        _draw_with(cfg, slots.sampling, masks, level),
+        stop_ids,
+        unfinished,
+        limit=limits,
+        drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
+        ignores_stops=slots.ignore_eos,
+        extra=_no_top(cfg, slots.size, width),
+        collect=_top_collector(wants_top != 0, drafts_here),
+    )
+    fields = rows.fields
+    none = jnp.zeros((slots.size,), jnp.int32)
+    counts = jnp.stack(
+        [
+            fields.count,
+            none if fields.drafted is None else fields.drafted,
+            none if fields.accepted is None else fields.accepted,
+        ],
+        axis=1,
+    )
+    written = jnp.concatenate([counts, *rows.written], axis=1)
+    return _after(slots, rows, draft_by, drafts_here), written, top
+
+
+def _rows_of(
+    slots: BatchState, width: int, draft_by: NGram | ModelDraft, drafts_here: bool
+) -> Rows:
+    """The slots as ``decoding`` knows rows, with none of the call's ``width`` tokens written."""
+    cache, drafting = slots.cache, slots.drafting
+    none = jnp.zeros((slots.size,), jnp.int32)
+    done = (~slots.active).astype(jnp.int32)
+    fields, text, kept = Fields(slots.token, done, none, cache.lengths, none), None, None
+    if drafting is not None:
+        text = drafting.text
+    if drafting is not None and drafts_here:
+        fields = fields._replace(
+            drafted=none,
+            accepted=none,
+            ask=drafting.pace.tokens,
+            wait=drafting.pace.wait,
+            pause=drafting.pace.pause,
         )
-        top = lax.cond(wants_top, _likeliest, _no_likeliest, scores)
-        stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2) & ~slots.ignore_eos[:, None]
-        new, accepted, ends = verdict(tokens, drafted, draft.lengths, stops, live)
-        if proposal is not None:
-            cache = commit(proposal, new)
-        is_new, remaining = place < new[:, None], slots.remaining - new
-        column = jnp.where(is_new, index, width)
+        if isinstance(draft_by, ModelDraft):
+            kept = Cache(drafting.layers, drafting.read)
+    return Rows(
+        ints=fields.packed(),
+        written=jnp.zeros((2, slots.size, width), jnp.int32),
+        layers=cache.layers,
+        table=cache.table,
+        history=slots.history,
+        text=text,
+        kept=kept,
+    )
+
+
+def _after(
+    slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft, drafts_here: bool
+) -> BatchState:
+    """The slots after a call that ends with ``rows``."""
+    fields, drafting = rows.fields, slots.drafting
+    has_written = fields.count > 0
+    remaining = slots.remaining - fields.count
+    last = jnp.maximum(fields.count - 1, 0)[:, None]
+    newest = jnp.take_along_axis(rows.written[0], last, axis=1)[:, 0]
+    if drafting is not None:
+        drafting = drafting._replace(text=rows.text)
+        if drafts_here:
+            drafting = drafting._replace(pace=Pace(fields.ask, fields.wait, fields.pause))
+        if rows.kept is not None:
+            drafting = drafting._replace(layers=rows.kept.layers, read=rows.kept.lengths)
+    assert rows.history is not None
+    return dataclasses.replace(
+        slots,
+        cache=rows.cache_of(fields.length),
+        token=jnp.where(has_written, newest, slots.token),
+        prompted=slots.prompted & ~has_written,
+        active=slots.active & (fields.done == 0) & ~(has_written & (remaining <= 0)),
+        remaining=remaining,
+        history=rows.history,
+        drafting=drafting,
+    )
+
+
+def _draw_with(
+    cfg: ModelConfig, sampling: SamplingParams, masks: jax.Array, level: jax.Array
+) -> Draw:
+    """``sample`` by the sampler's branch, of the tokens that masks allow."""
+
+    def draw(
+        scores: jax.Array, inputs: Inputs, history: History | None
+    ) -> tuple[jax.Array, jax.Array]:
+        def branch(features: tuple[str, ...]) -> Any:
+            params = dataclasses.replace(sampling, features=features)
+
+            def run(scores: jax.Array, seen: History | None) -> tuple[jax.Array, jax.Array]:
+                allowed = None
+                if features:
+                    allowed = _allowed(masks, inputs.columns, cfg.vocab_size)
+                else:
+                    seen = None
+                if inputs.draft is not None:
+                    return sampled(scores, params, inputs, seen, allowed)
+                only = None if allowed is None else allowed[:, 0]
+                return sample(scores, params, inputs.positions, seen, only)
+
+            return run
+
+        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+
+    return draw
+
+
+def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens and their log-probabilities, ``[B, width, n]``, before the call."""
+    shape = batch, width, min(MAX_LOGPROBS, cfg.vocab_size)
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+def _top_collector(wants_top: jax.Array, drafts_here: bool) -> Any:
+    """``loop.run``'s collect, which adds the likeliest tokens of a turn."""
+
+    def collect(
+        top: tuple[jax.Array, jax.Array], inputs: Inputs, report: TurnReport
+    ) -> tuple[jax.Array, jax.Array]:
+        found = lax.cond(wants_top, _likeliest, _no_likeliest, report.scores)
+        row = jnp.arange(report.is_new.shape[0], dtype=jnp.int32)[:, None]
 
         def put(buffer: jax.Array, news: jax.Array) -> jax.Array:
-            news = news.reshape(batch, n_new, *buffer.shape[2:])
-            if drafts_here:
-                return buffer.at[rows, column].set(news, mode="drop")
-            return lax.dynamic_update_slice_in_dim(buffer, news, step, axis=1)
+            news = news.reshape(*report.is_new.shape, buffer.shape[2])
+            if not drafts_here:
+                return lax.dynamic_update_slice_in_dim(buffer, news, inputs.fields.step[0], axis=1)
+            column = jnp.where(report.is_new, inputs.columns, buffer.shape[1])
+            return buffer.at[row, column].set(news, mode="drop")
 
-        drawn = DrawnTokens(
-            tokens=put(drawn.tokens, tokens),
-            logprobs=put(drawn.logprobs, logprobs),
-            counts=drawn.counts + new,
-            drafted=drawn.drafted + live * draft.lengths,
-            accepted=drawn.accepted + jnp.minimum(accepted, new),
-            top_tokens=put(drawn.top_tokens, top[0]),
-            top_logprobs=put(drawn.top_logprobs, top[1]),
-        )
-        drafting = slots.drafting
-        if drafting is not None:
-            text = drafting.text
-            written = jnp.where(is_new, positions, text.shape[1])
-            text, pace = text.at[rows, written].set(tokens, mode="drop"), drafting.pace
-            if drafts_here:
-                pace = pace.after(live * draft.lengths, accepted, most)
-            drafting = drafting._replace(text=text, pace=pace)
-        newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
-        slots = dataclasses.replace(
-            slots,
-            cache=cache,
-            token=jnp.where(live > 0, newest, slots.token),
-            prompted=slots.prompted & (live == 0),
-            active=slots.active & ~(ends | ((live > 0) & (remaining <= 0))),
-            remaining=remaining,
-            history=slots.history.add(tokens, is_new),
-            drafting=drafting,
-        )
-        return step + 1, slots, drawn
+        return put(top[0], found[0]), put(top[1], found[1])
 
-    blank = DrawnTokens(
-        jnp.zeros((batch, width), jnp.int32),
-        jnp.zeros((batch, width), jnp.float32),
-        none,
-        none,
-        none,
-        jnp.zeros((batch, width, n_top), jnp.int32),
-        jnp.zeros((batch, width, n_top), jnp.float32),
-    )
-    _, after, drawn = lax.while_loop(unfinished, one_step, (jnp.int32(0), slots, blank))
-    bits = lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
-    counts = jnp.stack([drawn.counts, drawn.drafted, drawn.accepted], axis=1)
-    told = jnp.concatenate([counts, drawn.tokens, bits], axis=1)
-    return after, told, (drawn.top_tokens, drawn.top_logprobs)
+    return collect
 
 
 def _draft(
     cfg: ModelConfig,
     draft_by: NGram | ModelDraft,
     draft_params: Params | None,
-    slots: BatchState,
-    is_live: jax.Array,
+    sampling: SamplingParams,
+    rows: Rows,
     limits: jax.Array,
     masks: jax.Array,
-    counts: jax.Array,
+    prompted: jax.Array,
     most: int,
     level: jax.Array,
-) -> tuple[BatchState, Drafted]:
-    """What live rows propose that have written ``counts[B]`` of a call's up to ``limits[B]``
-    tokens: up to ``most``; where tokens are forced, those.  With the slots, whose draft may have
-    read more of their text."""
-    drafting = slots.drafting
-    assert drafting is not None
-    pace = drafting.pace
+) -> tuple[Rows, Drafted]:
+    """(the rows, whose draft may have read more of their text; the proposals of live rows).
+
+    A row that has written ``count`` of the call's up to ``limits[B]`` tokens proposes what its pace
+    asks for; where tokens are forced, it proposes those.
+    """
+    fields = rows.fields
+    is_live = fields.is_live(limits)
     if cfg.attn_sparsity < 1.0:  # a prompt's last token attends otherwise than those it verifies
-        is_live = is_live & ~jnp.any(is_live & slots.prompted)
-    room = jnp.minimum(jnp.minimum(limits - counts, slots.remaining) - 1, most)
-    wanted = jnp.where(is_live & (pace.wait == 0), jnp.minimum(pace.tokens, room), 0)
+        is_live = is_live & ~jnp.any(is_live & prompted & (fields.count == 0))
+    room = jnp.minimum(limits - fields.count - 1, most)
+    wanted = jnp.where(is_live & (fields.wait == 0), jnp.minimum(fields.ask, room), 0)
     place = jnp.arange(most, dtype=jnp.int32)[None, :]
-    forced = _forced(masks, counts[:, None] + place, cfg.vocab_size)
+    forced = _forced(masks, fields.count[:, None] + place, cfg.vocab_size)
     run = jnp.min(jnp.where(forced < 0, place, most), axis=1)
     wanted = jnp.where(run > 0, 0, wanted)
-    text, sampling = drafting.text[:, : slots.cache.capacity], slots.sampling
-    ask = DraftContext(text, slots.cache.lengths + 1, wanted, most, sampling, None)
+    assert rows.text is not None
+    text = rows.text[:, : rows.cache.capacity]
+    ask = DraftContext(text, fields.length + 1, wanted, most, sampling, None)
+    kept = rows.kept
     if isinstance(draft_by, ModelDraft):
         assert draft_params is not None
-        ask = ask._replace(history=slots.history, draw=_draw_at(level))
-        kept = Cache(drafting.layers, drafting.read, slots.cache.table)
-        found = draft_by.propose(draft_params, kept, ask)
-        drafting = drafting._replace(layers=found.kept.layers, read=found.kept.lengths)
-        slots = dataclasses.replace(slots, drafting=drafting)
+        ask = ask._replace(history=rows.history, draw=_draw_at(level))
+        cache = dataclasses.replace(kept, table=rows.table)
+        found = draft_by.propose(draft_params, cache, ask)
+        kept = dataclasses.replace(found.kept, table=None)
     else:
         found = draft_by.propose(None, None, ask)
     lengths = jnp.where(is_live, jnp.minimum(run, room), 0)
@@ -268,7 +287,7 @@ def _draft(
         jnp.where(run > 0, lengths, found.lengths),
         None,
     )
-    return slots, draft
+    return dataclasses.replace(rows, kept=kept), draft
 
 
 def _draw_at(level: jax.Array) -> Any:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
-from jaxllama.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 # OpenAI's largest top_logprobs.

@@ -119,11 +119,16 @@ def _total(short: Iterable[tuple[Sequence, int]]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """Tokens ``begin .. end - 1`` of a sequence are to be put into its cache."""
+    """Put tokens ``begin .. end - 1`` of a sequence into its cache.
+
+    snapshot: row of the snapshot pool that takes the recurrent state after token ``end - 1``; None
+    takes no snapshot.
+    """
 
     sequence: Sequence
     begin: int
     end: int
+    snapshot: int | None = None
 
     @property
     def size(self) -> int:
@@ -131,10 +136,23 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Beginning of an admitted sequence that the cache already holds.
+
+    length: its tokens.  snapshot: row of the snapshot pool with the recurrent state after them;
+    None starts from an empty state.
+    """
+
+    length: int
+    snapshot: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class TurnPlan:
     """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
     row up to so many tokens as ``budgets`` says, in up to ``steps`` passes that give each at least
-    one.  preempted: wait again.  started: have become running."""
+    one.  preempted: wait again.  started: have become running.  prefixes: of the admitted
+    sequences."""
 
     preempted: list[Sequence]
     admitted: list[Sequence]
@@ -142,6 +160,7 @@ class TurnPlan:
     started: list[Sequence]
     budgets: dict[Sequence, int]
     steps: int
+    prefixes: dict[Sequence, Prefix] = dataclasses.field(default_factory=dict)
 
     def unsure(self, sequence: Sequence) -> int:
         """Tokens that it writes only where drafts are right."""
@@ -236,12 +255,16 @@ class Scheduler:
         self.pages.release(sequence.held)
         sequence.slot, sequence.filled = None, 0
 
-    def filled(self, fill: Fill) -> int | None:
-        """A chunk goes into the cache: others may begin with what is there then.  Returns the
-        snapshot that is to be taken of the state behind it, if any."""
+    def _published(self, fill: Fill) -> Fill:
+        """Return the fill with its snapshot's row, after its pages have been published.
+
+        Later plans may begin with these pages: the device fills them before it runs those plans.
+        """
         sequence, end = fill.sequence, fill.end
         self._publish(sequence, end)
-        return None if end > self._may_share(sequence) else self.pages.snapshot(sequence.held, end)
+        if end > self._may_share(sequence):
+            return fill
+        return dataclasses.replace(fill, snapshot=self.pages.snapshot(sequence.held, end))
 
     def _publish(self, sequence: Sequence, end: int) -> None:
         self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.cache_key)
@@ -261,7 +284,7 @@ class Scheduler:
 
     def plan(self) -> TurnPlan:
         self._preempted: list[Sequence] = []
-        self._newcomers: list[Sequence] = []
+        self._newcomers: dict[Sequence, Prefix] = {}
         self._retire()
         # Pages that are missing for one more token each; kept up to date below.
         self._next = _total(self._short(1))
@@ -275,12 +298,21 @@ class Scheduler:
             reach, steps = 1, steps if reach > 1 else 1
             budgets = self._budgets(steps)
         most = max(budgets.values(), default=0)
-        plan = TurnPlan(self._preempted, self._newcomers, fills, started, budgets, min(steps, most))
+        plan = TurnPlan(
+            self._preempted,
+            list(self._newcomers),
+            fills,
+            started,
+            budgets,
+            min(steps, most),
+            self._newcomers,
+        )
         for sequence, budget in budgets.items():
             self.pages.grow(sequence.held, self._growth(sequence, budget))
             sequence.ahead += budget
             sequence.unsure += plan.unsure(sequence)
-        return plan
+        # Publishing may take idle pages, so it follows all growth.
+        return dataclasses.replace(plan, fills=[self._published(fill) for fill in plan.fills])
 
     def _has_pages(self, budgets: dict[Sequence, int]) -> bool:
         most = max(budgets.values(), default=0)
@@ -385,7 +417,8 @@ class Scheduler:
         taken = {other.slot for other in self.admitted}
         sequence.slot = next(slot for slot in range(self.max_slots) if slot not in taken)
         self.prefilling.append(sequence)
-        self._newcomers.append(sequence)
+        nodes = sequence.held.nodes
+        self._newcomers[sequence] = Prefix(sequence.filled, nodes[-1].state if nodes else None)
         self._next += self._growth(sequence, 1)
         return True
 

@@ -36,13 +36,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import ADAPTIVE, ModelDraft, NGram, Pace
+from jaxllama.decoding.sampling import History, Sampling, SamplingParams
 from jaxllama.engine import passes
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.parallel.mesh import traced_mesh
-from jaxllama.sampling import History, Sampling, SamplingParams
-from jaxllama.speculative import ADAPTIVE, ModelDraft, NGram, Pace
 
 Params = dict[str, Any]
 NOBODY = 2**30  # past the last slot, page or snapshot

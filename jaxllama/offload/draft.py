@@ -6,7 +6,7 @@
 
 A pass costs what its weights cost to load, whatever its tokens (SpecExec, arXiv 2406.02532), so it
 may be as wide as drafts are long.  The draft, a model too, lies on the device with the cache.
-Drafts and verdicts are ``jaxllama.speculative``'s, here a program each between two walks of
+Drafts and turns are those of ``jaxllama.decoding``, here a program each between two walks of
 ``OffloadRun`` over the units.  The tokens are those without a draft.
 
 Left out: trees, which SpecExec grows; a cache that moves, whose columns are stored by the step.
@@ -20,33 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxllama import speculative
 from jaxllama.config import ModelConfig
+from jaxllama.decoding import drafts
+from jaxllama.decoding.drafts import Drafted
+from jaxllama.decoding.forward import Params
+from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.sampling import SamplingParams
+from jaxllama.decoding.turn import Pass, drawn_by, finish, start
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import OffloadRun, TokenPiece
-from jaxllama.sampling import SamplingParams
-from jaxllama.speculative import Drafted, State
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftState:
-    """What ``LanguageModel`` reads of a loop with drafts, ``[B, room]`` and ``[B]``; its run, and
-    the state of each of its batches."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    counts: np.ndarray
-    done: Any
-    drafted: np.ndarray
-    accepted: np.ndarray
-    run: OffloadRun
-    parts: list[State]
 
 
 def check(policy: Policy) -> None:
@@ -59,52 +45,49 @@ def check(policy: Policy) -> None:
 class OffloadedDrafting:
     """Who drafts, with the parameters of a model that does."""
 
-    plan: speculative.DraftPlan
+    plan: drafts.DraftPlan
     params: Params | None
 
-    def begin(self, tokens: jax.Array, lengths: jax.Array, state: Any, capacity: int) -> DraftState:
-        run: OffloadRun = state.run
-        parts = [
-            speculative.begin(self.plan, self.params, *prompts[:2], batch.state, capacity)
-            for batch, prompts in zip(run.batches, run.cut(tokens, lengths), strict=True)
-        ]
-        return _joined(run, parts)
+    def begin(self, tokens: jax.Array, lengths: jax.Array, run: OffloadRun, capacity: int) -> Any:
+        """The run, whose rows have what a draft needs."""
+        for batch, prompts in zip(run.batches, run.cut(tokens, lengths), strict=True):
+            batch.rows = drafts.begin(self.plan, self.params, *prompts[:2], batch.rows, capacity)
+        return run
 
     def advance(
         self,
         lm: Any,
-        state: DraftState,
+        run: OffloadRun,
         sampling: SamplingParams,
         stop_ids: jax.Array,
         until: int,
         limit: int,
-    ) -> DraftState:
-        run, plan = state.run, self.plan
-        parts = _with_done(run, state)
+    ) -> tuple[OffloadRun, Report]:
+        plan = self.plan
         while True:
-            waiting = [bool(_is_waiting(part, until, limit)) for part in parts]
-            if not any(waiting):
-                return _joined(run, parts)
-            drafts = {}
-            for index, batch in enumerate(run.batches):
-                batch.live = waiting[index]
-                if batch.live:
-                    parts[index], drafts[index] = _proposed(
-                        plan, self.params, parts[index], batch.sampling, limit
-                    )
-            needed = 1 + max(int(jnp.max(draft.lengths)) for draft in drafts.values())
+            for batch in run.batches:
+                batch.live = bool(_is_waiting(batch.rows, until, limit))
+            live = {index: run.batches[index] for index in run.active_batches()}
+            if not live:
+                return run, run.report
+            found: dict[int, Drafted] = {}
+            for index, batch in live.items():
+                batch.rows, found[index] = _proposed(
+                    plan, self.params, batch.rows, batch.sampling, limit
+                )
+            needed = 1 + max(int(jnp.max(draft.lengths)) for draft in found.values())
             width = next(width for width in plan.widths if width >= needed)
             pieces = {
-                index: TokenPiece(*_piece(run.cfg, width, parts[index], draft, limit))
-                for index, draft in drafts.items()
+                index: TokenPiece(*_piece(run.cfg, width, batch.rows, found[index], limit))
+                for index, batch in live.items()
             }
             for index, (scores, tokens) in run.verify(pieces, width).items():
                 batch = run.batches[index]
-                parts[index], layers = _settled(
+                batch.rows, layers = _finished(
                     plan,
                     width,
-                    parts[index],
-                    drafts[index],
+                    batch.rows,
+                    found[index],
                     scores,
                     tokens,
                     {layer: batch.caches[layer].load() for layer in tokens},
@@ -116,49 +99,28 @@ class OffloadedDrafting:
                     batch.caches[layer].save(cache, None, 0)
 
 
-def _with_done(run: OffloadRun, state: DraftState) -> list[State]:
-    """The batches' states, where rows have ended that the caller wants to."""
-    done = np.ones((len(state.parts), state.parts[0].done.shape[0]), bool)
-    done.reshape(-1)[: run.rows] = state.done
-    return [
-        dataclasses.replace(part, done=jnp.asarray(own))
-        for part, own in zip(state.parts, done, strict=True)
-    ]
-
-
-def _joined(run: OffloadRun, parts: list[State]) -> DraftState:
-    joined = run.joined(
-        [
-            (part.tokens, part.logprobs, part.counts, part.done, part.drafted, part.accepted)
-            for part in parts
-        ]
-    )
-    return DraftState(*joined, run, parts)
-
-
 @jax.jit
-def _is_waiting(state: State, until: int, limit: int) -> jax.Array:
-    return jnp.any(state.is_live(limit) & (state.counts < until))
+def _is_waiting(rows: Rows, until: int, limit: int) -> jax.Array:
+    fields = rows.fields
+    return jnp.any(fields.is_live(limit) & (fields.count < until))
 
 
-_proposed = jax.jit(speculative.proposed, static_argnums=0, donate_argnums=2)
+_proposed = jax.jit(drafts.propose, static_argnums=0, donate_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _piece(
-    cfg: ModelConfig, width: int, state: State, draft: Drafted, limit: int
-) -> tuple[Any, ...]:
-    """The fields of the Piece that a pass reads: a token a row, ``width`` of them one row's."""
-    count = state.is_live(limit).astype(jnp.int32) * (1 + draft.lengths)
-    positions, is_new, rope = decoder.places_of(cfg, state.cache.lengths, count, width)
-    return speculative.read(state, draft, width).reshape(-1, 1), is_new, positions, rope
+def _piece(cfg: ModelConfig, width: int, rows: Rows, draft: Drafted, limit: int) -> tuple[Any, ...]:
+    """The fields of the TokenPiece that a pass reads: a token a row, ``width`` of one of ours."""
+    inputs = start(rows, draft, width, limit)
+    positions, is_new, rope = decoder.places_of(cfg, inputs.fields.length, inputs.lengths, width)
+    return inputs.tokens.reshape(-1, 1), is_new, positions, rope
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 6))
-def _settled(
-    plan: speculative.DraftPlan,
+def _finished(
+    plan: drafts.DraftPlan,
     width: int,
-    state: State,
+    rows: Rows,
     draft: Drafted,
     scores: jax.Array,
     tokens: dict[int, Any],
@@ -166,14 +128,20 @@ def _settled(
     sampling: SamplingParams,
     stop_ids: jax.Array,
     limit: int,
-) -> tuple[State, dict[int, Any]]:
-    """(the state with what the pass brings, the recurrent ``layers`` with what of their ``tokens``
+) -> tuple[Rows, dict[int, Any]]:
+    """(the rows with what the pass brings, the recurrent ``layers`` with what of their ``tokens``
     stays)."""
-    live = state.is_live(limit).astype(jnp.int32)
-    scores = scores.reshape(live.shape[0], width, -1)
-    state, new = speculative.settled(plan, state, draft, scores, live, sampling, stop_ids)
-    cache = Cache(tuple(layers.values()), state.cache.lengths)
-    proposal = Proposal(cache, live * (1 + draft.lengths), tuple(tokens.values()))
-    after = decoder.commit(proposal, new)
-    state = dataclasses.replace(state, cache=Cache((), after.lengths))
-    return state, dict(zip(layers, after.layers, strict=True))
+    inputs = start(rows, draft, width, limit)
+    cache = Cache(tuple(layers.values()), inputs.fields.length)
+    proposal = Proposal(cache, inputs.lengths, tuple(tokens.values()))
+    passed = Pass(lambda: scores, lambda count: decoder.commit(proposal, count))
+    rows, _ = finish(
+        rows,
+        inputs,
+        passed,
+        drawn_by(sampling),
+        stop_ids,
+        adapts_to=plan.most if plan.adaptive else None,
+    )
+    after = dict(zip(layers, rows.layers, strict=True))
+    return dataclasses.replace(rows, layers=()), after

@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxllama.decoding.rows import Report
+from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
@@ -41,7 +42,6 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import OffloadRun
 from jaxllama.offload.store import RowTable, Store
 from jaxllama.offload.timeline import NO_RECORD
-from jaxllama.sampling import SamplingParams
 
 SCHEME = "w4a16-g64-zero"  # what compress_weight means
 KV_DTYPE = "int4"  # what compress_cache means
@@ -62,17 +62,6 @@ def chunk_of(policy: Policy, chunk: int | None) -> int:
     if chunk is not None and own not in (0, chunk):
         raise JaxLlamaError(f"policy: prefill_batch_size is {own}, and chunk is {chunk}")
     return own or chunk or Task.chunk
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockState:
-    """What ``LanguageModel`` reads of a decode loop, ``[B, room]`` and ``[B]``, and its run."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    counts: np.ndarray
-    done: Any
-    run: OffloadRun
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -181,7 +170,7 @@ class OffloadedModel(LanguageModel):
         sampling: SamplingParams,
         stop_ids: jax.Array,
         options: Any,
-    ) -> BlockState:
+    ) -> OffloadRun:
         check_host(self.config, self.policy, tokens.shape, capacity, options.kv_dtype, self.dtype)
         run = OffloadRun(
             self,
@@ -196,14 +185,13 @@ class OffloadedModel(LanguageModel):
             chunk=options.chunk,
         )
         run.step()
-        return BlockState(*run.written(), run)
+        return run
 
     def _advance(
-        self, state: BlockState, sampling: SamplingParams, stop_ids: jax.Array, until: int
-    ) -> BlockState:
-        run = state.run
-        run.end_rows(np.asarray(state.done))
+        self, run: OffloadRun, sampling: SamplingParams, stop_ids: jax.Array, until: int
+    ) -> tuple[OffloadRun, Report]:
+        run.end_rows()
         while run.steps < until and run.active_batches():
             run.step()
             run.end_rows()
-        return BlockState(*run.written(), run)
+        return run, run.report

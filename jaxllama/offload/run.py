@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama import generation
-from jaxllama.generation import GenerateState
+from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.sampling import History, SamplingParams
+from jaxllama.decoding.turn import append, drawn_by, start
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.mixers.attention.state import KVCache
@@ -32,7 +33,6 @@ from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.sparse_cache import SparseCache, SparseState
 from jaxllama.offload.store import Pending, RowTable, is_pending, is_stored, moves, wait
 from jaxllama.offload.units import ModelUnit, Rope
-from jaxllama.sampling import History, SamplingParams
 
 if TYPE_CHECKING:
     from jaxllama.offload.model import OffloadedModel
@@ -51,11 +51,13 @@ class TokenPiece:
 
 @dataclasses.dataclass
 class Batch:
-    """Rows that one program computes.  hidden: of each piece, possibly stored.  Of a pass that
-    verifies drafts: how wide it is, its logits ``[B width, V]``, and by layers what recurrent
-    states may take."""
+    """Rows that one program computes, whose layers are in ``caches``.
 
-    state: GenerateState
+    hidden: of each piece, possibly stored.  drafted, scores, tokens: of a pass that verifies
+    drafts, its width, its logits ``[B width, V]``, and what recurrent states may take, by layers.
+    """
+
+    rows: Rows
     sampling: SamplingParams
     caches: dict[int, LayerCache | SplitCache]
     pieces: list[TokenPiece]
@@ -64,10 +66,6 @@ class Batch:
     drafted: int | None = None
     scores: jax.Array | None = None
     tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def lengths(self) -> jax.Array:
-        return self.state.cache.lengths
 
 
 class OffloadRun:
@@ -143,20 +141,12 @@ class OffloadRun:
         history = None
         if sampling.penalties:
             history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
-        state = GenerateState(
-            tokens=jnp.zeros((batch, self.room), jnp.int32),
-            logprobs=jnp.zeros((batch, self.room), jnp.float32),
-            counts=blank,
-            done=lengths == 0,
-            step=jnp.int32(0),
-            cache=Cache((), blank),
-            history=history,
-        )
+        rows = Rows.empty(lengths, Cache((), blank), self.room, history)
         caches = {
             layer: self._layer_cache(kind, layer, batch)
             for layer, kind in enumerate(self.cfg.layer_types)
         }
-        return Batch(state, sampling, caches, pieces)
+        return Batch(rows, sampling, caches, pieces)
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
         empty = functools.partial(
@@ -181,7 +171,7 @@ class OffloadRun:
         for index in self.active_batches():
             batch = self.batches[index]
             if self.steps > 0:
-                batch.pieces = [TokenPiece(*_next_piece(self.cfg, self.capacity, batch.state))]
+                batch.pieces = [TokenPiece(*_next_piece(self.cfg, self.capacity, batch.rows))]
         self._walk()
         self.filled += 1
 
@@ -214,7 +204,7 @@ class OffloadRun:
     def end_rows(self, done: np.ndarray | None = None) -> None:
         """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
         for index, batch in enumerate(self.batches):
-            own = jax.device_get(batch.state.done)
+            own = jax.device_get(batch.rows.done)
             if done is not None:
                 wanted = own.copy()
                 first = index * len(own)
@@ -222,22 +212,20 @@ class OffloadRun:
                 wanted[: len(part)] |= part
                 if (wanted != own).any():
                     own = wanted
-                    batch.state = dataclasses.replace(batch.state, done=jnp.asarray(own))
+                    batch.rows = batch.rows.ended(own)
             batch.live = not own.all()
 
-    def written(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """tokens and logprobs ``[B, room]``, how many of them are real ``[B]``, and whether a row
-        is done."""
-        states = [batch.state for batch in self.batches]
-        tokens, logprobs, counts, done = self.joined(
-            [(state.tokens, state.logprobs, state.counts, state.done) for state in states]
-        )
-        return tokens, logprobs, counts, done
+    def ended(self, rows: np.ndarray) -> OffloadRun:
+        """The run with those rows done that are true in ``rows[B]``."""
+        self.end_rows(rows)
+        return self
 
-    def joined(self, parts: Sequence[tuple[jax.Array, ...]]) -> list[np.ndarray]:
-        """The arrays of all batches ``[rows, ...]``, as those of the run's rows on the host."""
-        columns = zip(*jax.device_get(parts), strict=True)
-        return [np.concatenate(column)[: self.rows] for column in columns]
+    @property
+    def report(self) -> Report:
+        """Of the run's rows, on the host."""
+        reports = jax.device_get([batch.rows.report for batch in self.batches])
+        ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
+        return Report(ints[:, : self.rows], written[:, : self.rows])
 
     def _embeds_by_unit(self) -> bool:
         table = self.model.params["embed"]["weight"]
@@ -295,7 +283,7 @@ class OffloadRun:
                 hidden = None
             else:
                 hidden, cache = self._layer(unit, batch, weights, cache, hidden)
-            out.append((batch.state.tokens, batch.scores) if hidden is None else hidden)
+            out.append((batch.rows.written, batch.scores) if hidden is None else hidden)
         return cache, hidden
 
     def _layer(
@@ -344,11 +332,8 @@ class OffloadRun:
         for piece, x in zip(batch.pieces, hidden, strict=True):
             last = programs.last_hidden(x, piece.lengths, last)
         scores = programs.head_logits(self.cfg, weights, last)
-        lengths = batch.lengths
-        for piece in batch.pieces:
-            lengths = lengths + piece.lengths
-        state = dataclasses.replace(batch.state, cache=Cache((), lengths))
-        batch.state = emit(state, scores, batch.sampling, self.stop_ids)
+        new = [piece.lengths for piece in batch.pieces]
+        batch.rows = append_token(batch.rows, new, scores, batch.sampling, self.stop_ids)
 
     def store_cache(self, unit: ModelUnit, index: int, cache: LayerState | None) -> None:
         if not unit.has_cache:
@@ -380,13 +365,25 @@ def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) ->
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _next_piece(cfg: Any, capacity: int, state: GenerateState) -> tuple[Any, ...]:
-    """The fields of the Piece that a decode step adds: each row's newest token."""
-    start = state.cache.lengths
-    newest = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1)
-    lengths = (~state.done).astype(jnp.int32)
-    positions, rope = programs.positions_of(cfg, start, start + lengths, 1)
-    return newest, lengths, positions, rope, jnp.where(lengths > 0, start, capacity)
+def _next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
+    """The fields of the TokenPiece that a decode step reads: each row's newest token."""
+    inputs = start(rows)
+    first, lengths = inputs.fields.length, inputs.lengths
+    positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
+    return inputs.tokens, lengths, positions, rope, jnp.where(lengths > 0, first, capacity)
 
 
-emit = jax.jit(generation.emit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def append_token(
+    rows: Rows,
+    new: list[jax.Array],
+    scores: jax.Array,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+) -> Rows:
+    """The rows with the token that follows ``scores [B, V]``; new: tokens ``[B]`` that each piece
+    has brought into the caches."""
+    fields = rows.fields
+    fields = fields._replace(length=fields.length + sum(new))
+    rows = dataclasses.replace(rows, ints=fields.packed())
+    return append(rows, scores, drawn_by(sampling), stop_ids)[0]

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
 
 

@@ -32,8 +32,8 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig, load_config
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.sampling import Sampling
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params

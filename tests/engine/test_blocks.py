@@ -120,7 +120,6 @@ def test_over_http(lm):
         ({"deterministic": True}, "deterministic = True: the policy has blocks"),
         ({"max_len": 10**6}, "max_len = 1000000: tiny-llama has a context of"),
         ({"max_queue": 0}, "max_queue = 0: must be a whole number"),
-        ({"state": "somewhere"}, "state = 'somewhere': the steps of blocks"),
     ],
 )
 def test_options_that_blocks_do_not_have_are_refused_by_name(lm, options, words):

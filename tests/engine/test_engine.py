@@ -1,6 +1,6 @@
 """Engine: every request's tokens are those it gets alone, whatever else happens.
 
-``test_engine_state`` has the same of a model with states, and the journal.
+``test_engine_state`` has the same of a model with states.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def test_what_raises_ends_its_own_request_with_one_error(what, monkeypatch):
 @pytest.mark.core
 def test_a_step_that_raises_ends_the_engine_and_everybody_is_told(monkeypatch, caplog):
     eng, events = Engine(model("llama"), **OPTIONS), {"a": [], "b": [], "c": []}
-    eng.warm_up = lambda: None
+    eng.warm_up_behind = lambda: None
     eng.submit(Request("a", PROMPTS[2], 24), events["a"].append)
     eng.submit(Request("b", PROMPTS[3], 24), Broken(RuntimeError("gone")))
 
@@ -543,7 +543,7 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_thread_serves_many_submitters_and_drains():
     eng = Engine(model("llama"), **OPTIONS)
-    eng.warm_up = lambda: None  # compiled by the other tests, or when first needed
+    eng.warm_up_behind = lambda: None  # compiled by the other tests, or when first needed
     eng.start()
     requests = [Request(f"t{index}", PROMPTS[index % 9], 7) for index in range(24)]
     events: dict[str, list[Event]] = {request.id: [] for request in requests}

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxllama as jl
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.options import ResolvedOptions
-from jaxllama.engine.request import Event, Request
+from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from tests.helpers.engine_cases import (
     CONFIGS,
@@ -22,7 +21,6 @@ from tests.helpers.engine_cases import (
     SAMPLINGS,
     model,
     run_schedule,
-    written,
 )
 from tests.helpers.models import params_of
 
@@ -129,23 +127,3 @@ def test_drafts_that_are_wrong_stop():
     eng.generate([Request("wrong", PROMPTS[5], 48, ignore_eos=True)])
     # Behind 3 tokens without a pause, pauses of 2, 4, 8 and 16.
     assert (eng.stats().drafted_tokens, eng.stats().accepted_tokens) == (7 + 3 + 1 + 4, 0)
-
-
-@pytest.mark.slow
-def test_a_journal_names_its_draft(tmp_path):
-    lm, by = model("hybrid"), model("gla")
-    requests = [Request(f"s{i}", PROMPTS[i], 12, SAMPLINGS[i % 5]) for i in range(8)]
-    first = Engine(lm, draft=by, state=tmp_path, **OPTIONS)
-    want = first.generate(requests)
-    first.stop()
-    for wrong in (None, lm):
-        with pytest.raises(jl.JaxLlamaError, match="an engine with another draft"):
-            Engine.restore(tmp_path, lm, draft=wrong)
-    got: dict[str, list[Event]] = {request.id: [] for request in requests}
-    again = Engine.restore(tmp_path, lm, lambda event: got[event.id].append(event), draft=by)
-    while again.step():
-        pass
-    assert {key: written(some) for key, some in got.items()} == {
-        key: written(some) for key, some in want.items()
-    }
-    assert again.stats().drafted_tokens == first.stats().drafted_tokens > 0

@@ -274,8 +274,7 @@ def test_deadlines_and_cancellation_free_what_they_held():
 def test_prefix_hits_shorten_the_prefill():
     sch = scheduler(page=4, share=True)
     sch.add(make(6))
-    for fill in sch.plan().fills:
-        sch.filled(fill)
+    sch.plan()
     sch.add(make(11, order=1))
     assert spans(sch.plan()) == [("r1", 4, 8), ("r1", 8, 10)]
     assert sch.pages.used == 2 + 3 - 1  # 6 and 11 tokens, with one more each, share a page
@@ -373,8 +372,6 @@ def test_talks_of_eight_turns_are_read_once():
             order += 1
         while sch.in_flight:
             plan = sch.plan()
-            for fill in plan.fills:
-                sch.filled(fill)
             for sequence, budget in plan.budgets.items():
                 sequence.ahead -= budget
                 sequence.output += [rng.randrange(10**6) for _ in range(budget)]

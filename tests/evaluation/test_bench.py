@@ -15,6 +15,7 @@ import jaxllama as jl
 from benchmarks import adapters as adapters_bench
 from jaxllama import generation
 from jaxllama.cli.main import main
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed import decode as bench
 from jaxllama.evaluation.speed.harness import (
     bytes_per_step,
@@ -23,11 +24,11 @@ from jaxllama.evaluation.speed.harness import (
     held_cache,
 )
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
+from jaxllama.executors import resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.quantization import random_params
 from jaxllama.quantization.quantize import quantize_params
-from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import QTensor, dequantize, tree_bytes
 from tests.helpers.models import FAMILIES, LLAMA, params_of, tokens_of
 
@@ -84,8 +85,9 @@ def state_of(cfg, batch: int = 2, room: int = 6):
     stops = jnp.zeros((0,), jnp.int32)
     tokens, lengths = tokens_of(cfg, batch, 5), jnp.full((batch,), 5)
     cache = init_cache(cfg, batch, 5 + room)
-    state = generation.start(
-        cfg, params_of(cfg), tokens, lengths, cache, sampling, stops, max_new_tokens=room
+    held = cache.layers, cache.lengths
+    state = resident.start(
+        cfg, params_of(cfg), tokens, lengths, *held, sampling, stops, max_new_tokens=room
     )
     return state, sampling, stops
 
@@ -94,12 +96,12 @@ def test_compiled_loop_writes_the_tokens_that_generate_writes():
     cfg, params = LLAMA, params_of(LLAMA)
     state, sampling, stops = state_of(cfg)
     program = compile_decode(cfg, params, state, sampling, stops)
-    got = program(params, state, sampling, stops, 6)
+    got, _ = program(params, state, sampling, stops, 6)
     again, *_ = state_of(cfg)
-    want = generation.advance(cfg, params, again, sampling, stops, 6)
+    want, _ = resident.advance(cfg, params, again, sampling, stops, 6)
     np.testing.assert_array_equal(got.tokens, want.tokens)
     assert program.kernels_per_step >= 2 * cfg.n_layers and program.compile_seconds > 0
-    held = tree_bytes((params, again.cache))
+    held = tree_bytes((params, again.layers))
     assert held <= program.nbytes < 10 * held
 
 

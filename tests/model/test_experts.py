@@ -19,11 +19,13 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import products
 from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig, from_dict
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.decoder import feed_half, layer_config
+from jaxllama.model.decoder import feed_half, layer_config, logits
+from jaxllama.model.experts.feed import mixture
 from jaxllama.model.experts.route import choose, router_logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.params import param_table
 from jaxllama.model.split import check_shards
+from jaxllama.modules import Decoder, MixtureOfExperts
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization.pipeline import calibrate
@@ -159,6 +161,19 @@ def test_quantized_saved_and_loaded(scheme, bound, tmp_path) -> None:
     quantized = jl.LanguageModel(CFG, params, None)
     jax.tree.map(np.testing.assert_array_equal, restore_tree(quantized.params), params)
     assert np.isfinite(np.asarray(quantized.logits(tokens, np.full(ROWS, WIDTH)))).all()
+
+
+def test_modules_declare_and_compute_the_same() -> None:
+    lm, tokens, want = model()
+    scores, _ = Decoder(CFG).apply({"params": lm.params}, tokens)
+    np.testing.assert_allclose(logits(CFG, lm.params, scores), want, atol=2e-5)
+    cfg, _ = layer_config(CFG, 1)
+    own = lm.params["layer_1"]["mlp"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32))
+    got = MixtureOfExperts(cfg).apply({"params": own}, x)
+    np.testing.assert_allclose(got, mixture(cfg, own, x), atol=1e-6)
+    drawn = jax.eval_shape(lambda key: jl.init_params(CFG, key), jax.random.key(0))
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, lm.params)
 
 
 def test_gradients_reach_every_parameter() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllama import generation
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
@@ -22,7 +23,6 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.planner.trial import random_run
 from jaxllama.offload.policy import Policy
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of, relative_error
 
@@ -154,7 +154,7 @@ def test_of_an_offloaded_cache_only_what_is_read_moves(tmp_path, monkeypatch):
 
         monkeypatch.setattr(jax, "device_put", count)
         run.step()
-        jax.block_until_ready([batch.state.tokens for batch in run.batches])
+        jax.block_until_ready([batch.rows.written for batch in run.batches])
         monkeypatch.setattr(jax, "device_put", put)
     whole = 4 * 256 * 2 * 8 * 4  # rows, columns, kv heads, features, bytes
     assert moved[1.0] == 2 * whole

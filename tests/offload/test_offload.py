@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.loading import Placement
@@ -20,7 +21,6 @@ from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
 from jaxllama.quantization.quantize import quantize_params
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
 from tests.helpers.models import FAMILIES, params_of

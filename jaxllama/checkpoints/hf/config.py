@@ -33,7 +33,7 @@ from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 
 if TYPE_CHECKING:
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
 _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
@@ -267,7 +267,7 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling | None:
     (transformers keeps the 50 likeliest tokens where ``top_k`` is).  Raises JaxLlamaError naming
     the key.
     """
-    from jaxllama.sampling import Sampling  # which imports jax
+    from jaxllama.decoding.sampling import Sampling  # which imports jax
 
     read = JsonReader(generation)
     if all(generation.get(key) is None for key in _SAMPLING):

@@ -43,10 +43,10 @@ from jaxllama.checkpoints.packed.module import (
     plain,
 )
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
-from jaxllama.sampling import Sampling
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks

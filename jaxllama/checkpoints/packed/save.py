@@ -42,10 +42,10 @@ from jaxllama.checkpoints.packed import gptq as packed_gptq
 from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
-from jaxllama.sampling import Sampling
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 if TYPE_CHECKING:

@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama import generation, speculative
 from jaxllama.config import configs_dir
+from jaxllama.decoding.forward import prefill_chunk
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.harness import timed
+from jaxllama.executors import resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.progress import Working
-from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.text.rows import pad_rows, shapes_of
 
 
@@ -56,28 +57,28 @@ def run(
         """(tokens behind the first, seconds, drafted, accepted)."""
         tokens, lengths = pad_rows([row], width)
         cache = init_cache(lm.config, 1, capacity, kv_dtype or lm.dtype, mesh=lm.mesh)
-        state: Any = generation.start(
+        state: Any = resident.start(
             lm.config,
             lm.params,
             tokens,
             lengths,
-            cache,
+            cache.layers,
+            cache.lengths,
             sampling,
             stop_ids,
             max_new_tokens=room,
-            chunk=chunk or generation.prefill_chunk(1, width),
+            chunk=chunk or prefill_chunk(1, width),
         )
-        advance = generation.loop_for(lm.params)
+        advance = resident.loop_for(lm.params)
         arguments = lm.config, lm.params, state, sampling, stop_ids, np.int32(new_tokens)
         if drafts:
             state = drafting.begin(tokens, lengths, state, capacity)
             advance = drafting.advance
             arguments = lm, state, sampling, stop_ids, new_tokens, new_tokens
         jax.block_until_ready(state)
-        state, seconds = timed(advance, *arguments)
-        figures = (state.drafted, state.accepted) if isinstance(state, speculative.State) else ()
-        both = [int(figure[0]) for figure in figures] or [0, 0]
-        return np.array([int(state.counts[0]) - 1, seconds, *both])
+        (_, report), seconds = timed(advance, *arguments)
+        report = jax.device_get(report)
+        return np.array([int(report.counts[0]) - 1, seconds, *report.drafts[:, 0]])
 
     sign.note("compiling the decode loops")
     for drafts in (False, True):

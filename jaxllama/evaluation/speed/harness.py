@@ -24,14 +24,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxllama import generation
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.forward import Params, prefill_chunk
+from jaxllama.decoding.rows import Fields, Report, Rows
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
+from jaxllama.executors import resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import Cache, cache_shardings, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import tree_bytes
 
 _NOISE = 4099  # numbers that a cache is filled with, over and over; a prime, so no row repeats one
@@ -103,7 +105,7 @@ def matmul_rate() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeProgram:
-    """The compiled decode loop: call it as ``generation.advance`` without the config.
+    """The compiled decode loop: call it as ``resident.advance`` without the config.
 
     ``compile_seconds`` has tracing in it; ``from_cache`` says whether the program was read from
     jax's persistent cache.
@@ -115,12 +117,12 @@ class DecodeProgram:
 
     def __call__(
         self,
-        params: generation.Params,
-        state: generation.GenerateState,
+        params: Params,
+        state: Rows,
         sampling: SamplingParams,
         stop_ids: jax.Array,
         until: int,
-    ) -> generation.GenerateState:
+    ) -> tuple[Rows, Report]:
         return self.compiled(params, state, sampling, stop_ids, np.int32(until))
 
     @property
@@ -140,19 +142,19 @@ class DecodeProgram:
 
 def compile_decode(
     cfg: ModelConfig,
-    params: generation.Params,
-    state: generation.GenerateState,
+    params: Params,
+    state: Rows,
     sampling: SamplingParams,
     stop_ids: jax.Array,
 ) -> DecodeProgram:
-    """Compile ``generation.advance`` for these arguments, which are not touched."""
+    """Compile ``resident.advance`` for these arguments, which are not touched."""
     events: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
         events.append(event)
 
     def compiled() -> jax.stages.Compiled:
-        loop = generation.loop_for(params)
+        loop = resident.loop_for(params)
         return loop.lower(cfg, params, state, sampling, stop_ids, np.int32(1)).compile()
 
     jax.monitoring.register_event_listener(listen)
@@ -181,9 +183,7 @@ class Decoding:
         self.kv_dtype = lm.dtype if kv_dtype is None else kv_dtype
         sampling = SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size)
         self.sampling, self.stop_ids = self._everywhere((sampling, jnp.zeros((0,), jnp.int32)))
-        self._loop: Callable[..., Any] = functools.partial(
-            generation.loop_for(lm.params), lm.config
-        )
+        self._loop: Callable[..., Any] = functools.partial(resident.loop_for(lm.params), lm.config)
 
     def _everywhere(self, tree: Any) -> Any:
         """Where the loop wants them: a call would copy each from the first device."""
@@ -191,61 +191,55 @@ class Decoding:
             return tree
         return jax.device_put(tree, NamedSharding(self.lm.mesh, PartitionSpec()))
 
-    def prefilled(
-        self, prompt: int, room: int, held: int = 0
-    ) -> tuple[generation.GenerateState, float]:
+    def prefilled(self, prompt: int, room: int, held: int = 0) -> tuple[Rows, float]:
         """The state behind ``held`` tokens and a random prompt, its first new token among the
         ``room``, and the seconds from the prompt on the device to there."""
         arguments, fixed = self._start(prompt, room, held)
         jax.block_until_ready(arguments)
-        return timed(functools.partial(generation.start, self.lm.config, **fixed), *arguments)
+        return timed(functools.partial(resident.start, self.lm.config, **fixed), *arguments)
 
     def prefill_text(self, prompt: int) -> str:
         """What XLA compiles of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
-        start: Any = generation.start
+        start: Any = resident.start
         lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 
     def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``generation.start`` is called with behind the config."""
+        """What ``resident.start`` is called with behind the config."""
         cfg = self.lm.config
         ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (self.batch, prompt))
         tokens = jnp.asarray(ids, jnp.int32)
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
-        chunk = self.chunk or generation.prefill_chunk(self.batch, prompt)
-        arguments = self.lm.params, tokens, lengths, cache, self.sampling, self.stop_ids
+        chunk = self.chunk or prefill_chunk(self.batch, prompt)
+        held = cache.layers, cache.lengths
+        arguments = self.lm.params, tokens, lengths, *held, self.sampling, self.stop_ids
         return arguments, {"max_new_tokens": room, "chunk": chunk}
 
-    def begun(self, room: int) -> generation.GenerateState:
+    def begun(self, room: int) -> Rows:
         """One token a row and an empty cache: a prompt's program would cost a compilation."""
-        shape = self.batch, room + 1
-        rows = (
-            jnp.ones(shape, jnp.int32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.ones((self.batch,), jnp.int32),
-            jnp.zeros((self.batch,), bool),
-            jnp.int32(1),
-        )
         cache = init_cache(self.lm.config, self.batch, room, self.kv_dtype, mesh=self.lm.mesh)
-        return jax.block_until_ready(
-            generation.GenerateState(*self._everywhere(rows), cache=cache, history=None)
-        )
+        one = jnp.ones((self.batch,), jnp.int32)
+        none = jnp.zeros_like(one)
+        ints = Fields(one, none, one, none, one).packed()
+        written = jnp.zeros((2, self.batch, room + 1), jnp.int32)
+        ints, written = self._everywhere((ints, written))
+        return jax.block_until_ready(Rows(ints, written, cache.layers))
 
-    def compile(self, state: generation.GenerateState) -> DecodeProgram:
+    def compile(self, state: Rows) -> DecodeProgram:
         """Ahead of time, for states like this one; from now on ``run`` calls it."""
         self._loop = program = compile_decode(
             self.lm.config, self.lm.params, state, self.sampling, self.stop_ids
         )
         return program
 
-    def run(self, state: generation.GenerateState, until: int) -> float:
+    def run(self, state: Rows, until: int) -> float:
         """Seconds until ``until`` tokens are written in all."""
         arguments = self.lm.params, state, self.sampling, self.stop_ids, np.int32(until)
         return timed(self._loop, *arguments)[1]
 
-    def trace(self, folder: str | Path, state: generation.GenerateState, until: int) -> None:
+    def trace(self, folder: str | Path, state: Rows, until: int) -> None:
         """The same under jax's profiler."""
         with jax.profiler.trace(str(folder)):
             self.run(state, until)
@@ -259,7 +253,7 @@ def bytes_per_step(lm: LanguageModel) -> int:
     return tree_bytes(read_in_step(lm))
 
 
-def read_in_step(lm: LanguageModel) -> generation.Params:
+def read_in_step(lm: LanguageModel) -> Params:
     """The parameters that one decode step reads: all, but of the embedding only the rows of its
     tokens, unless it is the head as well."""
     if lm.config.tie_embeddings:

@@ -23,23 +23,24 @@ def feed_experts(
     cfg: ModelConfig, p: Params, stream: Stream, ops: Any, before: Stream | None
 ) -> Stream:
     """``decoder.feed_half`` of a layer with experts; ``before`` as there."""
-    options, own = cfg.experts, p["mlp"]
-    assert options is not None
     if before is not None:
         normed, _ = linear.norm(before, p.get("mixer_norm"), cfg)
         stream = Stream(stream.total)
     else:
         normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
     assert isinstance(normed, jax.Array)
-    x = normed.reshape(-1, normed.shape[-1])
-    experts, weights = route(options, x, own["router"])
-    inner = ops.grouped(x, own["experts_gate_up"], experts, gated=gate_of(cfg, options))
-    y = ops.grouped(inner, own["experts_down"], experts, weights=weights)
-    y = y.reshape(normed.shape)
-    if options.shared:
-        y = y + _shared(cfg, own, normed, ops)
-    scale = p.get("mlp_out_norm")
+    y, scale = mixture(cfg, p["mlp"], normed, ops), p.get("mlp_out_norm")
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
+
+
+def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any = linear) -> jax.Array:
+    """What the experts make of ``x[..., D]``; own: a layer's ``mlp`` parameters."""
+    options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
+    assert options is not None
+    experts, weights = route(options, tokens, own["router"])
+    inner = ops.grouped(tokens, own["experts_gate_up"], experts, gated=gate_of(cfg, options))
+    y = ops.grouped(inner, own["experts_down"], experts, weights=weights).reshape(x.shape)
+    return y + _shared(cfg, own, x, ops) if options.shared else y
 
 
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:

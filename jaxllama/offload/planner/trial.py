@@ -20,6 +20,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.planner.accounting import unit_shapes, weight_shapes
@@ -27,7 +28,6 @@ from jaxllama.offload.planner.cost import PlannerSettings, Task
 from jaxllama.offload.planner.fitting import moving
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import OffloadRun
-from jaxllama.sampling import Sampling, SamplingParams
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 

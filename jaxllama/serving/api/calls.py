@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.request import Request
 from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
-from jaxllama.sampling import Sampling
 from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Message, Tokenize
 from jaxllama.serving.api.constraints import constraint, form
 from jaxllama.serving.api.reading import PLAIN, Reading, reading

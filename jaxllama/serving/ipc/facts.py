@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 
 

@@ -268,10 +268,9 @@ class Hub:
             entries = [
                 entry
                 for entry in entries
-                if entry.id not in self._unwritten
-                and self.owed.get(str(entry.id)) not in self._ports
+                if entry.id not in self._unwritten and self.owed.get(entry.id) not in self._ports
             ]
-            self.owed.update({str(entry.id): port for entry in entries})
+            self.owed.update({entry.id: port for entry in entries})
             return [dataclasses.astuple(entry) for entry in entries]
         if ask.name == "metrics":
             return self.metrics.page()

@@ -30,12 +30,12 @@ pytest.importorskip("httpx2")
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllama import __version__
+from jaxllama.decoding.sampling import Sampling, SamplingParams, sample
 from jaxllama.engine.embeddings import Embedder
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed import load_generator
 from jaxllama.evaluation.speed.load_generator import Lengths, Load
 from jaxllama.model.decoder import final_norm, forward
-from jaxllama.sampling import Sampling, SamplingParams, sample
 from jaxllama.serving.api import bodies as request_bodies
 from jaxllama.serving.api.bodies import ApiError, Chat, Completion, parse
 from jaxllama.serving.api.calls import Prompts
