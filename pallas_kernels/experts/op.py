@@ -11,7 +11,8 @@ CPU a token's result has the same bits in any batch, because every product has t
 
 The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
 groups, zeros of both kinds, scales in two levels).  No form dequantizes an expert that no token has
-chosen.  ``experts.xla`` holds the forms.
+chosen.  ``experts.xla`` holds the forms.  A CPU's handler (``cpu.experts``) reads its own layout:
+where w is a ``CpuWeight``, whose preparation was the choice, x is rounded to 8 bits in blocks.
 
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
@@ -28,16 +29,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Reason, choose_plan, is_empty
+from pallas_kernels.cpu import experts as cpu
+from pallas_kernels.cpu.weight import CpuWeight, restore
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize
-from pallas_kernels.transform import XLA, Op, OpChoice
+from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 
-_Static = tuple[int, Gate | None]  # experts of a row of x, the gate
+Weight = jax.Array | QTensor | CpuWeight
+_Static = tuple[int, Gate | None, Any]  # experts of a row of x, the gate, the handler's plan
 _OPERANDS = {
     "w": "float|QTensor [E+, out, in]",
     "experts": "int32 [T, k+]",
@@ -48,7 +52,7 @@ _OPERANDS = {
 
 def grouped_matmul(
     x: jax.Array,
-    w: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
     experts: jax.Array,
     *,
     weights: jax.Array | None = None,
@@ -62,7 +66,7 @@ def grouped_matmul(
     ----------
     x : Array [T, in] or [T, k, in]
         float32, bfloat16 or float16.  With three axes each pair has a row of its own.
-    w : Array or QTensor [E, out, in]
+    w : Array, QTensor or CpuWeight [E, out, in]
         The experts' weights.
     experts : int32 [T, k]
         Each token's experts.  Indices outside of [0, E) are clamped to it.
@@ -95,32 +99,46 @@ def grouped_matmul(
     """
     op = "grouped_matmul"
     rows = "float [T, in]" if getattr(x, "ndim", 2) == 2 else "float [T, k, in]"
-    sizes = check(
-        op, {"x": rows, **_OPERANDS}, x=x, w=w, experts=experts, weights=weights, bias=bias
-    )
+    given = {"x": x, "experts": experts, "weights": weights, "bias": bias}
+    outline = w.outline if isinstance(w, CpuWeight) else w
+    sizes = check(op, {"x": rows, **_OPERANDS}, w=outline, **given)
     check_gate(op, gated, sizes["out"])
-    if isinstance(w, QTensor):
-        w = _weight_only(op, w)
-    plan = choose_plan(op, implementation, _plan, x, w, experts)
-    assert plan is None
+    w = _weight_only(op, w)
+    on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
+    is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
+    plan = choose_plan(op, implementation, _plan, x, w, experts, cpu=on_cpu if is_cpu else None)
     if is_empty(x, w, experts):
         out = sizes["out"] // 2 if gated else sizes["out"]
         shape = experts.shape if weights is None else experts.shape[:1]
         return jnp.zeros((*shape, out), x.dtype)
     experts = jnp.clip(experts, 0, sizes["E"] - 1)
-    return _composed((1 if x.ndim == 3 else sizes["k"], gated), x, w, experts, weights, bias)
+    static = 1 if x.ndim == 3 else sizes["k"], gated, plan
+    if isinstance(w, CpuWeight):
+        return _handled(chosen(plan, implementation), static, x, w, experts, weights, bias)
+    return _composed(static, x, w, experts, weights, bias)
 
 
 def _plan() -> Reason:
     return Reason("grouped products have no kernel yet")
 
 
-def _weight_only(op: str, w: QTensor) -> QTensor:
-    """w without notes, in one level of scales."""
-    if w.activations is not None:
-        raise ValueError(f"{op}: w asks for activations in {w.activations}; experts read floats")
+def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
+    if not isinstance(w, CpuWeight):
+        return Reason("w is not in the handler's layout, which pallas_kernels.cpu.prepare gives it")
+    return cpu.plan(w, experts.size, swiglu)
+
+
+def _weight_only(op: str, w: Weight) -> Weight:
+    """w, a QTensor without notes and in one level of scales."""
+    if not isinstance(w, QTensor | CpuWeight):
+        return w
+    activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
+    if activations is not None:
+        raise ValueError(f"{op}: w asks for activations in {activations}; experts read floats")
     if w.columns is not None:
         raise ValueError(f"{op}: w has columns in another order, which experts have not")
+    if isinstance(w, CpuWeight):
+        return w
     w = w.in_one_level
     return QTensor(w.q, w.scale, w.zero)
 
@@ -133,7 +151,7 @@ def _composed(
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    fan, gated = static
+    fan, gated, _ = static
     y = _sums(XLA, fan, x.reshape(-1, x.shape[-1]), w, experts.reshape(-1))
     return _finished(y.reshape(*experts.shape, -1), gated, experts, weights, bias, x.dtype)
 
@@ -188,3 +206,42 @@ def _sums_backward(
 
 
 _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
+
+
+# --- a CPU's handler ------------------------------------------------------------------------------
+
+
+def _handled_kernel(
+    static: _Static,
+    x: jax.Array,
+    w: CpuWeight,
+    experts: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """The pairs sorted by expert, their products, and back in the order of the tokens."""
+    fan, gated, plan = static
+    pairs, n_experts = experts.reshape(-1), w.shape[0]
+    order = jnp.argsort(pairs, stable=True)
+    before = pairs[:, None] < jnp.arange(n_experts + 1)
+    starts = jnp.sum(before, axis=0, dtype=jnp.int32)
+    y = cpu.run(plan, x.reshape(-1, x.shape[-1])[order // fan], w, starts)
+    y = jnp.zeros_like(y).at[order].set(y).reshape(*experts.shape, -1)
+    left = None if plan.program.swiglu else gated
+    return _finished(y, left, experts, weights, bias, x.dtype)
+
+
+def _handled_xla(
+    static: _Static,
+    x: jax.Array,
+    w: CpuWeight,
+    experts: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """By the weight that this one stands for."""
+    plain = _weight_only("grouped_matmul", restore(w))
+    return _composed(static, x, plain, experts, weights, bias)
+
+
+_handled = Op("grouped_matmul", _handled_xla, _handled_kernel)

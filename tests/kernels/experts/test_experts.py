@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ClampedGate, QTensor, explain, grouped_matmul, quantize
+from pallas_kernels.cpu import CpuWeight, prepare, restore, unavailable
 from pallas_kernels.experts import predict, xla
 from pallas_kernels.experts.blocks import blocks_of, most_blocks
 from pallas_kernels.experts.op import grouped_matmul_reference
@@ -144,6 +145,52 @@ def test_gradients_are_the_reference_s(scheme) -> None:
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+@functools.cache
+def prepared(scheme: str, group: int | None, zeros: bool) -> tuple[QTensor, CpuWeight]:
+    w = jnp.asarray(draw(E, 64, 128, seed=1) * 128**-0.5)
+    made = jax.jit(functools.partial(quantize, dtype=scheme, group_size=group, symmetric=not zeros))
+    plain = made(w)
+    found = prepare(plain)
+    assert isinstance(found, CpuWeight), found
+    return plain, found
+
+
+handler = pytest.mark.skipif(unavailable() is not None, reason="no handler on this machine")
+
+
+@handler
+@pytest.mark.parametrize(
+    "scheme,group,zeros", [("int4", 32, True), ("int4", None, False), ("int8", None, False)]
+)
+@pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])
+def test_a_cpu_s_handler(scheme, group, zeros, gated) -> None:
+    """Within the rounding of x to 8 bits; the same bits for a token in any batch."""
+    plain, w = prepared(scheme, group, zeros)
+    jax.tree.map(np.testing.assert_array_equal, restore(w), plain)
+    x, experts = jnp.asarray(draw(70, 128)), chosen(70, 3)
+    weights = jnp.asarray(np.abs(draw(70, 3, seed=3)))
+    assert "grouped_matmul_cpu" in explain("grouped_matmul", x, w, experts)
+    run = jax.jit(functools.partial(grouped_matmul, gated=gated))
+    got = run(x, w, experts, weights=weights)
+    want = grouped_matmul_reference(x, plain, experts, weights=weights, gated=gated)
+    error = np.sqrt(np.mean(np.square(got - want)))
+    assert error <= 0.015 * np.sqrt(np.mean(np.square(want)))
+    for rows in (np.arange(1), np.arange(20, 33), np.random.default_rng(1).permutation(70)):
+        again = run(x[rows], w, experts[rows], weights=weights[rows])
+        np.testing.assert_array_equal(again, np.asarray(got)[rows])
+    exact = jax.jit(functools.partial(grouped_matmul, gated=gated, implementation="xla"))
+    np.testing.assert_allclose(exact(x, w, experts, weights=weights), want, atol=2e-4)
+
+
+@handler
+def test_a_cpu_s_handler_has_the_gradients_of_the_weight_that_it_stands_for() -> None:
+    plain, w = prepared("int4", 32, True)
+    x, experts = jnp.asarray(draw(9, 128)), chosen(9, 2)
+    loss = lambda x, w: jnp.sum(grouped_matmul(x, w, experts, gated="silu"))  # noqa: E731
+    got, want = (jax.jit(jax.grad(loss))(x, one) for one in (w, plain))
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_an_empty_call_and_a_wrong_index() -> None:
