@@ -337,7 +337,9 @@ def test_stacking_and_back_is_the_same_tree():
     back = unstack_layers(stack_layers(PATTERN, small))
     assert jax.tree.structure(back) == jax.tree.structure(small)
     assert_same(back, small)
-    with pytest.raises(ValueError, match="layer_3: its parameters are not stored as layer_1's"):
+    with pytest.raises(
+        jl.JaxLlamaError, match="layer_3: its parameters are not stored as layer_1's"
+    ):
         stack_layers(PATTERN, {**params, "layer_3": small["layer_3"]})
 
 
