@@ -175,7 +175,7 @@ CANDIDATES = [
           "later = jnp.arange(k)[None, :] >= begin + block",
           "later = jnp.arange(k)[None, :] >= begin + 2 * block", "tests/quantization"),
     # Offloading, several devices, training
-    Fault("a filled-up batch shifts the rows' lengths", "jaxllama/offload/run.py",
+    Fault("a filled-up batch shifts the rows' lengths", "jaxllama/executors/offloaded/run.py",
           "lengths = jnp.pad(lengths, (0, empty))", "lengths = jnp.pad(lengths, (empty, 0))",
           "tests/offload"),
     Fault("a shard looks up its neighbour's rows", "jaxllama/parallel/collectives.py",

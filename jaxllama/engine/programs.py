@@ -130,6 +130,7 @@ class Programs:
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
         self._is_stopped = False
         self._path: Path | None = None
+        self._keys: dict[bytes, Hashable] = {}  # by the lowered program
 
     def __len__(self) -> int:
         """Return the number of programs that are compiled."""
@@ -141,7 +142,7 @@ class Programs:
         if made is None:
             return wanted.run()
         if not made.done() and self._claim(key):
-            self._compile(key, self._lowered(wanted))
+            self._compile(key, self._lowered(key, wanted))
         return made.result()(*wanted.arguments)
 
     def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
@@ -222,15 +223,28 @@ class Programs:
             self._claimed.add(key)
             return is_free
 
-    def _lowered(self, wanted: Wanted) -> Any:
-        """Return the lowered program, or the exception of lowering it."""
+    def _lowered(self, key: Hashable, wanted: Wanted) -> Any:
+        """Return the lowered program, or the exception of lowering it, or None for a program that
+        another key has already."""
         with self._lowering:
             try:
-                return wanted.lower()
+                lowered = wanted.lower()
             except Exception as error:
                 return error
+            if self._device.platform != "cpu":
+                return lowered
+            # A prompt's first chunk and the following ones may be one program.  jax would take the
+            # second from its cache, and such a program cannot be kept.
+            text = f"{lowered.in_tree}\n{lowered.as_text()}"
+            twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
+        if twin == key:
+            return lowered
+        self._made[twin].add_done_callback(lambda made: _copy(made, self._made[key]))
+        return None
 
     def _compile(self, key: Hashable, lowered: Any) -> None:
+        if lowered is None:
+            return
         hits = _hits.count
         try:
             if isinstance(lowered, Exception):
@@ -263,7 +277,7 @@ class Programs:
                 if not wait():
                     return
                 if self._claim(key):
-                    lowered = self._lowered(one)
+                    lowered = self._lowered(key, one)
                     try:
                         pool.submit(self._compile, key, lowered)
                     except RuntimeError:  # the interpreter ends
@@ -305,6 +319,14 @@ class Programs:
             warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
         else:
             keep(self._path, Kept(jit.registered(), programs))
+
+
+def _copy(made: Future[Any], to: Future[Any]) -> None:
+    error = made.exception()
+    if error is None:
+        to.set_result(made.result())
+    else:
+        to.set_exception(error)
 
 
 def _tell_where_kernels_are() -> None:

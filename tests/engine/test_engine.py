@@ -146,6 +146,10 @@ def test_a_program_from_jaxs_cache_is_not_kept_again(is_cached, tmp_path):
 
     class Known:
         __name__ = "known"
+        in_tree = None
+
+        def as_text(self):
+            return ""
 
         def lower(self, *arguments):
             return self

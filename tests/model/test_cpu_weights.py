@@ -13,8 +13,8 @@ import jaxllama as jl
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from pallas_kernels.cpu import CpuWeight, prepare_tree, restore_tree
 from pallas_kernels.dispatch import choices
 from tests.helpers.cases import each_once
