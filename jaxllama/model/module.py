@@ -31,7 +31,6 @@ from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, t
 from jaxllama.model.decoder import (
     activation_dtype,
     block,
-    block_once,
     capped,
     embed_tokens,
     forward,
@@ -45,11 +44,9 @@ from jaxllama.model.mixers.attention.module import Attention
 from jaxllama.model.mixers.delta.module import GatedDeltaNet
 from jaxllama.model.mixers.gla.module import GatedLinearAttention
 from jaxllama.model.mixers.short_conv.module import ShortConvolution
-from jaxllama.model.params import check
 from jaxllama.model.records import Hidden
 from jaxllama.model.stacked import recomputed_block, runs, walk
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import traced_mesh
+from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 
 __all__ = [
     "Attention",
@@ -203,21 +200,18 @@ class Decoder(nn.Module):
         batch, width = tokens.shape
         lengths = jnp.full((batch,), width, jnp.int32) if lengths is None else lengths
         params = self.tree()
-        if cache is not None or options:
-            if self.scan or self.remat:
-                raise ValueError(
-                    "a Decoder with scan or remat takes whole sequences; decode with Decoder(cfg), "
-                    "whose parameters are unstack_layers(params)"
-                )
-            mesh = traced_mesh(params)
-            if mesh is not None and mesh.shape[MODEL_AXIS] > 1:
-                raise ValueError("on a mesh, decode with jl.prefill and shard_params' parameters")
+        mesh = traced_mesh(params)
+        is_split = mesh is not None and mesh.shape[MODEL_AXIS] > 1
+        if not (self.scan or self.remat or is_split):
             return forward(self.cfg, params, tokens, lengths, cache, **options)
-        if not self.scan:
-            check(self.cfg, params)
+        if cache is not None or options:
+            raise ValueError(
+                "a Decoder with scan or remat, or split over a mesh, takes whole sequences; decode "
+                "with Decoder(cfg) and unstack_layers(params), on a mesh with jl.prefill"
+            )
         at = tokens_at(self.cfg, tokens, None, lengths, None)
         stream = Stream(embed_tokens(self.cfg, params, tokens, activation_dtype(params)))
-        each = recomputed_block if self.remat else block_once
+        each = recomputed_block if self.remat else block
         return Hidden(walk(self.cfg, params, stream, at, each).total), None
 
     def logits(self, hidden: Hidden) -> jax.Array:
