@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax.sharding import Mesh
-
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import Params
 from jaxllama.executors.resident import Resident
@@ -18,9 +16,8 @@ from jaxllama.parallel.collectives import MODEL_AXIS
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh(Resident):
-    """mesh: that the parameters are on."""
-
-    mesh: Mesh
+    """All parameters are on ``mesh``."""
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
+        assert self.mesh is not None
         return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])

@@ -14,12 +14,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
@@ -53,15 +54,24 @@ from pallas_kernels.rows import greedy
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """All parameters are on one device."""
+    """All parameters are on one device, or on those of ``mesh``."""
 
-    mesh: ClassVar[Any] = None
-    block_size: ClassVar[int | None] = None
-    on_device: ClassVar[bool] = True
-    runs_ahead: ClassVar[bool] = True
+    mesh: Mesh | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        return None
+
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def runs_ahead(self) -> bool:
+        return True
 
     def with_params(self, params: Params) -> Executor:
-        mesh = mesh_of(params)
+        mesh = mesh_of(params) if params else None
         if mesh is None:
             return Resident()
         from jaxllama.executors.mesh import OnMesh
