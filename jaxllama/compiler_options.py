@@ -36,11 +36,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.dispatch import untested_jax
+from pallas_kernels.jax_internals import get_opaque_trace_state
 
 _KNOWN = untested_jax() is None
 Options = dict[str, str | bool | int]

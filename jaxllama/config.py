@@ -9,6 +9,7 @@ have no defaults here, so that no preset can forget them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 import types
 import typing
@@ -531,7 +532,7 @@ T = typing.TypeVar("T")
 
 def from_dict(cls: type[T], data: dict[str, Any], prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
@@ -581,8 +582,13 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _check_literals(instance: Any) -> None:
-    for key, hint in typing.get_type_hints(type(instance)).items():
+    for key, hint in _type_hints(type(instance)).items():
         if typing.get_origin(hint) is Literal:
             _convert(hint, getattr(instance, key), key)
 

@@ -58,9 +58,11 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
+    from flax.core.meta import unbox
+
     from jaxllama.model.module import Decoder
 
-    params = Decoder(cfg).init(key, method="tree")["params"]
+    params = unbox(Decoder(cfg).init(key, method="tree")["params"])
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
 from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
-from jaxllama.model import flax_state, lora
+from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
 from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
@@ -49,7 +50,6 @@ from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
-from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
     from jaxllama.offload.policy import Policy
@@ -115,7 +115,10 @@ def load(
             merge=merge,
         )
         return lm.first_layers(layers)
-    flax_state.register()
+    if "flax.serialization" in sys.modules:
+        from jaxllama.model.flax_state import register
+
+        register()
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, policy is not None, mesh is not None)
     enable_compilation_cache()
@@ -264,6 +267,7 @@ def _from_checkpoint(
                 cfg,
                 dtype,
                 keep_quantized=own_codes,
+                laid_out=own_codes,
                 progress=progress,
                 place=here if grid is None and place is None else place,
             )
@@ -300,8 +304,10 @@ def _laid_out(_: Any, leaf: Any) -> Any:
     so that nothing is held twice.  What the kernels have no form for stays as it is.  Arrays that
     jax takes without a copy, and small ones, stay numpy's: a call of ``device_put`` for each takes
     as long as reading it."""
+    if isinstance(leaf, CpuWeight):
+        return leaf
     leaf = prepare_tree(leaf)
-    if isinstance(leaf, CpuWeight) or tree_bytes(leaf) < _SMALL:
+    if isinstance(leaf, CpuWeight) or leaf.nbytes < _SMALL:
         return leaf
     return jax.block_until_ready(jax.device_put(leaf))
 

@@ -8,6 +8,7 @@ module.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from jaxllama.offload.policy import Policy
 
 MODEL = "smollm2-135m"
+# More objects than a start makes, and how many new ones garbage is then looked for among.
+START_OBJECTS, NEW_OBJECTS = 500_000, 100_000
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "int4", "fp8")
 
@@ -177,6 +180,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
         lm.tokenizer.parse_special = getattr(args, "parse_special", False)
     if sparsity is not None:
         lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
+    gc.freeze()  # what a start has made stays
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
     return lm
 
 

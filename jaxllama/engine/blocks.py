@@ -243,4 +243,10 @@ class BlockRunner:
         return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
-        """Nothing: shapes follow from what is asked for."""
+        """Do nothing: the shapes follow from the requests."""
+
+    def warm_up_behind(self, is_busy: Any) -> None:
+        """Do nothing, as ``warm_up``."""
+
+    def stop(self) -> None:
+        """Do nothing: no thread compiles."""

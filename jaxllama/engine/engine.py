@@ -388,6 +388,16 @@ class Engine:
             self.compiled = self.runner.compiled_programs()
             self._stats = count(self)
 
+    def warm_up_behind(self) -> None:
+        """Compile the programs of a first request; a thread compiles the others behind it.
+
+        The thread yields to requests.  A request that needs a missing program waits for that one.
+        """
+        with self._stepping:
+            self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
+            self.compiled = self.runner.compiled_programs()
+            self._stats = count(self)
+
     def stats(self) -> EngineStats:
         """As of the last step; from any thread."""
         waiting = len(self.scheduler.waiting) + len(self._inbox)
@@ -396,10 +406,10 @@ class Engine:
     # The thread
 
     def start(self) -> None:
-        """Warm up and run in a thread of its own."""
+        """Run in a thread of its own, from the moment when a first request's programs exist."""
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
-        self.warm_up()
+        self.warm_up_behind()
         self._thread = threading.Thread(target=self._loop, name="jaxllama-engine", daemon=True)
         self._thread.start()
 
@@ -456,6 +466,7 @@ class Engine:
         """End the thread; whatever is in flight ends as "cancelled"."""
         self._inbox.close("the engine has stopped")
         self._inbox.stop()
+        self.runner.stop()
         if self._thread is not None:
             self._thread.join()
         if self.failure is None:

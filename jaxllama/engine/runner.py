@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -375,46 +374,88 @@ class Runner:
     # Programs
 
     def compiled_programs(self) -> int:
-        """Programs of the engine that this process has compiled, or read."""
+        """Return the number of programs compiled outside of the warm-up."""
         programs: tuple[Any, ...] = (device.admit, self._fill_program, self._decode_program)
-        return len(self._programs) + sum(program._cache_size() for program in programs)
+        return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
-        """Run every program in every shape once, for nobody: the state stays."""
+        """Compile every program in every shape, and run it once without rows: the state stays."""
+        calls = self._idle_calls()
         self._programs.add(self._wanted())
-        for width in self.options.history_widths:
-            self.slots = self._admit(self._pack([], width))
-        for rows, width, fresh in self._shapes():
-            self.slots = self._fill_call(self._with(rows, {}), *_blank(rows, width), fresh)
-        for n, context in itertools.product(self.options.sizes, self.options.contexts):
-            self.read(self._thread.submit(self._decode, self._idle(n, context)).result())
+        for call in calls:
+            self._thread.submit(self._run_idle, call).result()
+        jax.block_until_ready(self.slots)
         lazy_zeros.trim()
 
-    def _shapes(self) -> list[tuple[int, int, bool]]:
-        """(prompts, tokens, whether they begin there) of the prefill calls."""
+    def warm_up_behind(self, is_busy: Callable[[], bool]) -> None:
+        """Do the same for the programs that a first request needs, and for the others behind it.
+
+        Parameters
+        ----------
+        is_busy
+            True while the engine has requests, to which the thread behind yields.
+        """
+        wanted, n = self._wanted(), self._first()
+        calls = dict(zip(wanted, self._idle_calls(), strict=True))
+
+        def run(key: Hashable) -> Future[None]:
+            return self._thread.submit(self._run_idle, calls[key])
+
+        self._programs.add_first(wanted, n)
+        for key in list(wanted)[:n]:
+            run(key).result()
+        jax.block_until_ready(self.slots)
+        lazy_zeros.trim()
+        self._programs.add_rest(wanted, n, is_busy, run)
+
+    def stop(self) -> None:
+        """Compile no further programs behind."""
+        self._programs.stop()
+
+    def _run_idle(self, call: Callable[[], tuple[Hashable, Wanted]]) -> None:
+        """Run a program without rows, in the runner's thread."""
+        outcome = self._programs.call(*call())
+        self.slots = outcome[0] if isinstance(outcome, tuple) else outcome
+
+    def _first(self) -> int:
+        """Return how many of ``_idle_calls`` a first request may need."""
+        return len(self.options.history_widths[:2]) + len(self.options.widths) + 1
+
+    def _idle_calls(self) -> list[Callable[[], tuple[Hashable, Wanted]]]:
+        """Return a call without rows of every program, in the order in which requests need them.
+
+        The first are those of one request at a time: its admission without and with a short
+        history, a prompt of each width, and the decode call of one row.
+        """
         options = self.options
+
+        def admission(width: int) -> Callable[[], tuple[Hashable, Wanted]]:
+            return lambda: self._admission(self._pack([], width))
+
+        def filling(rows: int, width: int, fresh: bool) -> Callable[[], tuple[Hashable, Wanted]]:
+            return lambda: self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
+
+        def decoding(n: int, context: int) -> Callable[[], tuple[Hashable, Wanted]]:
+            return lambda: self._decoding(self._idle(n, context))
+
+        shapes = [(rows, width) for width in options.widths for rows in options.row_counts(width)]
+        alone = [(options.row_counts(width)[0], width) for width in options.widths]
+        together = [shape for shape in shapes if shape not in alone]
+        decodes = [(n, context) for context in options.contexts for n in options.sizes]
         return [
-            (rows, width, fresh)
-            for width in options.widths
-            for rows in options.row_counts(width)
-            for fresh in (True, False)
+            *(admission(width) for width in options.history_widths[:2]),
+            *(filling(*shape, True) for shape in alone),
+            decoding(*decodes[0]),
+            *(admission(width) for width in options.history_widths[2:]),
+            *(decoding(n, context) for n, context in decodes[1:] if context == decodes[0][1]),
+            *(filling(*shape, False) for shape in alone),
+            *(filling(*shape, fresh) for shape in together for fresh in (True, False)),
+            *(decoding(n, context) for n, context in decodes if context != decodes[0][1]),
         ]
 
     def _wanted(self) -> dict[Hashable, Wanted]:
-        """All that may be called."""
-        return dict(
-            [
-                *(self._admission(self._pack([], width)) for width in self.options.history_widths),
-                *(
-                    self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
-                    for rows, width, fresh in self._shapes()
-                ),
-                *(
-                    self._decoding(self._idle(n, context))
-                    for n, context in itertools.product(self.options.sizes, self.options.contexts)
-                ),
-            ]
-        )
+        """Return every program that may be called."""
+        return dict(call() for call in self._idle_calls())
 
     def _idle(self, n: int, context: int) -> Decode:
         """A call that does nothing."""

@@ -135,7 +135,7 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     assert q is not None and scale is not None
     form, kept_scale, kept_zero = _numbers(w, scale, zero)
     parts: list[Any] = [_packed(q, form, scale.shape[-1])]
-    parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
+    parts += [None if v is None else by_tile(v) for v in (kept_scale, kept_zero)]
     parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
         parts = [None if v is None else jax.device_put(v) for v in parts]
@@ -273,7 +273,7 @@ def _aligned_copy(v: np.ndarray) -> np.ndarray:
     return out
 
 
-def _by_tile(v: np.ndarray) -> np.ndarray:
+def by_tile(v: np.ndarray) -> np.ndarray:
     """``[N, groups]`` -> ``[tiles, groups, 16]``."""
     n, groups = v.shape
     tiles = -(-n // TILE)

@@ -146,6 +146,10 @@ def test_a_program_from_jaxs_cache_is_not_kept_again(is_cached, tmp_path):
 
     class Known:
         __name__ = "known"
+        in_tree = None
+
+        def as_text(self):
+            return ""
 
         def lower(self, *arguments):
             return self
@@ -331,7 +335,7 @@ def test_what_raises_ends_its_own_request_with_one_error(what, monkeypatch):
 @pytest.mark.core
 def test_a_step_that_raises_ends_the_engine_and_everybody_is_told(monkeypatch, caplog):
     eng, events = Engine(model("llama"), **OPTIONS), {"a": [], "b": [], "c": []}
-    eng.warm_up = lambda: None
+    eng.warm_up_behind = lambda: None
     eng.submit(Request("a", PROMPTS[2], 24), events["a"].append)
     eng.submit(Request("b", PROMPTS[3], 24), Broken(RuntimeError("gone")))
 
@@ -543,7 +547,7 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_thread_serves_many_submitters_and_drains():
     eng = Engine(model("llama"), **OPTIONS)
-    eng.warm_up = lambda: None  # compiled by the other tests, or when first needed
+    eng.warm_up_behind = lambda: None  # compiled by the other tests, or when first needed
     eng.start()
     requests = [Request(f"t{index}", PROMPTS[index % 9], 7) for index in range(24)]
     events: dict[str, list[Event]] = {request.id: [] for request in requests}

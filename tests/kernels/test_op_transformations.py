@@ -26,7 +26,7 @@ import pallas_kernels as ops
 from pallas_kernels import transform
 from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
-from pallas_kernels.matmul.op import quantized_matmul_reference
+from pallas_kernels.matmul.reference import quantized_matmul_reference
 from tests.helpers.compiling import environment
 
 VERSION = tuple(int(v) for v in jax.__version__.split(".")[:3] if v.isdigit())
