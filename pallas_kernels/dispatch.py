@@ -120,8 +120,9 @@ def _device_of_leaf(x: Any) -> Any | None:
     if isinstance(x, Tracer):
         return _device_of_mesh(jax.typeof(x).sharding.mesh)
     sharding: Any = getattr(x, "sharding", None)
-    is_bound = sharding is not None and (not isinstance(x, jax.Array) or x.committed)
-    return next(iter(sharding.device_set)) if is_bound else None
+    if sharding is None or (isinstance(x, jax.Array) and not x.committed):
+        return None
+    return next(iter(sharding.device_set))
 
 
 def _device_of_mesh(mesh: Any) -> Any | None:

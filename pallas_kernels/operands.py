@@ -42,7 +42,7 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
     for name, text in lines.items():
         line = _parsed(text)
         x: Any = operands[name]
-        if x is None and line.optional:
+        if line.optional and x is None:
             continue
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")

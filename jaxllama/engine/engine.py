@@ -51,8 +51,7 @@ from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import mesh_of
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.reader import Reader
 
 _log = logging.getLogger("jaxllama.serving")

@@ -13,7 +13,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import Params
 from jaxllama.executors.resident import Resident
 from jaxllama.model.shardings import gather_params
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ from jaxllama.model.decoder import (
     layer_config,
     logits,
 )
+from jaxllama.model.experts.feed import mixture
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.module import Attention
@@ -48,6 +49,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "LayerNorm",
+    "MixtureOfExperts",
     "RMSNorm",
     "ShortConvolution",
     "SwiGLU",
@@ -96,6 +98,14 @@ class SwiGLU(nn.Module):
         return linear.linear(y, down, x.dtype)
 
 
+class MixtureOfExperts(SwiGLU):
+    """The feed-forward of a layer with experts: router, chosen experts, shared expert."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x[..., D]`` -> the same shape and dtype."""
+        return mixture(layer_config(self.cfg, 0)[0], self.tree(), x)
+
+
 class DecoderLayer(nn.Module):
     """Layer ``index`` of a model: ``x += mixer(norm(x)); x += mlp(norm(x))``.
 
@@ -116,7 +126,8 @@ class DecoderLayer(nn.Module):
         """The parameters, as ``decoder.block`` takes them."""
         cfg, kind = layer_config(self.cfg, self.index)
         norm = RMSNorm if cfg.norm == "rms" else LayerNorm
-        modules = {"mixer": MIXERS[kind].module.MIXER, "mlp": SwiGLU}
+        feed = SwiGLU if cfg.experts is None else MixtureOfExperts
+        modules = {"mixer": MIXERS[kind].module.MIXER, "mlp": feed}
         names = table_of(cfg)["layer_0"]
         return {name: modules.get(name, norm)(cfg, name=name).tree() for name in names}
 

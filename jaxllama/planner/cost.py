@@ -319,7 +319,7 @@ def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: Planne
     prompt's piece inside the feed-forward, or the logits of every row and their copies."""
     rows = min(policy.gpu_batch_size, task.rows)
     chunk = min(policy.prefill_batch_size or task.chunk, task.prompt)
-    width = 3 * cfg.d_ff + 6 * cfg.d_model
+    width = 3 * cfg.feed_width + 6 * cfg.d_model
     scores = 4 * cfg.n_heads * min(512, task.prompt)
     layers = cache_shapes(cfg, rows, task.capacity, settings.kv_dtype)
     inside = rows * chunk * (width * np.dtype(settings.dtype).itemsize + 2 * scores)

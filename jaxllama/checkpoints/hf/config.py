@@ -7,7 +7,7 @@ is not supported is a JaxLlamaError naming the key; keys that the family's class
 ignores are one warning.
 ``check_preset`` compares a preset with what a checkpoint says of itself.
 
-Left out: mixtures of experts, encoders, sequence classifiers.
+Left out: mixtures of experts of other families, encoders, sequence classifiers.
 """
 
 from __future__ import annotations
@@ -375,7 +375,8 @@ def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None
     if family.window == "none":
         return None, ()
     window = None
-    is_on = family.window != "use" or read.flag("use_sliding_window", False)
+    has_switch = family.window == "use" or "use_sliding_window" in family.keys
+    is_on = not has_switch or read.flag("use_sliding_window", False)
     if is_on and read.config.get("sliding_window") is not None:
         window = read.size("sliding_window")
     types = read.config.get("layer_types")
