@@ -62,7 +62,7 @@ class KeptPrograms:
         cfg: ModelConfig | None = None,
         static: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """What a jitted ``function(cfg, *arguments, **static)`` gives.
+        """Return what a jitted ``function(cfg, *arguments, **static)`` returns.
 
         cfg: its first argument, if it takes one.  key: its repr tells this program from all others
         of the model, so it names the arguments' shapes and everything static.
@@ -82,7 +82,7 @@ class KeptPrograms:
         return compiled(*arguments)
 
     def wait(self) -> None:
-        """Until what was kept for the first calls is ready, or cannot be used."""
+        """Return when the programs kept for the first calls are ready, or cannot be used."""
         self._index.result()
         wait(self._made.values())
 
@@ -117,7 +117,7 @@ class KeptPrograms:
         self._keep(name, blob)
 
     def _keep(self, name: str, blob: Any) -> None:
-        """Into the file, as the newest program there."""
+        """Write the program into the file, as the newest one there."""
         assert self._path is not None
         _, programs = _stored(self._path)
         programs.pop(name, None)
@@ -146,7 +146,7 @@ def signature(tree: Any) -> str:
 
 
 def _settings() -> tuple[Any, ...]:
-    """All of jax's, but for those of its own cache."""
+    """All settings of jax, but for those of its own cache."""
     return tuple(item for item in jax.config.values.items() if "_cache_" not in item[0])
 
 
