@@ -13,6 +13,7 @@ float32 numbers that the products will want: every warp its own, no barrier but 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels import ptx as p
@@ -95,43 +96,43 @@ class Ring:
             turn = arith.remui(self.lane, p.ci(self.members))
             mine = arith.andi(mine, p.equal(turn, self.member))
 
-        def run():
-            to = p.add(
-                self.ring,
-                p.mul(slot, self.slot_bytes),
-                p.mul(self.lane, self.stride),
-                self.depth * self.slot_bytes if values else 0,
-            )
-            first = p.add(token0, p.mul(self.lane, self.per_run))
-            size = self.per_run * self.token_bytes
-            p.barrier_expect(full, size)
-            shift = self.pages.shift(token0, entry) if self.pages else None
+        p.when(mine, lambda: self.fill_run(token0, slot, values, entry, full))
 
-            def source_of(token):
-                token = p.add(token, shift) if self.pages else token
-                return p.offset_rows(self.bases[values], token, self.from_bytes)
+    def fill_run(self, token0, slot, values: bool, entry, full) -> None:
+        """Copy the lane's run, as one piece where its tokens are neighbours in memory."""
+        to = p.add(
+            self.ring,
+            p.mul(slot, self.slot_bytes),
+            p.mul(self.lane, self.stride),
+            self.depth * self.slot_bytes if values else 0,
+        )
+        first = p.add(token0, p.mul(self.lane, self.per_run))
+        size = self.per_run * self.token_bytes
+        p.barrier_expect(full, size)
+        shift = self.pages.shift(token0, entry) if self.pages else None
+        one_by_one = functools.partial(self.copy_tokens, first, shift, values, to, full)
+        if self.heads < self.n_kv:
+            one_by_one()
+            return
+        whole = p.below(p.add(first, self.per_run - 2), self.last)
+        p.when(whole, lambda: p.copy_bulk(to, self.source(first, shift, values), size, full))
+        p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), one_by_one)
 
-            def tokens():
-                def one(i, _):
-                    source = source_of(p.smaller(p.add(first, i), self.last))
-                    at = p.add(to, p.mul(i, self.token_bytes))
-                    p.copy_bulk(at, source, self.token_bytes, full)
-                    return []
+    def source(self, token, shift, values: bool):
+        """The address of a token's keys or values in the cache."""
+        token = p.add(token, shift) if self.pages else token
+        return p.offset_rows(self.bases[values], token, self.from_bytes)
 
-                p.loop(0, self.per_run, 1, [], one)
+    def copy_tokens(self, first, shift, values: bool, to, full) -> None:
+        """Copy a run token by token; past the last token that one is copied once more."""
 
-            if self.heads < self.n_kv:
-                tokens()
-                return
-            whole = p.below(p.add(first, self.per_run - 2), self.last)
+        def copy(i, _):
+            source = self.source(p.smaller(p.add(first, i), self.last), shift, values)
+            at = p.add(to, p.mul(i, self.token_bytes))
+            p.copy_bulk(at, source, self.token_bytes, full)
+            return []
 
-            def together():
-                p.copy_bulk(to, source_of(first), size, full)
-
-            p.when(whole, together)
-            p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
-
-        p.when(mine, run)
+        p.loop(0, self.per_run, 1, [], copy)
 
     def neighbour(self, slot, parity, step: int):
         """The slot and the parity of the next (1) or the last (-1) step."""

@@ -12,6 +12,8 @@ With a block table (``attention.pages``) a tile lies in a page, whose entry is l
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels import ptx as p
@@ -305,12 +307,8 @@ class HeadWords:
 
         def replaced():
             fresh = new()
-
-            def store():
-                for i in range(0, len(fresh), 4):
-                    p.store_global(at, fresh[i : i + 4], i // 4 * apart)
-
-            p.when(arith.andi(own, p.at_most(token0, self.slot)), store)
+            is_own = arith.andi(own, p.at_most(token0, self.slot))
+            p.when(is_own, functools.partial(_store_words, at, fresh, apart))
             return [
                 arith.select(p.equal(t, self.slot), y, x)
                 for t, old in zip(tokens, held[0], strict=True)
@@ -321,3 +319,9 @@ class HeadWords:
         reached = arith.andi(self.there, p.below(self.slot, p.add(token0, TILE)))
         flat, tree = jax.tree.flatten(held)  # no scales: the words alone
         return jax.tree.unflatten(tree, p.choose(reached, replaced, flat))
+
+
+def _store_words(at, words, apart: int) -> None:
+    """Store words, four together, ``apart`` bytes from one four to the next."""
+    for i in range(0, len(words), 4):
+        p.store_global(at, words[i : i + 4], i // 4 * apart)

@@ -57,6 +57,7 @@ _S = 6
 _O, _DV = 10, 12
 _E = _K  # and those of X
 _TILES = 14
+_HALVES = 0xFFFF, 0xFFFF0000  # of a word of two columns
 
 
 def _product(*steps):
@@ -99,51 +100,69 @@ def _symmetric(tiles, lower, upper) -> None:
     """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
     and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
     16 x 16 blocks on the diagonal."""
-    rows, zero = inverse.InverseRows(), p.ci(0)
-    halves = 0xFFFF, 0xFFFF0000
+    symmetric = _Symmetric(lower, upper)
+    symmetric.rows.store_tile(tiles, symmetric.whole())
+    levels = symmetric.levels()
+    symmetric.rows.store_tile(p.add(tiles, TILE), levels)
 
-    def column(tile: int, e: int):
-        return p.add(p.shift_left(rows.c, 1), 8 * tile + e)
 
-    def of_each(word):
-        """The pair of what ``word`` gives for its two columns."""
-        return arith.ori(*[p.masked(word(e), mask) for e, mask in enumerate(halves)])
+class _Symmetric:
+    """Words of two columns each, [tile of 8 columns][half of 16 rows]."""
 
-    def merged(row, tile: int, x, y):
-        def word(e):
-            j = column(tile, e)
-            above = arith.select(p.equal(j, row), zero, y)
-            return arith.select(p.less(j, row), x, above)
+    def __init__(self, lower, upper):
+        self.rows, self.zero = inverse.InverseRows(), p.ci(0)
+        self.lower, self.upper = lower, upper
 
-        return of_each(word)
-
-    rows.store_tile(
-        tiles,
-        [
+    def whole(self) -> list:
+        """G + G^T."""
+        return [
             [
-                merged(p.add(rows.first, 8 * half), tile, lower[tile][half], upper[tile][half])
+                self.merged(
+                    p.add(self.rows.first, 8 * half),
+                    tile,
+                    self.lower[tile][half],
+                    self.upper[tile][half],
+                )
                 for half in range(2)
             ]
             for tile in range(8)
-        ],
-    )
-    levels = [[None, None] for _ in range(8)]
-    for tile in range(2):
-        for half in range(2):
-            row = p.add(rows.g, 8 * half)
-            x, y = (
-                inverse._of_warp(rows, [part[2 * w + tile][half] for w in range(4)])
-                for part in (lower, upper)
-            )
-            both = merged(row, tile, x, y)
-            for n in range(4):
+        ]
 
-                def met(e, n=n, row=row, tile=tile, both=both):
-                    differ = arith.xori(row, column(tile, e))
-                    return arith.select(p.equal(p.shift_right(differ, n), 1), both, zero)
+    def levels(self) -> list:
+        """The pairs of the levels 1 to 8, side by side, of the 16 x 16 block on the diagonal."""
+        levels = [[None, None] for _ in range(8)]
+        for tile in range(2):
+            for half in range(2):
+                row = p.add(self.rows.g, 8 * half)
+                x, y = (
+                    inverse._of_warp(self.rows, [part[2 * w + tile][half] for w in range(4)])
+                    for part in (self.lower, self.upper)
+                )
+                both = self.merged(row, tile, x, y)
+                for n in range(4):
+                    levels[2 * n + tile][half] = self.met(row, tile, n, both)
+        return levels
 
-                levels[2 * n + tile][half] = of_each(met)
-    rows.store_tile(p.add(tiles, TILE), levels)
+    def column(self, tile: int, e: int):
+        return p.add(p.shift_left(self.rows.c, 1), 8 * tile + e)
+
+    def merged(self, row, tile: int, x, y):
+        """x below the diagonal, y above it, and zero on it."""
+        words = []
+        for e in range(2):
+            j = self.column(tile, e)
+            above = arith.select(p.equal(j, row), self.zero, y)
+            words.append(p.masked(arith.select(p.less(j, row), x, above), _HALVES[e]))
+        return arith.ori(*words)
+
+    def met(self, row, tile: int, n: int, both):
+        """``both`` where a row and a column meet on level 2^n, else zero."""
+        words = []
+        for e in range(2):
+            differ = arith.xori(row, self.column(tile, e))
+            word = arith.select(p.equal(p.shift_right(differ, n), 1), both, self.zero)
+            words.append(p.masked(word, _HALVES[e]))
+        return arith.ori(*words)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))

@@ -21,12 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
-from pallas_kernels.gated_delta.kernel_scan import (
-    STAGES,
-    by_token,
-    read_transposed,
-    store_transposed,
-)
+from pallas_kernels.gated_delta.kernel_scan import STAGES
+from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state

@@ -20,28 +20,12 @@ from pallas_kernels.recurrence.channels import (
     bundle_type,
     zero_acc,
 )
+from pallas_kernels.recurrence.slices import LEVELS, each, flat, load_block
 
-LEVELS = (1, 2, 4, 8, 16, 32)
-
-# Registers of one slice: [h][m][e] for channel 16w + 8h + g and token 8m + 2c + e.
-# dq, dk, p, t; the chunk's decay; which gates are 0.  q and k are read again where they are needed;
-# the flux q dq - k dk of every element waits in the tile of its gate.
+# Registers of a slice (``recurrence.slices``): dq, dk, p, t; the chunk's decay; which gates are 0.
+# q and k are read again where they are needed.  The flux q dq - k dk of every element waits in the
+# tile of its gate.
 N_STATE = 4 * 32 + 2 + 1
-
-
-def load_block(columns, at, b):
-    """bf16 token pairs of 16 tokens, [h][half], from the q (at = 0) or k (TILE) tile."""
-    r = p.load_matrices(columns, at=at + 2048 * b, transposed=True)
-    return [[r[0], r[2]], [r[1], r[3]]]
-
-
-def flat(x):
-    return [x[h][m][e] for h in range(2) for m in range(8) for e in range(2)]
-
-
-def each(value):
-    """[h][m][e] of value(h, m, e)."""
-    return [[[value(h, m, e) for e in range(2)] for m in range(8)] for h in range(2)]
 
 
 def gate_at(gates, h, m, e):

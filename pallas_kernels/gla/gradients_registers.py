@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.gla.gradients_levels import N_STATE, each, flat, gate_at, load_block
+from pallas_kernels.gla.gradients_levels import N_STATE, gate_at
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import (
     ROWS,
@@ -27,13 +27,9 @@ from pallas_kernels.recurrence.channels import (
     unbundle,
     zero_acc,
 )
+from pallas_kernels.recurrence.slices import each, flat, load_block, nested
 
 N_EXTRA = 2 + 4  # sum_j k_j dk_j of the states' part, per h; accumulator of <S, E>
-
-
-def _nested(values):
-    it = iter(values)
-    return each(lambda h, m, e: next(it))
 
 
 class _States:
@@ -42,7 +38,7 @@ class _States:
     def __init__(self, slot_ref, stage_ref, state, extra, scale: float, blocks: int):
         self.lane, self.scale, self.blocks = ChannelLane(), scale, blocks
         dq, dk, pp, tt, self.rest = unbundle(state, 32, 32, 32, 32, 3)
-        self.dq, self.dk, self.pp, self.tt = (_nested(x) for x in (dq, dk, pp, tt))
+        self.dq, self.dk, self.pp, self.tt = (nested(x) for x in (dq, dk, pp, tt))
         slot, stage = p.shared_address(slot_ref), p.shared_address(stage_ref)
         self.own, self.gates = self.lane.column_matrices(slot), self.lane.gate_words(slot)
         self.total, self.inner = unbundle(extra, 2, 4)
@@ -150,8 +146,8 @@ def finish_call():
         lane = ChannelLane()
         dq, dk, _, _, decay, gone = unbundle(state, 32, 32, 32, 32, 2, 1)
         gone = arith.bitcast(p.i32(), gone[0])
-        dq, dk = _nested(dq), _nested(dk)
-        flux = _nested(unbundle(fluxes, 32)[0])
+        dq, dk = nested(dq), nested(dk)
+        flux = nested(unbundle(fluxes, 32)[0])
         total, inner = unbundle(extra, 2, 4)
         base = p.shared_address(out_ref)
         columns, gates = lane.column_matrices(base), lane.gate_words(base)

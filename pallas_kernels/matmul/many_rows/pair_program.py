@@ -18,7 +18,7 @@ from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
-    feeder,
+    feed,
     meet_peer,
     my_tiles,
     ring_next,
@@ -70,7 +70,7 @@ class Block:
 
     def run(self) -> None:
         pipeline.await_kernel(self.gmem.w, self.wide, self.tile, self.m)
-        feeder(self.warpgroup, 2)(Feeder(self).copy_tiles)
+        feed(self.warpgroup, 2, Feeder(self).copy_tiles)
         pl.when(self.warpgroup < 2)(lambda: Multiplier.started(self).compute_tiles())
 
 

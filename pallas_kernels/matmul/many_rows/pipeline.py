@@ -133,20 +133,17 @@ def ring_next(at: jax.Array, by: int, stages: int) -> jax.Array:
     return jnp.where(at >= stages, at - stages, at)
 
 
-def feeder(wg: jax.Array, computing: int) -> Callable[[Callable[[], None]], None]:
-    """Runs a function in one warp of the last warpgroup: each of its four would arrive on a slot's
-    barrier for every copy."""
+def feed(warpgroup: jax.Array, computing: int, copy_tiles: Callable[[], None]) -> None:
+    """Run a function in one warp of the last warpgroup.
 
-    def run(copy_tiles):
-        @pl.when(wg == computing)
-        def feed():
-            plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+    Each of the four warps would arrive on a slot's barrier for every copy.
+    """
 
-            @plgpu.warp_map
-            def of_warp(warp):
-                pl.when(warp == 0)(copy_tiles)
+    def run() -> None:
+        plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+        plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy_tiles))
 
-    return run
+    pl.when(warpgroup == computing)(run)
 
 
 def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: None) -> None:

@@ -18,7 +18,7 @@ from pallas_kernels.matmul.many_rows import pipeline, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
-    feeder,
+    feed,
     meet_peer,
     my_tiles,
     ring_next,
@@ -90,7 +90,7 @@ class Block:
 
     def run(self) -> None:
         pipeline.await_kernel(self.gmem.w, self.tile.rows, self.tile, self.m)
-        feeder(self.warpgroup, self.computing)(Feeder(self).copy_tiles)
+        feed(self.warpgroup, self.computing, Feeder(self).copy_tiles)
         pl.when(self.warpgroup < self.computing)(lambda: Multiplier.started(self).compute_tiles())
 
 
