@@ -1,7 +1,7 @@
-"""What a warp of the decode attention kernel does: see ``kernel`` for its timeline.
+"""The program of a warp of the decode attention kernel: see ``kernel`` for its timeline.
 
-``Decode.run`` is the whole program.  Everything is emitted while the kernel is traced, in the order
-of the calls.
+``DecodeKernel.run`` is the whole program.  Everything is emitted while the kernel is traced, in
+the order of the calls.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
 from pallas_kernels.jax_internals import arith
 
 
-class Sums(NamedTuple):
-    """What a warp has summed up for eight query rows: two of them are a lane's."""
+class _Sums(NamedTuple):
+    """A warp's sums for eight query rows: two of them are a lane's."""
 
     top: list  # maximum of the scores, base 2
     total: list  # of the weights
@@ -33,7 +33,7 @@ class Sums(NamedTuple):
     out: list  # of the weights times the values
 
 
-class Decode:
+class DecodeKernel:
     """The program of one warp.
 
     gmem: q; k and v, each [codes, scales, zero points] or the start of it; lengths; table or None;
@@ -199,7 +199,7 @@ class Decode:
             self.scales.store(coming)
         zero = p.cf(0.0)
         zeros = 2 * codes.groups if codes.zeros else 0
-        start = Sums([p.cf(LEAST)] * 2, [zero] * 2, [zero] * zeros, [zero] * (self.head_dim // 4))
+        start = _Sums([p.cf(LEAST)] * 2, [zero] * 2, [zero] * zeros, [zero] * (self.head_dim // 4))
         flat, self.tree = jax.tree.flatten([start] * plan.fuls)
         first = [*(self.entries[1:] if self.share.pages else []), p.ci(0), p.ci(0)]
         last = p.loop(self.share.begin, self.share.end, self.share.apart, first + flat, self.step)
@@ -213,7 +213,7 @@ class Decode:
         return self.write_parts(sums, again, p.add(first_head, again.own), chunk)
 
     def parts_of(self, carry):
-        """(the table's entries for the ``depth`` steps to come, slot, parity, Sums of each ful)."""
+        """(entries for the ``depth`` steps to come, slot, parity, ``_Sums`` of each ful)."""
         ahead = self.entries
         if self.share.pages:
             ahead, carry = carry[: self.plan.depth], carry[self.plan.depth :]
@@ -266,7 +266,7 @@ class Decode:
             return None
         return [self.scales.read(self.order, 2 * u + half, values) for half in range(2)]
 
-    def weigh(self, sums: Sums, scores):
+    def weigh(self, sums: _Sums, scores):
         """The weights of the step's tiles, and the sums up to it, faded to the new maximum."""
         top, fade = mma_tile.maxima(scores, sums.top)
         weights = mma_tile.weights_of(scores, top)
@@ -280,7 +280,7 @@ class Decode:
         ]
         out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(sums.out)]
         zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(sums.zeros)]
-        return weights, Sums(top, total, zeros, out)
+        return weights, _Sums(top, total, zeros, out)
 
     def right_operands(self, weights, sums) -> list:
         """[tile][ful]: weights as the mma's operand; the sums' zeros are added to."""

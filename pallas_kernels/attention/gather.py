@@ -1,9 +1,10 @@
-"""The parts of an attention's output that a cluster of blocks holds, into one, without a kernel.
+"""Sum the parts of an attention's output that a cluster of blocks holds, without a second kernel.
 
     out = sum_i 2^(top_i - top) out_i / sum_i 2^(top_i - top) sum_i        top = max_i top_i
 
-Each block sums its own parts, through its shared memory; sends the sums to the block that owns the
-query head (st.async, counted by a barrier there); the owner sums those.  Always in the same order.
+Each block sums its own parts through its shared memory.  It sends the sums to the block that owns
+the query head (st.async, counted by a barrier there), and the owner sums those.  The order is
+always the same.
 
     part     [part][head] out | padding, then [part][head] (maximum, sum)    written by the warps
     share    [owned head][block] out, maximum, sum                           by all blocks
@@ -41,7 +42,7 @@ class Gather:
 
     @property
     def floats(self) -> tuple[int, int, int]:
-        """Of shared memory: parts, shares, barriers."""
+        """Floats of shared memory: parts, shares, barriers."""
         parts = self.parts * self.heads * (self.head_dim + PAD + 2)
         if self.cluster == 1:
             return parts, 4, 4

@@ -1,14 +1,14 @@
-"""What the decode kernel keeps in shared memory: a team's ring of keys and values, and scales.
+"""Shared memory of the decode kernel: a team's ring of keys and values, and its scales.
 
-A step of a team is 8 runs of neighbouring tokens, one run for each row of an mma's 8 x 8 block, so
-that most copies are one run of memory: 2 KB of int4 with 8 heads of 128.  Runs are shared out among
-the team's warps and lie 32 bytes apart in the banks; with ``Ring.order`` no read has a conflict.
+A step of a team is 8 runs of neighbouring tokens, one run for each row of an mma's 8 x 8 block.  So
+most copies are one run of memory: 2 KB of int4 with 8 heads of 128.  The team's warps share out the
+runs, which lie 32 bytes apart in the banks; with ``Ring.order`` no read has a conflict.
 
     slot   run 0 | pad | run 1 | pad | ...     token (run, i) at order(run) * stride + i * token
     full   8 arrivals, a run each, and the runs' bytes          empty   one arrival per warp
 
-Scales are read a step ahead into registers, a lane per token, and put into shared memory as the
-float32 numbers that the products will want: every warp its own, no barrier but the warp's.
+Scales are read a step ahead into registers, a lane per token.  They are put into shared memory as
+the float32 numbers that the products take.  Every warp has its own, so only its lanes wait.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PAD = 32  # bytes between two runs in shared memory
 
 
 def ring_bytes(plan, heads: int, codes: Codes) -> int:
-    """Of one team: keys and values, every step of the ring."""
+    """Shared memory of a team: keys and values, every step of the ring."""
     return 2 * plan.depth * RUNS * (2 * plan.tiles * heads * codes.row_bytes + PAD)
 
 
 def scale_bytes(plan, codes: Codes) -> int:
-    """Of one warp: keys and values of one step."""
+    """Shared memory of a warp: scales of keys and values of one step."""
     return 2 * RUNS * 2 * plan.tiles * 4 * codes.staged if codes.quantized else 0
 
 
@@ -181,7 +181,7 @@ class TokenWords:
         ]
 
     def keys(self, slot, tile: int) -> list[list]:
-        """Of the tile's rows g and g + 8."""
+        """The words of the tile's rows g and g + 8."""
         codes, at = self.codes, p.add(self.k_at, p.mul(slot, self.slot_bytes))
         return [
             [
@@ -197,7 +197,7 @@ class TokenWords:
         ]
 
     def values(self, slot, tile: int) -> list[list]:
-        """Of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
+        """The words of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
         codes, at = self.codes, p.mul(slot, self.slot_bytes)
         return [
             [

@@ -1,11 +1,11 @@
-"""Where a warp of the direct decode attention gets its words: cache and queries, or projection.
+"""Words of a warp of the direct decode attention: of the cache and the queries, or the projection.
 
 Without RoPE q ``[B, N, H]`` comes as it is, beside the row's length.  With RoPE q is the projection
-``[B, N + 2K, H]``, beside the new token's slot: queries are rotated, and the new token, not in the
-cache yet, is taken from the projection and stored there by the tile that it belongs to.  Where q's
-and k's heads have a norm, the four lanes that share one sum its squares first; its weights, and the
-tables, are then read out of shared memory, because registers would not hold them.  Tokens past the
-row's end are the last one again.
+``[B, N + 2K, H]``, beside the new token's slot.  Queries are rotated.  The new token is not in the
+cache yet: the tile that it belongs to takes it from the projection and stores it.  If q's and k's
+heads have a norm, the four lanes that share one first sum its squares.  Its weights and the tables
+are then read from shared memory, because registers would not hold them.  Tokens past the row's end
+are the last one again.
 
 With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
 """
@@ -26,7 +26,7 @@ from pallas_kernels.jax_internals import arith
 
 
 def staged_floats(head_dim: int) -> int:
-    """Of shared memory: cos and sin of half a head, and the norms' weights in 16 bits."""
+    """Floats of shared memory: cos and sin of half a head, the norms' weights in 16 bits."""
     return 2 * head_dim
 
 
@@ -107,7 +107,7 @@ class HeadWords:
     # --- the cache ---
 
     def entry(self, token0):
-        """Of the tile's page; None without a table."""
+        """The table's entry for the tile's page; None without a table."""
         return self.pages.entry(p.smaller(token0, self.last)) if self.pages else None
 
     def shift(self, token0, entry):
@@ -302,8 +302,10 @@ class HeadWords:
         )
 
     def with_new(self, token0, held, tokens, new, own, at, apart: int):
-        """What is held of ``tokens``, the new one's words put in and stored: by lanes ``own``, four
-        words at ``at`` and on, ``apart`` bytes."""
+        """Return the held words of ``tokens`` with those of the new token, and store these.
+
+        Lanes ``own`` store four words at ``at`` and every four ``apart`` bytes on.
+        """
 
         def replaced():
             fresh = new()

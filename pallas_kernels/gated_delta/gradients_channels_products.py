@@ -1,24 +1,27 @@
-"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: all
-that takes whole matrices, before ``gradients_channels`` multiplies decays in.
+"""Products for the gated delta rule's gradients inside a chunk on Hopper, a decay every key
+channel.
 
-What tokens write, U = X R with R = V - K S, makes the delta rule two of GLA's readings of the same
-decayed sum of k_j u_j^T: one by q, whose output has the gradient do, and one by k, strictly before
-the token, whose output is taken off the value and has -dv.  So no gradient of X is needed:
+These are products of whole matrices, before ``gradients_channels`` multiplies decays in.  Tokens
+write U = X R with R = V - K S.  With U, the delta rule is two of GLA's readings of the same decayed
+sum of k_j u_j^T.  One reading is by q, and its output has the gradient do.  The other is by k,
+strictly before the token; its output is taken off the value and has -dv.  So no gradient of X is
+needed:
 
     dP = scale do U^T, with the diagonal    dN = -dv U^T, below it    dbeta_i = u_i dv_i / beta_i^2
     scale do S^T, -dv S^T of rows i         U E^T of rows j           <S, E> of a key channel
 
-and dbeta divides u_i and dv_i, which both have beta_i as a factor, before they meet (``kernel``
-keeps it off zero).  X, and R before X, have two bf16 parts.
+u_i and dv_i both have beta_i as a factor, and dbeta divides both by it before they meet (``kernel``
+keeps beta off zero).  X, and R before X, have two bf16 parts.
 
 Two workers of a block, one block to an SM, each walk their own list of chunks and value heads.  A
-worker is two warpgroups (four in all keep the compiler to 128 registers); one has half of the value
-channels up to U, then half of the key channels, and dP or dN:
+worker is two warpgroups (four in all keep the compiler to 128 registers).  A warpgroup has half of
+the value channels up to U, then half of the key channels, and dP or dN:
 
-    TMA V K S X do dv | R | U, dbeta | TMA E | do S^T, dv S^T | S E, U E^T -> TMA | dP, dN -> TMA
+    TMA V K S X do dv | form_writes: R | U, dbeta | TMA E | through_states: do S^T, dv S^T
+    | S E, U E^T -> TMA | form_pairs: dP, dN -> TMA
 
-Floor: 224 KB a chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
-What was tried: NOTES.md.
+Floor: 224 KB per chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
+Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -343,7 +346,7 @@ def _readers(tiles_of):
 
 
 def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
-    """What ``gradients_channels`` takes, for Dk = Dv = 128:
+    """The operands of ``gradients_channels``, for Dk = Dv = 128:
 
     dP and dN, for each the two tiles of ``_symmetric``, bf16 [B, H, NC, 4, 64, 64]; dP's diagonal,
     f32 [B, H, NC, 64]; scale do S^T, -dv S^T and U E^T, bf16 [B, H, NC*64, 128]; and in parts that

@@ -229,8 +229,10 @@ def finish(words, states, gates_out, diagonal, through, state) -> None:
 
 
 def _add_rest(lane, columns, moved, diagonal, from_start, to_end, flux, d_q, d_k):
-    """What came through the states, and the diagonal; gives the sums over the thread's tokens of
-    k e, decayed to the chunk's end, by h."""
+    """Add the terms through the states, and the diagonal.
+
+    Returns the sums over the thread's tokens of k e, decayed to the chunk's end, by h.
+    """
     sums = [p.cf(0.0)] * 2
     start = p.add(diagonal, p.shift_left(lane.c, 3))
     for b in range(4):

@@ -1,7 +1,7 @@
 """Register work of ``gla.gradients``: the six levels of the tree, for a slice of a chunk.
 
-Contract: ``levels_call`` returns an ``inline_mgpu`` call of a whole warpgroup.  What it leaves in
-registers travels as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
+Contract: ``levels_call`` returns an ``inline_mgpu`` call of a whole warpgroup.  Its registers
+travel as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
 """
 
 from __future__ import annotations

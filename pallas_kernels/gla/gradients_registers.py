@@ -1,7 +1,7 @@
 """Register work of ``gla.gradients`` behind the levels: the states' part, dlog_decay, the results.
 
-Contract: every public function returns an ``inline_mgpu`` call of a whole warpgroup.  What it
-leaves in registers travels as a bundle (``recurrence.channels``).  The algorithm is in
+Contract: every public function returns an ``inline_mgpu`` call of a whole warpgroup.  Its
+registers travel as a bundle (``recurrence.channels``).  The algorithm is in
 ``gla.gradients``.
 """
 
@@ -33,7 +33,7 @@ N_EXTRA = 2 + 4  # sum_j k_j dk_j of the states' part, per h; accumulator of <S,
 
 
 class _States:
-    """What comes through the states, added to a slice's state and extra registers."""
+    """Adds the terms that come through the states to a slice's state and extra registers."""
 
     def __init__(self, slot_ref, stage_ref, state, extra, scale: float, blocks: int):
         self.lane, self.scale, self.blocks = ChannelLane(), scale, blocks
