@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -146,10 +147,19 @@ def test_the_disk_s_own_rate_reads_every_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_bench.os, "preadv", lambda *words: read.append(os_preadv(*words)))
     disk_bench._read_file(disk, direct=False, threads=2)
     assert sum(read) == disk.nbytes
-    before = disk_bench.resident()
-    with Watch(disk_bench.resident) as watch:
-        block = np.ones(1 << 27, np.uint8)
-        assert wait_until(lambda: watch.most > before + block.nbytes // 2)
+
+
+def test_a_watch_keeps_the_largest_reading():
+    readings = [3, 1, 7, 2]
+    with Watch(lambda: readings.pop(0) if len(readings) > 1 else readings[0]) as watch:
+        assert wait_until(lambda: readings == [2])
+    assert watch.most == 7
+
+
+def test_resident_memory_is_below_the_process_s_peak():
+    """The kernel may take pages back at any time, so a test cannot wait for them to be resident."""
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak / 100 < disk_bench.resident() <= 1.1 * peak
 
 
 def test_a_sweep_makes_a_model_once_for_the_same_shares_of_weights(tmp_path, monkeypatch):
