@@ -122,6 +122,19 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def engines_of_one_size() -> Iterator[None]:
+    """Let engines decode in one size, ``max_slots``, which halves the programs they compile.
+
+    ``tests/serving/engine/test_engine.py`` decodes in all sizes.
+    """
+    from jaxllama.serving.engine.options import ResolvedOptions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))
+        yield
+
+
 @pytest.fixture
 def interpreter() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context manager under which Mosaic GPU kernels run on the CPU (jax >= 0.11.2).

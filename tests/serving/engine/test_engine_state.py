@@ -15,7 +15,6 @@ import pytest
 import jaxllama as jl
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import Event, Grammar, Request
 from tests.helpers.engine_cases import (
     CONFIGS,
@@ -32,14 +31,7 @@ from tests.helpers.engine_cases import (
 from tests.helpers.models import FAMILIES, params_of
 
 FAMILY = "hybrid"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_size():
-    """Decode programs of one size, which halves what is compiled; ``test_engine`` has them all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))
-        yield
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 
 
 def test_tokens_are_those_of_the_request_alone():
