@@ -56,6 +56,7 @@ M, K = "jaxllama/model/", "pallas_kernels/"
 ONE = "tests/model/test_model.py"
 MODEL = f"{IDENTITIES} tests/model"
 ENGINE, HTTP = "tests/serving/engine", "tests/serving/http"
+DECODE = "tests/kernels/attention/test_decode_attention.py"
 CALIBRATION = "tests/quantization/test_calibration.py"
 TRAINING = "tests/training/test_training.py"
 CANDIDATES = [
@@ -252,17 +253,17 @@ CANDIDATES = [
     Fault("an empty split's maximum counts", K + "attention/merge.py",
           "loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))",
           "loaded.append((peak, whole, values))", "tests/kernels/attention",
-          first="tests/kernels/attention/test_decode_attention.py"),
+          first=f"{DECODE}::test_the_kernel_emulated_is_a_float64_softmax"),
     Fault("the decode kernel's old sums do not fade", K + "attention/tile.py",
           "fade.append(p.exp2(arith.subf(top[c], best)))",
           "fade.append(p.cf(1.0))", "tests/kernels/attention",
-          first="tests/kernels/attention/test_decode_attention.py"),
+          first=f"{DECODE}::test_the_kernel_emulated_is_a_float64_softmax"),
     Fault("the last group's scale serves all groups", K + "matmul/few_rows/tile_loop.py",
           "            g %= at_once\n", "            g = at_once - 1\n", "tests/kernels/matmul",
           first="tests/kernels/matmul/test_quantized_matmul.py::test_decode_kernel_emulated"),
     Fault("SwiGLU's gate has no minus", K + "rows/one_row.py",
           "arith.mulf(gate, p.cf(-LOG2E))", "arith.mulf(gate, p.cf(LOG2E))", "tests/kernels/rows",
-          first="tests/kernels/rows/test_norms.py"),
+          first="tests/kernels/rows/test_low_rank.py::test_the_kernel_on_the_emulator"),
 ]  # fmt: skip
 
 
