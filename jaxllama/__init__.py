@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import load_config as load_config
+    from jaxllama.decoding.sampling import Sampling as Sampling
+    from jaxllama.engine.engine import Engine as Engine
+    from jaxllama.engine.request import Request as Request
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
     from jaxllama.generation import commit as commit
     from jaxllama.generation import decode_step as decode_step
@@ -25,12 +28,8 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.loading import load as load
     from jaxllama.model.cache import Cache as Cache
     from jaxllama.model.cache import init_cache as init_cache
-    from jaxllama.model.cache import insert as insert
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
-    from jaxllama.sampling import Sampling as Sampling
-    from jaxllama.serving.engine.engine import Engine as Engine
-    from jaxllama.serving.engine.request import Request as Request
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
@@ -44,16 +43,15 @@ _HOME = {
     "quantize_params": "quantization.quantize",
     "init_cache": "model.cache",
     "Cache": "model.cache",
-    "insert": "model.cache",
     "prefill": "generation",
     "decode_step": "generation",
     "verify_step": "generation",
     "commit": "generation",
     "generate": "generation",
     "logits": "generation",
-    "Sampling": "sampling",
-    "Engine": "serving.engine.engine",
-    "Request": "serving.engine.request",
+    "Sampling": "decoding.sampling",
+    "Engine": "engine.engine",
+    "Request": "engine.request",
     "Policy": "offload.policy",
     "JaxLlamaError": "errors",
 }
@@ -64,9 +62,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'jaxllama' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"jaxllama.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    home = importlib.import_module(f"jaxllama.{_HOME[name]}")
+    globals().update({n: getattr(home, n) for n, module in _HOME.items() if module == _HOME[name]})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

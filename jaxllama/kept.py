@@ -19,7 +19,7 @@ import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -169,13 +169,23 @@ def _path(facts: Any) -> Path | None:
         return None
     digest = hashlib.sha256()
     for package in (jaxllama, pallas_kernels):
-        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
-            file = path.stat()
-            digest.update(f"{path} {file.st_size} {file.st_mtime_ns}".encode())
+        for line in sorted(_sources(package.__path__[0])):
+            digest.update(line.encode())
     where = jax.__version__, jaxlib.__version__, jit.identity(), len(jax.devices())
     flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))
     digest.update(repr((where, flags, facts)).encode())
     return Path(known) / "models" / f"model-{digest.hexdigest()[:32]}.pickle"
+
+
+def _sources(folder: str) -> Iterator[str]:
+    """A line on each source file below ``folder``: its path, size and time."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                file = entry.stat()
+                yield f"{entry.path} {file.st_size} {file.st_mtime_ns}"
+            elif entry.is_dir():
+                yield from _sources(entry.path)
 
 
 def _stored(path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -28,6 +28,8 @@ import jax
 from jax.core import Tracer
 
 Implementation = Literal["xla", "mosaic", "cpu"]
+_IMPLEMENTATIONS = ("xla", "mosaic", "cpu", None)
+_NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
@@ -61,6 +63,10 @@ class Reason:
     plan: Plan | None = None
 
 
+_ASKED = Reason("it was asked for")
+_EMPTY = Reason("an operand of size 0")
+
+
 def untested_jax() -> str | None:
     """How this jax is none of the versions that were tested, or None."""
     first, end = TESTED_JAX
@@ -72,12 +78,18 @@ def untested_jax() -> str | None:
 
 
 def hopper_reason(*operands: Any) -> str | None:
-    """Why Mosaic kernels cannot run natively where these operands (by default: new arrays) are, or
-    None if they can."""
+    """Return why Mosaic kernels cannot run natively where these operands are, or None if they can.
+
+    Without operands the question is about new arrays.
+    """
     device = device_of(operands)
-    if device.platform != "gpu":
-        return f"the operands are on {device.platform!r}, not a Hopper GPU"
-    capability = getattr(device, "compute_capability", "?")
+    elsewhere = f"the operands are on {device.platform!r}, not a Hopper GPU"
+    return _gpu_reason(device) if device.platform == "gpu" else elsewhere
+
+
+def _gpu_reason(gpu: Any) -> str | None:
+    """Return why Mosaic kernels cannot run on this GPU with this jax, or None."""
+    capability = getattr(gpu, "compute_capability", "?")
     if capability != "9.0":
         return f"compute capability {capability} is not Hopper's 9.0"
     if reason := untested_jax():
@@ -91,41 +103,50 @@ def _say_once(reason: str) -> None:
 
 
 def device_of(operands: Any) -> Any:
-    """The device, or one of the devices, where a pytree of arrays, tracers or shapes is: something
-    with ``platform`` and, for GPUs, ``compute_capability``."""
+    """Return the device, or one of the devices, where a pytree of arrays, tracers or shapes is.
+
+    A device has a ``platform`` and, if it is a GPU, a ``compute_capability``.
+    """
     if (recorder := _recorder.get()) is not None:
         return recorder.device
-    mesh = None
     for x in jax.tree.leaves(operands):
-        if isinstance(x, Tracer):
-            mesh = _device_of_mesh(jax.typeof(x).sharding.mesh)
-        elif isinstance(x, jax.Array):
-            if x.committed:
-                return next(iter(x.sharding.device_set))
-        elif getattr(x, "sharding", None) is not None:
-            return next(iter(x.sharding.device_set))
-        if mesh is not None:
-            return mesh
-    mesh = _device_of_mesh(jax.sharding.get_abstract_mesh())
-    if mesh is not None:
-        return mesh
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(default, str):
-        return jax.devices(default)[0]
-    return jax.devices()[0] if default is None else default
+        if (device := _device_of_leaf(x)) is not None:
+            return device
+    return _device_of_mesh(jax.sharding.get_abstract_mesh()) or _default_device()
+
+
+def _device_of_leaf(x: Any) -> Any | None:
+    """Return a device that the array is bound to, or None if it may be anywhere."""
+    if isinstance(x, Tracer):
+        return _device_of_mesh(jax.typeof(x).sharding.mesh)
+    sharding: Any = getattr(x, "sharding", None)
+    if sharding is None or (isinstance(x, jax.Array) and not x.committed):
+        return None
+    return next(iter(sharding.device_set))
 
 
 def _device_of_mesh(mesh: Any) -> Any | None:
-    """One of this machine's devices of the mesh's kind.  Where it has none, the program is for
-    another machine, and the abstract device says as much as there is to know."""
-    abstract = None if mesh.empty else mesh.abstract_device
-    if abstract is None:
-        return None
+    """Return one of this machine's devices of the mesh's kind, or None without a mesh."""
+    return None if mesh.empty or mesh.abstract_device is None else _like(mesh.abstract_device)
+
+
+def _like(abstract: Any) -> Any:
+    """Return a device of this machine of the abstract device's kind.
+
+    If the machine has none, the program is for another machine. The abstract device then says as
+    much as there is to know.
+    """
     try:
         here = jax.devices(abstract.platform)
     except RuntimeError:
         here = []
     return next((d for d in here if d.device_kind == abstract.device_kind), abstract)
+
+
+def _default_device() -> Any:
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    is_name = default is None or isinstance(default, str)
+    return jax.devices(default)[0] if is_name else default
 
 
 def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
@@ -146,71 +167,84 @@ def choose_plan(
     has_xla: bool = True,
     cpu: Find | None = None,
 ) -> Plan | None:
-    """The plan of ``op``'s kernel for a call, or None where its XLA form is to be taken.
+    """Return the plan of ``op``'s kernel for a call, or None if the call takes its XLA form.
 
-    find: asked once, and only where a Mosaic kernel may run: it may import the kernels, a third of
-        a second and jax's private modules, that XLA does without.
-    has_xla: whether there is a form to fall back on.
-    cpu: the same of the CPU's handler, for an op that has one.
-    Raises NotImplementedError naming the fact where a kernel was named and there is no plan.
+    Parameters
+    ----------
+    op, implementation
+        The op's name, and the implementation that the caller named, if any.
+    find
+        The planner of the op's Mosaic kernels. It is asked once, and only if a Mosaic kernel may
+        run, because it may import the kernels. That takes a third of a second and needs jax's
+        private modules.
+    operands
+        The call's operands, arrays or shapes.
+    has_xla
+        Whether the op has a form to fall back on.
+    cpu
+        The planner of the CPU's handler, for an op that has one.
+
+    Raises
+    ------
+    NotImplementedError
+        The caller named a kernel, and there is no plan for it. The message names the fact.
     """
-    found: Plan | Reason
-    if implementation not in ("xla", "mosaic", "cpu", None):
-        names = "'xla', 'mosaic', 'cpu' or None"
-        raise ValueError(f"{op}: implementation {implementation!r} is not {names}")
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation {implementation!r} is not {_NAMES}")
     kind = implementation or _own_kind(cpu, operands)
+    is_named = implementation in KERNELS
     if implementation == "xla":
-        found = Reason("it was asked for")
+        found = _ASKED
     elif has_xla and is_empty(*operands):
-        found, implementation = Reason("an operand of size 0"), None
+        found, is_named = _EMPTY, False
     else:
-        found = _find(kind, implementation is not None, find, cpu, operands)
-    named = implementation in KERNELS
-    reason = found.text if isinstance(found, Reason) else None
-    plan = named_plan(found) if named or reason is None else None
-    if (recorder := _recorder.get()) is not None:
-        choice = Choice(op, _described(operands), kind if named or plan else "xla", reason)
-        if plan is not None:
-            choice.kernel, choice.plan = plan.kernel, str(plan)
-            choice.predicted = _times(plan)
-        recorder.choices.append(choice)
-    if plan is None and named:
-        raise NotImplementedError(f"{op}: no {KERNELS[kind]} for this call: {reason}")
+        found = _find(kind, is_named, find, cpu, operands)
+    plan = named_plan(found) if is_named else _faster_plan(found)
+    if _recorder.get() is not None:
+        _record(op, operands, kind if is_named or plan else "xla", found, plan)
+    if plan is None and is_named:
+        raise NotImplementedError(f"{op}: no {KERNELS[kind]} for this call: {_text(found)}")
     if plan is not None and kind == "mosaic" and jax.__version_info__ < TESTED_JAX[0]:
         raise NotImplementedError(f"{plan.kernel}: {untested_jax()}")
     return plan
 
 
 def _own_kind(cpu: Find | None, operands: Any) -> Implementation:
-    """The kernels that there may be where the operands are."""
+    """Return the kind of kernels that can run where the operands are."""
     return "cpu" if cpu is not None and device_of(operands).platform == "cpu" else "mosaic"
 
 
-def _find(kind: str, named: bool, find: Find, cpu: Find | None, operands: Any) -> Plan | Reason:
+def _find(kind: str, is_named: bool, find: Find, cpu: Find | None, operands: Any) -> Plan | Reason:
+    """Ask the planner of this kind of kernels."""
     if kind == "cpu":
         return Reason("the op has none") if cpu is None else cpu()
-    if not named and (reason := hopper_reason(*operands)):
-        return Reason(reason)
-    return find()
+    reason = None if is_named else hopper_reason(*operands)
+    return find() if reason is None else Reason(reason)
 
 
 def own_plan(find: Find, *operands: Any, cpu: Find | None = None) -> Any:
-    """The plan that ``choose_plan`` with None comes to, or None: for a caller who does something
-    else where there is no kernel, and otherwise gives the op this plan.  Nothing is recorded."""
+    """Return the plan that ``choose_plan`` with None comes to, or None.
+
+    It serves a caller who does something else if there is no kernel, and otherwise gives the op
+    this plan. Nothing is recorded.
+    """
     if is_empty(*operands):
         return None
-    found = _find(_own_kind(cpu, operands), False, find, cpu, operands)
-    return None if isinstance(found, Reason) else found
-
-
-def implementation_of(plan: Plan | None) -> Implementation:
-    """Whose plan it is; XLA's where there is none."""
-    return "xla" if plan is None else getattr(plan, "implementation", "mosaic")
+    return _faster_plan(_find(_own_kind(cpu, operands), False, find, cpu, operands))
 
 
 def named_plan(found: Plan | Reason) -> Plan | None:
-    """What a caller who names the implementation gets."""
+    """Return the plan for a caller who names the implementation."""
     return found.plan if isinstance(found, Reason) else found
+
+
+def _faster_plan(found: Plan | Reason) -> Plan | None:
+    """Return the plan for a caller who names nothing."""
+    return None if isinstance(found, Reason) else found
+
+
+def _text(found: Plan | Reason) -> str | None:
+    return found.text if isinstance(found, Reason) else None
 
 
 def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
@@ -278,6 +312,18 @@ class Choice:
             how = f"no {how} kernel" if self.implementation != "xla" else how
             how += f" ({self.reason})"
         return f"{self.op} {self.operands}: {how}"
+
+
+def _record(
+    op: str, operands: Any, implementation: Implementation, found: Plan | Reason, plan: Plan | None
+) -> None:
+    """Tell ``choices`` of a choice."""
+    recorder = _recorder.get()
+    assert recorder is not None
+    choice = Choice(op, _described(operands), implementation, _text(found))
+    if plan is not None:
+        choice.kernel, choice.plan, choice.predicted = plan.kernel, str(plan), _times(plan)
+    recorder.choices.append(choice)
 
 
 def _times(plan: Any) -> str:

@@ -1,28 +1,48 @@
 """All that this project takes from jax's private modules: a new jax is checked against this file.
 
-Kernels emit MLIR through jax's own dialects, which have no public name. ``cudnn_attention`` and
-``distributed_state`` import late: most programs need neither.
+Kernels emit MLIR through jax's own dialects, which have no public name. Their import takes 0.1 s,
+so the first kernel that asks for one imports it; ``cudnn_attention`` and ``distributed_state``
+import late too. ``jax.extend.core`` has the first three names in public, but imports all of Pallas.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
+from jax._src.core import Primitive, get_opaque_trace_state, jaxpr_as_fun
+
+if TYPE_CHECKING:
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 
 __all__ = [
+    "Primitive",
     "arith",
     "cudnn_attention",
     "distributed_state",
+    "get_opaque_trace_state",
     "gpu",
     "ir",
+    "jaxpr_as_fun",
     "llvm",
     "memref",
     "scf",
     "vector",
 ]
+
+
+_DIALECTS = ("arith", "gpu", "llvm", "memref", "scf", "vector")
+
+
+def __getattr__(name: str) -> Any:
+    """``ir`` or a dialect, at its first use."""
+    if name != "ir" and name not in _DIALECTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = "jax._src.lib.mlir" + ("" if name == "ir" else ".dialects")
+    globals()[name] = found = getattr(importlib.import_module(room), name)
+    return found
 
 
 def cudnn_attention() -> tuple[Callable[..., Any], Any]:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.rounding import CODES
 
 FLOATS = ("float32", "bfloat16", "float16")
+_Sizes = dict[str, tuple[Any, str]]  # by axis: its size, and the operand that it was read off
 
 
 class _Line(NamedTuple):
@@ -33,56 +34,80 @@ class _Line(NamedTuple):
 
 
 def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
-    """The sizes of the axes by name.  Raises ValueError that names the op and the operand."""
-    sizes: dict[str, tuple[Any, str]] = {}
-    for name, line in lines.items():
-        dtypes, quantized, axes, optional = _parsed(line)
-        x = operands[name]
-        if optional and x is None:
+    """Return the sizes of the axes by name.
+
+    Raises ValueError that names the op and the operand.
+    """
+    sizes: _Sizes = {}
+    for name, text in lines.items():
+        line = _parsed(text)
+        x: Any = operands[name]
+        if line.optional and x is None:
             continue
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")
         if _is_quantized(x):
-            if not quantized:
-                raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(dtypes)}")
-            check_parts(op, name, x)
-        if dtypes[0] in operands:
-            other = operands[dtypes[0]]
-            if x.dtype != other.dtype or _is_quantized(x) != _is_quantized(other):
-                raise ValueError(
-                    f"{op}: {name} is {x.dtype} and {dtypes[0]} is {other.dtype}; "
-                    "give them one dtype"
-                )
+            _check_quantized(op, name, x, line)
+        if line.dtypes[0] in operands:
+            _check_same_dtype(op, name, x, line.dtypes[0], operands[line.dtypes[0]])
         elif not _is_quantized(x):
-            _check_dtype(op, name, x, dtypes)
-        _check_axes(op, name, x.shape, axes, sizes)
+            _check_dtype(op, name, x, line.dtypes)
+        _check_axes(op, name, x.shape, line.axes, sizes)
     return {axis: size for axis, (size, _) in sizes.items()}
 
 
-def check_parts(op: str, name: str, x: Any) -> None:
-    """ValueError where a QTensor's parts do not fit together."""
-    _check_dtype(op, f"{name}.q", x.q, tuple(CODES))
-    _check_dtype(op, f"{name}.scale", x.scale, FLOATS if x.unit is None else ("int8",))
-    *lead, k = x.shape if x.ndim else (0,)
-    groups = x.scale.shape[-1] if x.scale.ndim else 0
-    if x.ndim < 1 or x.scale.shape[:-1] != tuple(lead) or groups < 1 or k % groups:
+def _check_same_dtype(op: str, name: str, x: Any, other_name: str, other: Any) -> None:
+    if x.dtype != other.dtype or _is_quantized(x) != _is_quantized(other):
         raise ValueError(
-            f"{op}: {name}.scale {x.scale.shape} does not fit the codes {x.shape} of "
-            f"{name}: an axis of groups that divides its last one"
+            f"{op}: {name} is {x.dtype} and {other_name} is {other.dtype}; give them one dtype"
         )
-    if x.zero is not None:
-        is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)
-        dtypes = (x.zero.dtype.name,) if is_int else FLOATS
-        _check_array(op, f"{name}.zero", x.zero, dtypes, x.scale.shape)
-    if x.unit is not None:
-        _check_array(op, f"{name}.unit", x.unit, ("float32",), (*lead, 1))
+
+
+def _check_quantized(op: str, name: str, x: Any, line: _Line) -> None:
+    if not line.quantized:
+        raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(line.dtypes)}")
+    check_parts(op, name, x)
+
+
+def check_parts(op: str, name: str, x: Any) -> None:
+    """Raise ValueError if a QTensor's parts do not fit together."""
+    q, scale = x.q, x.scale
+    _check_dtype(op, f"{name}.q", q, tuple(CODES))
+    _check_dtype(op, f"{name}.scale", scale, FLOATS if x.unit is None else ("int8",))
+    if not _are_groups(q, scale):
+        raise ValueError(f"{op}: {name}.scale {scale.shape} {_no_groups(name, q)}")
+    for part in ("zero", "unit", "columns", "input_scale"):
+        if getattr(x, part) is not None:
+            _check_part(op, name, x, part)
+
+
+def _are_groups(q: Any, scale: Any) -> bool:
+    """Whether scales have the codes' axes, the last of which divides the codes' last one."""
+    has_axes = q.ndim >= 1 and scale.ndim >= 1 and scale.shape[:-1] == q.shape[:-1]
+    return has_axes and scale.shape[-1] >= 1 and q.shape[-1] % scale.shape[-1] == 0
+
+
+def _no_groups(name: str, q: Any) -> str:
+    codes = f"the codes {q.shape} of {name}"
+    return f"does not fit {codes}: an axis of groups that divides its last one"
+
+
+def _check_part(op: str, name: str, x: Any, part: str) -> None:
+    """Raise ValueError if a part that a QTensor may lack does not fit its codes and scales."""
+    array, *lead, k = getattr(x, part), *x.shape
+    if part == "zero":
+        is_int = jnp.issubdtype(array.dtype, jnp.integer)
+        dtypes = (array.dtype.name,) if is_int else FLOATS
+        _check_array(op, f"{name}.zero", array, dtypes, x.scale.shape)
+    elif part == "unit":
+        _check_array(op, f"{name}.unit", array, ("float32",), (*lead, 1))
         _check_dtype(op, f"{name}.q", x.q, ("int4",))
         if x.zero is not None:
             _check_dtype(op, f"{name}.zero", x.zero, ("int8",))
-    if x.columns is not None:
-        _check_array(op, f"{name}.columns", x.columns, ("int32",), (k,))
-    if x.input_scale is not None:
-        _check_array(op, f"{name}.input_scale", x.input_scale, ("float32",), ())
+    elif part == "columns":
+        _check_array(op, f"{name}.columns", array, ("int32",), (k,))
+    else:
+        _check_array(op, f"{name}.input_scale", array, ("float32",), ())
 
 
 def _check_array(
@@ -113,28 +138,29 @@ def _parsed(line: str) -> _Line:
 
 
 def _check_axes(
-    op: str,
-    name: str,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-    sizes: dict[str, tuple[Any, str]],
+    op: str, name: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: _Sizes
 ) -> None:
-    wanted = f"[{', '.join(axes).replace('+', '')}]"
     values: tuple[Any, ...] = shape
     if axes and axes[0] == "...":
-        last = len(shape) - len(axes) + 1
-        values = (shape[: max(last, 0)], *shape[max(last, 0) :])
+        last = max(len(shape) - len(axes) + 1, 0)
+        values = (shape[:last], *shape[last:])
     if len(values) != len(axes):
-        raise ValueError(f"{op}: {name} {shape} is not {wanted}")
+        raise ValueError(_wanted(op, name, shape, axes))
     for axis, value in zip(axes, values, strict=True):
-        size, other = sizes.setdefault(axis.removesuffix("+"), (value, name))
-        if value != size:
-            raise ValueError(
-                f"{op}: {name} {shape} is not {wanted}: "
-                f"{axis.removesuffix('+')} is {size} in {other}"
-            )
-        if axis.endswith("+") and value == 0:
-            raise ValueError(f"{op}: {name} {shape} is not {wanted}: {axis[:-1]} is 0")
+        size, _ = sizes.setdefault(axis.removesuffix("+"), (value, name))
+        if value != size or (value == 0 and axis.endswith("+")):
+            reason = _axis_reason(axis, value, sizes)
+            raise ValueError(f"{_wanted(op, name, shape, axes)}: {reason}")
+
+
+def _wanted(op: str, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
+    return f"{op}: {name} {shape} is not [{', '.join(axes).replace('+', '')}]"
+
+
+def _axis_reason(axis: str, value: Any, sizes: _Sizes) -> str:
+    axis = axis.removesuffix("+")
+    size, other = sizes[axis]
+    return f"{axis} is 0" if value == size else f"{axis} is {size} in {other}"
 
 
 def _either(names: tuple[str, ...]) -> str:
@@ -142,7 +168,7 @@ def _either(names: tuple[str, ...]) -> str:
 
 
 def half_reason(**operands: Any) -> str | None:
-    """What a kernel of 16-bit floats cannot read: others, or two kinds of them at once."""
+    """Return why a kernel of 16-bit floats cannot read the operands, or None if it can."""
     first, known = next(iter(operands.items()))
     for name, x in operands.items():
         if x.dtype.name not in ("bfloat16", "float16"):

@@ -81,7 +81,7 @@ class QTensor:
     @property
     def group_size(self) -> int:
         """Columns that share one scale."""
-        return self.shape[-1] // self.scale.shape[-1]
+        return self.q.shape[-1] // self.scale.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -94,12 +94,32 @@ class QTensor:
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
         return dataclasses.replace(self, **parts)
 
+    def floats(self, dtype: DTypeLike) -> jax.Array:
+        """Return the floats that the codes stand for, in the codes' order of columns.
+
+        They are computed in float32 and cast once. ``dequantize`` checks its operand, this does
+        not.
+        """
+        group = self.q.shape[-1] // self.scale.shape[-1]
+        x = self.q.astype(jnp.float32).reshape(*self.scale.shape, group)
+        scale = self.scale.astype(jnp.float32)[..., None]
+        if self.zero is None:
+            x = x * scale
+        elif jnp.issubdtype(self.zero.dtype, jnp.integer):
+            x = (x - self.zero.astype(jnp.float32)[..., None]) * scale
+        else:
+            x = x * scale + self.zero.astype(jnp.float32)[..., None]
+        if self.unit is not None:
+            x = x * self.unit.astype(jnp.float32)[..., None]
+        return x.reshape(self.q.shape).astype(dtype)
+
     @property
     def in_one_level(self) -> QTensor:
         """The same with floating scales."""
-        if self.unit is None:
-            return self
-        scale = self.scale.astype(self.unit.dtype) * self.unit
+        return self if self.unit is None else self._in_one_level(self.unit)
+
+    def _in_one_level(self, unit: jax.Array) -> QTensor:
+        scale = self.scale.astype(unit.dtype) * unit
         return dataclasses.replace(self, scale=scale, unit=None)
 
 
@@ -185,18 +205,7 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     Raises ValueError naming the part where those of ``w`` do not fit together.
     """
     check_parts("dequantize", "w", w)
-    groups = w.scale.shape[-1]
-    x = w.q.astype(jnp.float32).reshape(*w.shape[:-1], groups, w.group_size)
-    scale = w.scale.astype(jnp.float32)[..., None]
-    if w.zero is None:
-        x = x * scale
-    elif jnp.issubdtype(w.zero.dtype, jnp.integer):
-        x = (x - w.zero.astype(jnp.float32)[..., None]) * scale
-    else:
-        x = x * scale + w.zero.astype(jnp.float32)[..., None]
-    if w.unit is not None:
-        x = x * w.unit.astype(jnp.float32)[..., None]
-    x = x.reshape(w.shape).astype(dtype)
+    x = w.floats(dtype)
     return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
 
 

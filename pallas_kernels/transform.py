@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.dispatch import KERNELS, Implementation, Plan, implementation_of
+from pallas_kernels.dispatch import KERNELS, Implementation, Plan
+from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
 
 Leaves = Sequence[jax.Array]
 Form = Callable[..., Any]
@@ -51,8 +51,9 @@ XLA = OpChoice("xla")
 
 
 def chosen(plan: Plan | None, implementation: Implementation | None) -> OpChoice:
-    """Of the plan that ``dispatch.choose_plan`` came to."""
-    return OpChoice(implementation_of(plan), implementation is not None)
+    """Return the choice that ``dispatch.choose_plan``'s plan is; None is XLA's form."""
+    kind: Implementation = "xla" if plan is None else getattr(plan, "implementation", "mosaic")
+    return OpChoice(kind, implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,11 +79,18 @@ class Op:
 
     def __call__(self, choice: OpChoice, static: Hashable, *operands: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        if choice.implementation != "xla" and any(map(_explicitly_sharded, leaves)):
-            if choice.named or self.xla is None:
-                raise ValueError(self.no_kernel(choice, "for operands sharded over explicit axes"))
-            choice = XLA
+        if choice.implementation != "xla" and any(map(_is_explicitly_sharded, leaves)):
+            choice = self.unsharded(choice)
         return _apply(_Call(self, choice, static, tree), *_equally_varying(leaves))
+
+    def unsharded(self, choice: OpChoice) -> OpChoice:
+        """Return the choice for operands over explicit axes, which no kernel takes.
+
+        Raises ValueError if the caller named the kernel, or the op has no other form.
+        """
+        if choice.named or self.xla is None:
+            raise ValueError(self.no_kernel(choice, "for operands sharded over explicit axes"))
+        return XLA
 
     def no_kernel(
         self, choice: OpChoice, where: str, instead: str = "call it inside jax.shard_map"
@@ -102,15 +110,24 @@ class _Call:
     def run(self, form: Any, leaves: Leaves) -> Any:
         return form(self.static, *jax.tree.unflatten(self.tree, leaves))
 
+    def kernel(self, *leaves: jax.Array) -> Any:
+        """Compute the op's kernel of the operands' leaves."""
+        assert self.op.kernel is not None
+        return self.op.kernel(self.static, *self.tree.unflatten(leaves))
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _apply(call: _Call, *leaves: jax.Array) -> Any:
-    if call.choice.implementation == "xla":
-        return call.run(call.op.xla, leaves)
-    # The kernel is traced as if on one device: its results vary over the axes that operands do.
+    if call.choice.implementation != "xla":
+        return _launch(call, leaves)
+    assert call.op.xla is not None
+    return call.op.xla(call.static, *call.tree.unflatten(leaves))
+
+
+def _launch(call: _Call, leaves: Leaves) -> Any:
+    """Trace the kernel as if on one device; its results vary over the axes that operands do."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    kernel = functools.partial(call.run, call.op.kernel)
-    jaxpr, out = jax.make_jaxpr(lambda *x: kernel(x), return_shape=True)(*shapes)
+    jaxpr, out = jax.make_jaxpr(call.kernel, return_shape=True)(*shapes)
     return jax.tree.structure(out).unflatten(kernel_p.bind(*leaves, jaxpr=jaxpr, call=call))
 
 
@@ -165,18 +182,25 @@ def _is_codes(x: jax.Array) -> bool:
     return not _is_float(x) or x.dtype.itemsize == 1
 
 
-def _equally_varying(leaves: Leaves) -> list[jax.Array]:
-    """Inside a shard_map that checks it, operands are made to vary over the same axes here, outside
-    of the derivative, where jax sums the gradient of one that did not."""
+def _equally_varying(leaves: Leaves) -> Leaves:
+    """Make the operands vary over the same axes, as a ``shard_map`` that checks it wants them.
+
+    This stands outside of the derivative, where jax sums the gradient of one that did not vary.
+    """
     axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    union = frozenset().union(*axes)
+    return _varying(leaves, axes) if len(set(axes)) > 1 else leaves
+
+
+def _varying(leaves: Leaves, axes: Sequence[frozenset[Any]]) -> Leaves:
+    """Cast each operand that varies over ``axes[i]`` to vary over the axes of all."""
+    union = frozenset[Any]().union(*axes)
     missing = [tuple(union - own) for own in axes]
     return [
         jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)
     ]
 
 
-def _explicitly_sharded(x: jax.Array) -> bool:
+def _is_explicitly_sharded(x: jax.Array) -> bool:
     # The type of an array names the explicit axes of its mesh, and no others.
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 

@@ -35,11 +35,11 @@ gc.set_threshold(50_000, 10, 10)
 # Half of the suite's time, the longest first, so that no worker ends with one of them.
 LONG = [
     "parallel/test_parallel", "offload/test_offload", "model/test_model", "model/test_parity",
-    "serving/engine/test_engine", "kernels/test_op_transformations", "training/test_training",
-    "serving/engine/test_engine_state", "training/test_training_goals", "quantization/test_tune",
+    "engine/test_engine", "kernels/test_op_transformations", "training/test_training",
+    "engine/test_engine_state", "training/test_training_goals", "quantization/test_tune",
     "kernels/test_op_operands", "cli/test_serve_command", "serving/http/test_front_ends",
     "kernels/gla/test_gla", "kernels/gated_delta/test_gated_delta", "test_language_model",
-    "offload/test_offload_bytes", "bench/test_evaluate", "test_loading", "cli/test_cli",
+    "offload/test_offload_bytes", "evaluation/test_evaluate", "test_loading", "cli/test_cli",
     "experiments/test_experiments", "model/test_sparse_attention", "model/test_verify_step",
     "kernels/test_assembled",
 ]  # fmt: skip
@@ -126,9 +126,9 @@ def forget_programs() -> Iterator[None]:
 def engines_of_one_size() -> Iterator[None]:
     """Let engines decode in one size, ``max_slots``, which halves the programs they compile.
 
-    ``tests/serving/engine/test_engine.py`` decodes in all sizes.
+    ``tests/engine/test_engine.py`` decodes in all sizes.
     """
-    from jaxllama.serving.engine.options import ResolvedOptions
+    from jaxllama.engine.options import ResolvedOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))

@@ -26,6 +26,7 @@ PRINTS = {
     "quantize": "KL of w8a16 to float32: 0.00",
     "serve_and_call": "ended with status 0",
     "one_kernel": "float8_e4m3fn: 2.0x smaller",
+    "flax_layers": "it forecasts",
 }
 
 

@@ -20,7 +20,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 import jaxllama as jl
-from jaxllama.bench.loops import most_repeated, read_prompts
+from benchmarks.loops import most_repeated, read_prompts
 from jaxllama.checkpoints.gguf import load as gguf_load
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import preset_sampling
@@ -296,7 +296,8 @@ def test_a_start_imports_neither_flax_nor_what_other_models_need() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-    for name in ("flax", "optax", "llvmlite", "jaxllama.offload", "jaxllama.quantization.quantize"):
+    ours = ("jaxllama.offload", "jaxllama.quantization.quantize", "jaxllama.model.flax_state")
+    for name in ("flax", "optax", "llvmlite", "gguf", "jax.extend", *ours):
         assert f"'{name}'" not in out
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllama.cutoff import by_digits, by_halves
-from jaxllama.errors import JaxLlamaError
-from jaxllama.sampling import (
+from jaxllama.decoding.sampling import (
     History,
     Sampling,
     SamplingParams,
@@ -20,6 +19,7 @@ from jaxllama.sampling import (
     _pick,
     sample,
 )
+from jaxllama.errors import JaxLlamaError
 
 run = jax.jit(sample)
 kept = jax.jit(_kept)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama import speculative
+from jaxllama.decoding import drafts
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import FAMILIES, params_of
@@ -125,26 +125,26 @@ def test_an_ngram_follows_the_longest_suffix_where_it_stood_last():
         text[index, : len(row)] = row
     size = np.asarray([len(row) for row in rows])
 
-    def proposed(draft: speculative.NGram):
+    def proposed(draft: drafts.NGram):
         def run(text, size):
-            ask = speculative.DraftContext(text, size, jnp.full(4, 4, jnp.int32), 4, None, None)
+            ask = drafts.DraftContext(text, size, jnp.full(4, 4, jnp.int32), 4, None, None)
             return draft.propose(None, None, ask)
 
         return jax.jit(run)(text, size)
 
-    drafted = proposed(speculative.NGram())
+    drafted = proposed(drafts.NGram())
     np.testing.assert_array_equal(drafted.lengths, [4, 4, 0, 0])
     np.testing.assert_array_equal(drafted.tokens[:2], [[9, 5, 2, 3], [7, 8, 7, 8]])
     rows[0][:3] = 5, 5, 5  # then the longest are two tokens
     text[0, : len(rows[0])] = rows[0]
-    drafted = proposed(speculative.NGram(unsure=True))
+    drafted = proposed(drafts.NGram(unsure=True))
     np.testing.assert_array_equal(drafted.lengths, [3, 4, 0, 0])
     np.testing.assert_array_equal(drafted.tokens[0, :3], [8, 1, 2])
 
 
 def test_a_wrong_draft_is_asked_ever_more_seldom():
-    after = jax.jit(speculative.Pace.after, static_argnums=3)
-    pace, turns = speculative.Pace(*(np.asarray([value]) for value in (3, 0, 1))), []
+    after = jax.jit(drafts.Pace.after, static_argnums=3)
+    pace, turns = drafts.Pace(*(np.asarray([value]) for value in (3, 0, 1))), []
     for _ in range(64):
         drafted = np.where(np.asarray(pace.wait) > 0, 0, pace.tokens)
         turns.append(int(drafted[0]))

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         return run_draft(args)
     if args.where is not None:
         return run_where(args)
-    from jaxllama.bench import decode as bench
+    from jaxllama.evaluation.speed import decode as bench
 
     lm = common.load(args)
     with working("measuring") as sign:
@@ -115,7 +115,7 @@ def run_draft(args: argparse.Namespace) -> None:
     ):
         if getattr(args, flag[2:].replace("-", "_")) != value:
             raise JaxLlamaError(f"{flag} and --draft exclude each other: it has prompts of its own")
-    from jaxllama.bench import drafts
+    from jaxllama.evaluation.speed import drafts
 
     lm = common.load(args)
     draft = common.draft(args, lm)
@@ -134,7 +134,7 @@ def run_draft(args: argparse.Namespace) -> None:
 
 
 def run_where(args: argparse.Namespace) -> None:
-    from jaxllama.bench import trace, where
+    from jaxllama.evaluation.speed import trace, where
 
     trace.profiled_graphs()
     lm = common.load(args)
@@ -159,21 +159,21 @@ def run_where(args: argparse.Namespace) -> None:
 
 @refusing
 def length(text: str) -> Any:
-    from jaxllama.bench.load_generator import Lengths
+    from jaxllama.evaluation.speed.load_generator import Lengths
 
     return Lengths(text)
 
 
 @refusing
 def url(text: str) -> str:
-    from jaxllama.bench.load_generator import check_url
+    from jaxllama.evaluation.speed.load_generator import check_url
 
     check_url(text)
     return text
 
 
 def goodput(text: str) -> tuple[str, float]:
-    from jaxllama.bench.load_generator import LIMITS
+    from jaxllama.evaluation.speed.load_generator import LIMITS
 
     name, equals, _ = text.partition("=")
     if equals and name not in LIMITS:
@@ -254,7 +254,7 @@ def serve_options(sub: Parser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    from jaxllama.bench import load_generator
+    from jaxllama.evaluation.speed import load_generator
 
     load = load_generator.Load(
         url=args.url,

@@ -26,8 +26,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import Working, working
 
 if TYPE_CHECKING:
+    from jaxllama.decoding.sampling import Sampling
     from jaxllama.language_model import LanguageModel
-    from jaxllama.sampling import Sampling
 
 HELP = "Talk to a model: /reset begins anew, /exit ends."
 

@@ -8,6 +8,7 @@ module.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -21,11 +22,13 @@ from jaxllama.errors import JaxLlamaError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jaxllama.decoding.sampling import Sampling
     from jaxllama.language_model import LanguageModel
     from jaxllama.offload.policy import Policy
-    from jaxllama.sampling import Sampling
 
 MODEL = "smollm2-135m"
+# More objects than a start makes, and how many new ones garbage is then looked for among.
+START_OBJECTS, NEW_OBJECTS = 500_000, 100_000
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "int4", "fp8")
 
@@ -177,6 +180,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
         lm.tokenizer.parse_special = getattr(args, "parse_special", False)
     if sparsity is not None:
         lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
+    gc.freeze()  # what a start has made stays
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
     return lm
 
 
@@ -322,7 +327,7 @@ def policy(args: argparse.Namespace) -> Policy | None:
         return None
     if getattr(args, "mesh", None) is not None:
         raise JaxLlamaError("--policy and --mesh exclude each other: one device offloads")
-    from jaxllama.offload.model import kv_dtype_of
+    from jaxllama.executors.offloaded.executor import kv_dtype_of
 
     chosen = also(chosen, args)
     kv_dtype_of(chosen, kv_dtype(args), None)
@@ -443,7 +448,7 @@ def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
     """What the options say; where they are silent, ``own``, or greedy."""
     import dataclasses
 
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
     named = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
     chosen = dataclasses.replace(

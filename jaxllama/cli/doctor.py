@@ -1,4 +1,4 @@
-"""``jaxllama doctor``: see ``jaxllama.bench.doctor``."""
+"""``jaxllama doctor``: see ``jaxllama.evaluation.doctor``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from jaxllama.bench import doctor
+    from jaxllama.evaluation import doctor
 
     for flag in ("random", "revision", "exact", "dtype", "quantize"):
         if args.model is None and getattr(args, flag):

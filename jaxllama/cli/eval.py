@@ -1,4 +1,4 @@
-"""``jaxllama eval``: see ``jaxllama.bench.evaluate``."""
+"""``jaxllama eval``: see ``jaxllama.evaluation.perplexity``."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError(f"--stride = {args.stride}: must be below --window, {args.window}")
     if args.report and (args.texts is None or args.reference is None):
         raise JaxLlamaError("--report needs --texts and --reference")
-    from jaxllama.bench import damage
-    from jaxllama.bench.evaluate import BATCH, perplexity
+    from jaxllama.evaluation import damage
+    from jaxllama.evaluation.perplexity import BATCH, perplexity
 
     files = [args.text] if args.texts is None else sorted(args.texts.glob("*.txt"))
     texts = {path.stem: common.read_text(path) for path in files}

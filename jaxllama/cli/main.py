@@ -27,6 +27,7 @@ from jaxllama.cli import (
     batch,
     bench,
     chat,
+    common,
     completion,
     convert,
     doctor,
@@ -62,8 +63,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; see the module docstring."""
-    # A start makes a million objects that stay; looking at them for garbage took 0.17 of its 2.2 s.
-    gc.set_threshold(100_000, *gc.get_threshold()[1:])
+    # A start makes some 300,000 objects that stay.  Looking at them for garbage would take 0.15 s.
+    gc.set_threshold(common.START_OBJECTS, *gc.get_threshold()[1:])
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a character it lacks, as on stderr
     try:

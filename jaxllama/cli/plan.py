@@ -1,4 +1,4 @@
-"""``jaxllama plan``: see ``jaxllama.bench.plan``."""
+"""``jaxllama plan``: see ``jaxllama.evaluation.plan``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from jaxllama.bench import plan
+    from jaxllama.evaluation import plan
     from jaxllama.offload.policy import Policy
 
     for tier in ("device", "host", "disk"):

@@ -46,7 +46,7 @@ def engine_options(sub: Parser) -> None:
         metavar="N",
         help="requests that wait; more get 429 (default %(default)s)",
     )
-    group = sub.add_argument_group("engine", "sizes; README of jaxllama/serving/engine")
+    group = sub.add_argument_group("engine", "sizes; README of jaxllama/engine")
     for option, text in ENGINE:
         group.add_argument(f"--{option}", type=COUNT, metavar="N", help=text)
     group.add_argument(

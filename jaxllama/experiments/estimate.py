@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.bench.decode import SHORT
-from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.harness import Decoding
+from jaxllama.evaluation.perplexity import perplexity
+from jaxllama.evaluation.speed.decode import SHORT
+from jaxllama.evaluation.speed.harness import Decoding
 from jaxllama.experiments import workloads
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (

@@ -17,7 +17,6 @@ first among all 256 bytes, by the number of ``facts`` in a row as long as traine
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import time
@@ -35,13 +34,13 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import LearnSettings
 from jaxllama.generation import Params
 from jaxllama.model.cache import init_cache
-from jaxllama.model.decoder import block, capped, final_norm, head, layer_config
-from jaxllama.model.linear import Stream
+from jaxllama.model.decoder import capped, head
+from jaxllama.model.flops import parameters
+from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.data import TokenFile
-from jaxllama.training.flops import parameters
-from jaxllama.training.forward import embed
+from jaxllama.training.forward import hidden_states
 from jaxllama.training.optimizer import learning_rate, optimizer
 
 VOCABULARY = 256
@@ -244,17 +243,7 @@ def first_state(params: Params, rates: int) -> Any:
 def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """``training.forward.hidden_states``, layers that are alike as one loop: small models take
     longer to compile than to train."""
-    stream, at = embed(cfg, params, tokens, jnp.dtype(jnp.float32))
-    for kind, run in itertools.groupby(range(cfg.n_layers), lambda i: layer_config(cfg, i)):
-        layers = jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *(params[f"layer_{i}"] for i in run)
-        )
-
-        def layer(x: jax.Array, p: Params, kind: Any = kind) -> tuple[jax.Array, None]:
-            return block(*kind, p, Stream(x), None, at)[0].total, None
-
-        stream = Stream(jax.lax.scan(layer, stream.total, layers)[0])
-    return final_norm(cfg, params, stream)
+    return hidden_states(cfg, stack_layers(cfg, params), tokens, jnp.dtype(jnp.float32))
 
 
 def mean_loss(logits: jax.Array, wanted: jax.Array, counted: jax.Array) -> jax.Array:

@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 
-from jaxllama.bench.harness import cache_bytes_per_step, matmul_rate, memory_bandwidth
 from jaxllama.config import ModelConfig
+from jaxllama.evaluation.speed.harness import cache_bytes_per_step, matmul_rate, memory_bandwidth
 from jaxllama.experiments.config import Experiment, Point
 from jaxllama.experiments.estimate import measured, text_tokens, window_count
 from jaxllama.experiments.run import finished

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxllama.bench.decode import run as run_bench
-from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.harness import timed
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
+from jaxllama.evaluation.speed.decode import run as run_bench
+from jaxllama.evaluation.speed.harness import timed
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
@@ -55,8 +55,8 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
-    from jaxllama.offload.planner.accounting import Footprint
     from jaxllama.offload.policy import Policy
+    from jaxllama.planner.accounting import Footprint
     from jaxllama.training import TrainConfig
 
 Results = dict[str, Any]
@@ -164,7 +164,7 @@ def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> L
 def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
     """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
     from jaxllama import training
-    from jaxllama.training.flops import parameters
+    from jaxllama.model.flops import parameters
 
     config = tokenized(experiment, settings, room.parent)
     config = dataclasses.replace(config, seed=seed)
@@ -216,9 +216,9 @@ def offload_need(experiment: Experiment, settings: OffloadSettings) -> Footprint
 
 
 def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> Footprint:
-    from jaxllama.offload.loading import scheme_of
-    from jaxllama.offload.planner.accounting import footprint
     from jaxllama.offload.policy import Policy
+    from jaxllama.placement import scheme_of
+    from jaxllama.planner.accounting import footprint
 
     policy = Policy.parse(settings.policy)
     return footprint(
@@ -405,7 +405,7 @@ def _model(
     if policy is None:
         params = random_params(cfg, key, dtype, scheme)
         return LanguageModel(cfg, params, tokenizer, exact=exact)
-    from jaxllama.offload.loading import Placement
+    from jaxllama.placement import Placement
 
     place = Placement(policy, dtype, scheme)
     return place.model(cfg, random_params(cfg, key, dtype, scheme, place), tokenizer)

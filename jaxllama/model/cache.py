@@ -4,9 +4,8 @@
 
 Contract: a cache goes in, a new cache comes out; callers donate the old one, so XLA updates it in
 place.  Row ``b`` owns positions ``0 .. lengths[b] - 1``; what lies beyond may hold anything, NaN
-included, and reaches nobody.  ``insert`` replaces a row whole, which is also how a row is freed and
-reused (continuous batching: Inferencer's fill of new rows; Orca).  Attention rows grow with the
-context, rows of a recurrent state do not.
+included, and never reaches another row.  Attention rows grow with the context; rows of a recurrent
+state do not.
 
 With a table the rows of all attention layers share pools of pages (``init_pages``), so a row takes
 what it holds and not what it might; what a page holds that no row owns reaches nobody either
@@ -30,10 +29,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import row_axis
-from pallas_kernels.attention.blockwise import capacity_of
-from pallas_kernels.attention.rope_cache import WIDTHS
+from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import tree_bytes
@@ -198,17 +195,3 @@ def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:
         cache_specs(cache, row_axis(mesh, cache.batch)),
         is_leaf=lambda leaf: isinstance(leaf, P),
     )
-
-
-def insert(cache: Cache, slot: jax.Array | int, source: Cache, row: jax.Array | int = 0) -> Cache:
-    """Replace row ``slot`` of ``cache`` with row ``row`` of ``source``, whole.
-
-    ``source`` may have a smaller capacity: the rest of the slot is beyond the new length.
-    """
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        one = jax.lax.dynamic_index_in_dim(new, row, 0, keepdims=True).astype(old.dtype)
-        start = (slot,) + (0,) * (old.ndim - 1)
-        return jax.lax.dynamic_update_slice(old, one, start)
-
-    return jax.tree.map(put, cache, source)

@@ -1,72 +1,218 @@
-"""The decoder as a linen module: it declares the parameters, and ``decoder``'s functions compute.
+"""The layers as Flax (linen) modules: they declare the parameters, and pure functions compute.
 
-    Decoder(cfg).init(key, method="tree")           draws them, in float32
-    Decoder(cfg).apply({"params": params}, ...)     is ``decoder.forward``
+    y, _   = Attention(cfg)(x)             a mixer; GatedLinearAttention, GatedDeltaNet, ...
+    y      = SwiGLU(cfg)(x)                also RMSNorm, LayerNorm
+    x, _   = DecoderLayer(cfg, index)(x)   norm, mixer, norm, SwiGLU, with the residuals
+    hidden, cache = Decoder(cfg)(tokens, lengths, cache)         is ``decoder.forward``
 
-Only what draws parameters imports this file: flax takes a third of a second to import.
+Each module reads its parameters' shapes, initializers and split axes from the parameter table
+(``declare``) and calls the functions that decoding and training call, so its numbers are theirs.
+``nn.tabulate``, ``nn.remat``, ``nn.scan`` and ``nn.get_partition_spec`` work as on other modules.
+Users import these names from ``jaxllama.modules``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.cache import Cache
-from jaxllama.model.decoder import forward, logits
-from jaxllama.model.flax_state import register
-from jaxllama.model.param import Param
-from jaxllama.model.params import nested, param_table
+from jaxllama.model import linear
+from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, tokens_at
+from jaxllama.model.decoder import (
+    activation_dtype,
+    block,
+    embed_tokens,
+    forward,
+    layer_config,
+    logits,
+)
+from jaxllama.model.experts.feed import mixture
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers.attention.module import Attention
+from jaxllama.model.mixers.delta.module import GatedDeltaNet
+from jaxllama.model.mixers.gla.module import GatedLinearAttention
+from jaxllama.model.mixers.short_conv.module import ShortConvolution
 from jaxllama.model.records import Hidden
+from jaxllama.model.stacked import recomputed_block, runs, walk
 
-register()
+__all__ = [
+    "Attention",
+    "Decoder",
+    "DecoderLayer",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "LayerNorm",
+    "MixtureOfExperts",
+    "RMSNorm",
+    "ShortConvolution",
+    "SwiGLU",
+]
 
 
-class ParameterTree(nn.Module):
-    """Declares the parameters below one name and hands them out as a nested dict, whatever they are
-    stored as: linen's own shape check knows no QTensor, so it is ``check``'s."""
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis, of ``cfg.d_model`` features, with ``cfg.norm_eps``."""
 
-    table: Any  # nested: {name: Param or the same again}
+    cfg: ModelConfig
+    norm: ClassVar[Any] = "rms"
 
     @nn.compact
-    def __call__(self) -> dict[str, Any]:
-        found = {}
-        for name, node in self.table.items():
-            if not isinstance(node, Param):
-                found[name] = ParameterTree(node, name=name)()
-            elif self.has_variable("params", name):
-                found[name] = self.get_variable("params", name)
-            else:
-                found[name] = self.param(name, _initializer(node), node.shape, jnp.float32)
-        return found
+    def tree(self) -> dict[str, Any]:
+        """The parameters, as the pure functions take them."""
+        return declare(self, table_of(self.cfg)["norm"])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x[..., D]`` -> the same shape and dtype."""
+        y, _ = linear.norm(Stream(x), self.tree(), self.cfg.replace(norm=self.norm))
+        assert isinstance(y, jax.Array)
+        return y
 
 
-def _initializer(param: Param) -> nn.initializers.Initializer:
-    if param.std:
-        return nn.initializers.normal(param.std)
-    return nn.initializers.constant(param.mean)
+class LayerNorm(RMSNorm):
+    """LayerNorm, with a bias if ``cfg.norm_bias``."""
+
+    norm: ClassVar[Any] = "layer"
 
 
-class Decoder(nn.Module):
-    """Declares the parameters; ``__call__`` is ``forward`` and ``logits`` ``logits`` of them."""
+class SwiGLU(nn.Module):
+    """The feed-forward ``down(silu(gate(x)) * up(x))``, or with ``cfg.activation`` for SiLU."""
 
     cfg: ModelConfig
 
-    def setup(self) -> None:
-        cfg = self.cfg.with_head_of(self.variables.get("params", {}))
-        self.names = tuple(nested(param_table(cfg)))
-        for name, table in nested(param_table(cfg)).items():
-            setattr(self, name, ParameterTree(table))
-
+    @nn.compact
     def tree(self) -> dict[str, Any]:
-        """All parameters."""
-        return {name: getattr(self, name)() for name in self.names}
+        """The parameters, as the pure functions take them."""
+        return declare(self, table_of(layer_config(self.cfg, 0)[0])["layer_0"]["mlp"])
 
-    def __call__(self, *args: Any, **options: Any) -> tuple[Hidden, Cache | None]:
-        return forward(self.cfg, self.tree(), *args, **options)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x[..., D]`` -> the same shape and dtype."""
+        params, cfg = self.tree(), self.cfg
+        gate_up, down = params["gate_up"], params["down"]
+        y, _ = linear.norm_linear(Stream(x), None, gate_up, cfg, into=down)
+        return linear.linear(y, down, x.dtype)
+
+
+class MixtureOfExperts(SwiGLU):
+    """The feed-forward of a layer with experts: router, chosen experts, shared expert."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x[..., D]`` -> the same shape and dtype."""
+        return mixture(layer_config(self.cfg, 0)[0], self.tree(), x)
+
+
+class DecoderLayer(nn.Module):
+    """Layer ``index`` of a model: ``x += mixer(norm(x)); x += mlp(norm(x))``.
+
+    Called with the arguments of a mixer (``MixerModule``), and so it is a body of ``nn.scan``: x is
+    the carry, the state what each turn returns.
+    """
+
+    cfg: ModelConfig
+    index: int = 0
+
+    @nn.nowrap
+    def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
+        """The state of ``batch`` rows of no tokens; arguments as of ``jl.init_cache``."""
+        return init_cache(layer_config(self.cfg, self.index)[0], batch, max_len, dtype).layers[0]
+
+    @nn.compact
+    def tree(self) -> dict[str, Any]:
+        """The parameters, as ``decoder.block`` takes them."""
+        cfg, kind = layer_config(self.cfg, self.index)
+        norm = RMSNorm if cfg.norm == "rms" else LayerNorm
+        feed = SwiGLU if cfg.experts is None else MixtureOfExperts
+        modules = {"mixer": MIXERS[kind].module.MIXER, "mlp": feed}
+        names = table_of(cfg)["layer_0"]
+        return {name: modules.get(name, norm)(cfg, name=name).tree() for name in names}
+
+    def __call__(
+        self,
+        x: jax.Array,
+        state: LayerState = None,
+        lengths: jax.Array | None = None,
+        start: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerState]:
+        """``x[B, T, D]`` -> (the same shape, state); see ``MixerModule`` for the arguments."""
+        cfg, kind = layer_config(self.cfg, self.index)
+        at = tokens_at(cfg, x, state, lengths, start)
+        stream, state = block(cfg, kind, self.tree(), Stream(x), state, at)
+        return stream.total, state
+
+
+class Decoder(nn.Module):
+    """A whole model: embedding, layers, last norm, head.
+
+    scan: layers that are alike are one loop over stacked parameters (``stacked``), so that a deep
+    model compiles as fast as a shallow one.  remat: the backward pass keeps each layer's input and
+    recomputes the rest.  Both are for whole sequences; decoding takes the per-layer tree, which
+    ``unstack_layers`` makes of a stacked one.
+
+    Parameters on a mesh are ``shard_params``'s, whose fused rows stand in the order of the shards.
+    """
+
+    cfg: ModelConfig
+    scan: bool = False
+    remat: bool = False
+
+    @nn.compact
+    def tree(self) -> dict[str, Any]:
+        """All parameters, as ``decoder.forward`` takes them; with ``scan`` a stacked tree."""
+        cfg = self.cfg.with_head_of(self.variables.get("params", {}))
+        table = table_of(cfg)
+        found = {"embed": ParameterTree(table["embed"], name="embed").tree()}
+        for run in runs(cfg):
+            for index, name in enumerate(run.names, run.first):
+                if self.scan and run.count > 1:
+                    layers = _stacked(table[f"layer_{index}"], run.count)
+                    found[name] = ParameterTree(layers, name=name).tree()
+                    continue
+                for one in range(index, index + run.period * run.count, run.period):
+                    found[f"layer_{one}"] = DecoderLayer(cfg, one, name=f"layer_{one}").tree()
+        norm = RMSNorm if cfg.norm == "rms" else LayerNorm
+        found["norm"] = norm(cfg, name="norm").tree()
+        if "head" in table:
+            found["head"] = ParameterTree(table["head"], name="head").tree()
+        return found
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array | None = None,
+        cache: Cache | None = None,
+        **options: Any,
+    ) -> tuple[Hidden, Cache | None]:
+        """Run ``decoder.forward``: ``tokens[B, T]`` -> (hidden states ``[B, T, D]``, cache).
+
+        lengths int32 ``[B]``: valid tokens of each row, T if omitted.  options: ``forward``'s.
+        Raises ValueError for a cache or options where ``scan`` or ``remat`` is set.
+        """
+        batch, width = tokens.shape
+        lengths = jnp.full((batch,), width, jnp.int32) if lengths is None else lengths
+        params = self.tree()
+        if not (self.scan or self.remat):
+            return forward(self.cfg, params, tokens, lengths, cache, **options)
+        if cache is not None or options:
+            raise ValueError(
+                "a Decoder with scan or remat takes whole sequences; decode with Decoder(cfg), "
+                "whose parameters are unstack_layers(params)"
+            )
+        at = tokens_at(self.cfg, tokens, None, lengths, None)
+        stream = Stream(embed_tokens(self.cfg, params, tokens, activation_dtype(params)))
+        each = recomputed_block if self.remat else block
+        return Hidden(walk(self.cfg, params, stream, at, each).total), None
 
     def logits(self, hidden: Hidden) -> jax.Array:
+        """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
         return logits(self.cfg, self.tree(), hidden)
+
+
+def _stacked(table: Any, count: int) -> Any:
+    """``table`` of ``count`` layers."""
+    is_leaf = lambda node: isinstance(node, Declared)  # noqa: E731
+    return jax.tree.map(lambda node: node.stacked(count), table, is_leaf=is_leaf)

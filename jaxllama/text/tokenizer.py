@@ -71,8 +71,11 @@ class Tokenizer:
         bos_id: int | None = None,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._backend = backend
+        if vocab_size is not None:  # the property would list the whole vocabulary
+            self.vocab_size = vocab_size
         self.source = source
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
@@ -154,8 +157,7 @@ class Tokenizer:
 
         with opened(path) as file:
             backend = gguf_tokenizer.build(file)
-            size = backend.get_vocab_size()
-            names = {}
+            names, size = {}, file.length("tokenizer.ggml.tokens")
             for role in ("bos", "eos", "unknown", "padding"):
                 index = gguf_tokenizer.token_id(file, size, role)
                 token = None if index is None else backend.id_to_token(index)
@@ -168,6 +170,7 @@ class Tokenizer:
                 bos_id=gguf_tokenizer.token_id(file, size, "bos"),
                 special_tokens=names,
                 chat_template=file.string("tokenizer.chat_template", None),
+                vocab_size=size,
             )
 
     @classmethod

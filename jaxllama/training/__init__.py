@@ -11,8 +11,8 @@ model as training sees it; ``distill`` and ``quantization_aware`` are two more t
 
 from __future__ import annotations
 
+from jaxllama.model.flops import flops_per_token
 from jaxllama.training.config import TrainConfig, load_train_config, train_config_from_dict
-from jaxllama.training.flops import flops_per_token
 from jaxllama.training.loop import TrainResult, train
 
 __all__ = [

@@ -119,8 +119,9 @@ class QuantizeConfig:
 class TrainConfig:
     """See the module docstring.  microbatches: parts that a step's sequences go through the model
     in, one after the other; dtype: of activations (weights and their sums are float32); remat:
-    recompute a layer's insides in the backward pass instead of keeping them; the ``_every`` keys
-    count steps, 0 is only at the end; peak_tflops: of the device, for MFU, where it is not known.
+    recompute a layer's insides in the backward pass instead of keeping them; scan: compile layers
+    that are alike once and run them as a loop, which a deep model needs; the ``_every`` keys count
+    steps, 0 is only at the end; peak_tflops: of the device, for MFU, where it is not known.
     """
 
     data: DataConfig
@@ -137,6 +138,7 @@ class TrainConfig:
     microbatches: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
+    scan: bool = False
     validate_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 1
@@ -217,6 +219,12 @@ class TrainConfig:
             "distill.objective",
             "mixers",
             "excludes [quantize]; allowed with it: logits",
+        )
+        _require(
+            not (distill.objective == "mixers" and self.scan),
+            "distill.objective",
+            "mixers",
+            "excludes scan; allowed with it: logits",
         )
         _require(
             not (distill.objective == "mixers" and self.model),

@@ -144,7 +144,7 @@ def conversations(
     lm: LanguageModel, count: int, *, batch: int, max_new_tokens: int, seed: int
 ) -> Iterator[str]:
     """``count`` conversations in the model's template, special tokens written out."""
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
     assert lm.tokenizer is not None
     requests = [form.format(subject) for form, subject in itertools.product(FORMS, SUBJECTS)]
@@ -166,7 +166,7 @@ def documents(
 ) -> Iterator[str]:
     """``count`` texts, each behind the start-of-document token, a line end after it.  Raises
     JaxLlamaError for a model whose tokenizer has no such token."""
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
     assert lm.tokenizer is not None
     start = lm.tokenizer.encode(DOCUMENT, add_special=False)

@@ -15,9 +15,9 @@ import time
 import jax
 from jax.sharding import Mesh
 
+from jaxllama.model.flops import parameters
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
-from jaxllama.training.flops import parameters
 from jaxllama.training.loop import run_step, sharding, validate
 from jaxllama.training.start import begin
 from jaxllama.training.step import init_state

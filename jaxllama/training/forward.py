@@ -12,24 +12,22 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
-from jaxllama.model.decoder import block, embed_tokens, final_norm, walk, whole_rows
+from jaxllama.model.decoder import block, embed_tokens, final_norm, whole_rows
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
+from jaxllama.model.stacked import recomputed_block, walk
 
 
 def hidden_states(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype, remat: bool = False
 ) -> jax.Array:
-    """``tokens[B, T]`` to the states before the head, ``[B, T, D]`` of ``dtype``."""
+    """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
+
+    params: per layer, or stacked (``model.stacked``): then layers that are alike are one loop.
+    """
     stream, at = embed(cfg, params, tokens, dtype)
-    stream, _ = walk(cfg, params, stream, None, at, _recomputed if remat else block)
+    stream = walk(cfg, params, stream, at, recomputed_block if remat else block)
     return final_norm(cfg, params, stream)
-
-
-def _recomputed(cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At):
-    """``block``."""
-    layer = jax.checkpoint(lambda params, stream: block(cfg, kind, params, stream, None, at)[0])
-    return layer(params, stream), state
 
 
 def embed(

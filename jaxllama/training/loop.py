@@ -37,17 +37,24 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.loading import enable_compilation_cache
+from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import DATA_AXIS, make_mesh
 from jaxllama.progress import Working, working
 from jaxllama.training import report
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
-from jaxllama.training.flops import flops_per_token, peak_flops
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.start import TrainingSetup, begin
-from jaxllama.training.step import State, init_state, update, validation_loss
+from jaxllama.training.step import (
+    State,
+    in_memory,
+    init_state,
+    per_layer,
+    update,
+    validation_loss,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +139,11 @@ def _run(
         del params
         first = checkpoints.latest() or 0
         if first:
-            state = checkpoints.restore(first, state)
+            shapes = jax.eval_shape(per_layer, state)
+            like = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+            )
+            state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), whole)
         run.keep_until(first)
         training, held_out = data.split(config.data.validation_tokens)
         log = _Log(setup, run, first, 1 if mesh is None else mesh.size)
@@ -152,7 +163,7 @@ def _run(
                 if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
                     log.flush(bar)
                     run.sync()
-                    checkpoints.save(done, state)
+                    checkpoints.save(done, per_layer(state))
                 if asked_to_stop.is_set() and not last:
                     bar.say(
                         f"{run.path}: step {done} is saved; the same command goes on from there"
@@ -230,10 +241,11 @@ def _finish(setup: TrainingSetup, state: State, data: TokenFile, run: RunDirecto
     """The picture, and last of all the model: where it is, the run is over."""
     result = _result(run)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
+    params = per_layer(state)["params"]
     if setup.config.quantize is not None:
-        packed.save(run.model, setup.model, quantized(state["params"]), data.tokenizer_files)
+        packed.save(run.model, setup.model, quantized(params), data.tokenizer_files)
         return
-    params = jax.tree.map(lambda leaf: leaf.astype(setup.config.dtype), state["params"])
+    params = jax.tree.map(lambda leaf: leaf.astype(setup.config.dtype), params)
     hf.save(run.model, setup.model, params, data.tokenizer_files)
 
 

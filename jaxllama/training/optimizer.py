@@ -24,6 +24,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
 from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
+from jaxllama.model.stacked import one_layer_path
 from jaxllama.training.config import TrainConfig
 from pallas_kernels.fake_quantize import RANGES
 
@@ -47,11 +48,12 @@ def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
     """
     multipliers = _multipliers(cfg)
 
-    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        rows = multipliers.get(tuple(key.key for key in path if hasattr(key, "key")))
+    def one(keys: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        path, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
+        rows = multipliers.get(path)
         if rows is None:
             return leaf
-        return leaf * (rows**power).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return leaf * (rows**power).reshape(-1, *(1,) * (leaf.ndim - lead - 1))
 
     return jax.tree_util.tree_map_with_path(one, tree) if multipliers else tree
 
@@ -110,7 +112,8 @@ def _slow_scales(changes: Params) -> Params:
 def decays(params: Params) -> Any:
     """True at matrices: not at norms and biases, nor at a grid's scales and zeros."""
 
-    def one(path: tuple[Any, ...], leaf: Any) -> bool:
-        return leaf.ndim >= 2 and getattr(path[-1], "name", "w") == "w"
+    def one(keys: tuple[Any, ...], leaf: Any) -> bool:
+        _, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
+        return leaf.ndim - lead >= 2 and getattr(keys[-1], "name", "w") == "w"
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -59,8 +59,14 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
 
 
 def rounded(params: Params) -> Params:
-    """Floats for the model."""
-    return _map(lambda g: fake_quantize(g.w, g.scale, g.zero, g.code_dtype), params)
+    """Floats for the model; grids of stacked layers give stacked weights."""
+
+    def one(grid: GridWeight) -> jax.Array:
+        if grid.w.ndim == 3:
+            return jax.vmap(one)(grid)
+        return fake_quantize(grid.w, grid.scale, grid.zero, grid.code_dtype)
+
+    return _map(one, params)
 
 
 def quantized(params: Params) -> Params:

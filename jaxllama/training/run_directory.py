@@ -37,7 +37,9 @@ class RunDirectory:
 
     def __init__(self, directory: str | Path, config: TrainConfig, data_sha256: str) -> None:
         self.path = Path(directory)
-        identity = _plain({**dataclasses.asdict(config), "data_sha256": data_sha256})
+        settings = dataclasses.asdict(config)
+        del settings["scan"]  # how the run is compiled, as a mesh is; a checkpoint does not show it
+        identity = _plain({**settings, "data_sha256": data_sha256})
         try:
             if self.path.is_dir() and not (self.path / RUN).exists():
                 names = [path.name for path in self.path.iterdir()]

@@ -13,6 +13,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.loading import load
+from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training.config import TrainConfig
@@ -33,7 +34,8 @@ class TrainingSetup:
 def begin(
     config: TrainConfig, data: TokenFile, progress: bool = False
 ) -> tuple[TrainingSetup, Params, Params | None]:
-    """(setup, float32 parameters, the teacher's parameters in the activations' dtype).
+    """(setup, float32 parameters, the teacher's parameters in the activations' dtype, stacked with
+    ``scan``).
 
     Raises JaxLlamaError naming the key that data or checkpoint contradicts.
     """
@@ -63,6 +65,8 @@ def begin(
         rows = data.batch(0, min(4, config.batch_size), length, config.seed)[:, :length]
         scales = answer_scales(model, teacher, params, teacher_params, rows, config.dtype)
         params = scaled(params, scales)
+    if config.scan and teacher is not None:
+        teacher_params = stack_layers(teacher, teacher_params)
     # The step donates what it is given, and a checkpoint's arrays may be somebody else's memory.
     return setup, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
 

@@ -1,7 +1,8 @@
 """One update, compiled: losses and gradients of the microbatches, their sum, AdamW.
 
 A state is ``{"params", "moments", "step"}``, all arrays, donated at every update.  Nothing random
-happens here: the same state and batch give the same bits.
+happens here: the same state and batch give the same bits.  With ``scan`` the state's parameters and
+moments are stacked (``model.stacked``); ``per_layer`` is its form on disk.
 
 With the state on a mesh, whole on every device, each device takes its part of every microbatch's
 rows; their gradients are averaged once a step, and all devices make the same update.
@@ -19,6 +20,7 @@ from jax import lax
 
 from jaxllama.generation import Params
 from jaxllama.model.decoder import head
+from jaxllama.model.stacked import stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
 from jaxllama.training import distill
 from jaxllama.training.forward import hidden_states
@@ -31,8 +33,20 @@ State = dict[str, Any]
 
 
 def init_state(setup: TrainingSetup, params: Params) -> State:
+    """The state before the first update; ``params`` are per layer."""
     params = prepare(params, setup.config.quantize)
+    params = stack_layers(setup.model, params) if setup.config.scan else params
     return {"params": params, "moments": _rule(setup, params).init(params), "step": jnp.int32(0)}
+
+
+def per_layer(state: State) -> State:
+    """The state as checkpoints have it: the parameters and moments of each layer by themselves."""
+    return unstack_layers(state)
+
+
+def in_memory(setup: TrainingSetup, state: State) -> State:
+    """``per_layer``'s inverse: the state as ``update`` takes it."""
+    return stack_layers(setup.model, state) if setup.config.scan else state
 
 
 def _rule(setup: TrainingSetup, params: Params) -> optax.GradientTransformation:

@@ -31,14 +31,15 @@ def staged_floats(head_dim: int) -> int:
 class HeadWords:
     """A lane's words of one kv head of a row; everything is emitted while a kernel is traced.
 
-    refs: q, [cos, sin, [norm of q, of k]], lengths or slots, [table], leaves of k, leaves of v.
+    gmem: q; tables, a list of cos, sin and the norms' weights of q and of k, or the start of it;
+    lengths, with tables the slots; table or None; k and v, lists of their leaves.
     end: the row's length.  Keys and values of a tile are (words of each token, its scales and zero
     points).  staged: (eps of the norm, shared memory of ``staged_floats``), or None.
     """
 
     def __init__(
         self,
-        refs,
+        gmem,
         codes: Codes,
         shape,
         paging: Paging | None,
@@ -51,15 +52,12 @@ class HeadWords:
         self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
         self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
-        arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
-        self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
-        self.q, *self.tables = refs[: -2 * arrays]
-        self.pages = BlockTable(self.tables.pop(), row, paging) if paging else None
-        lengths = self.tables.pop()
+        self.q, self.tables, self.k, self.v = gmem.q, gmem.tables, gmem.k, gmem.v
+        self.pages = BlockTable(gmem.table, row, paging) if paging else None
         self.eps, self.staged = staged or (None, None)
         if self.staged is not None:
             self.stage()
-        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1)
+        (number,) = p.load_global(p.offset(p.address(gmem.lengths), row, 4), 1)
         group = self.n // self.n_kv
         mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
         self.raw_query = self.projected(mine)

@@ -6,11 +6,11 @@
                                            what this one has compiled
     compiled(program).address              of the handler, for calls by hand
 
-llvmlite (LLVM, no compiler on the user's machine) is imported when the first of these is asked.
-An object takes tenths of a second to generate and milliseconds to load from ``cache_folder()``; its
-name there is the hash of all that it depends on: target, llvmlite, these sources, the program.  A
-damaged file would crash the process, so each carries a checksum (``sealed``) and is built anew if
-it does not match.
+llvmlite (LLVM, no compiler on the user's machine) generates an object in tenths of a second.  The
+object is kept in ``cache_folder()`` under the hash of all that it depends on: target, llvmlite,
+these sources, the program.  Another process loads it from there in milliseconds.  On x86-64 Linux
+it does so without llvmlite (``elf``), elsewhere with LLVM's own loader.  A damaged file would crash
+the process, so each carries a checksum (``sealed``) and is built anew if it does not match.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -30,10 +31,10 @@ import jax
 import numpy as np
 
 from pallas_kernels import sealed
-from pallas_kernels.cpu import frame, handler
+from pallas_kernels.cpu import elf, frame, handler
 from pallas_kernels.cpu.handler import Program
 from pallas_kernels.cpu.self_test import fault
-from pallas_kernels.cpu.target import VARIABLE, Target, target
+from pallas_kernels.cpu.target import VARIABLE, Target, host_cpu, target
 from pallas_kernels.dispatch import Reason
 
 # Programs are traced by several threads, and XLA takes a name once.
@@ -43,7 +44,7 @@ _known: dict[Program, None] = {}
 
 def unavailable() -> Reason | None:
     """Why no handler runs on this machine's CPU, or None.  Asked once for each value of
-    ``JAXLLAMA_CPU_ISA``; the answer costs the import of llvmlite and a test."""
+    ``JAXLLAMA_CPU_ISA``; the answer costs a test."""
     with _one_at_a_time:
         return _unavailable(os.environ.get(VARIABLE, ""))
 
@@ -71,7 +72,7 @@ def host() -> Target:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """keep: LLVM's engine, which owns the code."""
+    """keep: the image, or LLVM's engine, which holds the code."""
 
     name: str
     address: int
@@ -87,10 +88,7 @@ def register(program: Program) -> str:
 
 def identity() -> str:
     """What code for this machine's CPU, XLA's too, follows from beside its source."""
-    from llvmlite import binding
-
-    features = binding.get_host_cpu_features().flatten()
-    return repr((host(), binding.get_host_cpu_name(), features))
+    return repr((host(), host_cpu().identity))
 
 
 def registered() -> tuple[Program, ...]:
@@ -114,8 +112,6 @@ def compiled(program: Program, on: Target) -> Compiled:
 
 @functools.cache
 def _compiled(program: Program, on: Target) -> Compiled:
-    from llvmlite import binding
-
     name = f"{program.name}_{on.name}_{_hash(program, on)}"
     path = cache_folder() / f"{name}.o"
     try:
@@ -126,10 +122,21 @@ def _compiled(program: Program, on: Target) -> Compiled:
         data = build(program, on)
         with contextlib.suppress(OSError):  # a folder that cannot be written is no error
             sealed.write(path, data)
+    address, keep = _loaded(data, on)
+    return Compiled(f"pallas_kernels.{name}", address, keep)
+
+
+def _loaded(data: bytes, on: Target) -> tuple[int, Any]:
+    """(the address of an object file's ``entry``, what holds its code)."""
+    image = elf.load(data)
+    if image is not None:
+        return image.symbols["entry"], image
+    from llvmlite import binding
+
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(on))
     engine.add_object_file(binding.ObjectFileRef.from_data(data))
     engine.finalize_object()
-    return Compiled(f"pallas_kernels.{name}", engine.get_function_address("entry"), engine)
+    return engine.get_function_address("entry"), engine
 
 
 def build(program: Program, on: Target, assembly: bool = False) -> Any:
@@ -169,11 +176,20 @@ def cache_folder() -> Path:
 
 
 def _hash(program: Program, on: Target) -> str:
-    import llvmlite
-
     module = sys.modules[type(program).__module__]
-    parts = repr((program, on, llvmlite.__version__)).encode() + _sources(module.__file__ or "")
+    parts = repr((program, on, _version())).encode() + _sources(module.__file__ or "")
     return hashlib.sha256(parts).hexdigest()[:16]
+
+
+@functools.cache
+def _version() -> str:
+    """llvmlite's version, which its package's metadata has without an import."""
+    try:
+        return importlib.metadata.version("llvmlite")
+    except importlib.metadata.PackageNotFoundError:
+        import llvmlite
+
+        return llvmlite.__version__
 
 
 @functools.cache

@@ -9,9 +9,13 @@ of the CPU, so that an object depends on nothing else and can be compiled for an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import platform
+import sys
+from pathlib import Path
 
 from pallas_kernels.dispatch import Reason
 
@@ -47,25 +51,59 @@ TARGETS = (
 )
 
 
+# Features that Linux and LLVM name differently.
+_LLVM_NAMES = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
+_IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCpu:
+    """The CPU of this machine.  arch and features: by LLVM's names.  identity: tells it from other
+    models."""
+
+    arch: str
+    features: frozenset[str]
+    identity: tuple[str, ...]
+
+
 def target() -> Target | Reason:
-    """Of this process.  Needs llvmlite."""
+    """The target of this process, or the Reason why there is none."""
     return _of_host(os.environ.get(VARIABLE, ""))
 
 
 @functools.cache
-def _of_host(wanted: str) -> Target | Reason:
+def host_cpu() -> HostCpu:
+    """This machine's CPU, as Linux describes an x86-64 one and as LLVM describes any other."""
+    if (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        with contextlib.suppress(OSError, KeyError):
+            return _from_linux(Path("/proc/cpuinfo").read_text())
     from llvmlite import binding
 
+    arch = binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
+    name, found = binding.get_host_cpu_name(), binding.get_host_cpu_features()
+    features = {feature for feature, is_there in found.items() if is_there}
+    if name.startswith("apple-m"):  # where LLVM asks the system for less
+        features.add("dotprod")
+    return HostCpu(arch, frozenset(features), (name, found.flatten()))
+
+
+def _from_linux(cpuinfo: str) -> HostCpu:
+    """The first CPU that ``/proc/cpuinfo`` lists.  Raises KeyError for a fact that is missing."""
+    pairs = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in pairs}
+    features = frozenset(_LLVM_NAMES.get(name, name) for name in facts["flags"].split())
+    return HostCpu("x86_64", features, tuple(facts[name] for name in _IDENTITY))
+
+
+@functools.cache
+def _of_host(wanted: str) -> Target | Reason:
     names = ", ".join(t.name for t in TARGETS)
     if wanted == "off":
         return Reason(f"{VARIABLE}=off")
     if wanted and wanted not in names.split(", "):
         return Reason(f"{VARIABLE}={wanted} is not off or one of {names}")
-    arch = binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
-    has = {name for name, is_there in binding.get_host_cpu_features().items() if is_there}
-    if binding.get_host_cpu_name().startswith("apple-m"):  # where LLVM asks the system for less
-        has.add("dotprod")
+    host = host_cpu()
     for one in TARGETS:
-        if wanted in ("", one.name) and one.arch == arch and has.issuperset(one.needs):
+        if wanted in ("", one.name) and one.arch == host.arch and host.features >= {*one.needs}:
             return one
-    return Reason(f"this CPU ({binding.get_host_cpu_name()}) has none of {wanted or names}")
+    return Reason(f"this CPU ({host.arch}) has none of {wanted or names}")

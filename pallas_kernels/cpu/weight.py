@@ -126,21 +126,33 @@ class CpuWeight:
 
 
 def prepare(w: QTensor) -> CpuWeight | Reason:
-    """``w[N, K]`` in the handler's layout, or why it has none there.  numpy's arrays in, numpy's
-    arrays out; anything else comes as jax's arrays.  Needs the values, so nothing traced."""
+    """``w[N, K]``, or experts ``[E, N, K]``, in the handler's layout, or why it has none there.
+
+    numpy's arrays in, numpy's arrays out; anything else comes as jax's arrays.  Needs the values,
+    so nothing traced."""
     if reason := _reason(w):
         return Reason(reason)
     arrays = (w.q, w.in_one_level.scale, w.zero)
-    q, scale, zero = (None if v is None else np.asarray(v) for v in arrays)
+    # Experts lie one behind the other, so they are the rows of one weight.
+    q, scale, zero = (None if v is None else _rows(np.asarray(v)) for v in arrays)
     assert q is not None and scale is not None
     form, kept_scale, kept_zero = _numbers(w, scale, zero)
     parts: list[Any] = [_packed(q, form, scale.shape[-1])]
-    parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
+    parts += [None if v is None else by_tile(v) for v in (kept_scale, kept_zero)]
     parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
         parts = [None if v is None else jax.device_put(v) for v in parts]
     q, scale, zero, unit = parts
+    if len(w.shape) == 3:
+        q, scale, zero = (
+            None if v is None else v.reshape(w.shape[0], -1, *v.shape[1:]) for v in (q, scale, zero)
+        )
+        form = dataclasses.replace(form, n=w.shape[1])
     return CpuWeight(q, scale, zero, w.columns, w.input_scale, unit, form)
+
+
+def _rows(v: np.ndarray) -> np.ndarray:
+    return v.reshape(-1, v.shape[-1])
 
 
 def restore(w: CpuWeight) -> QTensor:
@@ -208,8 +220,10 @@ def block_size(k: int, groups: int) -> int:
 
 
 def _reason(w: QTensor) -> str | None:
-    if len(w.shape) != 2 or 0 in w.shape:
+    if len(w.shape) not in (2, 3) or 0 in w.shape:
         return f"w {w.shape} is not [N, K]"
+    if len(w.shape) == 3 and w.shape[1] % TILE:
+        return f"w has experts of {w.shape[1]} rows, not a multiple of {TILE}"
     if w.q.dtype not in (_INT4, np.int8):
         return f"w has codes of {w.dtype.name}; the handler reads int4 and int8"
     groups = w.scale.shape[-1]
@@ -241,7 +255,7 @@ def _numbers(
         kept = _narrow(kept)
     names = w.scale.dtype.name, None if zero is None else zero.dtype.name
     dtype = "int4" if w.q.dtype == _INT4 else "int8"
-    form = WeightForm(*w.shape, dtype, *names, minimum, w.activations)
+    form = WeightForm(len(scale), w.shape[-1], dtype, *names, minimum, w.activations)
     return form, _narrow(scale), kept
 
 
@@ -273,7 +287,7 @@ def _aligned_copy(v: np.ndarray) -> np.ndarray:
     return out
 
 
-def _by_tile(v: np.ndarray) -> np.ndarray:
+def by_tile(v: np.ndarray) -> np.ndarray:
     """``[N, groups]`` -> ``[tiles, groups, 16]``."""
     n, groups = v.shape
     tiles = -(-n // TILE)

@@ -59,24 +59,23 @@ class DeltaTokenPlan:
 def _launched(
     shape: DeltaTokenShape, operands: DeltaTokenOperands, rows: int, out: Any, refs: Any
 ) -> Any:
-    """Results of the types ``out``, of which the last five may be what is kept.  rows: of the
-    state; refs: (state, last)."""
+    """Launch the kernel, and return results of the types ``out``, of which the last five may be
+    what is kept.  rows: of the state; refs: (state, last)."""
     state, last = refs
     layers = len(state) if isinstance(state, tuple) else 1
-    leaves, tree = jax.tree.flatten(operands._replace(state=state, last=last))
+    given = operands._replace(state=state, last=last)._asdict()
+    del given["out"], given["kept"]
     heads = rows * shape.heads
     cluster = shape.group if len(out) == 1 else 1
+    first, *kept = out or (None,)
 
-    def body(*refs):
-        inputs, refs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
-        first, *kept = refs[: len(out)] or (None,)
-        here = inputs._replace(out=first, kept=tuple(kept) or None)
-        Token(shape, here, list(refs[len(out) :]), heads).run()
+    def body(gmem, smem):
+        Token(shape, DeltaTokenOperands(**vars(gmem)), smem, heads).run()
 
-    return launch(
+    y, others = launch(
         body,
-        leaves,
-        out,
+        given,
+        {"out": first, "kept": tuple(kept) or None},
         name="gated_delta_token",
         grid=layers * heads // cluster,
         cluster=cluster,
@@ -84,6 +83,7 @@ def _launched(
         registers=True,
         scratch=shape.scratch,
     )
+    return () if y is None else (y, *(others or ()))
 
 
 @functools.partial(jax.jit, static_argnames=("starts", "options", "plan", "keeps"))

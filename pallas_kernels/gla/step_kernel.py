@@ -31,7 +31,7 @@ The state arrives as a mutable reference, so the kernel's input and output are o
 
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128; the vectors
 are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token`` and what was tried: NOTES.md.
-Command: ``python -m pallas_kernels.bench.gla``.
+Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations
@@ -81,26 +81,26 @@ def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
 
 
 def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -> Any:
-    """Results of the types ``out``, of which the last three may be what is kept; where nothing is,
-    (results, state).  rows: of the state."""
+    """Launch the step.  rows: of the state.
+
+    out: types of the results, of which the last three may be what is kept.  The result is then the
+    results, else (results, state).
+    """
     layers = len(operands.state) if isinstance(operands.state, tuple) else 1
     normed, heads = operands.norm is not None, rows * shape.heads
+    first, *kept = out or (None,)
+
+    def body(gmem, smem):
+        GlaStepLayout(shape, GlaStepOperands(**vars(gmem)), smem, heads).run()
 
     def run(state):
-        given = operands._replace(state=state)
-        leaves, tree = jax.tree.flatten(given)
-
-        def body(*refs):
-            inputs, refs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
-            first, *kept = refs[: len(out)] or (None,)
-            here = inputs._replace(out=first, kept=tuple(kept) or None)
-            GlaStepLayout(shape, here, list(refs[len(out) :]), heads).run()
-
+        given = operands._replace(state=state)._asdict()
+        del given["out"], given["kept"]
         cluster = shape.blocks if normed else 1
-        return launch(
+        y, others = launch(
             body,
-            leaves,
-            out,
+            given,
+            {"out": first, "kept": tuple(kept) or None},
             name="gla_step",
             grid=layers * heads * shape.blocks // cluster,
             cluster=cluster,
@@ -108,6 +108,7 @@ def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -
             registers=True,
             scratch=shape.scratch(normed),
         )
+        return () if y is None else (y, *(others or ()))
 
     return in_place(run, operands.state) if len(out) <= 1 else run(operands.state)
 

@@ -28,8 +28,10 @@ class LowRank(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MatmulCall:
-    """``x[M, K] w[N, K]^T`` and what is fused around it.  Of what is only added or multiplied, the
-    dtype; None where it is not there."""
+    """``x[M, K] w[N, K]^T`` and what is fused around it.
+
+    An operand that is only added or multiplied is its dtype, or None if it is not there.
+    """
 
     m: int
     x: jnp.dtype  # of a quantized x, its codes'
@@ -87,3 +89,18 @@ class MatmulCall:
     def alone(self) -> bool:
         """Is nothing fused but what the kernels of many rows fuse, SwiGLU behind plain weights?"""
         return self.norm is None and self.residual is None and (self.plain or not self.swiglu)
+
+
+LowRankTerm = tuple[jax.Array, tuple[jax.Array, ...]]  # inner products, second factors
+
+
+class Static(NamedTuple):
+    """What the traced operands of a product do not say.
+
+    out: the result's dtype. call, plan: of the kernel, None if XLA's form is taken. Each kernel has
+    a type of plan of its own.
+    """
+
+    out: jnp.dtype
+    call: MatmulCall | None = None
+    plan: Any = None

@@ -17,14 +17,10 @@ from pallas_kernels.cpu import matmul as cpu
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Plan, Reason, shortest
 from pallas_kernels.matmul import predict
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.qtensor import QTensor
-
-_Found = (
-    few_rows.RowPlan | few_rows.TilePlan | many_rows.PairTile | many_rows.WeightTile | cpu.CpuPlan
-)
 
 
 def plans(call: MatmulCall) -> list[Plan | Reason]:
@@ -48,7 +44,7 @@ def plan(call: MatmulCall) -> Plan | Reason:
 
 
 def run(
-    static: tuple[MatmulCall, _Found],
+    static: Static,
     x: jax.Array | QTensor,
     w: Any,  # or a CpuWeight, with a plan of its own
     bias: jax.Array | None = None,
@@ -57,8 +53,9 @@ def run(
     pending: jax.Array | None = None,
     low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
 ) -> Any:
-    """The kernel of a plan.  x: [M, K], as are the others' leading axes one."""
-    call, plan = static
+    """Compute a product ``x[M, K] w[N, K]^T`` with the kernel of its plan."""
+    call, plan = static.call, static.plan
+    assert call is not None and plan is not None
     if isinstance(plan, cpu.CpuPlan):
         return cpu.run(call, plan, x, w, bias, gamma, residual)
     gated: dict[str, Any] = {"swiglu": call.swiglu, "activation": call.activation}

@@ -42,7 +42,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -60,31 +60,59 @@ from pallas_kernels.dispatch import (
     is_empty,
     own_plan,
 )
-from pallas_kernels.matmul import choice
-from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.xla import (
-    contract_rows,
-    low_rank_sums,
-    outer_sums,
-    pair_sums,
-    weight_only_sums,
-    widened,
-)
+from pallas_kernels.matmul import choice, operands, xla
+from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
+from pallas_kernels.matmul.xla import finish, low_rank_sums
 from pallas_kernels.operands import FLOATS, check
-from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
+from pallas_kernels.qtensor import QTensor, RowBlocks, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
-from pallas_kernels.transform import Op, OpChoice, chosen
+from pallas_kernels.transform import Op, chosen
 
-_Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "silu": jax.nn.silu,
 }
-_GATES = ("silu", "gelu", "gelu_tanh")
-_LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
+_Tree = TypeVar("_Tree")
+_Weight = jax.Array | QTensor | CpuWeight
+_Result = jax.Array | tuple[jax.Array, jax.Array]
+
+
+class Around(NamedTuple):
+    """What stands around a product, as ``quantized_matmul`` takes it; out: the result's dtype."""
+
+    out: jnp.dtype
+    bias: jax.Array | None = None
+    norm: tuple[jax.Array, float] | None = None
+    residual: jax.Array | None = None
+    pending: jax.Array | None = None
+    swiglu: bool = False
+    activation: str | None = None
+    low_rank: LowRankTerm | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether there is nothing but a bias and a low-rank term."""
+        is_bare = self.norm is self.residual is self.pending is self.activation is None
+        return is_bare and not self.swiglu
+
+    @property
+    def arrays(self) -> tuple[jax.Array | None, ...]:
+        """What a fused kernel reads beside x, w and the bias: norm's weight, residual, pending."""
+        return None if self.norm is None else self.norm[0], self.residual, self.pending
+
+
+_OPERANDS = {
+    "x": "float|QTensor [..., K]",
+    "w": "float|QTensor [N, K]",
+    "bias": "float [N] ?",
+    "norm's weight": "float [K] ?",
+    "pending": "float [..., K] ?",
+    "residual": "float [..., columns] ?",
+}
 
 
 @overload
@@ -97,9 +125,9 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = ...,
     residual: jax.Array | None = ...,
     swiglu: bool = ...,
-    activation: _Activation | None = ...,
+    activation: Activation | None = ...,
     pending: None = ...,
-    low_rank: _LowRank | None = ...,
+    low_rank: LowRankTerm | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 @overload
@@ -112,9 +140,9 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = ...,
     residual: jax.Array | None = ...,
     swiglu: bool = ...,
-    activation: _Activation | None = ...,
+    activation: Activation | None = ...,
     pending: jax.Array,
-    low_rank: _LowRank | None = ...,
+    low_rank: LowRankTerm | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 def quantized_matmul(
@@ -126,9 +154,9 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
-    activation: _Activation | None = None,
+    activation: Activation | None = None,
     pending: jax.Array | None = None,
-    low_rank: _LowRank | None = None,
+    low_rank: LowRankTerm | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
@@ -157,50 +185,31 @@ def quantized_matmul(
     NotImplementedError for ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers it.
     """
     if out_dtype is None:
-        if not isinstance(x, QTensor):
-            out_dtype = x.dtype
-        else:
-            scale = getattr(w, "scale", x.scale).dtype
-            out_dtype = scale if scale.itemsize == 2 else jnp.float32
-    out_dtype = jnp.dtype(out_dtype)
-    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, low_rank)
-    _check_activation(activation, swiglu)
+        out_dtype = _codes_result(x, w) if isinstance(x, QTensor) else x.dtype
+    around = Around(
+        jnp.dtype(out_dtype), bias, norm, residual, pending, swiglu, activation, low_rank
+    )
+    _check(x, w, around)
     if activation is not None and not swiglu:
-        alone: Any = quantized_matmul(
-            x,
-            w,
-            bias=bias,
-            out_dtype=out_dtype,
-            norm=norm,
-            pending=pending,
-            low_rank=low_rank,
-            implementation=implementation,
-        )
-        y, *total = alone if pending is not None else (alone,)
-        y = _activated(y, activation)
-        y = y if residual is None else residual + y
-        return (y, *total) if total else y
-    activation = activation or "silu"
-    if norm is None and residual is None and not swiglu:
-        if isinstance(w, QTensor):
-            return _product(x, w, bias, out_dtype, implementation, low_rank)
-        if isinstance(w, CpuWeight):
-            return _prepared_product(x, w, bias, out_dtype, implementation)
-    gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
-    call = MatmulCall.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
-    find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
-    operands = x, w, gamma, residual, pending
-    plan = choose_plan("quantized_matmul", implementation, find, *operands, cpu=on_cpu)
+        return _with_activation(x, w, around, activation, implementation)
+    if around.is_nothing and isinstance(w, QTensor | CpuWeight):
+        return _product(x, w, around, implementation)
+    find, on_cpu = _planners(x, w, around, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, x, w, *around.arrays, cpu=on_cpu)
     if plan is None:
-        parts = "xla" if is_empty(x, w) else implementation
-        return _composed(call, parts, x, w, bias, gamma, residual, pending)
-    return _run(chosen(plan, implementation), call, plan, bias, *operands)
+        return _composed(x, w, around, "xla" if is_empty(x, w) else implementation)
+    return _run(x, w, around, plan, implementation)
+
+
+def _codes_result(x: QTensor, w: _Weight) -> DTypeLike:
+    """Return the dtype of a product of codes for which the caller names none."""
+    scale = getattr(w, "scale", x.scale).dtype
+    return scale if scale.itemsize == 2 else jnp.float32
 
 
 def fused_matmul(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor | RowBlocks | CpuWeight,
+    w: _Weight | RowBlocks,
     *,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
@@ -210,139 +219,165 @@ def fused_matmul(
     activation: str = "silu",
     pending: jax.Array | None = None,
 ) -> Any:
-    """``quantized_matmul`` of these where one kernel does all of it here and is the faster way;
-    else None, and the caller computes the parts.  Raises ValueError as it does."""
+    """Return ``quantized_matmul`` of these if one kernel does all of it here and is the faster way.
+
+    The result is None otherwise, and the caller computes the parts.
+    Raises ValueError as ``quantized_matmul`` does.
+    """
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return None
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, None)
-    gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
-    call = MatmulCall.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
-    operands = x, w, gamma, residual, pending
-    plan = own_plan(functools.partial(choice.plan, call), x, w, cpu=_cpu_plan(call))
-    if plan is None:
-        return None
-    choose_plan("quantized_matmul", None, lambda: plan, *operands, cpu=lambda: plan)
-    return _run(chosen(plan, None), call, plan, bias, *operands)
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    around = Around(out, bias, norm, residual, pending, swiglu, activation if swiglu else None)
+    _check(x, w, around)
+    find, on_cpu = _planners(x, w, around)
+    plan = own_plan(find, x, w, cpu=on_cpu)
+    return None if plan is None else _fused_run(x, w, around, plan)
+
+
+def _fused_run(x: jax.Array, w: _Weight, around: Around, plan: Plan) -> _Result:
+    """Compute a fused product by the plan, and tell ``explain`` of it."""
+    find: Find = lambda: plan  # noqa: E731
+    choose_plan("quantized_matmul", None, find, x, w, *around.arrays, cpu=find)
+    return _run(x, w, around, plan, None)
+
+
+def _planners(
+    x: jax.Array | QTensor,
+    w: _Weight,
+    around: Around,
+    implementation: Implementation | None = None,
+) -> tuple[Find, Find | None]:
+    """Return the planner of the GPU's kernels, and that of the CPU's handler.
+
+    The handler is asked if w is in its layout, or if the caller named it.
+    """
+    call = functools.partial(_call, x, w, around)
+    is_asked = isinstance(w, CpuWeight) or implementation == "cpu"
+    return lambda: choice.plan(call()), (lambda: cpu.plan(call())) if is_asked else None
+
+
+def _call(x: jax.Array | QTensor, w: _Weight, around: Around) -> MatmulCall:
+    """Return what the planners see of a product."""
+    gamma, residual, pending = around.arrays
+    return MatmulCall.of(
+        x,
+        w,
+        around.out,
+        bias=around.bias,
+        gamma=gamma,
+        residual=residual,
+        pending=pending,
+        low_rank=around.low_rank,
+        eps=None if around.norm is None else float(around.norm[1]),
+        swiglu=around.swiglu,
+        activation=around.activation or "silu",
+    )
 
 
 def _run(
-    made: OpChoice,
-    call: MatmulCall,
-    plan: Plan,
-    bias: jax.Array | None,
     x: jax.Array | QTensor,
-    w: Any,
-    gamma: jax.Array | None,
-    residual: jax.Array | None,
-    pending: jax.Array | None,
-) -> Any:
-    """The kernel of a plan, with all that is fused."""
-    residual, pending = _flatten(residual), _flatten(pending)
-    out = _fused(made, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
+    w: _Weight,
+    around: Around,
+    plan: Plan,
+    implementation: Implementation | None,
+) -> _Result:
+    """Compute a product and all that is fused with the plan's kernel."""
+    static = Static(around.out, _call(x, w, around), plan)
+    gamma, residual, pending = around.arrays
+    arrays = around.bias, gamma, _flatten(residual), _flatten(pending)
+    out = _fused(chosen(plan, implementation), static, _flatten(x), w, *arrays)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
-
-
-def _cpu_plan(call: MatmulCall, implementation: Implementation | None = None) -> Find | None:
-    """The handler's planner where w is in its layout, or the handler was named."""
-    is_asked = isinstance(call.w, CpuWeight) or implementation == "cpu"
-    return functools.partial(cpu.plan, call) if is_asked else None
 
 
 def product_plan(
     x: jax.Array | QTensor, w: QTensor, *, out_dtype: DTypeLike, bias: jax.Array | None = None
 ) -> Plan | Reason:
-    """The kernel of ``quantized_matmul`` of these with nothing else, on a GPU that has it."""
-    return choice.plan(MatmulCall.of(x, _weights_for(x, w), out_dtype, bias=bias))
+    """Return the plan of ``quantized_matmul`` of these with nothing else, on a GPU."""
+    return choice.plan(MatmulCall.of(x, _without_notes(x, w), out_dtype, bias=bias))
 
 
-def _weights_for(x: jax.Array | QTensor, w: QTensor) -> QTensor:
-    """w without notes, and for floats of x in one level of scales."""
+def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
+    """Return w without notes, and for floats of x in one level of scales."""
     w = w if isinstance(x, QTensor) else w.in_one_level
     return QTensor(w.q, w.scale, w.zero, unit=w.unit)
 
 
 def _product(
     x: jax.Array | QTensor,
-    w: QTensor,
-    bias: jax.Array | None,
-    out_dtype: jnp.dtype,
+    w: QTensor | CpuWeight,
+    around: Around,
     implementation: Implementation | None,
-    low_rank: _LowRank | None = None,
 ) -> jax.Array:
-    """The product of a QTensor alone, or with a low-rank term."""
+    """Compute the product of a weight in codes with nothing around it but a low-rank term."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
-    rows, w = _flatten(x), _weights_for(x, w)
-    call = MatmulCall.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
-    find = functools.partial(choice.plan, call)
-    on_cpu = _cpu_plan(call, implementation)
+    if isinstance(w, CpuWeight):
+        return _prepared_product(x, w, around, implementation)
+    rows, w = _flatten(x), _without_notes(x, w)
+    find, on_cpu = _planners(rows, w, around, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
-    if low_rank is not None and (plan is None or is_empty(x, w)):
-        y = _product(x, w, bias, jnp.dtype(jnp.float32), implementation)
-        return (y + low_rank_sums(*low_rank)).astype(out_dtype)
+    if plan is None and around.low_rank is not None:
+        return _with_low_rank(x, w, around, around.low_rank, implementation)
     if is_empty(x, w):
-        return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
-    made = chosen(plan, implementation)
-    if isinstance(rows, QTensor) and w.dtype == jnp.int4:
-        scales = rows.scale, w.scale, w.unit
-        out = _int4_pair(made, (call, plan), *scales, bias, rows.q, w.q, w.zero)
-    elif isinstance(rows, QTensor):
-        low_rank = low_rank and (_flatten(low_rank[0]), low_rank[1])
-        scales = rows.scale, w.scale
-        out = _quantized_pair(made, (call, plan), *scales, bias, rows.q, w.q, low_rank)
+        return finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), around.bias, around.out)
+    choice = chosen(plan, implementation)
+    static = Static(around.out, None if plan is None else _call(rows, w, around), plan)
+    if isinstance(rows, QTensor):
+        out = _codes(choice, static, rows, w, around.bias, _flat_term(around.low_rank))
     else:
-        out = _weight_only(made, (call, plan), rows, w.scale, w.zero, bias, w.q)
+        out = _weight_only(choice, static, rows, w, around.bias)
     return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _flat_term(low_rank: LowRankTerm | None) -> LowRankTerm | None:
+    return None if low_rank is None else (_flatten(low_rank[0]), low_rank[1])
+
+
+def _with_low_rank(
+    x: jax.Array | QTensor,
+    w: QTensor,
+    around: Around,
+    low_rank: LowRankTerm,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Compute the product, then add the low-rank term."""
+    alone = Around(jnp.dtype(jnp.float32), around.bias)
+    y = _product(x, w, alone, implementation)
+    return (y + low_rank_sums(*low_rank)).astype(around.out)
 
 
 def _prepared_product(
     x: jax.Array | QTensor,
     w: CpuWeight,
-    bias: jax.Array | None,
-    out_dtype: jnp.dtype,
+    around: Around,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """The product of a weight in the layout of the CPU's handler alone."""
-    if w.columns is not None and not is_empty(x):
-        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
+    """Compute the product of a weight in the layout of the CPU's handler."""
     rows = _flatten(x)
-    call = MatmulCall.of(rows, w, out_dtype, bias=bias)
-    find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
+    find, on_cpu = _planners(rows, w, around, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if plan is None:
-        return _product(x, restore(w), bias, out_dtype, "xla")
-    made = chosen(plan, implementation)
-    out = _fused(made, (call, plan), rows, w, bias, None, None, None)
+        return _product(x, restore(w), around, "xla")
+    static = Static(around.out, _call(rows, w, around), plan)
+    out = _fused(chosen(plan, implementation), static, rows, w, around.bias, None, None, None)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def _composed(
-    call: MatmulCall,
-    implementation: Implementation | None,
-    x: Any,
-    w: jax.Array | QTensor | CpuWeight,
-    bias: jax.Array | None,
-    gamma: jax.Array | None,
-    residual: jax.Array | None,
-    pending: jax.Array | None = None,
-) -> Any:
-    """The parts of a fused product one after the other."""
-    if pending is not None:
-        total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
-        return _composed(call, implementation, total, w, bias, gamma, residual), total
-    if gamma is not None and call.eps is not None:  # both or neither
-        x = rms_norm(x, gamma, call.eps, implementation=implementation)
-    if isinstance(w, QTensor):
-        y = _product(x, w, bias, call.out, implementation)
-    elif isinstance(w, CpuWeight):
-        y = _prepared_product(x, w, bias, call.out, implementation)
+def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation | None) -> Any:
+    """Compute the parts of a fused product one after the other."""
+    if around.pending is not None:
+        total = (x.astype(jnp.float32) + around.pending.astype(jnp.float32)).astype(x.dtype)
+        rest = around._replace(pending=None)
+        return _composed(total, w, rest, implementation), total
+    if around.norm is not None:
+        x = rms_norm(x, *around.norm, implementation=implementation)
+    if isinstance(w, QTensor | CpuWeight):
+        y = _product(x, w, Around(around.out, around.bias), implementation)
     else:
-        y = _dense(x, w, bias, call.out)
-    if call.swiglu:
-        y = gate(y, call.activation, implementation=implementation)
-    return y if residual is None else residual + y
+        y = _dense(x, w, around.bias, around.out)
+    if around.swiglu:
+        y = gate(y, around.activation or "silu", implementation=implementation)
+    return y if around.residual is None else around.residual + y
 
 
 def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
@@ -360,124 +395,44 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
     return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)
 
 
-_Tree = TypeVar("_Tree")
-_Static = tuple[MatmulCall, Any]  # and the kernel's plan
-_OPERANDS = {
-    "x": "float|QTensor [..., K]",
-    "w": "float|QTensor [N, K]",
-    "bias": "float [N] ?",
-    "norm's weight": "float [K] ?",
-    "pending": "float [..., K] ?",
-    "residual": "float [..., columns] ?",
-}
-
-
-def _check(
-    x: jax.Array | QTensor,
-    w: jax.Array | QTensor | CpuWeight,
-    bias: jax.Array | None,
-    out_dtype: jnp.dtype,
-    norm: tuple[jax.Array, float] | None,
-    residual: jax.Array | None,
-    swiglu: bool,
-    pending: jax.Array | None,
-    low_rank: _LowRank | None,
-) -> None:
-    """ValueError, with the fact, for operands that make no product."""
+def _check(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
+    """Raise ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
-    gamma = None if norm is None else norm[0]
-    fused = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
+    gamma, residual, pending = around.arrays
+    fused = {"bias": around.bias, "norm's weight": gamma, "pending": pending, "residual": residual}
     check(op, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
-    n = w.shape[0]
-    if out_dtype.name not in FLOATS:
-        raise ValueError(f"{op}: out_dtype {out_dtype} is not a float")
+    if around.out.name not in FLOATS:
+        raise ValueError(f"{op}: out_dtype {around.out} is not a float")
     if isinstance(x, QTensor):
-        _check_pair(x, w)
-        if norm is not None or residual is not None or swiglu:
-            raise ValueError(f"{op}: norm, residual and swiglu go with a float x")
-    if low_rank is not None:
-        _check_low_rank(x, w, *low_rank)
-    if pending is not None and norm is None:
-        raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
-    if swiglu and n % 2:
-        raise ValueError(f"{op}: the {n} rows of w are not gate and up")
-    shape = (*x.shape[:-1], n // 2 if swiglu else n)
-    if residual is not None and (residual.shape, residual.dtype) != (shape, out_dtype):
-        raise ValueError(
-            f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
-            f"{out_dtype}{shape}, of x {x.shape} and w {w.shape}"
-        )
+        operands.check_codes(x, w, around)
+    if not around.is_nothing or around.low_rank is not None:
+        operands.check_around(x, w, around)
 
 
-def _check_activation(activation: str | None, swiglu: bool) -> None:
-    known = _GATES if swiglu else tuple(_ACTIVATIONS)
-    if activation is not None and activation not in known:
-        what = "the gate of swiglu" if swiglu else "a product"
-        raise ValueError(
-            f"quantized_matmul: activation {activation!r} of {what} is not one of "
-            f"{', '.join(known)}"
-        )
-
-
-def _activated(y: jax.Array, activation: str) -> jax.Array:
-    """The activation of a product, in float32, of y's dtype."""
+def _with_activation(
+    x: jax.Array | QTensor,
+    w: _Weight,
+    around: Around,
+    activation: Activation,
+    implementation: Implementation | None,
+) -> _Result:
+    """Compute the product, then its activation in float32, then add the residual."""
+    alone: Any = quantized_matmul(
+        x,
+        w,
+        bias=around.bias,
+        out_dtype=around.out,
+        norm=around.norm,
+        pending=around.pending,
+        low_rank=around.low_rank,
+        implementation=implementation,
+    )
+    y, *total = alone if around.pending is not None else (alone,)
     reason = Reason("behind a product it is element-wise, and XLA's fusion runs at memory speed")
     choose_plan(activation, None, lambda: reason, y)  # ``explain`` lists it
-    return _ACTIVATIONS[activation](y.astype(jnp.float32)).astype(y.dtype)
-
-
-def _check_low_rank(
-    x: jax.Array | QTensor,
-    w: jax.Array | QTensor | CpuWeight,
-    inner: jax.Array,
-    second: tuple[jax.Array, ...],
-) -> None:
-    op, ranks = "quantized_matmul", second[0].shape[-1]
-    if not isinstance(x, QTensor):
-        raise ValueError(f"{op}: low_rank goes with a quantized x")
-    shape = (*x.shape[:-1], len(second) * ranks)
-    fits = all(b.ndim == 2 and b.shape[1] == ranks and b.dtype == inner.dtype for b in second)
-    if not fits or inner.shape != shape or sum(b.shape[0] for b in second) != w.shape[0]:
-        raise ValueError(
-            f"{op}: low_rank {inner.shape} and {[b.shape for b in second]} do not fit x {x.shape} "
-            f"and w {w.shape}"
-        )
-
-
-def _check_pair(x: QTensor, w: jax.Array | QTensor | CpuWeight) -> None:
-    if not isinstance(w, QTensor):
-        raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
-    pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
-    if pair[0] not in ("int8", "float8_e4m3fn") or pair[1] not in (pair[0], "int4"):
-        raise ValueError(
-            f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} codes, x by w"
-        )
-    if x.columns is not None:
-        raise ValueError("quantized_matmul: a quantized x has its columns in order")
-    for name, t in (("x", x), ("w", w)):
-        if t.dtype == jnp.int4:
-            if t.zero is not None and not jnp.issubdtype(t.zero.dtype, jnp.integer):
-                raise ValueError("quantized_matmul: with a quantized x, w needs integer zeros")
-        elif t.scale.shape[-1] != 1 or t.zero is not None:
-            raise ValueError(
-                f"quantized_matmul: with a quantized x, {name} needs one scale per row and no "
-                f"zeros, not {t.scale.shape[-1]} groups"
-                + (" with zeros" if t.zero is not None else "")
-            )
-
-
-def quantized_matmul_reference(
-    x: jax.Array | QTensor,
-    w: QTensor,
-    *,
-    bias: jax.Array | None = None,
-    activation: _Activation | None = None,
-) -> jax.Array:
-    """The same product written plainly, in float32; never optimised."""
-    x32 = dequantize(x) if isinstance(x, QTensor) else x.astype(jnp.float32)
-    out = jnp.einsum("...k,nk->...n", x32, dequantize(w), precision=lax.Precision.HIGHEST)
-    out = out if bias is None else out + bias.astype(jnp.float32)
-    return out if activation is None else _ACTIVATIONS[activation](out)
+    y = ACTIVATIONS[activation](y.astype(jnp.float32)).astype(y.dtype)
+    y = y if around.residual is None else around.residual + y
+    return (y, *total) if total else y
 
 
 def _flatten(x: _Tree) -> _Tree:
@@ -485,142 +440,41 @@ def _flatten(x: _Tree) -> _Tree:
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), x)
 
 
-def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
-    if bias is not None:
-        acc = acc + bias.astype(jnp.float32)
-    return acc.astype(out_dtype)
+# --- the ops -------------------------------------------------------------------------------------
 
 
-# --- weight-only ---------------------------------------------------------------------------------
-
-
-def _weight_only_kernel(
-    static: _Static,
-    x: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    bias: jax.Array | None,
-    q: jax.Array,
+def _codes_kernel(
+    static: Static, x: QTensor, w: QTensor, bias: jax.Array | None, low_rank: LowRankTerm | None
 ) -> jax.Array:
-    return choice.run(static, x, QTensor(q, scale, zero), bias)
-
-
-def _weight_only_xla(
-    static: _Static,
-    x: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    bias: jax.Array | None,
-    q: jax.Array,
-) -> jax.Array:
-    return _finish(weight_only_sums(x, scale, zero, q), bias, static[0].out)
-
-
-def _weight_only_backward(
-    chosen: OpChoice, static: _Static, operands: Any, saved: Any, dy: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    x, scale, zero, bias, q = operands
-    dy = dy.astype(jnp.float32)
-    dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
-    # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
-    dw = outer_sums(dy, x).reshape(*scale.shape, -1)
-    codes = q.astype(jnp.float32).reshape(dw.shape)
-    dzero = None
-    if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
-        codes = codes - zero.astype(jnp.float32)[..., None]
-    elif zero is not None:
-        dzero = jnp.sum(dw, axis=-1).astype(zero.dtype)
-    dscale = jnp.sum(dw * codes, axis=-1).astype(scale.dtype)
-    dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
-    return dx, dscale, dzero, dbias, None
-
-
-_weight_only = Op(
-    "quantized_matmul", _weight_only_xla, _weight_only_kernel, backward=_weight_only_backward
-)
-
-
-# --- quantized x quantized -----------------------------------------------------------------------
-
-
-def _pair_kernel(
-    static: _Static,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    bias: jax.Array | None,
-    xq: jax.Array,
-    wq: jax.Array,
-    low_rank: _LowRank | None,
-) -> jax.Array:
-    x, w = QTensor(xq, x_scale), QTensor(wq, w_scale)
     return choice.run(static, x, w, bias, low_rank=low_rank)
 
 
-def _pair_xla(
-    static: _Static,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    bias: jax.Array | None,
-    xq: jax.Array,
-    wq: jax.Array,
-    low_rank: _LowRank | None,
-) -> jax.Array:
-    scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
-    sums = pair_sums(xq, wq) * scales
-    if low_rank is not None:
-        sums = sums + low_rank_sums(*low_rank)
-    return _finish(sums, bias, static[0].out)
+def _fused_xla(static: Static, x: jax.Array, w: _Weight, *arrays: jax.Array | None) -> Any:
+    return _composed(x, w, _around(static, *arrays), "xla")
 
 
-_quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
-
-
-def _int4_kernel(
-    static: _Static,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    unit: jax.Array | None,
-    bias: jax.Array | None,
-    xq: jax.Array,
-    wq: jax.Array,
-    zero: jax.Array | None,
-) -> jax.Array:
-    x, w = QTensor(xq, x_scale), QTensor(wq, w_scale, zero, unit=unit)
-    return choice.run(static, x, w, bias)
-
-
-def _int4_xla(
-    static: _Static,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    unit: jax.Array | None,
-    bias: jax.Array | None,
-    xq: jax.Array,
-    wq: jax.Array,
-    zero: jax.Array | None,
-) -> jax.Array:
-    if unit is not None and xq.dtype == jnp.int8:
-        sums = pair_sums(xq, widened(wq, w_scale, zero)) * unit[:, 0]
-    else:
-        w = QTensor(wq, w_scale, zero, unit=unit).in_one_level
-        sums = weight_only_sums(xq.astype(jnp.bfloat16), w.scale, w.zero, w.q)
-    return _finish(sums * x_scale.astype(jnp.float32), bias, static[0].out)
-
-
-_int4_pair = Op("quantized_matmul", _int4_xla, _int4_kernel)
-
-
-# --- fused products ------------------------------------------------------------------------------
-
-
-def _fused_xla(static: _Static, *operands: Any) -> Any:
-    return _composed(static[0], "xla", *operands)
-
-
-def _fused_parts(static: _Static, x: jax.Array, w: Any, *rest: Any) -> Any:
+def _fused_parts(static: Static, x: jax.Array, w: _Weight, *arrays: jax.Array | None) -> Any:
     # A prepared weight's derivative is that of the weight which it stands for.
     w = restore(w) if isinstance(w, CpuWeight) else w
-    return _composed(static[0], None, x, w, *rest)
+    return _composed(x, w, _around(static, *arrays), None)
 
 
+def _around(
+    static: Static,
+    bias: jax.Array | None,
+    gamma: jax.Array | None,
+    residual: jax.Array | None,
+    pending: jax.Array | None,
+) -> Around:
+    """Return what stands around the product of a fused call."""
+    call = static.call
+    assert call is not None
+    norm = None if gamma is None or call.eps is None else (gamma, call.eps)  # both or neither
+    return Around(static.out, bias, norm, residual, pending, call.swiglu, call.activation)
+
+
+_weight_only = Op(
+    "quantized_matmul", xla.weight_only, choice.run, backward=xla.weight_only_gradients
+)
+_codes = Op("quantized_matmul", xla.codes, _codes_kernel)
 _fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)

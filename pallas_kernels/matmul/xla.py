@@ -1,4 +1,9 @@
-"""The XLA forms of the quantized products.
+"""The XLA forms of a product with a QTensor, and its derivative with float operands.
+
+    weight_only(static, x, w, bias)           x[M, K] in floats
+    codes(static, x, w, bias, low_rank)       x is a QTensor, with a low-rank term or None
+
+These are forms of a ``transform.Op``; ``static.out`` is the result's dtype.
 
 On accelerators a weight-only product is the shortest of the forms in ``weight_only``.  On a CPU it
 goes by tiles of rows that stay in cache, so that the weight is never held as floats; W8A8 goes
@@ -17,9 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.predict import shortest_form
-from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.matmul.weight_only import BY_FORM, Dims, dot
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.transform import OpChoice
 
 _LAST: Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
@@ -30,15 +37,63 @@ _CPU_TILE = 192
 _WHOLE_BYTES = 1 << 29
 
 
-def weight_only_sums(
-    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array, form: Form | None = None
-) -> jax.Array:
-    """``x[M, K]`` times the dequantized codes ``[N, K]``, in float32.
+def weight_only(static: Static, x: jax.Array, w: QTensor, bias: jax.Array | None) -> jax.Array:
+    """``x[M, K]`` times ``w[N, K]`` transposed.
 
-    form: on an accelerator; None is the one that is predicted to be the shortest.
+    w has scales in one level, and its columns are in order.
     """
-    form = form or shortest_form(x, QTensor(q, scale, zero))
-    return lax.platform_dependent(x, scale, zero, q, default=BY_FORM[form], cpu=_weight_only_tiled)
+
+    def on_accelerator(x: jax.Array, w: QTensor) -> jax.Array:
+        return BY_FORM[shortest_form(x, w)](x, w.scale, w.zero, w.q)
+
+    sums = lax.platform_dependent(x, w, default=on_accelerator, cpu=_weight_only_tiled)
+    return finish(sums, bias, static.out)
+
+
+def weight_only_gradients(
+    choice: OpChoice, static: Static, operands: Any, saved: Any, dy: jax.Array
+) -> tuple[Any, ...]:
+    """Return the cotangents of ``weight_only``'s operands; codes have none."""
+    x, w, bias = operands
+    dy = dy.astype(jnp.float32)
+    dx = contract_rows(dy, w, x.dtype).astype(x.dtype)
+    # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
+    dw = outer_sums(dy, x).reshape(*w.scale.shape, -1)
+    codes = w.q.astype(jnp.float32).reshape(dw.shape)
+    dzero = None
+    if w.zero is not None and jnp.issubdtype(w.zero.dtype, jnp.integer):
+        codes = codes - w.zero.astype(jnp.float32)[..., None]
+    elif w.zero is not None:
+        dzero = jnp.sum(dw, axis=-1).astype(w.zero.dtype)
+    dscale = jnp.sum(dw * codes, axis=-1).astype(w.scale.dtype)
+    dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
+    return dx, dataclasses.replace(w, q=None, scale=dscale, zero=dzero), dbias
+
+
+def codes(
+    static: Static, x: QTensor, w: QTensor, bias: jax.Array | None, low_rank: LowRankTerm | None
+) -> jax.Array:
+    """The product of codes by codes, ``x[M, K]`` times ``w[N, K]`` transposed."""
+    if w.dtype == jnp.int4:
+        return finish(_int4_sums(x, w) * x.scale.astype(jnp.float32), bias, static.out)
+    scales = x.scale.astype(jnp.float32) * w.scale.astype(jnp.float32)[:, 0]
+    sums = pair_sums(x.q, w.q) * scales
+    if low_rank is not None:
+        sums = sums + low_rank_sums(*low_rank)
+    return finish(sums, bias, static.out)
+
+
+def _int4_sums(x: QTensor, w: QTensor) -> jax.Array:
+    """Codes of x times ``w[N, K]`` of int4, in float32, without x's scales."""
+    if w.unit is not None and x.dtype == jnp.int8:
+        return pair_sums(x.q, widened(w.q, w.scale, w.zero)) * w.unit[:, 0]
+    alone = Static(jnp.dtype(jnp.float32))
+    return weight_only(alone, x.q.astype(jnp.bfloat16), w.in_one_level, None)
+
+
+def finish(sums: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
+    """Add the bias in float32, then cast once."""
+    return (sums if bias is None else sums + bias.astype(jnp.float32)).astype(out_dtype)
 
 
 def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
@@ -55,33 +110,36 @@ def widened(q: jax.Array, multiple: jax.Array, zero: jax.Array | None) -> jax.Ar
     return (steps * multiple[..., None]).reshape(q.shape)
 
 
-def _weight_only_tiled(
-    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
-) -> jax.Array:
+def _weight_only_tiled(x: jax.Array, w: QTensor) -> jax.Array:
     """For CPUs: tiles of rows, each dequantized in cache and used at once."""
     columns = x.astype(jnp.float32).T
-    k = q.shape[1]
-    if q.dtype != jnp.int4 or k // scale.shape[1] % 2:
+    if w.dtype == jnp.int4 and w.group_size % 2 == 0:
+        return _packed_tiled(columns, w)
 
-        def one(tile: QTensor) -> jax.Array:
-            return jnp.dot(dequantize(tile), columns, precision=lax.Precision.HIGHEST)
+    def product(tile: QTensor) -> jax.Array:
+        return jnp.dot(tile.floats(jnp.float32), columns, precision=lax.Precision.HIGHEST)
 
-        return _map_tiles(one, QTensor(q, scale, zero)).T
+    return _map_tiles(product, w).T
 
-    # Slices of int4 arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
-    packed = lax.bitcast_convert_type(q.reshape(-1, k // 2, 2), jnp.int8)
+
+def _packed_tiled(columns: jax.Array, w: QTensor) -> jax.Array:
+    """``_weight_only_tiled`` of int4 codes, from ``columns[K, M]``.
+
+    Slices of int4 arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
+    """
+    bytes_ = lax.bitcast_convert_type(w.q.reshape(-1, w.shape[1] // 2, 2), jnp.int8)
     even, odd = columns[0::2], columns[1::2]
 
-    def one_packed(tile: QTensor) -> jax.Array:
+    def half(tile: QTensor, q: jax.Array, columns: jax.Array) -> jax.Array:
+        floats = dataclasses.replace(tile, q=q).floats(jnp.float32)
+        return jnp.dot(floats, columns, precision=lax.Precision.HIGHEST)
+
+    def product(tile: QTensor) -> jax.Array:
         low = (tile.q << 4) >> 4
         high = tile.q >> 4
-        return jnp.dot(
-            dequantize(dataclasses.replace(tile, q=low)), even, precision=lax.Precision.HIGHEST
-        ) + jnp.dot(
-            dequantize(dataclasses.replace(tile, q=high)), odd, precision=lax.Precision.HIGHEST
-        )
+        return half(tile, low, even) + half(tile, high, odd)
 
-    return _map_tiles(one_packed, QTensor(packed, scale, zero)).T
+    return _map_tiles(product, dataclasses.replace(w, q=bytes_)).T
 
 
 def contract_rows(dy: jax.Array, w: QTensor, dtype: jnp.dtype) -> jax.Array:
@@ -93,7 +151,7 @@ def contract_rows(dy: jax.Array, w: QTensor, dtype: jnp.dtype) -> jax.Array:
         dy,
         w,
         default=functools.partial(_contract, tile=-(-n // products), dtype=dtype),
-        cpu=functools.partial(_contract, tile=_tile_rows(n), dtype=jnp.float32),
+        cpu=functools.partial(_contract, tile=min(n, _CPU_TILE), dtype=jnp.float32),
     )
 
 
@@ -102,7 +160,7 @@ def _contract(dy: jax.Array, w: QTensor, *, tile: int, dtype: jnp.dtype) -> jax.
     main = n // tile * tile
 
     def product(dy: jax.Array, rows: QTensor) -> jax.Array:
-        return dot(dy, dequantize(rows, dtype), (((1,), (0,)), ((), ())), dtype)
+        return dot(dy, rows.floats(dtype), (((1,), (0,)), ((), ())), dtype)
 
     def body(i: jax.Array, acc: jax.Array) -> jax.Array:
         rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile), w)
@@ -166,14 +224,10 @@ def _fp8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return _map_tiles(one, wq).T
 
 
-def _tile_rows(n: int) -> int:
-    return min(n, _CPU_TILE)
-
-
 def _map_tiles(f: Callable[[Any], jax.Array], w: Any) -> jax.Array:
     """``f`` over tiles of rows of ``w`` (any pytree of ``[N, ...]``), results concatenated."""
     n = jax.tree.leaves(w)[0].shape[0]
-    tile = _tile_rows(n)
+    tile = min(n, _CPU_TILE)
     main = n // tile * tile
     tiles = jax.tree.map(lambda a: a[:main].reshape(main // tile, tile, *a.shape[1:]), w)
     out = f(jax.tree.map(lambda a: a[0], tiles)) if main == tile else lax.map(f, tiles)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
+from pallas_kernels.launch import Views
 
 CHUNK = 64  # tokens
 SLICE = 64  # key channels of a step
@@ -26,6 +27,16 @@ TILE = 8192  # bytes of a bf16 [64, 64] or an f32 [64, 32] tile
 ROWS = (plgpu.SwizzleTransform(128),)
 # In shared memory the bytes of ``ROWS``.
 BF16_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def tiles(*shape: int):
+    """Shared memory of a bfloat16 operand of wgmma."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
+
+
+def tokens(*shape: int) -> Views:
+    """One memory, two views: ``rows`` of 128 bytes for the copies, wgmma's ``tiles``."""
+    return Views(rows=plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles=tiles(*shape))
 
 
 def blocks_for(n_work: int, warpgroups: int) -> int:

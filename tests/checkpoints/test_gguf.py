@@ -23,9 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllama.checkpoints import hub
-from jaxllama.checkpoints.gguf.codes import READABLE
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.load import load_params, read_config
+from jaxllama.checkpoints.gguf.types import BLOCKS, READABLE
 from jaxllama.config import ModelConfig, RopeConfig, load_config
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.text.tokenizer import Tokenizer
@@ -289,6 +289,15 @@ def test_dtype(dtype: Any, tmp_path: Path) -> None:
 
 def test_every_type_that_gguf_dequantizes_is_read() -> None:
     assert set(READABLE) == set(TYPES)
+
+
+def test_gguf_types():
+    """Ours are those of the ``gguf`` package, which a start does not import."""
+    known = {kind.name: (int(kind), size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    assert {kind.name: (int(kind), size) for kind, size in BLOCKS.items()} == known
+    dequantized = {kind.name for kind in Type if hasattr(gguf.quants, kind.name)}
+    floats = {"F32", "F16", "BF16"}
+    assert {kind.name for kind in READABLE} == dequantized | floats
     assert {kind.name for kind in TYPES} >= {kind.name for kind in gguf.quants._type_traits}
 
 

@@ -32,8 +32,8 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig, load_config
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.sampling import Sampling
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params
@@ -200,8 +200,8 @@ _EXPERTS = "a mixture of experts, which is not supported"
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, _EXPERTS),
-        ({"model_type": "qwen3_moe"}, _EXPERTS),
+        ({"model_type": "gpt_oss", "num_local_experts": 8}, _EXPERTS),
+        ({"model_type": "glm4_moe"}, _EXPERTS),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, _EXPERTS),
         ({"model_type": "doge", "is_moe": True, "num_experts": 16384}, _EXPERTS),
         ({"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),

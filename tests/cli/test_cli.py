@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.bench import doctor
 from jaxllama.checkpoints import hub
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.cli import chat, common
@@ -26,6 +25,7 @@ from jaxllama.cli import doctor as doctor_command
 from jaxllama.cli import generate as generate_command
 from jaxllama.cli.main import main
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation import doctor
 from jaxllama.quantization.scheme import SCHEMES
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels import dispatch
@@ -501,7 +501,7 @@ def test_plan_measures_anew_for_what_it_is_asked(run, monkeypatch):
     def calibrate(cfg, *_, chunk, fresh, **__):
         raise JaxLlamaError(f"{fresh} {cfg.attn_sparsity} {chunk}")
 
-    monkeypatch.setattr("jaxllama.bench.plan.calibrate", calibrate)
+    monkeypatch.setattr("jaxllama.evaluation.plan.calibrate", calibrate)
     words = ["plan", "--random", "--prompt-tokens", "64"]
     assert_error(run(*words, model="smollm2-135m"), "False 1.0 512")
     words += ["--recalibrate", "--attn-sparsity", "0.1", "--chunk", "64"]

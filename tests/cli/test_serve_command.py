@@ -24,14 +24,14 @@ pytest.importorskip("httpx2")
 
 import httpx2 as httpx
 
-from jaxllama.bench.load_generator import Lengths
 from jaxllama.cli import serve as server
 from jaxllama.cli.main import main, parser
+from jaxllama.engine.journal import Journal
+from jaxllama.engine.options import EngineOptions
+from jaxllama.engine.stats import EngineStats
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.options import EngineOptions
-from jaxllama.serving.engine.stats import EngineStats
+from jaxllama.evaluation.speed.load_generator import Lengths
 from jaxllama.serving.http import process as server_process
-from jaxllama.serving.journal import Journal
 from tests.helpers.http_server import client, serve, tiny_checkpoint
 
 # Long enough that a signal arrives in the middle.

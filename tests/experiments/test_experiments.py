@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllama.bench.evaluate import perplexity
 from jaxllama.cli.main import main
 from jaxllama.config import configs_dir
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.experiments import estimate, learning, workloads
 from jaxllama.experiments import plan as planning
 from jaxllama.experiments import run as running

@@ -17,8 +17,8 @@ from jaxllama.experiments import learning
 from jaxllama.experiments.config import load_experiment
 from jaxllama.experiments.run import run
 from jaxllama.experiments.settings import LearnSettings
+from jaxllama.model.flops import parameters
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
-from jaxllama.training.flops import parameters
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, update
 from tests.helpers.models import FAMILIES

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 
 import jaxllama as jl
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import History, SamplingParams, sample
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.grammar import GrammarCompiler
+from jaxllama.engine.request import Event, Request
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.sampling import History, SamplingParams, sample
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.grammar import GrammarCompiler
-from jaxllama.serving.engine.request import Event, Request
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import IDENTITIES, params_of
 

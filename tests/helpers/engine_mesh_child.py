@@ -13,12 +13,12 @@ import sys
 
 import jax
 
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.shardings import shard_params
 from jaxllama.parallel import mesh as parallel
-from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.request import Request
 from tests.helpers.models import LLAMA, params_of
 
 # 8 heads that share 2 kv heads, which a mesh of 4 repeats; a vocabulary (97) that none divides.

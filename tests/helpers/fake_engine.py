@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from jaxllama.serving.engine.request import (
+from jaxllama.engine.request import (
     EngineClosed,
     EngineFailed,
     Event,
@@ -28,8 +28,8 @@ from jaxllama.serving.engine.request import (
     QueueFull,
     Request,
 )
-from jaxllama.serving.engine.stats import EngineStats
-from jaxllama.serving.http.replicas import Sizes
+from jaxllama.engine.stats import EngineStats
+from jaxllama.serving.ipc.replicas import Sizes
 from jaxllama.text.tokenizer import Tokenizer
 
 STOP = 2  # the stop token

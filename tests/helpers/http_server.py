@@ -24,10 +24,10 @@ import uvicorn
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
+from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import limits
-from jaxllama.serving.http.hub import Served
-from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, create_app
+from jaxllama.serving.ipc.hub import Served
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params

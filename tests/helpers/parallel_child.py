@@ -26,17 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import compiler_options, generation
-from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.hlo import computations
 from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
+from jaxllama.evaluation.speed.hlo import computations
+from jaxllama.executors import resident
 from jaxllama.loading import load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.shardings import fetch, gather_params, shard_params
 from jaxllama.parallel import mesh as parallel
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
-from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.training import loop, train
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.models import LLAMA, params_of, tokens_of
@@ -117,16 +118,24 @@ def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
     cache = init_cache(cfg, 4, 9 + NEW, kv_dtype or dtype, mesh=mesh)
     stacked = SamplingParams.stack(sampling, cfg.vocab_size, 0)
     stop_ids = jnp.zeros((0,), jnp.int32)
-    state = generation.start(
-        cfg, params, tokens, lengths, cache, stacked, stop_ids, max_new_tokens=NEW
+    state = resident.start(
+        cfg,
+        params,
+        tokens,
+        lengths,
+        cache.layers,
+        cache.lengths,
+        stacked,
+        stop_ids,
+        max_new_tokens=NEW,
     )
     arguments = (params, state, stacked, stop_ids, np.int32(NEW))
     if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves((params, state))):
         # jax's compiled functions do not take int4 arrays on several CPU devices; jit does.
-        state, text = generation.advance(cfg, *arguments), None
+        (state, _), text = resident.advance(cfg, *arguments), None
     else:
-        loop = generation.advance.lower(cfg, *arguments).compile()
-        state, text = loop(*arguments), loop.as_text()
+        loop = resident.advance.lower(cfg, *arguments).compile()
+        (state, _), text = loop(*arguments), loop.as_text()
     return *fetch((state.tokens, state.logprobs)), text
 
 
@@ -205,16 +214,17 @@ def one_row() -> None:
     cfg, mesh = FAMILIES["llama3-rope-even"], mesh_of_name("1x8")
     config, params = shard_params(cfg, params_of(cfg), mesh)
     stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
-    state = generation.start(
+    cache = init_cache(config, 1, 9 + NEW, "float32", mesh=mesh)
+    state = resident.start(
         config, params, tokens_of(cfg, 1, 9), jnp.asarray([9], jnp.int32),
-        init_cache(config, 1, 9 + NEW, "float32", mesh=mesh), stacked, stop_ids, max_new_tokens=NEW,
+        cache.layers, cache.lengths, stacked, stop_ids, max_new_tokens=NEW,
     )  # fmt: skip
-    loop = generation.advance.lower(config, params, state, stacked, stop_ids, np.int32(NEW))
+    loop = resident.advance.lower(config, params, state, stacked, stop_ids, np.int32(NEW))
     options = [{}, {"xla_gpu_no_such_option": True}]
     report(
         case="one-row",
         collectives=collectives(loop.compile().as_text()),
-        is_default=generation.loop_for(params) is generation.advance,
+        is_default=resident.loop_for(params) is resident.advance,
         adds_up=[compiler_options._adds_up(mesh, option) for option in options],
     )
 

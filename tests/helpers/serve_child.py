@@ -10,8 +10,8 @@ import sys
 import time
 
 from jaxllama.cli.main import main
-from jaxllama.serving.engine.runner import Runner
-from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.engine.embeddings import Embedder
+from jaxllama.engine.runner import Runner
 
 run, calls = Runner.run, itertools.count()
 embed = Embedder.__call__

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.request import Request
+from jaxllama.placement import Placement
 from pallas_kernels.cpu import CpuWeight, prepare_tree, restore_tree
 from pallas_kernels.dispatch import choices
 from tests.helpers.cases import each_once

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama import generation
+from jaxllama.decoding import forward
 from jaxllama.generation import prefill
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
@@ -176,10 +176,10 @@ def test_a_prompt_s_pieces_are_as_few_as_its_memory_allows(backend, monkeypatch)
     """A piece is a multiple of 128 tokens and within the bound; each pads less than 128 tokens."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     for rows, width in itertools.product((1, 3, 64, 1024), (1, 512, 513, 768, 16384, 131072)):
-        most = generation.CPU_PREFILL_TOKENS
+        most = forward.CPU_PREFILL_TOKENS
         if backend == "gpu":
-            most = max(generation.PREFILL_TOKENS // rows, 128)
-        chunk = generation.prefill_chunk(rows, width)
+            most = max(forward.PREFILL_TOKENS // rows, 128)
+        chunk = forward.prefill_chunk(rows, width)
         assert (chunk is None) == (width <= most)
         if chunk is not None:
             pieces = -(-width // most)

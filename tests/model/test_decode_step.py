@@ -15,15 +15,18 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
-from jaxllama import compiler_options, generation
+from jaxllama import compiler_options
 from jaxllama.config import DeltaConfig, ModelConfig
-from jaxllama.generation import advance, init_params, start, verify
+from jaxllama.decoding.forward import verify
+from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.executors import resident
+from jaxllama.executors.resident import advance, start
+from jaxllama.generation import init_params
 from jaxllama.model import decoder
 from jaxllama.model.cache import cache_specs
 from jaxllama.model.lora import attach, for_rows
 from jaxllama.model.shardings import specs
 from jaxllama.parallel import mesh as parallel
-from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels import dispatch
 from pallas_kernels.rows import greedy
 from tests.helpers import lora_cases
@@ -178,6 +181,10 @@ def test_adapters_beside_quantized_weights_cost_no_kernel(on_hopper, rows):
     assert base["pair_matmul"] == 4 * CFG.n_layers + 1
 
 
+def parts(cache):
+    return cache.layers, cache.lengths
+
+
 def loop_of(sampling: Sampling, batch: int = 2) -> Counter[str]:
     """How often the decode loop has an operation that costs more than what it computes: loops, and
     of the sampler's the passes over the logits."""
@@ -189,7 +196,7 @@ def loop_of(sampling: Sampling, batch: int = 2) -> Counter[str]:
         prompt, lengths = jnp.ones((batch, 4), jnp.int32), jnp.full((batch,), 4, jnp.int32)
         rows = SamplingParams.stack([sampling] * batch, vocab)
         stops = jnp.zeros((2,), jnp.int32)
-        state = start(CFG, params, prompt, lengths, cache, rows, stops, max_new_tokens=8)
+        state = start(CFG, params, prompt, lengths, *parts(cache), rows, stops, max_new_tokens=8)
         return params, state, rows, stops
 
     loop = advance.trace(CFG, *jax.eval_shape(params_and_state), 8)
@@ -217,10 +224,12 @@ def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
 
     def run(ends_in_one, stop=-1, room=16):
         plan = greedy.GreedyPlan() if ends_in_one else None
-        monkeypatch.setattr(generation, "_own_end", lambda *_: plan)
+        monkeypatch.setattr(resident, "_own_end", lambda *_: plan)
         cache, stops = jl.init_cache(cfg, 1, room), jnp.asarray([stop], jnp.int32)
-        state = start(cfg, params, prompt, lengths, cache, sampling, stops, max_new_tokens=n)
-        return loops[ends_in_one](params, state, sampling, stops, n)
+        state = start(
+            cfg, params, prompt, lengths, *parts(cache), sampling, stops, max_new_tokens=n
+        )
+        return loops[ends_in_one](params, state, sampling, stops, n)[0]
 
     fourth = int(run(False).tokens[0, 3])
     for stop, room in ((-1, 16), (fourth, 16), (-1, 5)):

@@ -10,9 +10,9 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
+from jaxllama.engine.request import Request
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization.quantize import quantize_params
-from jaxllama.serving.engine.request import Request
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.parity_cases import CASES, params_of, tokens_of
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
-from jaxllama.model.cache import Cache, init_cache, insert
+from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention.mix import attend, attend_cached
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.recurrent import RecurrentState
-from jaxllama.sampling import Sampling
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import (
@@ -51,7 +51,6 @@ def families(*quick: str):
 # The identities share these shapes, so that each family compiles one program a function. A row
 # alone has less room than the batch.
 ROWS, WIDTH, ROOM = 3, 12, 16
-inserted = jax.jit(insert)
 
 
 @functools.cache
@@ -152,7 +151,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
     used = np.asarray([0, 2])
 
     def fresh(layer):
-        """A poisoned GLA slot becomes usable by being replaced whole, as ``insert`` does."""
+        """Return the layer with zeros in the states of the rows that are used."""
         if not isinstance(layer, RecurrentState):
             return layer
         empty = np.isin(np.arange(ROWS), used)
@@ -169,21 +168,6 @@ def test_nan_beyond_every_length_changes_nothing(family):
 
     for got, want in zip(run(poison), run(lambda cache: cache), strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@families()
-def test_a_row_inserted_into_a_poisoned_slot_goes_on_as_if_alone(family):
-    cfg, params, tokens = model(family)
-    _, source = alone(family, 0, 9)
-    big = jax.tree.map(
-        lambda leaf: np.full(leaf.shape, np.nan if leaf.dtype == np.float32 else 0, leaf.dtype),
-        init_cache(cfg, ROWS, ROOM),
-    )
-    merged = inserted(big, 2, source)
-    want, _ = decode_step(cfg, params, tokens[:1, 0], jax.device_put(source))
-    got, merged = decode_step(cfg, params, np.tile(tokens[0, 0], ROWS), merged)
-    assert relative_error(np.asarray(got)[2:], want) < BOUND
-    assert merged.lengths.tolist()[2] == 10
 
 
 @pytest.mark.core

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.request import Request
 from pallas_kernels.cpu import prepare_tree
 from tests.helpers.models import FAMILIES, params_of
 

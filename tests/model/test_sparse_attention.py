@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from jaxllama import generation
-from jaxllama.bench.evaluate import perplexity
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.language_model import LanguageModel, pad_rows
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.sparse import quotas, sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.planner.trial import random_run
 from jaxllama.offload.policy import Policy
-from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.request import Request
+from jaxllama.placement import Placement
+from jaxllama.planner.trial import random_run
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of, relative_error
 
@@ -148,14 +148,14 @@ def test_of_an_offloaded_cache_only_what_is_read_moves(tmp_path, monkeypatch):
         for _ in range(2):
             run.step()
 
-        def count(x, device=None, share=share, home=lm.store.on_device, **options):
+        def count(x, device=None, share=share, home=lm.executor.store.on_device, **options):
             if device is home and x.dtype == np.float32:
                 moved[share] = moved.get(share, 0) + x.nbytes
             return put(x, device, **options)
 
         monkeypatch.setattr(jax, "device_put", count)
         run.step()
-        jax.block_until_ready([batch.state.tokens for batch in run.batches])
+        jax.block_until_ready([batch.rows.written for batch in run.batches])
         monkeypatch.setattr(jax, "device_put", put)
     whole = 4 * 256 * 2 * 8 * 4  # rows, columns, kv heads, features, bytes
     assert moved[1.0] == 2 * whole

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
+from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
-from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
 from tests.helpers.models import FAMILIES, params_of
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32) -> OffloadedModel:
+def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32) -> LanguageModel:
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     place = Placement(policy, dtype)
     return place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
@@ -297,7 +297,9 @@ def test_the_recorder_sees_every_load(folder):
         off = offloaded(WIDE, params, f"0 100 0 100 0 100 gpu_batch_size=2 overlap={overlap}")
         off.generate(PROMPTS[:2], 2)
         recorder = InOrder()
-        dataclasses.replace(off, recorder=recorder).generate(PROMPTS[:2], 3)
+        dataclasses.replace(
+            off, executor=dataclasses.replace(off.executor, recorder=recorder)
+        ).generate(PROMPTS[:2], 3)
         events = recorder.finish()
         lanes = {event.lane for event in events}
         assert lanes == {

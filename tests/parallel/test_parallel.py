@@ -18,10 +18,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllama.bench.trace import step_parts
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config, preset_names
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.speed.trace import step_parts
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.split import (
     check_shards,

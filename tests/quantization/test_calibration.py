@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.harness import bytes_per_step
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.cli.main import main
+from jaxllama.evaluation.perplexity import perplexity
+from jaxllama.evaluation.speed.harness import bytes_per_step
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import calibration, gptq
 from jaxllama.quantization.checkpoint import QuantizeRequest, quantize_checkpoint, table

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.bench.evaluate import perplexity
 from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.cli.main import main
+from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import tune as tuning
 from jaxllama.quantization.checkpoint import QuantizeRequest, quantize_checkpoint, table

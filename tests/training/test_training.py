@@ -22,17 +22,26 @@ from jaxllama import generation
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import head
+from jaxllama.model.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.model.params import param_table
+from jaxllama.model.stacked import is_stacked
 from jaxllama.training import loop, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.data import TokenFile
 from jaxllama.training.estimate import estimate
-from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.start import TrainingSetup
-from jaxllama.training.step import _gradient, init_state, loss, update, validation_loss
+from jaxllama.training.step import (
+    _gradient,
+    init_state,
+    loss,
+    per_layer,
+    update,
+    validation_loss,
+)
 from tests.helpers.models import relative_error
+from tests.helpers.parity_cases import CASES as PARITY
 from tests.helpers.seeded import seeded_params
 from tests.helpers.training_cases import (
     GOLDEN,
@@ -255,6 +264,85 @@ def test_twenty_steps_of_each_family_are_transformers_and_torch_s_adamw(
     assert want.keys() == tensors.keys()
     for tensor, weight in want.items():
         assert relative_error(sampled(tensors[tensor]), weight) < 1e-5, tensor
+
+
+# Layers that are alike as one loop
+
+
+def scanned_and_not(config, cfg, params, steps):
+    """(states of both per layer, losses of both) after ``steps`` updates on the same batches."""
+    found = []
+    for scan in (False, True):
+        setup = TrainingSetup(dataclasses.replace(config, scan=scan), cfg)
+        state, losses = init_state(setup, jax.device_put(params)), []
+        assert is_stacked(state["params"]) == scan
+        for step in range(steps):
+            batch = rows_of(cfg, 2, 13, step)[None]
+            state, metrics = update(setup, state, None, batch)
+            losses.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        found.append((per_layer(state), losses))
+    (plain, want), (looped, got) = found
+    assert jax.tree.structure(plain) == jax.tree.structure(looped)
+    return plain, looped, want, got
+
+
+def assert_close(got, want, share):
+    """Two trees are equal up to ``share`` of each leaf's largest value."""
+
+    def one(got, want):
+        want = np.asarray(want)
+        np.testing.assert_allclose(got, want, rtol=0, atol=share * np.abs(want).max())
+
+    jax.tree.map(one, got, want)
+
+
+def test_updates_of_a_loop_are_those_of_its_layers(folder):
+    """Of a family with constants that loading folds into weights; norms do not decay, stacked or
+    not.  Sums are ordered differently: 1e-5 of the largest value, and where Adam divides a small
+    gradient by its own size 1e-4."""
+    cfg = PARITY["granite"].replace(n_layers=3)
+    config = run_config(folder, byte_model("gqa"), steps=20, learning_rate=3e-2)
+    plain, looped, want, got = scanned_and_not(config, cfg, first_params(cfg), 3)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_close(looped["moments"], plain["moments"], 1e-5)
+    assert_close(looped["params"], plain["params"], 1e-4)
+    gains = [plain["params"][f"layer_{i}"]["mlp_norm"]["weight"] for i in range(3)]
+    assert np.std(gains) > 1e-3, "nothing moved"
+
+
+def test_grids_of_a_loop_are_those_of_its_layers(folder):
+    """One update: a second one begins where rounding may fall to the other side."""
+    cfg = byte_model("gqa").replace(n_layers=3)
+    quantize = {"scheme": "w8a16", "zeros": True}
+    config = run_config(folder, byte_model("gqa"), quantize=quantize)
+    plain, looped, want, got = scanned_and_not(config, cfg, first_params(cfg), 1)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_close(looped["moments"], plain["moments"], 1e-5)
+    assert hasattr(looped["params"]["layer_2"]["mlp"]["down"]["weight"], "scale")
+
+
+def test_a_run_with_scan_keeps_the_layers_apart_on_disk(folder, tmp_path):
+    """It goes on from a checkpoint that a run without scan wrote, and the other way round."""
+    cfg = byte_model("gqa", n_layers=3, layer_types=())
+    config = run_config(folder, cfg, steps=4, checkpoint_every=2, keep_checkpoints=4)
+    scanned = dataclasses.replace(config, scan=True)
+    want = train(config, tmp_path / "plain")
+    for first, then in ((scanned, config), (config, scanned)):
+        run = tmp_path / ("scan-first" if first.scan else "scan-then")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.Checkpoints, "save", deadly(loop.Checkpoints.save, 1, True))
+            with pytest.raises(Killed):
+                train(first, run)
+        result = train(then, run)
+        losses = [[row["loss"] for row in one.metrics] for one in (result, want)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+        checkpoints = loop.Checkpoints(run / "checkpoints", 4)
+        setup = TrainingSetup(config, cfg)
+        like = jax.device_put(init_state(setup, seeded_params(cfg)), jax.devices()[0])
+        for step in (2, 4):
+            assert set(checkpoints.restore(step, like)["params"]) == set(seeded_params(cfg))
+        checkpoints.close()
+        assert jl.load(result.model).config.n_layers == 3
 
 
 # Runs

@@ -84,6 +84,8 @@ def test_defaults_presets_paths_and_tables(tmp_path):
         ({"distill": {"teacher": "x", "objective": "mixers"}}, "leave model out"),
         ({"distill": {"teacher": "x", "attention_layers": [1]}}, "here model says what it is"),
         ({"distill": {"teacher": "x", "kl_weight": 0.0, "ce_weight": 0.0}}, "nothing to minimise"),
+        ({"model": None, "scan": True, "distill": {"teacher": "x", "objective": "mixers"}},
+         "excludes scan; allowed with it: logits"),
         ({"model": None, "quantize": {"scheme": "w8a16"},
           "distill": {"teacher": "x", "objective": "mixers"}}, "allowed with it: logits"),
     ],

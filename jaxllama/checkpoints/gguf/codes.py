@@ -26,28 +26,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import gguf.quants
 import ml_dtypes
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as Type
 
+from jaxllama.checkpoints.gguf.types import BLOCKS
+from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.codes import to_int4
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
-# What gguf keeps as floats, and every type that it dequantizes.
 _PLAIN = {
     Type.F32: np.dtype("<f4"),
     Type.F16: np.dtype("<f2"),
     Type.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-FLOATS = tuple(_PLAIN)
-READABLE = FLOATS + tuple(
-    kind for kind in Type if hasattr(gguf.quants, kind.name) and kind not in _PLAIN
-)
-KEPT = tuple(kind for kind in READABLE if kind not in FLOATS)
 # Columns that share a scale; 32 of any other.
 _GROUP = {
     **dict.fromkeys((Type.Q2_K, Type.Q3_K, Type.Q6_K, Type.NVFP4), 16),
@@ -65,6 +58,8 @@ def to_floats(raw: np.ndarray, kind: Type) -> np.ndarray:
     raw = np.ascontiguousarray(raw)
     if kind in _PLAIN:
         return raw.view(_PLAIN[kind])
+    import gguf.quants  # the package takes 70 ms, and few files need it
+
     # The rows' method and not gguf.quants.dequantize, which works on 16 rows at a time: 10x slower.
     quant = getattr(gguf.quants, kind.name)
     quant.init_grid()
@@ -82,7 +77,7 @@ class Words(NamedTuple):
     def fill(self, rows: slice, raw: np.ndarray) -> None:
         """Take ``raw[rows, bytes]``."""
         target = self.q[rows]
-        size = GGML_QUANT_SIZES[self.kind][0]
+        size = BLOCKS[self.kind][0]
         blocks = np.ascontiguousarray(raw).reshape(len(target), target.shape[1] // size, -1)
         if self.kind in (Type.Q4_0, Type.Q4_1):
             scale, minimum = _four_bits(self.kind, blocks, target)
@@ -172,7 +167,7 @@ def _four_bits(
 
 def _half(raw: np.ndarray, at: int) -> np.ndarray:
     """The float16 at a byte of every block, as float32 ``[rows, blocks, 1]``."""
-    return raw[..., at : at + 2].copy().view("<f2").astype(np.float32)
+    return raw[..., at : at + 2].view("<f2").astype(np.float32)
 
 
 def _halves(raw: np.ndarray) -> np.ndarray:
@@ -241,6 +236,13 @@ def _iq1_m_scales(raw: np.ndarray) -> np.ndarray:
     return d * (scales.reshape(*raw.shape[:-1], 16) * 2 + 1) / 8
 
 
+def _nvfp4_scales(raw: np.ndarray) -> np.ndarray:
+    """4 scales of 8-bit floats."""
+    from gguf.quants import NVFP4
+
+    return NVFP4.ue4m3_to_fp32(raw[..., :4]).astype(np.float32)
+
+
 def _nibbles(raw: np.ndarray) -> np.ndarray:
     """Each byte's lower and upper four bits, one after the other, as float32."""
     both = np.stack((raw & 15, raw >> 4), axis=-1)
@@ -253,7 +255,7 @@ _SCALES: dict[Type, Callable[[np.ndarray], np.ndarray]] = {
     Type.TQ1_0: lambda raw: _half(raw, 52),
     Type.TQ2_0: lambda raw: _half(raw, 64),
     Type.MXFP4: lambda raw: np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 128),
-    Type.NVFP4: lambda raw: gguf.quants.NVFP4.ue4m3_to_fp32(raw[..., :4]).astype(np.float32),
+    Type.NVFP4: _nvfp4_scales,
     Type.IQ1_S: lambda raw: _half(raw, 0) * ((raw[..., 35:50:2] >> 4 & 7) * 2 + 1) / 8,
     Type.IQ1_M: _iq1_m_scales,
     Type.IQ2_XXS: lambda raw: _half(raw, 0) * (2 * (raw[..., 9:66:8] >> 4) + 1) / 8,

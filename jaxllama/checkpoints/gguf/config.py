@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from jaxllama.checkpoints.gguf.file import GGUFFile, GGUFTensor, opened
+from jaxllama.checkpoints.gguf.types import TensorType
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
@@ -317,7 +317,7 @@ def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
     info: GGUFTensor | None = file.tensors.get(name)
     if info is None:
         raise file.error(f"tensor {name!r}", "is missing")
-    if info.shape != (turning // 2,) or info.type != GGMLQuantizationType.F32:
+    if info.shape != (turning // 2,) or info.type != TensorType.F32:
         raise file.error(
             f"tensor {name!r}", f"{info.type.name} {info.shape}; expected F32 ({turning // 2},)"
         )

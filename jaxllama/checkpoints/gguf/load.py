@@ -6,8 +6,8 @@ so the peak is the tree plus a few MB.  Every type that ``gguf`` can dequantize 
 ``keep_quantized`` leaves quantized matrices as QTensors (``codes``): the same words and scales
 by groups of 16, 32 or 256, and ``dequantize`` gives the float32 bits that ``gguf`` does.
 
-Which tensors there are, and what is folded into them, says ``architectures`` with the table
-of parameters that all checkpoints share.
+The table of parameters that all checkpoints share (``model.params``) says which tensors there are
+and what is folded into them.  llama.cpp's conversion has folded Gemma's 1 + w already.
 
 Source: the GGUF specification and llama.cpp's conversion rules; dequantization is
 ``gguf.quants``'s.
@@ -25,24 +25,48 @@ import numpy as np
 
 from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.gguf import codes as gguf_words
-from jaxllama.checkpoints.gguf.architectures import gguf_table
-from jaxllama.checkpoints.gguf.codes import KEPT, to_floats
+from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
+from jaxllama.checkpoints.gguf.codes import to_floats
 from jaxllama.checkpoints.gguf.config import read_config
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
+from jaxllama.checkpoints.gguf.types import BLOCKS, FLOATS, KEPT, READABLE
+from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.model.names import Names
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.param import Path as TreePath
+from jaxllama.model.params import param_table
 from jaxllama.progress import working
+from pallas_kernels.cpu import from_blocks
 
 if TYPE_CHECKING:
+    from pallas_kernels.cpu import CpuWeight
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
 __all__ = ["load_params", "read_config"]
 
+_NAMES = Names(
+    embed="token_embd",
+    layer="blk.{}",
+    mixer_norm="attn_norm",
+    mixer="attn_",
+    mixer_out_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    mlp="ffn_",
+    mlp_out_norm="post_ffw_norm",
+    norm="output_norm",
+    head="output",
+    qkv=("q", "k", "v"),
+    gate_up=("gate", "up"),
+    o="output",
+    down="down",
+)
 # Tables of frequencies, which the config says.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Types that ``from_blocks`` reads -> the bits of a code, and whether blocks have a minimum.
+_LAID_OUT = {Type.Q4_0: (4, False), Type.Q4_1: (4, True), Type.Q8_0: (8, False)}
 _CHUNK = 1 << 17  # features dequantized at once: 512 KB of float32 stays in the L2 cache
 
 
@@ -52,6 +76,7 @@ def load_params(
     dtype: Any,
     *,
     keep_quantized: bool = False,
+    laid_out: bool = False,
     progress: bool = False,
     place: Callable[[TreePath, Any], Any] | None = None,
 ) -> dict[str, Any]:
@@ -59,6 +84,8 @@ def load_params(
 
     keep_quantized: quantized matrices become QTensors; a fused matrix whose parts are stored in
         different types becomes RowBlocks.
+    laid_out: with ``keep_quantized``, matrices of Q4_0, Q4_1 and Q8_0 become CpuWeights instead,
+        with the same codes, scales and zeros.
     progress: a bar on stderr.
     place: ``place(path, leaf)`` gives what goes into the tree for each parameter as it is read; the
         leaf may be dropped then.
@@ -69,7 +96,7 @@ def load_params(
     with opened(path) as file:
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
-        table = gguf_table(file, cfg)
+        table = _table(file, cfg)
         _check(file, table)
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
         params: dict[str, Any] = {}
@@ -80,14 +107,33 @@ def load_params(
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
                 is_kept = keep_quantized and any(info.type in KEPT for info in infos)
-                read = _read_quantized if is_kept else _read_dense
-                value = read(file, spec.sources, dtype)
+                value = _read_laid_out(file, spec.sources) if is_kept and laid_out else None
+                if value is None:
+                    read = _read_quantized if is_kept else _read_dense
+                    value = read(file, spec.sources, dtype)
                 room[name] = value if place is None else place((*rooms, name), value)
                 del value  # before the next one is read
                 for info in infos:
                     file.release(info)
                     advance(info.nbytes)
         return params
+
+
+def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
+    """The parameters of ``cfg`` and the tensors of this file that they are made of.
+
+    ``cfg.stored`` describes the family's Hugging Face directories.  A GGUF file has no offsets
+    left, and an order of its own for the features that RoPE turns.  Raises JaxLlamaError naming a
+    tensor that cannot be folded.
+    """
+    arch = ARCHITECTURES[file.string("general.architecture")]
+    qkv = ("qkv",) if "blk.0.attn_qkv.weight" in file.tensors else _NAMES.qkv
+    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
+        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
+    gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
+    names = dataclasses.replace(_NAMES, mlp_norm=arch.mlp_norm, qkv=qkv, gate_up=gate_up)
+    stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
+    return param_table(cfg.replace(stored=stored), names=names)
 
 
 def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
@@ -106,7 +152,7 @@ def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
                 f"tensor {name!r}",
                 f"shape {list(info.shape)}, but the config wants {list(source.shape)}",
             )
-        kinds = gguf_words.READABLE if len(source.shape) == 2 else gguf_words.FLOATS
+        kinds = READABLE if len(source.shape) == 2 else FLOATS
         if info.type not in kinds:
             known = ", ".join(kind.name for kind in kinds)
             raise file.error(f"tensor {name!r}", f"type {info.type.name} is not one of {known}")
@@ -154,6 +200,26 @@ def _warn(file: GGUFFile, source: TensorSource) -> None:
         WeightWarning,
         stacklevel=5,
     )
+
+
+def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight | None:
+    """A matrix as the CPU's handlers read it, straight from the file's blocks.
+
+    Returns None for one that has to become a QTensor or RowBlocks first: of another type, of
+    several types, with a multiplier, or with scales that ``from_blocks`` refuses.
+    """
+    infos = [file.tensors[source.name] for source in sources]
+    kind = infos[0].type
+    is_plain = all(source.scale == 1.0 for source in sources)
+    if kind not in _LAID_OUT or any(info.type != kind for info in infos) or not is_plain:
+        return None
+    parts = []
+    for source, info in zip(sources, infos, strict=True):
+        order = source.row_order()
+        parts.append(file.rows(info) if order is None else file.rows(info)[order])
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    size = BLOCKS[kind][1]
+    return from_blocks(rows.reshape(len(rows), -1, size), *_LAID_OUT[kind])
 
 
 @np.errstate(all="ignore")

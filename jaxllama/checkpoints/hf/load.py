@@ -45,7 +45,7 @@ from jaxllama.model.params import param_table
 from jaxllama.progress import working
 
 if TYPE_CHECKING:
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 

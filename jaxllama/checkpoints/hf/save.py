@@ -31,7 +31,7 @@ from jaxllama.model.params import param_table
 from jaxllama.progress import working
 
 if TYPE_CHECKING:
-    from jaxllama.sampling import Sampling
+    from jaxllama.decoding.sampling import Sampling
 
 # The names of files of weights begin with one of these.  transformers and others look for the first
 # only, so they refuse a directory in our own format, whose tensors they would not know.

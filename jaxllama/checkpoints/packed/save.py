@@ -42,10 +42,10 @@ from jaxllama.checkpoints.packed import gptq as packed_gptq
 from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
-from jaxllama.sampling import Sampling
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 if TYPE_CHECKING:
@@ -148,6 +148,9 @@ def _units(
             )
     if format == "native":
         return packed_native.to_config(flat), [_native_unit(path, flat[path]) for path in table]
+    for path, spec in table.items():
+        if len(spec.shape) == 3:
+            raise JaxLlamaError(f"{'/'.join(path)}: experts need format 'native', not {format!r}")
     members = {path: _members(path, flat[path], spec) for path, spec in table.items()}
     chosen = _choose(format, members, _tied_head(cfg))
     return chosen.config, [_unit(members[path], chosen) for path in table]

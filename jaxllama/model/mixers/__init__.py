@@ -6,6 +6,7 @@
         heads, obstacle, replicated, shard, fused_heads          what a mesh asks
         sites(cfg)                                               what calibration asks
         flops(cfg, index, sequence_length)
+    MIXERS[kind].module        MIXER: its Flax module; imports flax
     MIXERS[kind].mix           what it computes
         inputs(cfg, p) -> what reads the layer's input
         mix(cfg, p, projected, state, at) -> (heads, state)
@@ -50,7 +51,7 @@ class Parameters(Protocol):
 
 
 class Mixer:
-    """One kind of layer: its two modules, imported when they are asked for."""
+    """One kind of layer: its files, imported when they are asked for."""
 
     def __init__(self, kind: str) -> None:
         self._folder = f"{__name__}.{kind}"
@@ -62,6 +63,10 @@ class Mixer:
     @functools.cached_property
     def mix(self) -> Any:
         return importlib.import_module(f"{self._folder}.mix")
+
+    @functools.cached_property
+    def module(self) -> Any:
+        return importlib.import_module(f"{self._folder}.module")
 
 
 MIXERS: dict[str, Mixer] = {

@@ -5,8 +5,7 @@
 
 It takes its model's facts from the ``Welcome``, then accepts connections of the port that all front
 ends share, until it is told to ``Drain``.  When the engine's process is gone, whoever waits gets
-503, and it ends with status 1.  It answers each ``Ping``: a process that gives no sign of life for
-``BEAT * MISSED`` seconds hangs (``Pulse``).
+503, and it ends with status 1.  It answers each ``Ping`` (``wire.Pulse``).
 """
 
 from __future__ import annotations
@@ -19,36 +18,19 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
-from jaxllama.config import ModelConfig
-from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
-from jaxllama.serving.http import limits, logs, messages
-from jaxllama.serving.http.link import EngineClient
+from jaxllama.serving import logs
+from jaxllama.serving.api import messages
+from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, application
-from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.serving.ipc.facts import Facts
+from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.ipc.wire import Wire
 
 GONE = "the engine's process has ended"
-BEAT = 5.0  # seconds between two signs of life
-MISSED = 6  # of them, after which a process is taken to hang
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What of a LanguageModel a front end knows."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    sampling: Sampling | None
-    adapters: tuple[str, ...]
-
-    @classmethod
-    def of(cls, lm: LanguageModel) -> Facts:
-        return cls(lm.config, lm.tokenizer, lm.sampling, tuple(lm.adapters))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,54 +59,6 @@ def start(theirs: socket.socket, listener: socket.socket) -> subprocess.Popen[by
         stdout=2,
         start_new_session=True,  # Ctrl-C is the parent's
     )
-
-
-class Wire(asyncio.Protocol):
-    """Bytes between two processes, as they come.  gone: the other end is closed."""
-
-    def __init__(self) -> None:
-        self.on_data: Callable[[bytes], None] = lambda data: None
-        self.gone = asyncio.Event()
-        self._transport: Any = None
-
-    async def open(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=connection)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.on_data(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.gone.set()
-
-    def write(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Behind what is written already."""
-        self._transport.close()
-
-
-class Pulse:
-    """Another process's signs of life.  ``beat``: one has come."""
-
-    def __init__(self) -> None:
-        self._missed = 0
-
-    def beat(self) -> None:
-        self._missed = 0
-
-    async def lost(self, ask: Callable[[], None] = lambda: None) -> None:
-        """Return when ``MISSED`` beats in a row have not come.  ask: called before each.  Beats are
-        counted, not seconds: a machine that sleeps, or is slow, misses none."""
-        while self._missed < MISSED:
-            self._missed += 1
-            ask()
-            await asyncio.sleep(BEAT)
 
 
 class _Server(uvicorn.Server):

@@ -26,7 +26,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jaxllama.serving.http.schemas import ApiError, to_json
+from jaxllama.serving.api.schemas import ApiError, to_json
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0

@@ -29,12 +29,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxllama.engine.journal import JournalUnavailable
+from jaxllama.engine.request import EngineClosed, EngineFailed, QueueFull
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
-from jaxllama.serving.http.link import EngineClient
-from jaxllama.serving.http.messages import ServedRequest
-from jaxllama.serving.http.schemas import ApiError, respond
-from jaxllama.serving.journal import JournalUnavailable
+from jaxllama.serving.api.messages import ServedRequest
+from jaxllama.serving.api.schemas import ApiError, respond
+from jaxllama.serving.ipc.link import EngineClient
 
 CLIENT_GONE = 499  # nginx's status for a client that left; nobody reads it but the log
 BODY_SECONDS = 30.0  # for a body to arrive

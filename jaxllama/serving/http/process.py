@@ -40,18 +40,22 @@ from jaxllama.language_model import LanguageModel
 try:
     from starlette.types import ASGIApp
 
-    from jaxllama.serving.http import front_end, logs, messages
-    from jaxllama.serving.http.hub import Hub, Port, forward_passes
-    from jaxllama.serving.http.metrics import HasStats, Metrics
+    from jaxllama.serving import logs
+    from jaxllama.serving.api import messages
+    from jaxllama.serving.api.metrics import HasStats, Metrics
+    from jaxllama.serving.http import front_end
     from jaxllama.serving.http.middleware import is_local
-    from jaxllama.serving.http.replicas import Replicas
     from jaxllama.serving.http.server import ServerSettings, create_app
+    from jaxllama.serving.ipc.facts import Facts
+    from jaxllama.serving.ipc.hub import Hub, Port, forward_passes
+    from jaxllama.serving.ipc.replicas import Replicas
+    from jaxllama.serving.ipc.wire import Pulse, Wire
 except ImportError as error:
     if not extras.is_optional(error.name):
         raise
     raise extras.missing(str(error.name), "serving") from None
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.journal import Journal
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.journal import Journal
 
 INTERVAL = 10.0
 KEY_VARIABLE = "JAXLLAMA_API_KEY"
@@ -121,7 +125,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         else:
             lm = load()
             engine = Engine(lm, observe=metrics.observe, **options.engine)
-            facts, passes = front_end.Facts.of(lm), forward_passes(lm)
+            facts, passes = Facts.of(lm), forward_passes(lm)
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)
@@ -242,7 +246,7 @@ class _Server:
 
     async def _serve(self, one: _FrontEnd) -> None:
         """Until the front end is gone; then another takes its place."""
-        is_ready, pulse = False, front_end.Pulse()
+        is_ready, pulse = False, Pulse()
 
         def ready() -> None:
             nonlocal is_ready
@@ -252,7 +256,7 @@ class _Server:
             if not self._unready:
                 self._ready.set()
 
-        wire = front_end.Wire()
+        wire = Wire()
         port = self._hub.open(wire.write)
         port.on_ready, port.on_pong, wire.on_data = ready, pulse.beat, port.received
         watching: list[asyncio.Task[None]] = []
@@ -276,7 +280,7 @@ class _Server:
             self._error = f"a front end ended with status {status} as it started"
             self._ending.set()
 
-    async def _kill_if_hung(self, one: _FrontEnd, port: Port, pulse: front_end.Pulse) -> None:
+    async def _kill_if_hung(self, one: _FrontEnd, port: Port, pulse: Pulse) -> None:
         await pulse.lost(lambda: port.send(messages.Ping()))
         logging.getLogger("jaxllama.serving").error(
             "a front end hangs", extra={"fields": {"pid": one.process.pid}}

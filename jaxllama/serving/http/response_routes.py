@@ -15,20 +15,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxllama.serving.http.bodies import Message, parse
-from jaxllama.serving.http.calls import Prompts
-from jaxllama.serving.http.link import EngineClient
+from jaxllama.serving.api.bodies import Message, parse
+from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.api.response_bodies import Responses, to_chat
+from jaxllama.serving.api.response_schemas import ResponseDeleted, ResponseObject
+from jaxllama.serving.api.schemas import ApiError, respond, to_json
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
     read_body,
     unless_disconnected,
 )
-from jaxllama.serving.http.response_bodies import Responses, to_chat
-from jaxllama.serving.http.response_schemas import ResponseDeleted, ResponseObject
 from jaxllama.serving.http.responses import ResponseFrame, ResponseStream, whole
 from jaxllama.serving.http.runs import CallRun, submit
-from jaxllama.serving.http.schemas import ApiError, respond, to_json
+from jaxllama.serving.ipc.link import EngineClient
 
 CONVERSATION = TypeAdapter(list[Message])
 

@@ -15,12 +15,12 @@ import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from jaxllama.serving.http import answers
-from jaxllama.serving.http.bodies import Message
-from jaxllama.serving.http.calls import AcceptedCall
-from jaxllama.serving.http.messages import TextPiece
-from jaxllama.serving.http.reading import PLAIN, MessageReader
-from jaxllama.serving.http.response_bodies import (
+from jaxllama.serving.api import answers
+from jaxllama.serving.api.bodies import Message
+from jaxllama.serving.api.calls import AcceptedCall
+from jaxllama.serving.api.messages import TextPiece
+from jaxllama.serving.api.reading import PLAIN, MessageReader
+from jaxllama.serving.api.response_bodies import (
     InputCall,
     InputMessage,
     InputReasoning,
@@ -28,7 +28,7 @@ from jaxllama.serving.http.response_bodies import (
     Responses,
     add_items,
 )
-from jaxllama.serving.http.response_schemas import (
+from jaxllama.serving.api.response_schemas import (
     FunctionCallItem,
     IncompleteDetails,
     InputDetails,
@@ -41,9 +41,9 @@ from jaxllama.serving.http.response_schemas import (
     ResponseUsage,
     Status,
 )
+from jaxllama.serving.api.schemas import ApiError, Usage, to_json
 from jaxllama.serving.http.runs import CallRun, EventStream
-from jaxllama.serving.http.schemas import ApiError, Usage, to_json
-from jaxllama.serving.http.tool_formats import AnswerPart
+from jaxllama.serving.tools.formats import AnswerPart
 
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 

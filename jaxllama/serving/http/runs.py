@@ -21,19 +21,12 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from jaxllama.serving.http import answers, messages
-from jaxllama.serving.http.bodies import Chat, Completion
-from jaxllama.serving.http.calls import AcceptedCall
-from jaxllama.serving.http.link import EngineClient, PieceStream
-from jaxllama.serving.http.logprobs import TextOffsets, chat_entries
-from jaxllama.serving.http.messages import Accepted, IdTaken, TextPiece
-from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
-    ClientGone,
-    api_error,
-    unless_disconnected,
-)
-from jaxllama.serving.http.schemas import (
+from jaxllama.serving.api import answers, messages
+from jaxllama.serving.api.bodies import Chat, Completion
+from jaxllama.serving.api.calls import AcceptedCall
+from jaxllama.serving.api.logprobs import TextOffsets, chat_entries
+from jaxllama.serving.api.messages import Accepted, IdTaken, TextPiece
+from jaxllama.serving.api.schemas import (
     ApiError,
     ChatObject,
     CompletionObject,
@@ -41,7 +34,14 @@ from jaxllama.serving.http.schemas import (
     Usage,
     to_json,
 )
-from jaxllama.serving.http.tool_formats import AnswerPart
+from jaxllama.serving.http.middleware import (
+    CLIENT_GONE,
+    ClientGone,
+    api_error,
+    unless_disconnected,
+)
+from jaxllama.serving.ipc.link import EngineClient, PieceStream
+from jaxllama.serving.tools.formats import AnswerPart
 
 AGAIN_SECONDS = 0.05
 Outcome = CompletionObject | ChatObject | ErrorObject

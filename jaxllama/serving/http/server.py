@@ -40,11 +40,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama import __version__
+from jaxllama.engine.journal import Entry, Journal
+from jaxllama.engine.request import EngineClosed, EngineFailed, QueueFull
+from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
-from jaxllama.serving.http import answers, link, openapi
-from jaxllama.serving.http.bodies import (
+from jaxllama.serving.api import answers, openapi
+from jaxllama.serving.api.bodies import (
     MAX_IDS,
     Chat,
     Completion,
@@ -53,11 +55,20 @@ from jaxllama.serving.http.bodies import (
     Tokenize,
     parse,
 )
-from jaxllama.serving.http.calls import AcceptedCall, Prompts, ServedModel, as_list
-from jaxllama.serving.http.hub import Hub, Served, forward_passes
-from jaxllama.serving.http.link import EngineClient
-from jaxllama.serving.http.messages import Accepted, Finish
-from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.api.calls import AcceptedCall, Prompts, ServedModel, as_list
+from jaxllama.serving.api.messages import Accepted, Finish
+from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.api.schemas import (
+    ApiError,
+    Health,
+    ModelList,
+    ModelObject,
+    Text,
+    Tokens,
+    Version,
+    respond,
+    to_json,
+)
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -69,19 +80,9 @@ from jaxllama.serving.http.middleware import (
 )
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
-from jaxllama.serving.http.schemas import (
-    ApiError,
-    Health,
-    ModelList,
-    ModelObject,
-    Text,
-    Tokens,
-    Version,
-    respond,
-    to_json,
-)
-from jaxllama.serving.http.scoring import Scores
-from jaxllama.serving.journal import Entry, Journal
+from jaxllama.serving.ipc import link
+from jaxllama.serving.ipc.hub import Hub, Served, forward_passes
+from jaxllama.serving.ipc.link import EngineClient
 
 MAX_CHOICES = 128  # prompts x n of one body
 EMBEDDINGS_WAITING = 32  # bodies; more get 429

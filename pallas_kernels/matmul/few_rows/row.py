@@ -20,7 +20,7 @@ and a group's exact sum is scaled.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and what was tried:
-``matmul/NOTES.md``; ``python -m pallas_kernels.bench.matmul quantized_matmul --tokens 1``.
+``matmul/NOTES.md``; ``python -m benchmarks.kernels.matmul quantized_matmul --tokens 1``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
@@ -39,6 +40,7 @@ from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
 _STREAMED = ".L1::no_allocate"
+SCRATCH = "x", "squares"  # as ``RowPlan.scratch_sizes`` has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +193,9 @@ class WeightRows:
         p.when(p.less(self.lane, 1), store)
 
 
-def run(
-    plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, scratch: Sequence[Value]
-) -> None:
-    """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares."""
-    xs, squares = (p.shared_address(r) for r in scratch)
+def run(plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, smem: Any) -> None:
+    """Emit one block's program while the kernel is traced.  smem: x, and squares of it."""
+    xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
     lane = arith.andi(thread, p.ci(31))

@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import CpuWeight, pages, prepare, prepare_tree, restore, restore_tree
+from jaxllama.checkpoints.gguf import codes
+from jaxllama.checkpoints.gguf.types import BLOCKS, TensorType
+from jaxllama.checkpoints.packed.module import fuse
+from pallas_kernels.cpu import (
+    CpuWeight,
+    from_blocks,
+    pages,
+    prepare,
+    prepare_tree,
+    restore,
+    restore_tree,
+)
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
 from tests.helpers.cases import each_once
@@ -119,7 +130,8 @@ def test_large_float_arrays_move_to_large_pages(put):
     [
         (quantize(jnp.ones((16, 64)), "float8_e4m3fn"), "codes of float8_e4m3fn"),
         (quantize(jnp.ones((16, 64)), "int8", group_size=8), "groups of 8 columns"),
-        (quantize(jnp.ones((2, 16, 64)), "int8"), r"w \(2, 16, 64\) is not \[N, K\]"),
+        (quantize(jnp.ones((2, 2, 16, 64)), "int8"), r"w \(2, 2, 16, 64\) is not \[N, K\]"),
+        (quantize(jnp.ones((2, 8, 64)), "int8"), "experts of 8 rows, not a multiple of 16"),
         (dataclasses.replace(weight("gptq", 16, 128), zero=np.full((16, 1), 126, np.int8)),
          "zero points outside of -8 to 119"),
     ],
@@ -168,3 +180,52 @@ def test_arrays_for_weights_do_not_overlap(large, monkeypatch):
 def test_jax_takes_a_prepared_weight_without_a_copy():
     w = prepared(weight("q4_0", 64, 64))
     assert jax.device_put(w.q).unsafe_buffer_pointer() == w.q.ctypes.data
+
+
+def _blocks(kind: TensorType, n: int, groups: int) -> np.ndarray:
+    """Random blocks of a file's type, with small scales."""
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (n, groups, BLOCKS[kind][1]), dtype=np.uint8)
+    for at in (0, 2) if kind == TensorType.Q4_1 else (0,):
+        numbers = rng.normal(0, 0.02, (n, groups, 1)).astype(np.float16)
+        raw[..., at : at + 2] = numbers.view(np.uint8)
+    return raw
+
+
+def _through_words(kind: TensorType, raw: np.ndarray) -> QTensor:
+    words = codes.empty(kind, len(raw), 32 * raw.shape[1])
+    words.fill(slice(0, len(raw)), raw.reshape(len(raw), -1))
+    return fuse([words.to_qtensor()])
+
+
+FILE_TYPES = {"Q4_0": (4, False), "Q4_1": (4, True), "Q8_0": (8, False)}
+
+
+@pytest.mark.parametrize("shape", [(16, 1), (40, 18), (2100, 3)], ids=str)
+@pytest.mark.parametrize("name", FILE_TYPES)
+def test_blocks_of_a_file_are_laid_out_as_their_qtensor(name, shape):
+    kind = TensorType[name]
+    raw = _blocks(kind, *shape)
+    if kind == TensorType.Q4_1:
+        raw[0, 0, 2:4] = 0, 0x80  # a minimum of -0
+    want, got = prepare(_through_words(kind, raw)), from_blocks(raw, *FILE_TYPES[name])
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_zero_that_is_0_everywhere_is_dropped_from_blocks_too():
+    raw = _blocks(TensorType.Q4_1, 32, 2)
+    scale = raw[..., :2].copy().view(np.float16)
+    raw[..., 2:4] = (scale * np.float16(-8)).view(np.uint8)
+    got = from_blocks(raw, 4, True)
+    assert got.zero is None and _through_words(TensorType.Q4_1, raw).zero is None
+    assert got.form == prepare(_through_words(TensorType.Q4_1, raw)).form
+
+
+@pytest.mark.parametrize(("scale", "minimum"), [(np.inf, 0), (0.5, np.nan), (6e-8, 60000)], ids=str)
+def test_blocks_without_an_exact_zero_are_left_to_the_qtensor(scale, minimum):
+    raw = _blocks(TensorType.Q4_1, 32, 2)
+    raw[3, 1, :4] = np.array([scale, minimum], np.float16).view(np.uint8)
+    assert from_blocks(raw, 4, True) is None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import sealed
-from pallas_kernels.cpu import jit
+from pallas_kernels.cpu import elf, jit
 from pallas_kernels.cpu.self_test import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, target
 from pallas_kernels.dispatch import Reason
@@ -117,6 +120,36 @@ def test_an_object_is_generated_once(tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "cpu").iterdir())
     assert len(files) == 2 and all(on.name in name for name in files)
     jit._compiled.cache_clear()
+
+
+def test_an_object_that_llvm_places_gives_the_same(monkeypatch):
+    """``elf`` places it on x86-64 Linux, LLVM everywhere else."""
+    w, x, _ = _operands()
+    by_elf = _by_hand(w, x, 2)
+    monkeypatch.setattr(elf, "load", lambda data: None)
+    jit._compiled.cache_clear()
+    by_llvm = _by_hand(w, x, 2)
+    jit._compiled.cache_clear()
+    for one, other in zip(by_elf, by_llvm, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_kept_object_needs_no_llvm(tmp_path):
+    """LLVM's library takes 100 MB of a process's memory."""
+    code = """
+import sys
+from pallas_kernels.cpu import jit, elf
+assert jit.unavailable() is None and jit.identity()
+print("llvmlite.binding" in sys.modules, elf.load(b"no object") is None)
+"""
+    env = {**os.environ, "JAXLLAMA_CACHE": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    said = [
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+        for _ in range(2)
+    ]
+    is_placed = elf.load(jit.build(SelfTest(8), jit.host())) is not None
+    assert said[0].stdout.split() == [b"True", b"True"]
+    assert said[1].stdout.split() == [b"False" if is_placed else b"True", b"True"]
 
 
 DAMAGES = {

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.kernels import fit
 from pallas_kernels import QTensor, explain
-from pallas_kernels.bench import fit
 from pallas_kernels.dispatch import Reason, shortest
 from pallas_kernels.matmul import choice, predict, weight_only
 from tests.helpers.matmul_cases import activations, exact, weights

@@ -14,7 +14,8 @@ from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
-from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
+from pallas_kernels.matmul.op import product_plan
+from pallas_kernels.matmul.reference import quantized_matmul_reference
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator

@@ -10,10 +10,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
 from jaxllama.cli.main import main
+from jaxllama.engine.engine import Engine
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import batch
-from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, create_app
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving, tiny_checkpoint
@@ -136,7 +136,9 @@ def test_a_line_that_is_none_is_named_before_anything_is_asked(app, engine, tmp_
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # only what is used is compiled
+    monkeypatch.setattr(
+        Engine, "warm_up_behind", lambda engine: None
+    )  # only what is used is compiled
     folder = tiny_checkpoint(tmp_path)
     write(tmp_path / "in.jsonl", MIXED[:3])
     words = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--json",

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from jaxllama.serving.http import other_fields
-from jaxllama.serving.http.bodies import Chat, Completion, Embedding, StreamOptions
-from jaxllama.serving.http.response_bodies import Responses
+from jaxllama.serving.api import other_fields
+from jaxllama.serving.api.bodies import Chat, Completion, Embedding, StreamOptions
+from jaxllama.serving.api.response_bodies import Responses
 from tests.helpers.http_server import NAME, TEMPLATE, byte_tokenizer, client, serving, tiny_model
 
 MAX_LEN = 96

@@ -14,12 +14,13 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.serving import journal as journals
-from jaxllama.serving.http import hub as hubs
-from jaxllama.serving.http import messages, server
-from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.metrics import Metrics
-from jaxllama.serving.journal import Entry, Journal, JournalAnswer, JournalUnavailable
+from jaxllama.engine import journal as journals
+from jaxllama.engine.journal import Entry, Journal, JournalAnswer, JournalUnavailable
+from jaxllama.serving.api import messages
+from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.http import server
+from jaxllama.serving.ipc import hub as hubs
+from jaxllama.serving.ipc.hub import Hub
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving, wait_until
 

@@ -13,10 +13,12 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.serving.http import front_end, link, messages, process, replicas
-from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.link import EngineClient
-from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.api import messages
+from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.http import process
+from jaxllama.serving.ipc import link, replicas, wire
+from jaxllama.serving.ipc.hub import Hub
+from jaxllama.serving.ipc.link import EngineClient
 
 
 class Child:
@@ -56,8 +58,8 @@ class Child:
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(front_end, "BEAT", 0.02)
-    monkeypatch.setattr(front_end, "MISSED", 4)
+    monkeypatch.setattr(wire, "BEAT", 0.02)
+    monkeypatch.setattr(wire, "MISSED", 4)
 
 
 @pytest.mark.core
@@ -111,7 +113,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason(monkeypatch, capsy
 def test_a_replica_that_hangs_ends_the_server(fast):
     ended = []
     one = SimpleNamespace(
-        number=3, pulse=front_end.Pulse(), end=lambda reason, error: ended.append(reason)
+        number=3, pulse=wire.Pulse(), end=lambda reason, error: ended.append(reason)
     )
     server = object.__new__(replicas.Replicas)
     server.failure = server.closed = None

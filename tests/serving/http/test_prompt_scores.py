@@ -1,4 +1,7 @@
-"""Logprobs of prompts, as lm-eval asks for them (``tests/peers/lm_eval_over_http.py`` runs it)."""
+"""Logprobs of prompts, as lm-eval asks for them.
+
+``benchmarks/peers/lm_eval_over_http.py`` runs lm-eval itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 
-from jaxllama.serving.http.scoring import Scorer
+from jaxllama.engine.scoring import Scorer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, talking
 

@@ -14,10 +14,10 @@ pytest.importorskip("llguidance")
 import openai
 import pydantic
 
-from jaxllama.bench import load_generator
-from jaxllama.bench.load_generator import Lengths, Load
-from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.engine import Engine
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.engine.engine import Engine
+from jaxllama.evaluation.speed import load_generator
+from jaxllama.evaluation.speed.load_generator import Lengths, Load
 from tests.helpers.http_server import CFG, NAME, serving, talking, tiny_model, wait_until
 from tests.serving.http.test_tools import CITY, TIME, TOOLS, USER, tokenizer
 

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.serving.engine.request import Request
-from jaxllama.serving.http.replicas import Flight, Replica, ReplicaChoice
+from jaxllama.engine.request import Request
+from jaxllama.serving.ipc.replicas import Flight, Replica, ReplicaChoice
 from tests.helpers.http_server import client, serve, tiny_checkpoint
 from tests.serving.http.test_front_ends import children, counted, streamed, text_of
 

@@ -11,7 +11,7 @@ pytest.importorskip("openai")
 
 import openai
 
-from jaxllama.serving.http import hub
+from jaxllama.serving.ipc import hub
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import NAME, talking, tiny_model
 from tests.serving.http.test_tools import CITY, tokenizer

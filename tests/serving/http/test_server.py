@@ -30,24 +30,24 @@ pytest.importorskip("httpx2")
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllama import __version__
-from jaxllama.bench import load_generator
-from jaxllama.bench.load_generator import Lengths, Load
+from jaxllama.decoding.sampling import Sampling, SamplingParams, sample
+from jaxllama.engine.embeddings import Embedder
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.speed import load_generator
+from jaxllama.evaluation.speed.load_generator import Lengths, Load
 from jaxllama.model.decoder import final_norm, forward
-from jaxllama.sampling import Sampling, SamplingParams, sample
-from jaxllama.serving.http import bodies as request_bodies
+from jaxllama.serving.api import bodies as request_bodies
+from jaxllama.serving.api.bodies import ApiError, Chat, Completion, parse
+from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.api.logprobs import chat_entries, chat_logprobs
+from jaxllama.serving.api.messages import TextPiece
+from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.api.schemas import to_json
 from jaxllama.serving.http import server
-from jaxllama.serving.http.bodies import ApiError, Chat, Completion, parse
-from jaxllama.serving.http.calls import Prompts
-from jaxllama.serving.http.embeddings import Embedder
-from jaxllama.serving.http.front_end import Facts
-from jaxllama.serving.http.hub import Hub
-from jaxllama.serving.http.link import EngineClient, local
-from jaxllama.serving.http.logprobs import chat_entries, chat_logprobs
-from jaxllama.serving.http.messages import TextPiece
-from jaxllama.serving.http.metrics import Metrics
-from jaxllama.serving.http.schemas import to_json
 from jaxllama.serving.http.server import ServerSettings, _Server
+from jaxllama.serving.ipc.facts import Facts
+from jaxllama.serving.ipc.hub import Hub
+from jaxllama.serving.ipc.link import EngineClient, local
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import (

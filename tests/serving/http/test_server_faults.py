@@ -16,8 +16,8 @@ pytest.importorskip("llguidance")
 
 import tokenizers
 
+from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.engine import Engine
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.http_server import NAME, client, serving
@@ -47,7 +47,7 @@ def test_a_grammar_that_fails_late_fails_alone():
     params = jax.tree.map(jnp.asarray, seeded_params(cfg))
     lm = LanguageModel(cfg, params, Tokenizer(backend, "test tokenizer"))
     engine = Engine(lm, max_slots=10, max_len=128, prefill_chunk=16, prefix_cache=False)
-    engine.warm_up = lambda: None  # only what is used is compiled
+    engine.warm_up_behind = lambda: None  # only what is used is compiled
     engine.start()
 
     def ordinary(seed: int) -> dict:

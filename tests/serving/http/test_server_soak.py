@@ -204,7 +204,7 @@ def test_soak(family, tmp_path):
     ended = [line["id"] for line in asked if "id" in line]
     assert len(ended) == len(set(ended)), "one end each"
     # Whatever was accepted has ended, and was counted once by the engine too.
-    from jaxllama.serving.journal import Journal
+    from jaxllama.engine.journal import Journal
 
     journal = Journal(tmp_path / "s")
     assert journal.unfinished() == []

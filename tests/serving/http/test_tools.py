@@ -16,13 +16,13 @@ pytest.importorskip("llguidance")
 
 import openai
 
+from jaxllama.engine.grammar import GrammarCompiler
+from jaxllama.engine.request import Grammar
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.grammar import GrammarCompiler
-from jaxllama.serving.engine.request import Grammar
-from jaxllama.serving.http.bodies import Chat
-from jaxllama.serving.http.calls import Prompts
-from jaxllama.serving.http.schemas import ApiError
-from jaxllama.serving.http.tool_formats import FORMATS, CallReader
+from jaxllama.serving.api.bodies import Chat
+from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.tools.formats import FORMATS, CallReader
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking

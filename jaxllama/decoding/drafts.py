@@ -1,0 +1,317 @@
+"""Drafts: a guess of the next tokens, which the model verifies in one pass.
+
+    plan = DraftPlan.of(draft, draft_tokens, deterministic)
+    rows = begin(plan, draft_params, tokens, lengths, rows, capacity)      after a prefill
+    rows, draft = propose(plan, draft_params, rows, sampling, limit)       before each pass
+
+The tokens are those without a draft.  Every position of a draft is sampled by the model's own
+logits, penalties and bias, with the key that its position has anyway, and a drafted token stays
+where it is that token.  So no distribution is corrected and none changes (arXiv 2211.17192 corrects
+them; a draft that samples with the same keys agrees as often: Daliri et al., arXiv 2408.07978).
+Log-probabilities are the model's.  Roundings may differ as with another batch size.
+
+Drafts are pure functions on the device.  ``NGram`` finds the tokens that followed the last ones
+when they stood in the text before (prompt lookup).  ``ModelDraft`` is a smaller model with the same
+vocabulary.  Its cache holds accepted tokens only: each turn it reads the tokens that it has not
+seen, at once, and goes on from there in a copy of the states that it would have to take back.
+
+With ``draft_tokens`` 0 each row finds what pays.  It asks for four times as many tokens after a
+draft of which a token stayed, and for half after one of which none did.  After the last of those it
+asks for none for 2, 4, 8, ... 64 turns; and ``NGram`` proposes few where it is unsure.
+
+Left out: trees; sampling rules that are not by position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.forward import Params, fill_rows, prefill_chunk
+from jaxllama.decoding.rows import Rows
+from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model import decoder
+from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import Hidden
+from jaxllama.parallel.mesh import mesh_of
+
+MOST = 15  # drafted tokens of a pass
+ADAPTIVE = 7  # the most that a row asks for where it adapts
+FEW = 3  # drafted tokens where little speaks for them
+_LONGEST_PAUSE = 64  # turns
+_CATCH_UP = 32  # tokens that a draft reads at once behind a pause
+
+
+class Drafted(NamedTuple):
+    """tokens int32 ``[B, most]``, of which ``lengths[B]`` are there; what the draft keeps."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    kept: Any
+
+    def following(self, width: int) -> jax.Array:
+        """The tokens that should follow each of the ``width`` that a pass reads, ``[B, width]``."""
+        return jnp.pad(self.tokens, ((0, 0), (0, 1)))[:, :width]
+
+
+class DraftContext(NamedTuple):
+    """What a draft may look at: text int32 ``[B, L]``, of which ``size[B]`` tokens are there; how
+    many are ``wanted[B]``, at most ``most``; how the model samples them, and what is called as
+    ``sample`` for it."""
+
+    text: jax.Array
+    size: jax.Array
+    wanted: jax.Array
+    most: int
+    sampling: SamplingParams
+    history: History | None
+    draw: Callable[..., tuple[jax.Array, jax.Array]] = sample
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """What followed the longest suffix of the text, of up to ``longest`` and at least ``least``
+    tokens, where it stood last.  Where that is so near that the text ends, it goes round.
+
+    unsure: behind a suffix of just ``least`` tokens it proposes at most ``FEW``.
+    """
+
+    longest: int = 8
+    least: int = 2
+    unsure: bool = False
+
+    def begin(self, *_: Any) -> None:
+        """It keeps nothing but the text."""
+
+    def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
+        text, size = ask.text, ask.size[:, None]
+        width = text.shape[1]
+        place = jnp.arange(width, dtype=jnp.int32)[None, :]
+        alike, run = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
+        for back in range(self.longest):
+            token = jnp.take_along_axis(text, jnp.maximum(size - 1 - back, 0), axis=1)
+            before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :width]
+            alike &= (before == token) & (back < size)
+            run += alike.astype(jnp.int32)
+        is_match = (run >= self.least) & (place < size - 1)
+        best = jnp.max(jnp.where(is_match, run * width + place, -1), axis=1, keepdims=True)
+        end = best % width
+        ahead = jnp.arange(ask.most, dtype=jnp.int32)[None, :]
+        follows = end + 1 + ahead % jnp.maximum(size - 1 - end, 1)
+        tokens = jnp.take_along_axis(text, jnp.minimum(follows, width - 1), axis=1)
+        wanted = jnp.where(best[:, 0] >= 0, ask.wanted, 0)
+        if self.unsure:
+            is_short = best[:, 0] < (self.least + 1) * width
+            wanted = jnp.where(is_short, jnp.minimum(wanted, FEW), wanted)
+        return Drafted(tokens, wanted, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDraft:
+    """What a model of this config would sample with the same keys, of the ``vocab_size`` tokens
+    that the verifying one has.  It keeps a cache."""
+
+    cfg: ModelConfig
+    vocab_size: int
+
+    def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
+        """The cache behind prompts ``tokens[B, T]``, ``lengths[B]``."""
+        dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
+        cache = init_cache(self.cfg, tokens.shape[0], capacity, dtype, mesh=mesh)
+        chunk = prefill_chunk(*tokens.shape)
+        return fill_rows(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
+
+    def fill(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        cache: Cache,
+        totals: jax.Array,
+        *,
+        fresh: bool,
+    ) -> Cache:
+        """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
+        tokens = self._known(tokens)
+        _, after = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)
+        assert after is not None
+        return after
+
+    def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
+        """Nothing is computed where nobody wants a draft."""
+        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
+        # A loop of one round is a choice that copies no cache.
+        tokens, kept, _ = lax.while_loop(
+            lambda carry: carry[2],
+            lambda carry: (*self._proposed(params, carry[0], carry[1], ask), jnp.bool_(False)),
+            (none, kept, jnp.any(ask.wanted > 0)),
+        )
+        return Drafted(tokens, ask.wanted, kept)
+
+    def _proposed(
+        self, params: Params, none: jax.Array, kept: Cache, ask: DraftContext
+    ) -> tuple[jax.Array, Cache]:
+        kept, hidden = self._read(params, kept, ask)
+        most = jnp.max(ask.wanted)
+
+        def drafted(
+            tokens: jax.Array, index: Any, hidden: Hidden, history: History | None
+        ) -> tuple[jax.Array, History | None]:
+            scores = self._scores(params, hidden)
+            token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
+            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
+            return tokens, None if history is None else history.add(token)
+
+        def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            index, tokens, cache, history = carry
+            newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
+            goes_on = (index < ask.wanted).astype(jnp.int32)
+            newest = self._known(newest)
+            hidden, cache = decoder.forward(self.cfg, params, newest, goes_on, cache, sparse=True)
+            tokens, history = drafted(tokens, index, hidden[:, 0], history)
+            return index + 1, tokens, cache, history
+
+        tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
+        carry = jnp.int32(1), tokens, kept, history
+        _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
+        # Keys and values past the length are dead; a recurrent state has to be the old one.
+        layers = tuple(
+            new if isinstance(new, KVCache) else old
+            for new, old in zip(after.layers, kept.layers, strict=True)
+        )
+        return tokens, Cache(layers, kept.lengths, kept.table)
+
+    def _read(self, params: Params, cache: Cache, ask: DraftContext) -> tuple[Cache, Hidden]:
+        """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
+        the rows that want a draft."""
+
+        def missing(cache: Cache) -> jax.Array:
+            return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
+
+        def read(width: int, carry: tuple[Cache, Hidden]) -> tuple[Cache, Hidden]:
+            cache, last = carry
+            place = jnp.arange(width, dtype=jnp.int32)[None, :]
+            new = jnp.minimum(missing(cache), width)
+            index = jnp.minimum(cache.lengths[:, None] + place, ask.text.shape[1] - 1)
+            tokens = self._known(jnp.take_along_axis(ask.text, index, axis=1))
+            hidden, proposal = decoder.propose(self.cfg, params, tokens, new, cache)
+            return decoder.commit(proposal, new), hidden.last(new, last)
+
+        blank = jnp.zeros((cache.batch, self.cfg.d_model), decoder.activation_dtype(params))
+        carry, usual = (cache, Hidden(blank)), ask.most + 1
+        for width, enough in ((_CATCH_UP, usual), (usual, 0)):
+            carry = lax.while_loop(
+                lambda carry, enough=enough: jnp.any(missing(carry[0]) > enough),
+                functools.partial(read, width),
+                carry,
+            )
+        return carry
+
+    def _known(self, tokens: jax.Array) -> jax.Array:
+        """Tokens as this model may read them: tables are padded to different sizes."""
+        return jnp.minimum(tokens, self.cfg.vocab_size - 1)
+
+    def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
+        """Logits ``[B, vocab_size]``."""
+        scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
+        more = self.vocab_size - scores.shape[1]
+        return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftPlan:
+    """Who drafts, at most how many tokens, and the widths of a pass; adaptive: or fewer; exact: in
+    the shapes of a decode step of as many rows as a pass has tokens."""
+
+    draft: Any
+    most: int
+    widths: tuple[int, ...]
+    adaptive: bool
+    exact: bool = False
+
+    @classmethod
+    def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> DraftPlan:
+        """draft_tokens: 0 to 15, 0 adapts.  deterministic: one width, a power of two, so that a
+        pass of 32 tokens is whole rows.  Raises JaxLlamaError naming the key."""
+        if not 0 <= whole("draft_tokens", draft_tokens) <= MOST:
+            raise JaxLlamaError(f"draft_tokens = {draft_tokens}: must be from 0 (adapts) to {MOST}")
+        most, adaptive = draft_tokens or ADAPTIVE, draft_tokens == 0
+        if deterministic:
+            widths = (1 << most.bit_length(),)
+        else:
+            widths = (1, 4, 8) if adaptive else (1, most + 1)
+        return cls(draft, most, widths, adaptive, deterministic)
+
+
+class Pace(NamedTuple):
+    """What a row asks for, int32 ``[B]`` each: tokens of its next draft; turns until that; how
+    long its last pause was."""
+
+    tokens: jax.Array
+    wait: jax.Array
+    pause: jax.Array
+
+    def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
+        is_wrong = accepted == 0
+        tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(4 * self.tokens, most))
+        pauses = tokens == 0
+        pause = jnp.where(pauses, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), self.pause)
+        tried = Pace(
+            jnp.maximum(tokens, 1), jnp.where(pauses, pause, 0), jnp.where(is_wrong, pause, 1)
+        )
+        waited = self._replace(wait=jnp.maximum(self.wait - 1, 0))
+        return Pace(*(jnp.where(drafted > 0, *pair) for pair in zip(tried, waited, strict=True)))
+
+
+def begin(
+    plan: DraftPlan,
+    draft_params: Params | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    rows: Rows,
+    capacity: int,
+) -> Rows:
+    """The rows with what a draft needs, after their prompts ``tokens[B, T]``, ``lengths[B]``.
+
+    capacity: of the cache.
+    """
+    ints, text = _with_drafts(plan.most, rows.ints, rows.written, tokens, lengths)
+    kept = plan.draft.begin(draft_params, tokens, lengths, capacity)
+    return dataclasses.replace(rows, ints=ints, text=text, kept=kept)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_drafts(
+    most: int, ints: jax.Array, written: jax.Array, tokens: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(``Rows.ints`` with the fields of drafts, the text of prompts and first tokens)."""
+    more = [jnp.full_like(lengths, value) for value in (0, 0, most, 0, 1)]
+    text = jnp.pad(tokens, ((0, 0), (0, written.shape[2])))
+    text = text.at[jnp.arange(text.shape[0]), lengths].set(written[0, :, 0])
+    return jnp.concatenate([ints, jnp.stack(more)]), text
+
+
+def propose(
+    plan: DraftPlan,
+    draft_params: Params | None,
+    rows: Rows,
+    sampling: SamplingParams,
+    limit: jax.Array | int,
+) -> tuple[Rows, Drafted]:
+    """(the rows with what the draft keeps, the proposals of live rows)."""
+    fields = rows.fields
+    room = jnp.where(fields.is_live(limit), limit - fields.count - 1, 0)
+    wanted = jnp.where(fields.wait > 0, 0, jnp.minimum(fields.ask, room))
+    assert rows.text is not None
+    ask = DraftContext(rows.text, fields.length + 1, wanted, plan.most, sampling, rows.history)
+    draft = plan.draft.propose(draft_params, rows.kept, ask)
+    return dataclasses.replace(rows, kept=draft.kept), draft

@@ -1,0 +1,181 @@
+"""Passes over the model inside of a program: prompts, one token a row, a draft.
+
+    scores, cache    = fill(cfg, params, tokens, lengths, cache, chunk)      prompts
+    scores, proposal = verify(cfg, params, tokens, lengths, cache, exact)    several tokens a row
+
+The operands are known to be right: ``jaxllama.generation`` has the same for callers of any kind.
+Logits of a row without room for its tokens are NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.compiler_options import donated
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model import decoder
+from jaxllama.model.cache import Cache, Proposal
+from jaxllama.model.records import Hidden
+
+Params = dict[str, Any]
+# Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
+# products at full speed, and 3 GB of activations for Llama-3.1-8B, 6 GB for 70B.
+PREFILL_TOKENS = 32768
+# Tokens of each row that a CPU's prefill takes through the model at once.
+CPU_PREFILL_TOKENS = 512
+
+
+def prefill_chunk(rows: int, width: int) -> int | None:
+    """The ``chunk`` for prompts of ``width`` tokens in ``rows`` rows.
+
+    The pieces are equal, and as few as the memory of activations allows.  None means one piece.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    most = CPU_PREFILL_TOKENS if is_cpu else max(PREFILL_TOKENS // rows, 128)
+    pieces = -(-width // most)
+    return None if pieces == 1 else min(-(-width // pieces // 128) * 128, most)
+
+
+def int32_ids(*ids: jax.Array) -> list[jax.Array]:
+    """Tokens or lengths as int32.
+
+    They are int64 under ``jax_enable_x64``.  A number that int32 cannot hold stays out of range.
+    """
+    largest = 2**31 - 1
+    return [
+        (jnp.clip(x, -1, largest) if x.dtype.itemsize == 8 else x).astype(jnp.int32) for x in ids
+    ]
+
+
+def check_room(cache: Cache, width: int, what: str) -> None:
+    """Raises JaxLlamaError where a row of the cache holds less than ``width`` tokens."""
+    if cache.capacity is not None and width > cache.capacity:
+        raise JaxLlamaError(f"{width} {what} do not fit a cache of max_len {cache.capacity}")
+
+
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total: jax.Array | None = None,
+    sparse: bool = False,
+) -> tuple[Hidden, Cache]:
+    """``decoder.forward`` with a cache, which returns a cache."""
+    hidden, after = decoder.forward(cfg, params, tokens, lengths, cache, total, sparse=sparse)
+    assert after is not None
+    return hidden, after
+
+
+def scores_of(
+    cfg: ModelConfig, params: Params, hidden: Hidden, cache: Cache, lengths: jax.Array
+) -> jax.Array:
+    """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
+    (A choice that whatever reads the logits makes in passing.)"""
+    logits = decoder.logits(cfg, params, hidden)
+    if cache.capacity is None:
+        return logits
+    fits = cache.lengths + lengths <= cache.capacity
+    return jnp.where(fits[:, None], logits, jnp.float32(jnp.nan))
+
+
+@donated(4, static_argnums=0, static_argnames="chunk")
+def fill_rows(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None = None,
+) -> tuple[jax.Array, Cache]:
+    """``jl.prefill`` of operands that are known to be right.
+
+    A row of length 0 stays as it is, and its logits mean nothing.  ``tokens`` may be padded beyond
+    ``cfg.max_position``.
+    """
+    check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = int32_ids(tokens, lengths)
+    return fill(cfg, params, tokens, lengths, cache, chunk)
+
+
+def fill(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None,
+) -> tuple[jax.Array, Cache]:
+    """(logits ``[B, V]`` of each row's last valid token, cache) of ``tokens[B, T]``."""
+    before = cache
+
+    if chunk is None or chunk >= tokens.shape[1]:
+        hidden, cache = forward(cfg, params, tokens, lengths, cache)
+        last = hidden.last(lengths)
+    else:
+        n_chunks = -(-tokens.shape[1] // chunk)
+        tokens = jnp.pad(tokens, ((0, 0), (0, n_chunks * chunk - tokens.shape[1])))
+        pieces = jnp.moveaxis(tokens.reshape(tokens.shape[0], n_chunks, chunk), 1, 0)
+        total = cache.lengths + lengths
+
+        def one_chunk(carry: tuple[Cache, Hidden], piece: tuple[jax.Array, jax.Array]):
+            cache, last = carry
+            index, part = piece
+            n_new = jnp.clip(lengths - index * chunk, 0, chunk)
+            hidden, cache = forward(cfg, params, part, n_new, cache, total)
+            return (cache, hidden.last(n_new, last)), None
+
+        blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
+        index = jnp.arange(n_chunks, dtype=jnp.int32)
+        (cache, last), _ = lax.scan(one_chunk, (cache, Hidden(blank)), (index, pieces))
+    return scores_of(cfg, params, last, before, lengths), cache
+
+
+def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary."""
+    is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
+    in_range = (lengths >= 1) & (lengths <= tokens.shape[1])
+    return in_range & jnp.all(is_known | ~is_valid, axis=1)
+
+
+def or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
+    """``scores[B, ...]`` of the rows that are true in ``rows[B]``, NaN elsewhere."""
+    rows = rows.reshape(-1, *(1,) * (scores.ndim - 1))
+    return jnp.where(rows, scores, jnp.float32(jnp.nan))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Teacher-forced float32 logits ``[B, T, V]``; NaN for rows that are not ``possible_rows``."""
+    tokens, lengths = int32_ids(tokens, lengths)
+    possible = possible_rows(cfg, tokens, lengths)
+    hidden, _ = decoder.forward(cfg, params, tokens, lengths)
+    return or_nan(possible, decoder.logits(cfg, params, hidden))
+
+
+def verify(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    exact: bool = False,
+) -> tuple[jax.Array, Proposal]:
+    """(logits ``[B, T, V]``, proposal) of ``tokens[B, T]``; exact: as for ``decoder.propose``."""
+    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
+    scores = decoder.logits(cfg, params, hidden.flat())
+    scores = scores.reshape(*tokens.shape, -1)
+    if cache.capacity is not None:
+        last = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        scores = jnp.where((last < cache.capacity)[:, :, None], scores, jnp.float32(jnp.nan))
+    return scores, proposal

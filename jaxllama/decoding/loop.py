@@ -1,0 +1,108 @@
+"""The loop over turns, on the device.
+
+    rows, extra = run(forward, rows, draw, stop_ids, unfinished, ...)
+
+``forward`` is an argument, so that any executor whose pass is part of a program can use the loop.
+A pass is as wide as the longest draft of a row needs, of a few compiled widths.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.decoding.drafts import Drafted
+from jaxllama.decoding.rows import Rows
+from jaxllama.decoding.turn import Draw, Forward, Inputs, TurnReport, finish, start
+
+Carry = TypeVar("Carry")
+
+
+class Drafting(NamedTuple):
+    """How a loop drafts.
+
+    propose: returns the rows, whose draft may have read more of the text, and what they propose.
+    widths: tokens of a row that a pass may have.
+    adapts_to: as for ``finish``.
+    """
+
+    propose: Callable[[Rows], tuple[Rows, Drafted]]
+    widths: tuple[int, ...]
+    adapts_to: int | None = None
+
+
+def run(
+    forward: Forward,
+    rows: Rows,
+    draw: Draw,
+    stop_ids: jax.Array,
+    unfinished: Callable[[Rows], jax.Array],
+    *,
+    limit: jax.Array | int | None = None,
+    drafting: Drafting | None = None,
+    ignores_stops: jax.Array | None = None,
+    extra: Any = (),
+    collect: Callable[[Any, Inputs, TurnReport], Any] | None = None,
+) -> tuple[Rows, Any]:
+    """Take turns while ``unfinished(rows)``, a bool scalar.
+
+    forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
+    extra: what the caller keeps of the turns; ``collect`` returns it with another turn's part.
+
+    The condition is computed where it is asked for.  As an element of the carry it would save a
+    kernel, but a CUDA graph then reads it before the step has written it
+    (``evaluation/speed/README.md``).
+    """
+    adapts_to = None if drafting is None else drafting.adapts_to
+
+    def one_pass(draft: Drafted | None, width: int, carry: tuple[Rows, Any]) -> tuple[Rows, Any]:
+        rows, extra = carry
+        inputs = start(rows, draft, width, limit)
+        passed = forward(rows, inputs)
+        rows, report = finish(
+            rows,
+            inputs,
+            passed,
+            draw,
+            stop_ids,
+            ignores_stops=ignores_stops,
+            adapts_to=adapts_to,
+        )
+        if collect is not None:
+            assert report is not None
+            extra = collect(extra, inputs, report)
+        return rows, extra
+
+    def turn(carry: tuple[Rows, Any]) -> tuple[Rows, Any]:
+        if drafting is None:
+            return one_pass(None, 1, carry)
+        rows, draft = drafting.propose(carry[0])
+        needed = jnp.max(draft.lengths) + 1
+        run_pass = functools.partial(one_pass, draft)
+        return in_width(drafting.widths, needed, run_pass, (rows, carry[1]))
+
+    return lax.while_loop(lambda carry: unfinished(carry[0]), turn, (rows, extra))
+
+
+def in_width(
+    widths: tuple[int, ...], needed: jax.Array, run: Callable[[int, Carry], Carry], carry: Carry
+) -> Carry:
+    """``run(width, carry)`` with the least of ``widths`` that is at least ``needed``."""
+    if len(widths) == 1:
+        return run(widths[0], carry)
+    # A loop of one round is a choice that copies no cache.
+    once, least = (carry, jnp.bool_(True)), 0
+    for width in widths:
+        is_it = (least < needed) & (needed <= width)
+        once = lax.while_loop(
+            lambda once, is_it=is_it: once[1] & is_it,
+            lambda once, width=width: (run(width, once[0]), jnp.bool_(False)),
+            once,
+        )
+        least = width
+    return once[0]

@@ -1,0 +1,472 @@
+"""Engine: continuous batching of requests over one model.
+
+    engine = Engine(lm, max_slots=16)
+    engine.start()                           # a thread that runs step() while there is work
+    engine.submit(request, on_event)         # from any thread; Events come on the engine's
+    engine.drain(); engine.stop()
+
+or, without a thread, ``submit`` and then ``step`` until it returns False.  A step is: take what
+came in, end what is overdue or cancelled, let the scheduler plan, hand it to the runner (admit,
+fill, decode), read what the step before has written.
+
+Contract.  A request's tokens are those that ``lm.generate`` gives it alone, whatever else runs and
+in whatever order.  On a CPU with weights in the handlers' layout they are the same bits; elsewhere
+they are equal up to rounding (``model/README.md``).  A ``deterministic`` model gives a request the
+same bits whatever runs beside it, and up to 32 slots those of ``lm.generate``.  Every request gets
+exactly one Event with a ``finish_reason``, its last.  An error in a request's own text, grammar or
+listener ends that request with an "error" and nothing else.  An error in a step itself ends the
+engine: every listener hears so (``EngineFailed``), and ``failure`` says why.  After ``warm_up``
+nothing is compiled.  The same requests and cancellations at the same steps give the same bits.
+
+A step is planned and handed to the device before the one before has been read, which is read, made
+text and told while the device works: what ends on the device (stop tokens, limits) is then not
+decoded further, what ends here (stop strings, cancellations) writes once more and is not read, and
+only rows under a grammar wait for themselves, where it leaves a choice.
+
+Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
+cache.  An offloaded model (``offload``) is computed in ``blocks``.  Left out: several processes
+behind one engine, beam search.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxllama.engine import blocks
+from jaxllama.engine.admission import Admission
+from jaxllama.engine.grammar import Matcher, NextTokens
+from jaxllama.engine.inbox import Inbox
+from jaxllama.engine.options import EngineOptions, ResolvedOptions, checked_names
+from jaxllama.engine.output import OnEvent, RequestOutput
+from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
+from jaxllama.engine.runner import Runner, Running, Written
+from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
+from jaxllama.engine.stats import EngineStats, count
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
+from jaxllama.text.reader import Reader
+
+_log = logging.getLogger("jaxllama.serving")
+# Most seconds that rows wait to be told, for the next step to be handed to the device first.
+HAND_OVER = 0.005
+
+
+Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | None
+
+
+def _of_slots(
+    lm: LanguageModel, draft: str | LanguageModel | None, asked: dict[str, Any]
+) -> tuple[ResolvedOptions, Scheduler, Runner]:
+    """What runs a model whose weights are all on the device, or on a mesh."""
+    mesh = mesh_of(lm.params)
+    devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
+    drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
+    by = draft.config if isinstance(draft, LanguageModel) else draft
+    asked = {"deterministic": lm.deterministic, **asked, "draft": by}
+    options = EngineOptions(**asked).resolve(lm.config, lm.dtype, devices)
+    runner = Runner(lm.config, lm.params, options, lm.adapters, drafting)
+    scheduler = Scheduler(
+        max_slots=options.max_slots,
+        pages=runner.pages,
+        chunk=options.prefill_chunk,
+        token_budget=options.token_budget,
+        widths=options.widths,
+        steps_per_call=options.steps_per_call,
+        recompute=not options.deterministic,
+        may_share=runner.may_share,
+        reach=lambda rows: options.pass_widths(options.size(rows))[-1],
+    )
+    return options, scheduler, runner
+
+
+class Engine:
+    """Continuous batching over one model; the module docstring has the contract.
+
+    Parameters
+    ----------
+    lm
+        The model.
+    draft
+        Source of drafts, as ``lm.generate`` takes it, or a function of ``lm`` that returns one.
+    observe
+        Called as (name, seconds) with "queue" (until admission), "ttft" (until the first token),
+        "itl" (between tokens) and "e2e" (until the end).
+    options
+        Fields of ``EngineOptions``.
+
+    Attributes
+    ----------
+    failure
+        The error that ended the engine; None while it works.
+
+    Raises
+    ------
+    JaxLlamaError
+        If options exclude each other, or an offloaded model's blocks do not have them.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        draft: Draft = None,
+        observe: Callable[[str, float], None] | None = None,
+        **options: Any,
+    ) -> None:
+        checked_names(options)
+        self.lm = lm
+        self.failure: str | None = None
+        draft = draft(lm) if callable(draft) else draft
+        if lm.executor.block_size is not None:
+            options |= {} if draft is None else {"draft": draft}
+            self.options = blocks.options_of(lm, options)
+            self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
+            self.runner: Runner | blocks.BlockRunner = blocks.BlockRunner(lm, self.options)
+        else:
+            self.options, self.scheduler, self.runner = _of_slots(lm, draft, options)
+        self.admission = Admission(lm, self.options, self.scheduler)
+        self._observe = observe or (lambda name, seconds: None)
+        self.live: dict[str, RequestOutput] = {}
+        self._decoding: tuple[TurnPlan, Running] | None = None
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.arrivals = 0
+        self.steps = 0
+        self.compiled = self.runner.compiled_programs()
+        self._stats = count(self)
+        self._inbox = Inbox()
+        self._stepping = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    # What comes in, from any thread
+
+    def submit(self, request: Request, on_event: OnEvent, *, with_text: bool = True) -> None:
+        """Queue a request.  on_event: called on the engine's thread; a request whose listener
+        raises ends with the reason "error".  with_text: false where the listener makes the text
+        and looks for stop strings in it (``end``).
+
+        Raises QueueFull when ``max_queue`` requests wait, EngineClosed when no more are taken,
+        JaxLlamaError for a request that can never run or an id in flight.
+        """
+        waiting = len(self.scheduler.waiting)
+        room = self.options.max_queue - waiting
+        entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
+        if not self._inbox.submit(request.id, entry, room):
+            waiting += len(self._inbox)
+            raise QueueFull(waiting, self._retry_after(waiting))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last Event says "cancelled".  Unknown ids are ignored."""
+        self.end(request_id, "cancelled")
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """The same, for a reason of the caller's: "stop" where its text is complete."""
+        self._inbox.end(request_id, reason)
+
+    @property
+    def closed(self) -> str | None:
+        """Why no more requests are taken, or None."""
+        return self._inbox.closed
+
+    def _retry_after(self, waiting: int) -> float:
+        """Seconds until a quarter of the queue is gone, at the pace of what has ended so far."""
+        ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
+        return max(busy / ended * waiting / 4, 1.0) if ended else 1.0
+
+    def listen(self, told: Callable[[], None]) -> None:
+        """told: called on the engine's thread when a step has handed out its events."""
+        self._listeners.append(told)
+
+    def _told(self) -> None:
+        for told in self._listeners:
+            told()
+
+    # Steps
+
+    def step(self) -> bool:
+        """Do one step; False if there was nothing to do."""
+        with self._stepping:
+            began = time.monotonic()
+            self._take_inbox()
+            overdue = list(self.scheduler.overdue(began))
+            for sequence, reason in overdue:
+                self._end_from_outside(sequence.request.id, reason)
+            if not self.live:
+                self._stats = count(self)
+                self._told()
+                return bool(overdue)
+            self._run()
+            self.steps += 1
+            self.counts["busy_ms"] += round((time.monotonic() - began) * 1000)
+            self._stats = count(self)
+            self._told()
+            return True
+
+    def _run(self) -> None:
+        scheduler = self.scheduler
+        self._look_ahead()
+        plan = scheduler.plan()
+        self.counts["preemptions"] += len(plan.preempted)
+        self._admitted(plan.admitted)
+        masks = self._masks(plan)
+        before = self._decoding
+        self._decoding = plan, self.runner.run(plan, masks)
+        if before is not None:
+            before[1].drawn.exception()  # waits
+            # The device waits for the thread that hands it this step, and both hold one lock.
+            self._decoding[1].handed.wait(HAND_OVER)
+            self._take(*before)
+        if not plan.budgets:
+            self._told()
+            self._take(*self._decoding)
+            self._decoding = None
+
+    def _look_ahead(self) -> None:
+        """What restricted requests may write next."""
+        for live in list(self.live.values()):
+            if live.matcher is not None:
+                try:
+                    live.sequence.known = live.matcher.ahead().known
+                except Exception as error:
+                    live.error = error
+                    self._end(live.sequence.request.id, "error")
+
+    def _masks(self, plan: TurnPlan) -> dict[Sequence, NextTokens]:
+        """What those of a plan are told of it: behind what they were told before."""
+        masks = {}
+        for sequence, budget in plan.budgets.items():
+            matcher = self.live[sequence.request.id].matcher
+            if matcher is not None and sequence.is_masked:
+                known, told = matcher.ahead(), sequence.ahead - budget
+                masks[sequence] = known._replace(forced=known.forced[told : sequence.ahead])
+        return masks
+
+    def _take(self, plan: TurnPlan, running: Running) -> None:
+        """What a step has written, waited for, while the next one runs."""
+        drawn = running.drawn.result()
+        if drawn is None:
+            return
+        written = self.runner.read(drawn)
+        now = time.monotonic()
+        for sequence in plan.budgets:
+            plan.settle(sequence)
+            self.counts["drafted_tokens"] += written[sequence].drafted
+            self.counts["accepted_tokens"] += written[sequence].accepted
+            live = self.live.get(sequence.request.id)
+            # It may have ended meanwhile, and another may have its name.
+            if live is not None and live.sequence is sequence and written[sequence].tokens:
+                self._read(live, written[sequence], now)
+
+    def _admitted(self, newcomers: list[Sequence]) -> None:
+        now = time.monotonic()
+        for sequence in newcomers:
+            if not sequence.output:
+                self.counts["prefix_hit_tokens"] += sequence.cached
+                self._observe("queue", now - sequence.submitted)
+
+    def _read(self, live: RequestOutput, written: Written, now: float) -> None:
+        """Hand on what a row has written."""
+        if live.error is not None:
+            return
+        try:
+            news = live.read(written)
+        except Exception as error:
+            self._blame(live, error)
+            return
+        n_tokens = len(news["tokens"])
+        is_first = n_tokens == len(live.sequence.output)
+        seconds, live.last_time = now - live.last_time, now
+        self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
+        self.counts["completion_tokens"] += n_tokens
+        if live.reason is None:
+            try:
+                live.emit(**news)
+            except Exception as error:
+                self._blame(live, error)
+        else:
+            self._end(live.sequence.request.id, live.reason, **news)
+
+    def _blame(self, live: RequestOutput, error: Exception) -> None:
+        """A request's own work has raised: the next step ends it."""
+        live.error = error
+        self.cancel(live.sequence.request.id)
+
+    def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
+        live = self.live[request_id]
+        self.scheduler.finish(live.sequence)
+        self.runner.drop(live.sequence)
+        if live.reason is None and live.error is None:
+            try:
+                event["text"] = live.reader.close()
+            except Exception as error:
+                live.error = error
+        if live.error is not None:
+            reason, event = "error", {"error": live.error}
+        self._observe("e2e", time.monotonic() - live.sequence.submitted)
+        self._tell_end(live, reason, **event)
+
+    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
+        """The last event, and the request is forgotten."""
+        self.counts[f"finished {reason}"] += 1
+        self.counts["ended"] += 1
+        with contextlib.suppress(Exception):  # it has ended, whatever its listener makes of it
+            live.emit(finish_reason=reason, **event)
+        del self.live[live.sequence.request.id]
+        self._inbox.forget(live.sequence.request.id)
+
+    # What came in, taken by a step
+
+    def _take_inbox(self) -> None:
+        for kind, entry in self._inbox.take():
+            if kind == "submit":
+                self._add(*entry)
+            elif entry[0] in self.live:
+                self._end_from_outside(*entry)
+
+    def _end_from_outside(self, request_id: str, reason: FinishReason) -> None:
+        reason = reason if self.live[request_id].error is None else "error"
+        self._end(request_id, reason)
+
+    def _add(
+        self,
+        request: Request,
+        on_event: OnEvent,
+        matcher: Matcher | None,
+        submitted: float,
+        with_text: bool,
+    ) -> None:
+        sequence = Sequence(request, self.arrivals, submitted)
+        self.arrivals += 1
+        self.counts["prompt_tokens"] += len(request.prompt)
+        live = self._follow(sequence, on_event, matcher, with_text)
+        try:
+            self.scheduler.add(sequence)
+        except JaxLlamaError as error:  # it could run when it was submitted
+            self._tell_end(live, "error", error=error)
+
+    def _follow(
+        self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None, with_text: bool
+    ) -> RequestOutput:
+        request = sequence.request
+        eos = () if request.ignore_eos else self.lm.config.eos_token_ids
+        reader = Reader(
+            self.lm.tokenizer if with_text else None,
+            (*eos, *request.stop_token_ids),
+            request.stop if with_text else (),
+            least=request.min_tokens,
+            skip_special=request.skip_special_tokens,
+            include_stop=request.include_stop,
+        )
+        live = RequestOutput(sequence, on_event, reader, matcher, sequence.submitted)
+        self.live[request.id] = live
+        return live
+
+    # Convenience
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[Event]]:
+        """Run requests to their ends on this thread; the events of each."""
+        events: dict[str, list[Event]] = {}
+        for request in requests:
+            self.submit(request, events.setdefault(request.id, []).append)
+        while self.step():
+            pass
+        return events
+
+    def warm_up(self) -> None:
+        """Compile every program in every shape; requests in flight are left as they are."""
+        with self._stepping:
+            self.runner.warm_up()
+            self.compiled = self.runner.compiled_programs()
+            self._stats = count(self)
+
+    def warm_up_behind(self) -> None:
+        """Compile the programs of a first request; a thread compiles the others behind it.
+
+        The thread yields to requests.  A request that needs a missing program waits for that one.
+        """
+        with self._stepping:
+            self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
+            self.compiled = self.runner.compiled_programs()
+            self._stats = count(self)
+
+    def stats(self) -> EngineStats:
+        """As of the last step; from any thread."""
+        waiting = len(self.scheduler.waiting) + len(self._inbox)
+        return dataclasses.replace(self._stats, waiting=waiting)
+
+    # The thread
+
+    def start(self) -> None:
+        """Run in a thread of its own, from the moment when a first request's programs exist."""
+        if self._thread is not None:
+            raise JaxLlamaError("the engine has been started already")
+        self.warm_up_behind()
+        self._thread = threading.Thread(target=self._loop, name="jaxllama-engine", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while self._inbox.wait_for_work(lambda: bool(self.live)):
+            try:
+                self.step()
+            except BaseException as error:  # a library's panic is no Exception
+                self._fail(error)
+                return
+            if not self.live:
+                self._inbox.wake()
+
+    def _fail(self, error: BaseException) -> None:
+        """A step that raised has left the state unknown, the scheduler's too: everybody is told,
+        nothing else is touched, and no more is taken."""
+        self.failure = f"the engine failed: {type(error).__name__}: {error}"
+        _log.error("the engine failed", exc_info=error)
+        self._inbox.close(self.failure)
+        with self._stepping:
+            for kind, entry in self._inbox.take():
+                if kind == "submit":
+                    request, on_event, matcher, submitted, with_text = entry
+                    sequence = Sequence(request, self.arrivals, submitted)
+                    self._follow(sequence, on_event, matcher, with_text)
+            for live in list(self.live.values()):
+                self._tell_end(live, "error", error=EngineFailed(self.failure))
+            self._told()
+        self._inbox.wake()
+
+    def _end_all(self) -> None:
+        with self._stepping:
+            for kind, entry in self._inbox.take():
+                if kind == "submit":
+                    self._add(*entry)
+            for request_id in list(self.live):
+                self._end(request_id, "cancelled")
+            self._stats = count(self)
+            self._told()
+        self._inbox.wake()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait until those in flight are answered; False if that took
+        longer than ``timeout`` seconds."""
+        self._inbox.close("the engine is shutting down")
+        if self._thread is None:
+            while self.step():
+                pass
+            return True
+
+        return self._inbox.wait_until_idle(self._thread.is_alive, timeout)
+
+    def stop(self) -> None:
+        """End the thread; whatever is in flight ends as "cancelled"."""
+        self._inbox.close("the engine has stopped")
+        self._inbox.stop()
+        self.runner.stop()
+        if self._thread is not None:
+            self._thread.join()
+        if self.failure is None:
+            self._end_all()

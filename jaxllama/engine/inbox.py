@@ -1,0 +1,95 @@
+"""Inbox: what comes to an engine from any thread, until a step takes it.
+
+    inbox.submit(id, entry, room); inbox.end(id, reason) from any thread
+    inbox.take()                                         by a step: what came, in order
+    inbox.wait_for_work(is_busy), inbox.wait_until_idle  for the engine's thread, and who drains it
+
+It also knows which ids are in flight, from their submission until ``forget``.  Closed, it takes no
+more requests, and ``closed`` says why.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxllama.engine.request import EngineClosed, FinishReason
+from jaxllama.errors import JaxLlamaError
+
+Entry = tuple[Literal["submit", "end"], Any]
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._entries: collections.deque[Entry] = collections.deque()
+        self._ids: set[str] = set()
+        self.closed: str | None = None
+        self._stopped = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def submit(self, request_id: str, entry: Any, room: int) -> bool:
+        """Put a request; False if ``room`` entries wait already.  EngineClosed once it is closed,
+        JaxLlamaError for an id in flight."""
+        with self._changed:
+            if self.closed is not None:
+                raise EngineClosed(self.closed)
+            if request_id in self._ids:
+                raise JaxLlamaError(f"request id {request_id!r} is in flight already")
+            if len(self._entries) >= room:
+                return False
+            self._ids.add(request_id)
+            self._entries.append(("submit", entry))
+            self._changed.notify_all()
+            return True
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """Ids that are not in flight are ignored."""
+        with self._changed:
+            if request_id in self._ids:
+                self._entries.append(("end", (request_id, reason)))
+                self._changed.notify_all()
+
+    def take(self) -> collections.deque[Entry]:
+        with self._changed:
+            taken, self._entries = self._entries, collections.deque()
+            return taken
+
+    def forget(self, request_id: str) -> None:
+        with self._changed:
+            self._ids.discard(request_id)
+
+    def close(self, reason: str) -> None:
+        """The first reason stays."""
+        with self._changed:
+            self.closed = self.closed or reason
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """The engine's thread is to end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def wait_for_work(self, is_busy: Callable[[], bool]) -> bool:
+        """Until something came in or ``is_busy``; False once stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._entries or is_busy())
+            return not self._stopped
+
+    def wait_until_idle(self, is_alive: Callable[[], bool], timeout: float | None) -> bool:
+        """Until nothing is in flight (or nobody is there to change that); False after
+        ``timeout``."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not is_alive() or not (self._ids or self._entries), timeout
+            )
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,145 @@
+"""Journal of ``serve --state DIR``: request bodies on disk until they are answered.
+
+    journal.accept(id, kind, at, body)      before work on the body begins
+    journal.finish(id, answer)              its answer's JSON, or its error's
+    journal.unfinished() -> [Entry, ...]    bodies that a killed server still owes, oldest first
+    journal.find(id) -> JournalAnswer       None for an unknown id
+
+Caches and tokens are not stored: they follow from the body, which carries its seed.  A restarted
+server runs the owed bodies again and finishes the same tokens.  The newest ``KEPT`` answers stay.
+
+Contract.  SQLite in write-ahead mode: an entry that ``accept`` returned from survives kill -9 (a
+loss of power may take the last moments).  One process at a time.  Only the file's owner may read
+it, since it holds prompts and answers.  A write that the disk refuses raises JournalUnavailable and
+changes nothing, so it can be tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sqlite3
+from collections.abc import Generator
+from pathlib import Path
+
+from jaxllama.errors import JaxLlamaError
+
+KEPT = 10_000
+FILE = "journal.sqlite"
+
+
+class JournalUnavailable(JaxLlamaError):
+    """The journal cannot be written, for example because the disk is full."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A body that is owed.  at: time of arrival in seconds.  owner: the key that may read the
+    answer."""
+
+    id: str
+    kind: str
+    at: int
+    body: str
+    owner: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class JournalAnswer:
+    """text: the answer's JSON, "" while it is owed.  kind, owner: as in its Entry."""
+
+    text: str
+    kind: str
+    owner: str
+
+
+class Journal:
+    """The one in ``folder``.  Raises JaxLlamaError when the folder cannot be used."""
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / FILE
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(path)
+            self._db = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=0.1
+            )
+            # Held until the process ends, however it ends.
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS calls (number INTEGER PRIMARY KEY, id TEXT UNIQUE, "
+                "kind TEXT, created INTEGER, body TEXT, answer TEXT, "
+                "owner TEXT NOT NULL DEFAULT '')"
+            )
+            columns = [row[1] for row in self._db.execute("PRAGMA table_info(calls)")]
+            if "owner" not in columns:  # a journal of an earlier version
+                self._db.execute("ALTER TABLE calls ADD COLUMN owner TEXT NOT NULL DEFAULT ''")
+            self._db.execute(
+                "CREATE INDEX IF NOT EXISTS owed ON calls (number) WHERE answer IS NULL"
+            )
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("COMMIT")
+        except (OSError, sqlite3.Error) as error:
+            raise JaxLlamaError(f"--state {folder}: {error}") from None
+
+    def accept(self, id: str, kind: str, at: int, body: str, owner: str = "") -> None:
+        with _writing():
+            self._db.execute(
+                "INSERT INTO calls (id, kind, created, body, owner) VALUES (?, ?, ?, ?, ?)",
+                (id, kind, at, body, owner),
+            )
+
+    def finish(self, id: str, answer: str) -> None:
+        """The body is no longer needed; old answers make room."""
+        with _writing():
+            self._db.execute(
+                "UPDATE calls SET answer = ?, body = '' WHERE id = ? AND answer IS NULL",
+                (answer, id),
+            )
+            self._db.execute(
+                "DELETE FROM calls WHERE answer IS NOT NULL AND number <= "
+                "(SELECT max(number) FROM calls) - ?",
+                (KEPT,),
+            )
+
+    def check_writable(self) -> None:
+        """Write one page, as a test that the disk has room for it."""
+        with _writing():
+            [version] = self._db.execute("PRAGMA user_version").fetchone()
+            self._db.execute(f"PRAGMA user_version = {(version + 1) % 2**16}")
+
+    def unfinished(self) -> list[Entry]:
+        """Return the bodies without an answer, oldest first."""
+        query = (
+            "SELECT id, kind, created, body, owner FROM calls "
+            "WHERE id IS NOT NULL AND answer IS NULL ORDER BY number"
+        )
+        return [Entry(*row) for row in self._db.execute(query)]
+
+    def find(self, id: str) -> JournalAnswer | None:
+        """The answer with this id; None for an unknown id."""
+        query = "SELECT coalesce(answer, ''), kind, owner FROM calls WHERE id = ?"
+        row = self._db.execute(query, (id,)).fetchone()
+        return None if row is None else JournalAnswer(*row)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _make_private(path: Path) -> None:
+    """Create the file for its owner alone, or take the others' rights to it away.  SQLite gives the
+    files that it puts beside it (-wal, -shm) the same rights."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    for file in path.parent.glob(f"{path.name}*"):
+        file.chmod(0o600)
+
+
+@contextlib.contextmanager
+def _writing() -> Generator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise JournalUnavailable(f"the journal cannot be written: {error}") from None

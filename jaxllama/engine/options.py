@@ -1,0 +1,378 @@
+"""The sizes of an engine, asked for (EngineOptions) and chosen (ResolvedOptions).  Everything that
+is compiled follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import DraftPlan
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import DETERMINISTIC_ROWS
+from jaxllama.model.cache import init_pages
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
+from pallas_kernels.qtensor import tree_bytes
+
+CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
+# Tokens that prompts are prefilled with at once: enough to fill a GPU, and a short stall for those
+# who decode.
+PREFILL_TOKENS = 2048
+# Tokens of context up to which rows are decoded by programs of their own: kernels are planned for
+# what a row may hold, so one for a context of 131,072 would serve short rows badly, and up to 2,048
+# tokens of an int8 cache no row is cut into chunks.
+SHORT_CONTEXTS = (2048, 8192)
+# Most tokens of a pass in which rows draft, on a CPU and else: what more of them cost, and what it
+# costs to look for drafts that are not there, is no longer little beside a plain step.
+DRAFTING_TOKENS = {True: 16, False: 64}
+# Of the host's memory for the cache, where nothing is asked for.
+CPU_CACHE_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """None: ``resolve`` chooses.  Raises JaxLlamaError naming an option that is no such number.
+
+    max_slots: requests that run at once.  max_len: tokens of a request, prompt and answer; the
+    model's context by default, if the cache holds it.
+    kv_dtype: of the cache, as for ``init_cache``; the activations' by default.
+    cache_tokens: that the cache holds, of all requests together and of prefixes that are known; at
+        least max_len.  By default what memory_share leaves; on a CPU 1 GiB of them, and no more
+        than the slots can use.
+    memory_share: of the GPU memory that jax has (``$XLA_CLIENT_MEM_FRACTION``, three quarters
+        unless ``jaxllama serve`` or ``batch`` starts it) that weights, cache and work may take.
+    page_size: tokens in a page of the cache; 16 on a CPU, else 64, at most prefill_chunk.
+    prefix_cache: requests begin with what others have left in the cache.
+    prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 2048, at most
+        max_len.
+    prefill_rows: prompts that fit one chunk are prefilled so many at a time, long ones fewer
+        (``rows``); on a CPU as many short ones as a chunk has room for, else a 32nd of the slots.
+    token_budget: tokens of prompts, with their padding, between two decode steps, at least a chunk;
+        by default those of one prefill call.
+    max_queue: waiting requests.
+    steps_per_call: most tokens a row writes between two looks of the host (streams then move by so
+        many); 4 by default, and 2 halve the time between them where a step is long enough for the
+        host's work on it (10 to 20 ms for hundreds of rows).
+    deterministic: a request's tokens and logprobs are the same bits whatever runs beside it and in
+        whichever slot; the model's own flag by default.  As ``LanguageModel`` does it, shapes are
+        fixed: prompts are prefilled one by one, rows decoded in one program of 32 rows (or
+        max_slots, where that is more), a prefix is taken over in whole chunks, and no row that has
+        written is preempted (what it wrote would be computed again by another program).
+    draft: "ngram": what followed a row's last tokens where they stood before is verified several
+        tokens a pass (``jaxllama.decoding.drafts``): the same tokens, sooner where text repeats.  A
+        row whose drafts are wrong asks for fewer, and for none; so do all where there are too many
+        rows for it to pay.  Or the config of the model that does it, whose layers are of the same
+        cache; where it has states, prefixes are taken over in whole chunks, as a hybrid's are.
+    draft_tokens: that a row proposes at most, up to 15; 0 leaves that to the engine.
+    """
+
+    max_slots: int = 16
+    max_len: int | None = None
+    kv_dtype: str | None = None
+    cache_tokens: int | None = None
+    memory_share: float = 0.9
+    page_size: int | None = None
+    prefix_cache: bool = True
+    prefill_chunk: int | None = None
+    prefill_rows: int | None = None
+    token_budget: int | None = None
+    max_queue: int = 256
+    steps_per_call: int | None = None
+    deterministic: bool = False
+    draft: str | ModelConfig | None = None
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                if not isinstance(value, bool):
+                    raise JaxLlamaError(f"{field.name} = {value!r}: must be true or false")
+            elif field.type == "float":
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise JaxLlamaError(f"{field.name} = {value!r}: must be a number")
+            elif field.name in ("kv_dtype", "draft", "draft_tokens"):
+                continue
+            elif not (value is None and field.default is None):
+                # A request is a prompt of one token and an answer of one.
+                least = 2 if field.name == "max_len" else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise JaxLlamaError(
+                        f"{field.name} = {value!r}: must be a whole number >= {least}"
+                    )
+        if not 0 < self.memory_share <= 1:
+            raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
+        if not isinstance(self.draft, ModelConfig) and self.draft not in (None, "ngram"):
+            raise JaxLlamaError(f'draft = {short(self.draft)}: expected "ngram" or a ModelConfig')
+        if self.draft is None and self.draft_tokens:
+            raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
+        DraftPlan.of(self.draft, self.draft_tokens)
+
+    def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
+        """Every None replaced.  devices: that a token's keys and values are split over.  Raises
+        JaxLlamaError for sizes that do not go together."""
+        if self.max_len is not None and self.max_len > cfg.max_position:
+            raise JaxLlamaError(
+                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}"
+            )
+        on_cpu = jax.default_backend() == "cpu"
+        kv_dtype = self.kv_dtype or jnp.dtype(dtype).name
+        cfgs = (cfg, self.draft) if isinstance(self.draft, ModelConfig) else (cfg,)
+        tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
+        share = tokens // self.max_slots if self.deterministic else tokens
+        max_len = self.max_len or max(min(cfg.max_position, share), 2)
+        chunk = self.prefill_chunk or min(default_chunk(on_cpu), max_len)
+        has_states = any(one.has_states for one in cfgs)
+        is_dynamic = cfg.rope.scaling == "dynamic"
+        page = self.page_size or min(16 if on_cpu else 64, chunk)
+        if self.page_size is None and (has_states or self.deterministic):
+            page = math.gcd(page, chunk)
+        row_pages = -(-max_len // page)
+        if self.cache_tokens is None:
+            most = self.max_slots * row_pages * page
+            if self.deterministic:
+                tokens = most
+            tokens = max(min(tokens, most) if on_cpu else tokens, row_pages * page)
+        narrowest = _widths(chunk)[0]
+        rows = min(chunk // narrowest, self.max_slots) if on_cpu else max(self.max_slots // 32, 1)
+        rows = 1 if self.deterministic else rows
+        if self.token_budget is not None:
+            rows = min(rows, max(self.token_budget // narrowest, 1))
+        call = chunk
+        if not on_cpu or self.prefill_rows is not None:
+            rows = self.prefill_rows or rows
+            call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
+        prefix_cache = self.prefix_cache and not is_dynamic
+        resolved = ResolvedOptions(
+            max_slots=self.max_slots,
+            max_len=max_len,
+            kv_dtype=kv_dtype,
+            cache_tokens=-(-tokens // page) * page,
+            memory_share=self.memory_share,
+            page_size=page,
+            prefix_cache=prefix_cache,
+            prefill_chunk=chunk,
+            prefill_rows=rows,
+            token_budget=self.token_budget or call,
+            max_queue=self.max_queue,
+            steps_per_call=self.steps_per_call or min(4, max_len - 1),
+            deterministic=self.deterministic,
+            snapshots=self.max_slots if has_states and prefix_cache else 0,
+            draft=self.draft,
+            draft_tokens=self.draft_tokens,
+        )
+        resolved.check()
+        return resolved
+
+    def _affordable(self, cfgs: tuple[ModelConfig, ...], kv_dtype: str, devices: int) -> int:
+        """Tokens that there is memory for, of the first model and of its draft."""
+        cfg = cfgs[0]
+        own, *more = (
+            jax.eval_shape(functools.partial(init_pages, one, 1, 1, 1, 1, kv_dtype)).layers
+            for one in cfgs
+        )
+        drafts = [layer for layers in more for layer in layers]
+        token = tree_bytes([one for one in (*own, *drafts) if isinstance(one, KVCache)])
+        if not token:
+            return self.max_slots * (self.max_len or cfg.max_position)
+        memory = jax.local_devices()[0].memory_stats()
+        if jax.default_backend() == "cpu" or not memory:
+            return max(CPU_CACHE_BYTES // token, self.max_len or 2)
+        free = memory["bytes_limit"] * self.memory_share - memory["bytes_in_use"]
+        # Logits and what the sampler makes of them; the rows' histories; a prefill call's
+        # activations, the widest twice.
+        rows = self.max_slots if self.draft is None else max(self.max_slots, DRAFTING_TOKENS[False])
+        work = rows * cfg.vocab_size * 24
+        work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.feed_width + 8 * cfg.d_model)
+        # A draft's states: a row's, its snapshot, and those that it takes back.
+        states = tree_bytes([one for one in drafts if not isinstance(one, KVCache)])
+        work += 3 * self.max_slots * states
+        return max(int((free - work) * devices // token), self.max_len or 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedOptions:
+    """The sizes an engine has: ``EngineOptions`` without a None.  snapshots: of GLA's states, for
+    known prefixes."""
+
+    max_slots: int
+    max_len: int
+    kv_dtype: str
+    cache_tokens: int
+    memory_share: float
+    page_size: int
+    prefix_cache: bool
+    prefill_chunk: int
+    prefill_rows: int
+    token_budget: int
+    max_queue: int
+    steps_per_call: int
+    deterministic: bool
+    snapshots: int
+    draft: str | ModelConfig | None
+    draft_tokens: int
+
+    def check(self) -> None:
+        """JaxLlamaError for sizes that do not go together."""
+        chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
+        narrowest, page = self.widths[0], self.page_size
+        call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
+        for name, fits, why in (
+            ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
+            ("page_size", page <= chunk, f"exceeds prefill_chunk = {chunk}"),
+            (
+                "page_size",
+                not self.snapshots or not chunk % page,
+                f"must divide {chunk}, as GLA's states are taken between chunks",
+            ),
+            (
+                "page_size",
+                not self.deterministic or not chunk % page,
+                f"must divide {chunk}, as a deterministic engine takes over whole chunks",
+            ),
+            (
+                "prefill_rows",
+                not self.deterministic or self.prefill_rows == 1,
+                "must be 1, as a deterministic engine prefills prompts one by one",
+            ),
+            ("prefill_rows", self.prefill_rows <= slots, f"exceeds max_slots = {slots}"),
+            ("token_budget", self.token_budget >= chunk, f"less than prefill_chunk = {chunk}"),
+            (
+                "prefill_rows",
+                call <= self.token_budget,
+                f"{self.widths[0]} tokens each exceed token_budget = {self.token_budget}",
+            ),
+            ("cache_tokens", self.pages >= self.row_pages, f"less than max_len = {max_len}"),
+            (
+                "cache_tokens",
+                not self.deterministic or self.pages >= slots * self.row_pages,
+                f"less than {slots} slots of {self.row_pages * page} tokens, and a deterministic "
+                "engine preempts no row",
+            ),
+            (
+                "steps_per_call",
+                self.steps_per_call < max_len,
+                f"an answer within max_len = {max_len} has fewer tokens",
+            ),
+            (
+                "draft",
+                not self.deterministic or self.draft is None,
+                "a deterministic engine decodes in one shape, and drafts need others",
+            ),
+        ):
+            if not fits:
+                value = getattr(self, name)
+                raise JaxLlamaError(f"{name} = {getattr(value, 'name', value)}: {why}")
+
+    def rows(self, width: int) -> int:
+        """Prompts that a prefill call of ``width`` tokens a row takes."""
+        return _rows(self.prefill_rows, width, min(self.token_budget, PREFILL_TOKENS))
+
+    def row_counts(self, width: int) -> list[int]:
+        """Rows of the prefill calls of that width: one, a quarter, half and all of ``rows``; on a
+        CPU, whose calls are small, one and all."""
+        most = self.rows(width)
+        if jax.default_backend() == "cpu":
+            return sorted({1, most})
+        return sorted({1, -(-most // 4), -(-most // 2), most})
+
+    @property
+    def pages(self) -> int:
+        return self.cache_tokens // self.page_size
+
+    @property
+    def row_pages(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_len // self.page_size)
+
+    @property
+    def more_pages(self) -> int:
+        """Most pages that a row can need for one decode call."""
+        return -(-self.steps_per_call * self.pass_widths(1)[-1] // self.page_size)
+
+    @property
+    def unit(self) -> int:
+        """Prefixes are taken over in multiples of so many tokens."""
+        return self.prefill_chunk if self.snapshots or self.deterministic else 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that are decoded at once: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.  A
+        deterministic engine has one program, of as many rows as ``LanguageModel.generate``'s."""
+        if self.deterministic:
+            return (max(self.max_slots, DETERMINISTIC_ROWS),)
+        sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
+        return (*(size for size in sizes if size < self.max_slots), self.max_slots)
+
+    def size(self, rows: int) -> int:
+        """Of the program that decodes so many."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def pass_widths(self, size: int) -> tuple[int, ...]:
+        """Tokens of a row that a pass of ``size`` rows may verify."""
+        if self.draft is None:
+            return (1,)
+        limit = DRAFTING_TOKENS[jax.default_backend() == "cpu"]
+        widest = min(DraftPlan.of(self.draft, self.draft_tokens).most + 1, limit // size)
+        return tuple(sorted({1, min(widest, 4), widest} - {0}))
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Pages of a row that decode programs look at."""
+        if self.deterministic or jax.default_backend() == "cpu":
+            return (self.row_pages,)
+        short = (-(-tokens // self.page_size) for tokens in SHORT_CONTEXTS)
+        return (*(pages for pages in short if pages < self.row_pages), self.row_pages)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of a prefill call: 32, 128, 512, 1024, ..., prefill_chunk; on a CPU, where padding
+        costs as much as tokens do, from 16 on."""
+        return _widths(self.prefill_chunk)
+
+    @property
+    def history_widths(self) -> tuple[int, ...]:
+        """Tokens of a newcomer that its sampling depends on: none, 128, 512, ..., max_len."""
+        return (0, *powers_of(4, 128, self.max_len))
+
+
+def _rows(most: int, width: int, tokens: int) -> int:
+    """Prompts of a call, of ``most`` rows and about ``tokens`` tokens."""
+    return max(min(most, tokens // width), 1)
+
+
+def _widths(chunk: int) -> tuple[int, ...]:
+    return chunk_widths(chunk, jax.default_backend() == "cpu")
+
+
+def checked_names(options: Iterable[str]) -> None:
+    """JaxLlamaError for an option of ``Engine`` that is none."""
+    known = [*(field.name for field in dataclasses.fields(EngineOptions)), "observe"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise JaxLlamaError(
+                f"{name}: Engine has no such option; "
+                + (f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}")
+            )
+
+
+def _cache_dtype(dtype: DTypeLike) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in CACHE_DTYPES:
+        raise JaxLlamaError(f"kv_dtype = {name!r}: allowed are {', '.join(CACHE_DTYPES)}")
+    return name

@@ -1,0 +1,76 @@
+"""The output of a request, on its way to its listener.
+
+``RequestOutput`` is a request in the engine, with its reader, its grammar's matcher and its
+listener.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxllama.engine import scheduler
+from jaxllama.engine.grammar import Matcher
+from jaxllama.engine.request import Event, FinishReason
+from jaxllama.engine.runner import Written
+from jaxllama.text.reader import Reader
+
+OnEvent = Callable[[Event], None]
+
+
+class RequestOutput:
+    """reason: set once the answer is complete.  error: what the request's own work has raised; then
+    nothing more is read.  last_time: of the newest token, before the first one of the submission.
+    """
+
+    def __init__(
+        self,
+        sequence: scheduler.Sequence,
+        on_event: OnEvent,
+        reader: Reader,
+        matcher: Matcher | None,
+        last_time: float,
+    ) -> None:
+        self.sequence, self.on_event = sequence, on_event
+        self.reader, self.matcher = reader, matcher
+        self.last_time = last_time
+        self.reason: FinishReason | None = None
+        self.error: Exception | None = None
+
+    def read(self, written: Written) -> dict[str, Any]:
+        """What is news in what a row has written, as fields of an Event."""
+        sequence = self.sequence
+        kept, text = self.reader.read(written.tokens)
+        news: dict[str, Any] = {
+            "tokens": tuple(written.tokens[:kept]),
+            "logprobs": tuple(written.logprobs[:kept]),
+        }
+        n_top = sequence.request.logprobs
+        if n_top:
+            ids, values = (array[:kept, :n_top].tolist() for array in written.top)
+            news["top_logprobs"] = tuple(
+                tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
+            )
+        sequence.output += news["tokens"]
+        if self.reader.stopped:
+            self.reason = "stop"
+        elif self.matcher is not None:
+            self.matcher.read(news["tokens"])
+            self.reason = "stop" if self.matcher.is_complete else None
+        if self.reason is not None or not sequence.remaining:
+            text += self.reader.close()  # which may complete a stop string
+            self.reason = self.reason or ("stop" if self.reader.stopped else "length")
+        return {**news, "text": text}
+
+    def emit(self, **news: Any) -> None:
+        """Tell the listener, which may raise."""
+        sequence = self.sequence
+        self.on_event(
+            Event(
+                id=sequence.request.id,
+                prompt_tokens=len(sequence.request.prompt),
+                cached_tokens=sequence.cached,
+                completion_tokens=len(sequence.output),
+                **news,
+            )
+        )

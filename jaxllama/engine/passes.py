@@ -1,0 +1,347 @@
+"""Passes: the engine's part of a decode call, which runs ``decoding.loop`` on its rows.
+
+The engine adds masks of allowed tokens, forced tokens, the likeliest tokens and their
+log-probabilities, and rows with different limits.
+
+Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs those
+that some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
+
+On a GPU the loop is one CUDA graph, which nothing in it may prevent: XLA's sorts and scans do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding import loop
+from jaxllama.decoding.drafts import DraftContext, Drafted, ModelDraft, NGram, Pace
+from jaxllama.decoding.rows import Fields, Rows
+from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
+from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
+from jaxllama.engine.request import MAX_LOGPROBS
+from jaxllama.model.cache import Cache
+from jaxllama.model.decoder import commit, forward, logits, propose
+
+if TYPE_CHECKING:
+    from jaxllama.engine.slots import BatchState
+
+Params = dict[str, Any]
+# Branches of the sampler: greedy, greedy with edited logits, everything.
+_EDITS = ("bias", "penalties")
+_LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
+HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
+
+
+def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
+    """The cheapest branch of the sampler that serves all of these."""
+    if any(row.temperature > 0 for row in requests):
+        return HIGHEST_LEVEL
+    return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
+
+
+def run(
+    cfg: ModelConfig,
+    params: Params,
+    slots: BatchState,
+    limits: jax.Array,
+    orders: jax.Array,
+    masks: jax.Array,
+    stop_ids: jax.Array,
+    width: int,
+    widths: tuple[int, ...],
+    draft_by: NGram | ModelDraft,
+    draft_params: Params | None,
+) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Run one decode call, see ``slots.decode``.
+
+    limits int32 ``[B]``: most tokens of each row.  orders int32 ``[3]``: the sampler's branch,
+    whether the likeliest tokens are wanted, most passes.
+    """
+    level, wants_top, steps = orders
+    drafts_here = len(widths) > 1
+    limits = jnp.minimum(limits, slots.remaining)
+    prompted = slots.prompted
+
+    def unfinished(rows: Rows) -> jax.Array:
+        fields = rows.fields
+        return jnp.any(fields.is_live(limits)) & (fields.step[0] < steps)
+
+    def pass_over(rows: Rows, inputs: Inputs) -> Pass:
+        before = rows.cache_of(inputs.fields.length)
+        if inputs.tokens.shape[1] == 1:
+            is_generated = ~(prompted & (inputs.fields.count == 0))[:, None]
+            tokens, lengths = inputs.tokens, inputs.lengths
+            hidden, after = forward(cfg, params, tokens, lengths, before, sparse=is_generated)
+            assert after is not None
+            return Pass(lambda: logits(cfg, params, hidden.flat()), lambda _: after)
+        hidden, proposal = propose(cfg, params, inputs.tokens, inputs.lengths, before)
+        return Pass(
+            lambda: logits(cfg, params, hidden.flat()), lambda count: commit(proposal, count)
+        )
+
+    def drafted(rows: Rows) -> tuple[Rows, Drafted]:
+        return _draft(
+            cfg,
+            draft_by,
+            draft_params,
+            slots.sampling,
+            rows,
+            limits,
+            masks,
+            prompted,
+            most,
+            level,
+        )
+
+    most = widths[-1] - 1
+    rows, top = loop.run(
+        pass_over,
+        _rows_of(slots, width, draft_by, drafts_here),
+        _draw_with(cfg, slots.sampling, masks, level),
+        stop_ids,
+        unfinished,
+        limit=limits,
+        drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
+        ignores_stops=slots.ignore_eos,
+        extra=_no_top(cfg, slots.size, width),
+        collect=_top_collector(wants_top != 0, drafts_here),
+    )
+    fields = rows.fields
+    none = jnp.zeros((slots.size,), jnp.int32)
+    counts = jnp.stack(
+        [
+            fields.count,
+            none if fields.drafted is None else fields.drafted,
+            none if fields.accepted is None else fields.accepted,
+        ],
+        axis=1,
+    )
+    written = jnp.concatenate([counts, *rows.written], axis=1)
+    return _after(slots, rows, draft_by, drafts_here), written, top
+
+
+def _rows_of(
+    slots: BatchState, width: int, draft_by: NGram | ModelDraft, drafts_here: bool
+) -> Rows:
+    """The slots as ``decoding`` knows rows, with none of the call's ``width`` tokens written."""
+    cache, drafting = slots.cache, slots.drafting
+    none = jnp.zeros((slots.size,), jnp.int32)
+    done = (~slots.active).astype(jnp.int32)
+    fields, text, kept = Fields(slots.token, done, none, cache.lengths, none), None, None
+    if drafting is not None:
+        text = drafting.text
+    if drafting is not None and drafts_here:
+        fields = fields._replace(
+            drafted=none,
+            accepted=none,
+            ask=drafting.pace.tokens,
+            wait=drafting.pace.wait,
+            pause=drafting.pace.pause,
+        )
+        if isinstance(draft_by, ModelDraft):
+            kept = Cache(drafting.layers, drafting.read)
+    return Rows(
+        ints=fields.packed(),
+        written=jnp.zeros((2, slots.size, width), jnp.int32),
+        layers=cache.layers,
+        table=cache.table,
+        history=slots.history,
+        text=text,
+        kept=kept,
+    )
+
+
+def _after(
+    slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft, drafts_here: bool
+) -> BatchState:
+    """The slots after a call that ends with ``rows``."""
+    fields, drafting = rows.fields, slots.drafting
+    has_written = fields.count > 0
+    remaining = slots.remaining - fields.count
+    last = jnp.maximum(fields.count - 1, 0)[:, None]
+    newest = jnp.take_along_axis(rows.written[0], last, axis=1)[:, 0]
+    if drafting is not None:
+        drafting = drafting._replace(text=rows.text)
+        if drafts_here:
+            drafting = drafting._replace(pace=Pace(fields.ask, fields.wait, fields.pause))
+        if rows.kept is not None:
+            drafting = drafting._replace(layers=rows.kept.layers, read=rows.kept.lengths)
+    assert rows.history is not None
+    return dataclasses.replace(
+        slots,
+        cache=rows.cache_of(fields.length),
+        token=jnp.where(has_written, newest, slots.token),
+        prompted=slots.prompted & ~has_written,
+        active=slots.active & (fields.done == 0) & ~(has_written & (remaining <= 0)),
+        remaining=remaining,
+        history=rows.history,
+        drafting=drafting,
+    )
+
+
+def _draw_with(
+    cfg: ModelConfig, sampling: SamplingParams, masks: jax.Array, level: jax.Array
+) -> Draw:
+    """``sample`` by the sampler's branch, of the tokens that masks allow."""
+
+    def draw(
+        scores: jax.Array, inputs: Inputs, history: History | None
+    ) -> tuple[jax.Array, jax.Array]:
+        def branch(features: tuple[str, ...]) -> Any:
+            params = dataclasses.replace(sampling, features=features)
+
+            def run(scores: jax.Array, seen: History | None) -> tuple[jax.Array, jax.Array]:
+                allowed = None
+                if features:
+                    allowed = _allowed(masks, inputs.columns, cfg.vocab_size)
+                else:
+                    seen = None
+                if inputs.draft is not None:
+                    return sampled(scores, params, inputs, seen, allowed)
+                only = None if allowed is None else allowed[:, 0]
+                return sample(scores, params, inputs.positions, seen, only)
+
+            return run
+
+        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+
+    return draw
+
+
+def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens and their log-probabilities, ``[B, width, n]``, before the call."""
+    shape = batch, width, min(MAX_LOGPROBS, cfg.vocab_size)
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+def _top_collector(wants_top: jax.Array, drafts_here: bool) -> Any:
+    """``loop.run``'s collect, which adds the likeliest tokens of a turn."""
+
+    def collect(
+        top: tuple[jax.Array, jax.Array], inputs: Inputs, report: TurnReport
+    ) -> tuple[jax.Array, jax.Array]:
+        found = lax.cond(wants_top, _likeliest, _no_likeliest, report.scores)
+        row = jnp.arange(report.is_new.shape[0], dtype=jnp.int32)[:, None]
+
+        def put(buffer: jax.Array, news: jax.Array) -> jax.Array:
+            news = news.reshape(*report.is_new.shape, buffer.shape[2])
+            if not drafts_here:
+                return lax.dynamic_update_slice_in_dim(buffer, news, inputs.fields.step[0], axis=1)
+            column = jnp.where(report.is_new, inputs.columns, buffer.shape[1])
+            return buffer.at[row, column].set(news, mode="drop")
+
+        return put(top[0], found[0]), put(top[1], found[1])
+
+    return collect
+
+
+def _draft(
+    cfg: ModelConfig,
+    draft_by: NGram | ModelDraft,
+    draft_params: Params | None,
+    sampling: SamplingParams,
+    rows: Rows,
+    limits: jax.Array,
+    masks: jax.Array,
+    prompted: jax.Array,
+    most: int,
+    level: jax.Array,
+) -> tuple[Rows, Drafted]:
+    """(the rows, whose draft may have read more of their text; the proposals of live rows).
+
+    A row that has written ``count`` of the call's up to ``limits[B]`` tokens proposes what its pace
+    asks for; where tokens are forced, it proposes those.
+    """
+    fields = rows.fields
+    is_live = fields.is_live(limits)
+    if cfg.attn_sparsity < 1.0:  # a prompt's last token attends otherwise than those it verifies
+        is_live = is_live & ~jnp.any(is_live & prompted & (fields.count == 0))
+    room = jnp.minimum(limits - fields.count - 1, most)
+    wanted = jnp.where(is_live & (fields.wait == 0), jnp.minimum(fields.ask, room), 0)
+    place = jnp.arange(most, dtype=jnp.int32)[None, :]
+    forced = _forced(masks, fields.count[:, None] + place, cfg.vocab_size)
+    run = jnp.min(jnp.where(forced < 0, place, most), axis=1)
+    wanted = jnp.where(run > 0, 0, wanted)
+    assert rows.text is not None
+    text = rows.text[:, : rows.cache.capacity]
+    ask = DraftContext(text, fields.length + 1, wanted, most, sampling, None)
+    kept = rows.kept
+    if isinstance(draft_by, ModelDraft):
+        assert draft_params is not None
+        ask = ask._replace(history=rows.history, draw=_draw_at(level))
+        cache = dataclasses.replace(kept, table=rows.table)
+        found = draft_by.propose(draft_params, cache, ask)
+        kept = dataclasses.replace(found.kept, table=None)
+    else:
+        found = draft_by.propose(None, None, ask)
+    lengths = jnp.where(is_live, jnp.minimum(run, room), 0)
+    draft = Drafted(
+        jnp.where(run[:, None] > 0, forced, found.tokens),
+        jnp.where(run > 0, lengths, found.lengths),
+        None,
+    )
+    return dataclasses.replace(rows, kept=kept), draft
+
+
+def _draw_at(level: jax.Array) -> Any:
+    """``sample``, by the sampler's branch."""
+
+    def draw(
+        scores: jax.Array, sampling: SamplingParams, positions: jax.Array, history: History
+    ) -> tuple[jax.Array, jax.Array]:
+        def branch(features: tuple[str, ...]) -> Any:
+            params = dataclasses.replace(sampling, features=features)
+            return lambda scores, history: sample(
+                scores, params, positions, history if features else None
+            )
+
+        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+
+    return draw
+
+
+def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # One after the other, of equals the first: neither XLA's sort, which ``top_k`` is, nor what
+    # ``scan`` stacks can be part of a CUDA graph, and a loop that is none keeps the host waiting.
+    index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
+    token = jnp.full((len(scores), 1), -1, jnp.int32)
+    found = []
+    for _ in range(min(MAX_LOGPROBS, scores.shape[1])):
+        is_behind = (scores < value) | ((scores == value) & (index > token))
+        left = jnp.where(is_behind, scores, -jnp.inf)
+        token = jnp.argmax(left, axis=1, keepdims=True).astype(jnp.int32)
+        value = jnp.take_along_axis(scores, token, axis=1)
+        found.append((token, value))
+    tokens, values = (jnp.concatenate(column, axis=1) for column in zip(*found, strict=True))
+    return tokens, values - jax.nn.logsumexp(scores, axis=1, keepdims=True)
+
+
+def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = (scores.shape[0], min(MAX_LOGPROBS, scores.shape[1]))
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+def _allowed(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
+    """bool ``[B, T, V]``: what rows' tokens ``index[B, T]`` of a call may be; masks as of
+    ``slots.decode``, the lowest bit first."""
+    words = -(-vocab_size // 32)
+    bits = masks[:, :words, None] >> jnp.arange(32, dtype=jnp.uint32)
+    free = (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], 1, -1)[:, :, :vocab_size]
+    forced = _forced(masks, index, vocab_size)[:, :, None]
+    ids = lax.broadcasted_iota(jnp.int32, (1, 1, vocab_size), 2)
+    return jnp.where(forced < 0, free, ids == forced)
+
+
+def _forced(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
+    """int32 ``[B, T]``: what rows' tokens ``index[B, T]`` must be, or -1."""
+    forced = masks[:, -(-vocab_size // 32) :].astype(jnp.int32) - 1
+    found = jnp.take_along_axis(forced, index, axis=1, mode="clip")
+    return jnp.where(index < forced.shape[1], found, -1)

@@ -1,0 +1,367 @@
+"""Programs: what an engine compiles, kept in a file for the next engine like it.
+
+    programs = Programs(folder(), device)
+    programs.add({key: Wanted(jitted, arguments, ...), ...})     read, or compiled and kept
+    programs.add_first(..., n)          the first n of them
+    programs.add_rest(..., n)           the others, in a thread
+    programs.call(key, wanted)          runs the compiled program, or the jitted function
+
+jax's cache of compiled programs is asked with a program's lowered text.  For the fifty programs of
+an engine on a GPU tracing and lowering are most of a second start: Python, a kernel's operations
+one by one, which no threads share.  So what was compiled is kept as a whole, under a name that says
+all that it follows from: this code, jax and its settings, the device, the arguments' shapes.  On a
+CPU programs call handlers that exist once they were registered (``pallas_kernels/cpu``): those are
+kept with them.  On a GPU they call the runtime of Mosaic GPU.
+
+Left out: meshes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+
+import jaxllama
+import pallas_kernels
+from jaxllama import compiler_options
+from jaxllama.config import ModelConfig
+from pallas_kernels import sealed
+from pallas_kernels.cpu import jit
+
+CACHE_HIT = "/jax/compilation_cache/cache_hits"  # jax's event
+PATIENCE = 1.0  # most seconds that a program waits for more urgent work before it is compiled
+LOOK = 0.01  # seconds between two looks at that work
+_log = logging.getLogger("jaxllama.serving")
+KEPT = 4  # files: other sizes, other models; half a GB for an 8B model's engine on a GPU
+
+
+class Wanted(NamedTuple):
+    """A jitted function and what it is compiled for.  cfg: its first argument, if it takes one;
+    static: those that it is told by name."""
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+    cfg: ModelConfig | None = None
+    static: Mapping[str, Any] = MappingProxyType({})
+
+    def lower(self) -> Any:
+        return self.jitted.lower(*self._positional(), **self.static)
+
+    def run(self) -> Any:
+        return self.jitted(*self._positional(), **self.static)
+
+    def _positional(self) -> tuple[Any, ...]:
+        return self.arguments if self.cfg is None else (self.cfg, *self.arguments)
+
+    def facts(self) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(self.arguments)
+        kinds = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None)) for leaf in leaves]
+        return self.jitted.__name__, str(structure), kinds, self.cfg, dict(self.static)
+
+
+def folder() -> Path | None:
+    """Beside jax's compiled programs; None where nothing is kept."""
+    config: Any = jax.config  # its options are made at import, where no type checker sees them
+    known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
+    # Without handlers nothing is known of a CPU by which to tell it from another.
+    is_told = jax.default_backend() != "cpu" or jit.unavailable() is None
+    return Path(known) / "engines" if is_told and known and os.path.isdir(known) else None
+
+
+class Kept(NamedTuple):
+    """handlers: of the CPU, that the programs call.  programs: what jax makes of each."""
+
+    handlers: tuple[Any, ...]
+    programs: list[tuple[bytes, Any, Any]]
+
+
+class _Hits(threading.local):
+    """Number of programs that jax took from its cache in this thread."""
+
+    count = 0
+
+
+_hits = _Hits()
+
+
+def _count_hit(event: str, **_: Any) -> None:
+    _hits.count += event == CACHE_HIT
+
+
+jax.monitoring.register_event_listener(_count_hit)
+
+
+class Programs:
+    """Compiled programs of an engine, by key.
+
+    Every key is compiled once: by ``add``, by ``add_first``, by the thread of ``add_rest``, or by
+    the ``call`` that needs it first.
+
+    Parameters
+    ----------
+    folder
+        Folder of the kept programs; None keeps none.
+    device
+        The jax.Device that the kept programs run on.
+    """
+
+    def __init__(self, folder: Path | None, device: Any) -> None:
+        self._folder, self._device = folder, device
+        self._made: dict[Hashable, Future[Any]] = {}
+        self._claimed: set[Hashable] = set()
+        self._is_whole = True
+        self._lock = threading.Lock()  # of the claims
+        self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
+        self._is_stopped = False
+        self._path: Path | None = None
+        self._keys: dict[bytes, Hashable] = {}  # by the lowered program
+
+    def __len__(self) -> int:
+        """Return the number of programs that are compiled."""
+        return sum(made.done() for made in self._made.values())
+
+    def call(self, key: Hashable, wanted: Wanted) -> Any:
+        """Run a program.  If it is not compiled yet, wait for this one alone."""
+        made = self._made.get(key)
+        if made is None:
+            return wanted.run()
+        if not made.done() and self._claim(key):
+            self._compile(key, self._lowered(key, wanted))
+        return made.result()(*wanted.arguments)
+
+    def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
+        """Read the programs from their file; if there is none, compile them in parallel and keep
+        them.  Returns when all are there."""
+        if not self._open(wanted):
+            self._compile_all(wanted, os.cpu_count() or 1)
+            self._keep(wanted)
+
+    def add_first(self, wanted: Mapping[Hashable, Wanted], n: int) -> None:
+        """Do the same for the first ``n`` programs; ``add_rest`` makes the others."""
+        if not self._open(wanted):
+            first = list(wanted)[:n]
+            self._compile_all({key: wanted[key] for key in first}, os.cpu_count() or 1)
+
+    def add_rest(
+        self,
+        wanted: Mapping[Hashable, Wanted],
+        n: int,
+        is_busy: Callable[[], bool],
+        on_made: Callable[[Hashable], object],
+    ) -> None:
+        """Start a thread that compiles the programs after the first ``n``, in their order.
+
+        While ``is_busy`` it waits up to ``PATIENCE`` seconds before each program.
+
+        Parameters
+        ----------
+        wanted, n
+            As in ``add_first``, which comes before.
+        is_busy
+            True while the process has more urgent work.
+        on_made
+            Called with the key of each of these programs once it is there.
+        """
+        others = {key: wanted[key] for key in list(wanted)[n:]}
+        is_kept = all(self._made[key].done() for key in wanted)
+
+        def wait() -> bool:
+            until = time.monotonic() + PATIENCE
+            while not self._is_stopped and is_busy() and time.monotonic() < until:
+                time.sleep(LOOK)
+            return not self._is_stopped
+
+        def work() -> None:
+            try:
+                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, on_made)
+            except Exception as error:  # the call that needs the program raises it again
+                _log.error("a program cannot be compiled", exc_info=error)
+                return
+            if not (is_kept or self._is_stopped):
+                self._keep(wanted)
+
+        threading.Thread(target=work, name="jaxllama-warm-up", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread of ``add_rest`` after the programs that it compiles now."""
+        self._is_stopped = True
+
+    def _open(self, wanted: Mapping[Hashable, Wanted]) -> bool:
+        """Return whether all programs are there, after reading their file if it exists."""
+        with self._lock:
+            is_new = not self._made
+            for key in wanted:
+                self._made.setdefault(key, Future())
+        if is_new and self._folder is not None:
+            self._path = self._folder / name(wanted, self._device)
+            kept = self._kept(self._path)
+            for key, program in zip(wanted, kept or (), strict=kept is not None):
+                if self._claim(key):
+                    self._made[key].set_result(program)
+        return all(self._made[key].done() for key in wanted)
+
+    def _claim(self, key: Hashable) -> bool:
+        """Return whether the caller is the one that makes the program."""
+        with self._lock:
+            is_free = key not in self._claimed
+            self._claimed.add(key)
+            return is_free
+
+    def _lowered(self, key: Hashable, wanted: Wanted) -> Any:
+        """Return the lowered program, or the exception of lowering it, or None for a program that
+        another key has already."""
+        with self._lowering:
+            try:
+                lowered = wanted.lower()
+            except Exception as error:
+                return error
+            if self._device.platform != "cpu":
+                return lowered
+            # A prompt's first chunk and the following ones may be one program.  jax would take the
+            # second from its cache, and such a program cannot be kept.
+            text = f"{lowered.in_tree}\n{lowered.as_text()}"
+            twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
+        if twin == key:
+            return lowered
+        self._made[twin].add_done_callback(lambda made: _copy(made, self._made[key]))
+        return None
+
+    def _compile(self, key: Hashable, lowered: Any) -> None:
+        if lowered is None:
+            return
+        hits = _hits.count
+        try:
+            if isinstance(lowered, Exception):
+                raise lowered
+            program = lowered.compile()
+        except Exception as error:
+            self._made[key].set_exception(error)
+            return
+        # A CPU's program that jax took from its cache lacks some of its functions when it is
+        # written once more, and the next start would fail as it runs.
+        if self._device.platform == "cpu" and _hits.count != hits:
+            self._is_whole = False
+        self._made[key].set_result(program)
+
+    def _compile_all(
+        self,
+        wanted: Mapping[Hashable, Wanted],
+        workers: int,
+        wait: Callable[[], bool] = lambda: True,
+        on_made: Callable[[Hashable], object] = lambda key: None,
+    ) -> None:
+        """Lower the unclaimed programs one after the other, and compile them in parallel.
+
+        wait: called before each program; False ends the work.
+        """
+        turns = threading.Semaphore(workers + 1)  # one is lowered while ``workers`` are compiled
+        with ThreadPoolExecutor(workers) as pool:
+            for key, one in wanted.items():
+                turns.acquire()
+                if not wait():
+                    return
+                if self._claim(key):
+                    lowered = self._lowered(key, one)
+                    try:
+                        pool.submit(self._compile, key, lowered)
+                    except RuntimeError:  # the interpreter ends
+                        return
+                self._made[key].add_done_callback(lambda made: turns.release())
+                self._made[key].add_done_callback(lambda made, key=key: on_made(key))
+        for key in wanted:
+            self._made[key].result()
+
+    def _kept(self, path: Path) -> list[Any] | None:
+        """Return the kept programs.  None if there are none, or, with a warning, if they are
+        unusable."""
+        load = functools.partial(
+            serialize_executable.deserialize_and_load, execution_devices=[self._device]
+        )
+        try:
+            kept = read(path)
+            if kept is None:
+                return None
+            for handler in kept.handlers:
+                jit.register(handler)
+            if self._device.platform != "cpu":
+                _tell_where_kernels_are()
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(pool.map(lambda one: load(*one), kept.programs))
+        except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as error:
+            warnings.warn(f"{path}: compiling again: {error}", stacklevel=3)
+            return None
+
+    def _keep(self, wanted: Mapping[Hashable, Wanted]) -> None:
+        """Write the programs to their file, if they can be written."""
+        if self._path is None or not self._is_whole:
+            return
+        made = [self._made[key].result() for key in wanted]
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                programs = list(pool.map(serialize_executable.serialize, made))
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
+        else:
+            keep(self._path, Kept(jit.registered(), programs))
+
+
+def _copy(made: Future[Any], to: Future[Any]) -> None:
+    error = made.exception()
+    if error is None:
+        to.set_result(made.result())
+    else:
+        to.set_exception(error)
+
+
+def _tell_where_kernels_are() -> None:
+    """Programs link with the runtime of Mosaic GPU, whose place this module tells jaxlib when it is
+    imported; what is lowered imports it, but what was kept is not lowered again."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jax.experimental.mosaic.gpu.core")
+
+
+def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
+    """The file of these programs on a jax.Device: of all that they follow from."""
+    digest = hashlib.sha256()
+    for package in (jaxllama, pallas_kernels):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    flags = os.environ.get("XLA_FLAGS"), sorted(jax.config.values.items())
+    where = jax.__version__, device.client.platform_version, device.device_kind
+    where += (jit.identity(),) if device.platform == "cpu" else ()
+    digest.update(repr((where, flags, compiler_options.for_device())).encode())
+    for key, one in wanted.items():
+        digest.update(repr((key, one.facts())).encode())
+    return f"engine-{digest.hexdigest()[:32]}.pickle"
+
+
+def read(path: Path) -> Kept | None:
+    """None if there is no such file.  Raises ValueError for one that is damaged."""
+    data = sealed.read(path)
+    if data is None:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return pickle.loads(data)
+
+
+def keep(path: Path, programs: Kept) -> None:
+    sealed.keep(path, pickle.dumps(programs), "engine-*.pickle", KEPT)

@@ -1,0 +1,489 @@
+"""Runner: carries out the scheduler's plans on the device.
+
+It owns the engine's arrays (``slots``) and knows which shapes there are.  It decides nothing about
+requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllama import compiler_options
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import ModelDraft, NGram
+from jaxllama.engine import lazy_zeros
+from jaxllama.engine import slots as device
+from jaxllama.engine.grammar import NextTokens
+from jaxllama.engine.options import ResolvedOptions
+from jaxllama.engine.pages import KVPages
+from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
+from jaxllama.engine.programs import Programs, Wanted, folder
+from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
+from jaxllama.engine.slots import NOBODY
+from jaxllama.language_model import DraftSource
+from jaxllama.model.lora import for_rows
+from jaxllama.parallel.mesh import mesh_of
+
+
+class Written(NamedTuple):
+    """What one row has written in a decode call, and how many tokens it drafted and accepted for
+    that.  top: ids and logprobs of the likeliest tokens, each ``[width, n]``, if somebody asked."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int = 0
+    accepted: int = 0
+    top: tuple[np.ndarray, ...] = ()
+
+
+class Decode(NamedTuple):
+    """A decode call: ``row_of`` each sequence, of ``n`` rows with up to ``context`` pages."""
+
+    params: device.Params
+    orders: np.ndarray
+    masks: jax.Array
+    row_of: dict[Sequence, int]
+    n: int
+    context: int
+    wants_top: bool
+
+
+class DrawnOnDevice(NamedTuple):
+    """What ``slots.decode`` gave of it, on the device."""
+
+    row_of: dict[Sequence, int]
+    rows: jax.Array
+    top: tuple[jax.Array, ...]
+
+
+class Running(NamedTuple):
+    """A step that the runner does.  drawn: what ``Runner.read`` turns into what its rows have
+    written, None without a decode call.  handed: set once the device has all that comes before
+    that call."""
+
+    drawn: Future[DrawnOnDevice | None]
+    handed: threading.Event
+
+
+class Runner:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: device.Params,
+        options: ResolvedOptions,
+        adapters: tuple[str, ...] = (),
+        drafting: DraftSource | None = None,
+    ) -> None:
+        self.cfg, self.params, self.options, self.adapters = cfg, params, options, adapters
+        self._draft = NGram() if drafting is None else drafting.plan.draft
+        self._draft_params = None if drafting is None else drafting.params
+        self.mesh = mesh_of(params)
+        self.pages = KVPages(
+            options.pages,
+            options.page_size,
+            states=options.snapshots,
+            unit=options.unit,
+            share=options.prefix_cache,
+        )
+        # Loops and branches of which the host knows nothing; on a mesh prompts gain nothing by it.
+        compiled = functools.partial(
+            compiler_options.compiled_for, static_argnums=0, donate_argnums=2
+        )
+        self._fill_program, names = device.fill, ("n", "context", "width", "widths", "draft")
+        if self.mesh is None:
+            self._fill_program = compiled(device.fill, None, static_argnames=("fresh", "draft"))
+        self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
+        self.slots = self._empty()
+        [home, *_] = self.slots.token.devices()
+        self._programs = Programs(folder() if self.mesh is None else None, home)
+        self._told: dict[Sequence, int] = {}  # pages that the device knows of
+        self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
+        self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
+        self._n_masks = -(-cfg.vocab_size // 32)
+        self._no_masks = {size: jax.device_put(self._masks(size)) for size in options.sizes}
+
+    def _empty(self) -> device.BatchState:
+        options = self.options
+        sizes = (
+            self.cfg,
+            options.max_slots,
+            options.row_pages,
+            options.pages,
+            options.page_size,
+            options.snapshots,
+            options.kv_dtype,
+            0 if options.draft is None else options.max_len,
+            self._draft.cfg if isinstance(self._draft, ModelDraft) else None,
+        )
+        if self.mesh is None:
+            if jax.default_backend() != "cpu":
+                return device.empty_slots(*sizes)
+            layers = jax.eval_shape(lambda: device.empty_slots(*sizes)).cache.layers
+            slots = jax.jit(lambda: _without_layers(device.empty_slots(*sizes)))()
+            return _with_layers(slots, jax.tree.map(lazy_zeros.zeros, layers))
+        places = device.slots_shardings(
+            jax.eval_shape(lambda: device.empty_slots(*sizes)), self.mesh
+        )
+        return jax.jit(lambda: device.empty_slots(*sizes), out_shardings=places)()
+
+    def _masks(self, size: int) -> np.ndarray:
+        """Of that many rows, which allow everything."""
+        masks = np.zeros((size, self._n_masks + self._width(size)), np.uint32)
+        masks[:, : self._n_masks] = 2**32 - 1
+        return masks
+
+    def _width(self, size: int) -> int:
+        """Most tokens that a decode call of that many rows writes of one."""
+        return self.options.steps_per_call * self.options.pass_widths(size)[-1]
+
+    def _with(self, rows: int, sequences: Mapping[int, Sequence]) -> device.Params:
+        """The parameters for a call of so many rows, of which these are somebody's.  With adapters
+        each row has its own, or none, in one program."""
+        if not self.adapters:
+            return self.params
+        numbers = np.zeros(rows, np.int32)
+        for row, sequence in sequences.items():
+            if sequence.request.adapter is not None:
+                numbers[row] = 1 + self.adapters.index(sequence.request.adapter)
+        return for_rows(self.params, numbers)
+
+    def may_share(self, sequence: Sequence) -> int:
+        """Tokens of a sequence whose keys and values are those of any that begins so.  What was
+        generated may have attended sparsely, has other bits than a prompt's, and leaves no
+        snapshots."""
+        fixed = self.options.deterministic or self.cfg.attn_sparsity < 1.0
+        if fixed or self.options.snapshots:
+            return min(sequence.to_fill, len(sequence.request.prompt))
+        return sequence.to_fill
+
+    # A step
+
+    def run(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Running:
+        """Queue a plan in the runner's thread, after the plans before it.
+
+        The thread blocks where jax blocks: on a mesh a call of a loop returns when the loop has
+        ended.
+
+        Parameters
+        ----------
+        plan
+            One step of the scheduler.
+        masks
+            Allowed next tokens of the rows whose tokens are restricted.
+        """
+        for sequence in plan.preempted:
+            self.drop(sequence)
+        calls = [*self._admissions(plan.prefixes), *self._fills(plan.fills)]
+        decode = self._decode_of(plan, masks) if plan.budgets else None
+        handed = threading.Event()
+        return Running(self._thread.submit(self._do, calls, decode, handed), handed)
+
+    def _do(
+        self,
+        calls: list[Callable[[], device.BatchState]],
+        decode: Decode | None,
+        handed: threading.Event,
+    ) -> DrawnOnDevice | None:
+        try:
+            for call in calls:
+                self.slots = call()
+        finally:
+            handed.set()
+        return None if decode is None else self._decode(decode)
+
+    def wait(self) -> None:
+        """Until all that ``run`` was told is done, or handed to the device."""
+        self._thread.submit(lambda: None).result()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that has no slot any more."""
+        self._told.pop(sequence, None)
+
+    # Prompts
+
+    def _admissions(
+        self, prefixes: Mapping[Sequence, Prefix]
+    ) -> Iterator[Callable[[], device.BatchState]]:
+        """Yield the calls that give the admitted sequences their slots."""
+        newcomers = []
+        for sequence, prefix in prefixes.items():
+            request, held = sequence.request, sequence.held
+            newcomers.append(
+                device.Newcomer(
+                    slot=sequence.own_slot,
+                    pages=list(held.pages),
+                    length=prefix.length,
+                    snapshot=prefix.snapshot,
+                    sampling=request.sampling,
+                    prompt=request.prompt,
+                    output=sequence.output,
+                    remaining=sequence.remaining,
+                    ignore_eos=request.ignore_eos,
+                    drafts=self.options.draft is not None,
+                )
+            )
+            self._told[sequence] = len(held.pages)
+        rows = self.options.prefill_rows
+        for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
+            for first in range(0, len(group), rows):
+                packed = self._pack(group[first : first + rows], width)
+                yield lambda packed=packed: self._admit(packed)
+
+    def _pack(self, newcomers: list[device.Newcomer], width: int) -> np.ndarray:
+        options = self.options
+        return device.pack(
+            device.make_rows(
+                newcomers, options.prefill_rows, width, options.row_pages, self.cfg.vocab_size
+            )
+        )
+
+    def _admit(self, packed: np.ndarray) -> device.BatchState:
+        return self._programs.call(*self._admission(packed))
+
+    def _admission(self, packed: np.ndarray) -> tuple[Hashable, Wanted]:
+        return ("admit", *packed.shape), Wanted(device.admit, (self.slots, packed))
+
+    def _history_width(self, tokens: int) -> int:
+        return next(width for width in self.options.history_widths if width >= tokens)
+
+    def _fills(self, fills: list[Fill]) -> Iterator[Callable[[], device.BatchState]]:
+        """Yield the prefill calls of a plan: several prompts a call, a prompt's chunks in order."""
+        rounds: dict[int, list[Fill]] = {}
+        done: dict[Sequence, int] = {}
+        for fill in fills:
+            number = done[fill.sequence] = done.get(fill.sequence, -1) + 1
+            rounds.setdefault(number, []).append(fill)
+        for some in rounds.values():
+            for (width, fresh), group in _groups(some, self._kind):
+                rows = self.options.rows(width)
+                for first in range(0, len(group), rows):
+                    yield self._fill(group[first : first + rows], width, fresh)
+
+    def _kind(self, fill: Fill) -> tuple[int, bool]:
+        """Tokens of its call, and whether it is a prompt's beginning."""
+        width = next(width for width in self.options.widths if width >= fill.size)
+        return width, not fill.begin
+
+    def _fill(self, fills: list[Fill], width: int, fresh: bool) -> Callable[[], device.BatchState]:
+        rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
+        tokens, facts = _blank(rows, width)
+        for row, fill in enumerate(fills):
+            sequence = fill.sequence
+            tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
+            snapshot = NOBODY if fill.snapshot is None else fill.snapshot
+            facts[row] = sequence.own_slot, fill.size, len(sequence.request.prompt), snapshot
+        params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
+        return lambda: self._fill_call(params, tokens, facts, fresh)
+
+    def _fill_call(
+        self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
+    ) -> device.BatchState:
+        return self._programs.call(*self._filling(params, tokens, facts, fresh))
+
+    def _filling(
+        self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
+    ) -> tuple[Hashable, Wanted]:
+        told = params, self.slots, tokens, facts, self._draft_params
+        static = {"fresh": fresh, "draft": self._draft}
+        wanted = Wanted(self._fill_program, told, self.cfg, static)
+        return ("fill", *tokens.shape, fresh), wanted
+
+    # Answers
+
+    def _decode_of(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Decode:
+        options, sequences = self.options, list(plan.budgets)
+        n = options.size(len(sequences))
+        row_of = {
+            sequence: sequence.own_slot if n == options.max_slots else row
+            for row, sequence in enumerate(sequences)
+        }
+        rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
+        for sequence, budget in plan.budgets.items():
+            pages, told = sequence.held.pages, self._told[sequence]
+            row = rows[row_of[sequence]]
+            row[:3] = sequence.own_slot, budget, told
+            row[3 : 3 + len(pages) - told] = pages[told:]
+            self._told[sequence] = len(pages)
+        allowed: Any = self._no_masks[n]
+        if masks:
+            allowed = self._masks(n)
+            for sequence, known in masks.items():
+                row = allowed[row_of[sequence]]
+                row[: self._n_masks] = known.mask
+                row[self._n_masks :][: len(known.forced)] = [token + 1 for token in known.forced]
+            allowed = jax.device_put(allowed)  # jit tells it from numpy's
+        requests = [sequence.request for sequence in sequences]
+        level = level_of([request.sampling for request in requests], bool(masks))
+        if options.deterministic:  # branches round on their own
+            level = HIGHEST_LEVEL
+        wants_top = any(request.logprobs for request in requests)
+        orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
+        params = self._with(n, {row: sequence for sequence, row in row_of.items()})
+        longest = max(len(sequence.held.pages) for sequence in sequences)
+        context = next(pages for pages in options.contexts if pages >= longest)
+        return Decode(params, orders, allowed, row_of, n, context, wants_top)
+
+    def _decode(self, decode: Decode) -> DrawnOnDevice:
+        self.slots, rows, top = self._programs.call(*self._decoding(decode))
+        return DrawnOnDevice(decode.row_of, rows, top if decode.wants_top else ())
+
+    def _decoding(self, decode: Decode) -> tuple[Hashable, Wanted]:
+        n, context = decode.n, decode.context
+        told = (
+            decode.params,
+            self.slots,
+            decode.orders,
+            decode.masks,
+            self._stop_ids,
+            self._draft_params,
+        )
+        static = {
+            "n": n,
+            "context": context,
+            "width": self._width(n),
+            "widths": self.options.pass_widths(n),
+            "draft": self._draft,
+        }
+        return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
+
+    def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
+        """What its rows have written, waited for."""
+        rows, top = jax.device_get((drawn.rows, drawn.top))
+        width = (rows.shape[1] - 3) // 2
+        numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
+        written = [  # lists at once: many small slices of arrays would cost more than the rest
+            Written(tokens[:n], logprobs[:n], drafted, accepted)
+            for (n, drafted, accepted, *tokens), logprobs in zip(
+                *(part.tolist() for part in numbers), strict=True
+            )
+        ]
+        if top:
+            written = [
+                row._replace(top=tuple(pair)) for row, *pair in zip(written, *top, strict=True)
+            ]
+        return {sequence: written[row] for sequence, row in drawn.row_of.items()}
+
+    # Programs
+
+    def compiled_programs(self) -> int:
+        """Return the number of programs compiled outside of the warm-up."""
+        programs: tuple[Any, ...] = (device.admit, self._fill_program, self._decode_program)
+        return sum(program._cache_size() for program in programs)
+
+    def warm_up(self) -> None:
+        """Compile every program in every shape, and run it once without rows: the state stays."""
+        calls = self._idle_calls()
+        self._programs.add(self._wanted())
+        for call in calls:
+            self._thread.submit(self._run_idle, call).result()
+        jax.block_until_ready(self.slots)
+        lazy_zeros.trim()
+
+    def warm_up_behind(self, is_busy: Callable[[], bool]) -> None:
+        """Do the same for the programs that a first request needs, and for the others behind it.
+
+        Parameters
+        ----------
+        is_busy
+            True while the engine has requests, to which the thread behind yields.
+        """
+        wanted, n = self._wanted(), self._first()
+        calls = dict(zip(wanted, self._idle_calls(), strict=True))
+
+        def run(key: Hashable) -> Future[None]:
+            return self._thread.submit(self._run_idle, calls[key])
+
+        self._programs.add_first(wanted, n)
+        for key in list(wanted)[:n]:
+            run(key).result()
+        jax.block_until_ready(self.slots)
+        lazy_zeros.trim()
+        self._programs.add_rest(wanted, n, is_busy, run)
+
+    def stop(self) -> None:
+        """Compile no further programs behind."""
+        self._programs.stop()
+
+    def _run_idle(self, call: Callable[[], tuple[Hashable, Wanted]]) -> None:
+        """Run a program without rows, in the runner's thread."""
+        outcome = self._programs.call(*call())
+        self.slots = outcome[0] if isinstance(outcome, tuple) else outcome
+
+    def _first(self) -> int:
+        """Return how many of ``_idle_calls`` a first request may need."""
+        return len(self.options.history_widths[:2]) + len(self.options.widths) + 1
+
+    def _idle_calls(self) -> list[Callable[[], tuple[Hashable, Wanted]]]:
+        """Return a call without rows of every program, in the order in which requests need them.
+
+        The first are those of one request at a time: its admission without and with a short
+        history, a prompt of each width, and the decode call of one row.
+        """
+        options = self.options
+
+        def admission(width: int) -> Callable[[], tuple[Hashable, Wanted]]:
+            return lambda: self._admission(self._pack([], width))
+
+        def filling(rows: int, width: int, fresh: bool) -> Callable[[], tuple[Hashable, Wanted]]:
+            return lambda: self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
+
+        def decoding(n: int, context: int) -> Callable[[], tuple[Hashable, Wanted]]:
+            return lambda: self._decoding(self._idle(n, context))
+
+        shapes = [(rows, width) for width in options.widths for rows in options.row_counts(width)]
+        alone = [(options.row_counts(width)[0], width) for width in options.widths]
+        together = [shape for shape in shapes if shape not in alone]
+        decodes = [(n, context) for context in options.contexts for n in options.sizes]
+        return [
+            *(admission(width) for width in options.history_widths[:2]),
+            *(filling(*shape, True) for shape in alone),
+            decoding(*decodes[0]),
+            *(admission(width) for width in options.history_widths[2:]),
+            *(decoding(n, context) for n, context in decodes[1:] if context == decodes[0][1]),
+            *(filling(*shape, False) for shape in alone),
+            *(filling(*shape, fresh) for shape in together for fresh in (True, False)),
+            *(decoding(n, context) for n, context in decodes if context != decodes[0][1]),
+        ]
+
+    def _wanted(self) -> dict[Hashable, Wanted]:
+        """Return every program that may be called."""
+        return dict(call() for call in self._idle_calls())
+
+    def _idle(self, n: int, context: int) -> Decode:
+        """A call that does nothing."""
+        rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
+        rows[:, 1] = 0
+        orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
+        return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
+
+
+def _with_layers(slots: device.BatchState, layers: Any) -> device.BatchState:
+    cache = dataclasses.replace(slots.cache, layers=layers)
+    return dataclasses.replace(slots, cache=cache)
+
+
+def _without_layers(slots: device.BatchState) -> device.BatchState:
+    return _with_layers(slots, ())
+
+
+def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Items of one kind, in the order in which the kinds come."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return iter(groups.items())
+
+
+def _blank(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """``fill``'s tokens and facts of rows that are nobody's."""
+    facts = np.zeros((rows, 4), np.int32)
+    facts[:, [0, 3]] = NOBODY
+    return np.zeros((rows, width), np.int32), facts

@@ -1,0 +1,448 @@
+"""Scheduler: which requests run, and what the next step of the engine does.  No jax.
+
+    waiting     by arrival, a step of priority as if ``AGE`` arrivals earlier, so that nobody waits
+                for ever; a preempted sequence keeps its place
+    prefilling  admitted, with a slot and pages, their prompts partly in the cache
+    running     one new token each per decode step
+    ending      the device has been told to write the last that they may; their slots are others'
+
+``plan`` makes one step: admit, hand out chunks of prompts, make room.  It need not know what the
+step before has written: a row is taken to go on for as long as it may.  Contract:
+
+* Between two decode steps one chunk, or several of together no more than ``token_budget`` tokens,
+  each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
+  stall running rows.  Chunks end at multiples of ``chunk``.
+* At most ``max_slots`` sequences are admitted, and they hold the pages that their tokens take and
+  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.  A hundredth
+  of all pages is left to those who run, unless they cannot take them.
+* Strict order: nobody overtakes an earlier request of the same priority.
+* When pages are short, or a more urgent request finds no slot, the last of the least urgent
+  sequences is preempted: it gives up its pages and waits; later what is no longer known of its
+  prompt and of what it wrote is prefilled again, so its tokens are the same.
+  Without ``recompute`` only those are preempted that have written nothing.
+* One sequence alone can always run to its end (``check`` refuses what cannot): there is progress.
+
+Sources: Orca (OSDI 2022) for iteration-level batching, Sarathi-Serve (arXiv 2403.02310) for
+chunked prefill, vLLM (arXiv 2309.06180) for pages and preemption by recomputation.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import operator
+from collections.abc import Callable, Collection, Iterable
+
+from jaxllama.engine.pages import Held, KVPages
+from jaxllama.engine.request import FinishReason, Request
+from jaxllama.errors import JaxLlamaError
+
+# Later arrivals that a step of priority is worth.
+AGE = 1024
+# Of so many pages newcomers leave one to those who run: who takes the last ones is soon preempted,
+# and its prompt computed again.
+RESERVE = 100
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request on its way.
+
+    order: of arrival, each newcomer's larger than any before it.  output: tokens written so far.
+    slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
+    in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
+    whose results are not here yet may have written.  unsure: of those, how many it has not if its
+    drafts are wrong.  known: where tokens are restricted, for how many behind ``output`` it is
+    known which may come.
+    """
+
+    request: Request
+    order: int
+    submitted: float
+    output: list[int] = dataclasses.field(default_factory=list)
+    slot: int | None = None
+    held: Held = dataclasses.field(default_factory=Held)
+    filled: int = 0
+    cached: int = 0
+    ahead: int = 0
+    unsure: int = 0
+    known: int = 1
+
+    @property
+    def own_slot(self) -> int:
+        """Of one that is admitted."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.request.prompt, *self.output]
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def to_fill(self) -> int:
+        """Prefill stops short of the newest token: the decode step appends it and draws the next,
+        so there is one place where tokens are drawn."""
+        return self.length - 1
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_new_tokens - len(self.output)
+
+    def room(self, steps: int) -> int:
+        """Of ``steps`` tokens, how many it may still write."""
+        return min(steps, self.remaining - (self.ahead - self.unsure))
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether its next token is restricted."""
+        request = self.request
+        is_held = request.grammar is not None or request.allowed_token_ids is not None
+        return is_held or len(self.output) < request.min_tokens
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Smaller goes first."""
+        return (self.order - AGE * self.request.priority, self.order)
+
+
+_urgency = operator.attrgetter("urgency")
+
+
+def _total(short: Iterable[tuple[Sequence, int]]) -> int:
+    return sum(count for _, count in short)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """Put tokens ``begin .. end - 1`` of a sequence into its cache.
+
+    snapshot: row of the snapshot pool that takes the recurrent state after token ``end - 1``; None
+    takes no snapshot.
+    """
+
+    sequence: Sequence
+    begin: int
+    end: int
+    snapshot: int | None = None
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Beginning of an admitted sequence that the cache already holds.
+
+    length: its tokens.  snapshot: row of the snapshot pool with the recurrent state after them;
+    None starts from an empty state.
+    """
+
+    length: int
+    snapshot: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnPlan:
+    """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
+    row up to so many tokens as ``budgets`` says, in up to ``steps`` passes that give each at least
+    one.  preempted: wait again.  started: have become running.  prefixes: of the admitted
+    sequences."""
+
+    preempted: list[Sequence]
+    admitted: list[Sequence]
+    fills: list[Fill]
+    started: list[Sequence]
+    budgets: dict[Sequence, int]
+    steps: int
+    prefixes: dict[Sequence, Prefix] = dataclasses.field(default_factory=dict)
+
+    def unsure(self, sequence: Sequence) -> int:
+        """Tokens that it writes only where drafts are right."""
+        return max(self.budgets[sequence] - self.steps, 0)
+
+    def settle(self, sequence: Sequence) -> None:
+        """What it has written is known."""
+        sequence.ahead -= self.budgets[sequence]
+        sequence.unsure -= self.unsure(sequence)
+
+
+class Scheduler:
+    """may_share(sequence) -> how many of its tokens others may begin with, once they are in the
+    cache.  reach(rows) -> most tokens that each of so many rows writes in a step."""
+
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        pages: KVPages,
+        chunk: int,
+        token_budget: int,
+        widths: tuple[int, ...] = (),
+        steps_per_call: int = 1,
+        recompute: bool = True,
+        may_share: Callable[[Sequence], int] = lambda sequence: sequence.to_fill,
+        reach: Callable[[int], int] = lambda rows: 1,
+    ) -> None:
+        self.max_slots, self.pages = max_slots, pages
+        self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
+        self.steps_per_call, self.recompute = steps_per_call, recompute
+        self._may_share, self._reach = may_share, reach
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.running: dict[int, Sequence] = {}
+        self.ending: list[Sequence] = []
+        self._newest = -1
+
+    # What is there
+
+    @property
+    def in_flight(self) -> list[Sequence]:
+        return [*self.waiting, *self.admitted, *self.ending]
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        return [*self.prefilling, *self.running.values()]
+
+    @property
+    def n_admitted(self) -> int:
+        return len(self.prefilling) + len(self.running)
+
+    # What comes and goes
+
+    def check(self, request: Request) -> None:
+        """JaxLlamaError if the request could never run to its end."""
+        total, room = len(request.prompt) + request.max_new_tokens, self.pages.count
+        if self.pages.need(total) > room:
+            raise JaxLlamaError(
+                f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones exceed "
+                f"the cache of {room * self.pages.size} tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a newcomer."""
+        self.check(sequence.request)
+        if sequence.order <= self._newest:
+            raise JaxLlamaError(
+                f"request {sequence.request.id!r} is number {sequence.order}, after number "
+                f"{self._newest}: newcomers must be numbered by arrival"
+            )
+        self._newest = sequence.order
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=_urgency)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is; its slot and pages are free."""
+        if sequence in self.ending:
+            self.ending.remove(sequence)
+            sequence.filled = sequence.to_fill
+        elif sequence.slot is None:
+            self.waiting.remove(sequence)
+            return
+        elif sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        else:
+            del self.running[sequence.slot]
+            sequence.filled = sequence.to_fill
+        self._publish(sequence, sequence.filled)
+        self.pages.release(sequence.held)
+        sequence.slot, sequence.filled = None, 0
+
+    def _published(self, fill: Fill) -> Fill:
+        """Return the fill with its snapshot's row, after its pages have been published.
+
+        Later plans may begin with these pages: the device fills them before it runs those plans.
+        """
+        sequence, end = fill.sequence, fill.end
+        self._publish(sequence, end)
+        if end > self._may_share(sequence):
+            return fill
+        return dataclasses.replace(fill, snapshot=self.pages.snapshot(sequence.held, end))
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.cache_key)
+
+    def _shared(self, sequence: Sequence, end: int) -> list[int]:
+        """Of its first tokens up to ``end`` those that others may begin with."""
+        return sequence.tokens[: min(end, self._may_share(sequence))]
+
+    def overdue(self, now: float) -> Iterable[tuple[Sequence, FinishReason]]:
+        """Sequences whose deadline has passed."""
+        for sequence in self.in_flight:
+            deadline = sequence.request.deadline
+            if deadline is not None and now - sequence.submitted >= deadline:
+                yield sequence, "deadline"
+
+    # One step
+
+    def plan(self) -> TurnPlan:
+        self._preempted: list[Sequence] = []
+        self._newcomers: dict[Sequence, Prefix] = {}
+        self._retire()
+        # Pages that are missing for one more token each; kept up to date below.
+        self._next = _total(self._short(1))
+        while self._next > self.pages.available:
+            self._preempt(self.admitted)
+        fills, started, is_more = self._fill()
+        steps = 1 if is_more else self.steps_per_call
+        reach = self._reach(len(self.running))
+        budgets = self._budgets(steps * reach)
+        while max(steps, reach) > 1 and not self._has_pages(budgets):
+            reach, steps = 1, steps if reach > 1 else 1
+            budgets = self._budgets(steps)
+        most = max(budgets.values(), default=0)
+        plan = TurnPlan(
+            self._preempted,
+            list(self._newcomers),
+            fills,
+            started,
+            budgets,
+            min(steps, most),
+            self._newcomers,
+        )
+        for sequence, budget in budgets.items():
+            self.pages.grow(sequence.held, self._growth(sequence, budget))
+            sequence.ahead += budget
+            sequence.unsure += plan.unsure(sequence)
+        # Publishing may take idle pages, so it follows all growth.
+        return dataclasses.replace(plan, fills=[self._published(fill) for fill in plan.fills])
+
+    def _has_pages(self, budgets: dict[Sequence, int]) -> bool:
+        most = max(budgets.values(), default=0)
+        return _total(self._short(most)) <= self.pages.available
+
+    def _retire(self) -> None:
+        """Rows that the device has been told to write to their ends."""
+        for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
+            del self.running[sequence.own_slot]
+            sequence.slot = None
+            self.ending.append(sequence)
+
+    def _budgets(self, steps: int) -> dict[Sequence, int]:
+        """What each running row may write.  What may come next is the host's to say where it is
+        restricted: behind what is known such a row waits for what it has written."""
+        return {
+            sequence: room
+            for sequence in self.running.values()
+            if not (sequence.is_masked and sequence.unsure)
+            and (room := sequence.room(self._allowed(sequence, steps))) > 0
+        }
+
+    def _allowed(self, sequence: Sequence, steps: int) -> int:
+        return min(steps, sequence.known - sequence.ahead) if sequence.is_masked else steps
+
+    def _growth(self, sequence: Sequence, steps: int) -> int:
+        """Pages that it lacks to write so many more tokens."""
+        most = len(sequence.request.prompt) + sequence.request.max_new_tokens
+        after = min(sequence.length + sequence.ahead + sequence.room(steps), most)
+        return max(self.pages.need(after) - len(sequence.held.pages), 0)
+
+    def _short(self, steps: int) -> list[tuple[Sequence, int]]:
+        """Admitted sequences that lack pages to write so many more tokens, and how many."""
+        size = self.pages.size
+        return [
+            (sequence, self._growth(sequence, steps))
+            for sequence in self.admitted
+            if sequence.length + sequence.ahead + steps > len(sequence.held.pages) * size
+        ]
+
+    def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:
+        """Hand out the token budget in order of urgency: (chunks, whose prompt is complete, whether
+        the budget was too small)."""
+        budget = self.token_budget
+        fills: list[Fill] = []
+        started: list[Sequence] = []
+        began = sorted(self.prefilling, key=_urgency)
+        for sequence in heapq.merge(began, list(self.waiting), key=_urgency):
+            if sequence in self._preempted:
+                break
+            if sequence.slot is None:
+                # What is known of it is not known yet.
+                if fills and self._cost(self._next_fill(sequence)) > budget:
+                    return fills, started, True
+                if not self._admit(sequence):
+                    break
+            while sequence.filled < sequence.to_fill:
+                fill = self._next_fill(sequence)
+                if fills and self._cost(fill) > budget:
+                    return fills, started, True
+                fills.append(fill)
+                budget -= self._cost(fill)
+                sequence.filled = fill.end
+            self.prefilling.remove(sequence)
+            self.running[sequence.own_slot] = sequence
+            started.append(sequence)
+        return fills, started, False
+
+    def _next_fill(self, sequence: Sequence) -> Fill:
+        border = (sequence.filled // self.chunk + 1) * self.chunk
+        return Fill(sequence, sequence.filled, min(border, sequence.to_fill))
+
+    def _cost(self, fill: Fill) -> int:
+        return next((width for width in self.widths if width >= fill.size), fill.size)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """From waiting to prefilling, if there is a slot and pages, or if less urgent sequences
+        have them."""
+        self._begin(sequence)
+        if not self._has_room(sequence):
+            priority = sequence.request.priority
+            victims = [
+                other
+                for other in self.admitted
+                if other.request.priority < priority
+                and other.urgency > sequence.urgency
+                and (self.recompute or not other.output)
+            ]
+            if not victims or not self._has_room(sequence, without=victims):
+                self.pages.release(sequence.held)
+                return False
+            while not self._has_room(sequence):
+                self._preempt(victims)
+                victims = [v for v in victims if v not in self._preempted]
+            self.pages.release(sequence.held)
+            self._begin(sequence)  # perhaps with what they have left
+        sequence.filled = len(sequence.held.pages) * self.pages.size
+        if not sequence.output:
+            sequence.cached = sequence.filled
+        self.waiting.remove(sequence)
+        self.pages.grow(sequence.held, self._growth(sequence, 0))
+        taken = {other.slot for other in self.admitted}
+        sequence.slot = next(slot for slot in range(self.max_slots) if slot not in taken)
+        self.prefilling.append(sequence)
+        nodes = sequence.held.nodes
+        self._newcomers[sequence] = Prefix(sequence.filled, nodes[-1].state if nodes else None)
+        self._next += self._growth(sequence, 1)
+        return True
+
+    def _begin(self, sequence: Sequence) -> None:
+        known = self._shared(sequence, sequence.to_fill)
+        sequence.held = self.pages.begin(known, sequence.request.cache_key)
+
+    def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
+        # Everybody may write one more token before anything else can be done about it.
+        need = self._next - sum(self._growth(other, 1) for other in without)
+        need += self._growth(sequence, 1)
+        others = self.n_admitted - len(without)
+        available = self.pages.available + self.pages.gain(other.held for other in without)
+        if others >= self.max_slots or need > available:
+            return False
+        if not others or need + self.pages.count // RESERVE <= available:
+            return True
+        stay = [sequence, *(other for other in self.admitted if other not in without)]
+        return sum(self._growth(one, one.remaining) for one in stay) <= available
+
+    def _preempt(self, victims: list[Sequence]) -> None:
+        """Send the least urgent of ``victims`` back to waiting."""
+        victim = max(victims, key=lambda sequence: sequence.urgency)
+        self._next -= self._growth(victim, 1)
+        self.finish(victim)
+        self._preempted.append(victim)
+        self._queue(victim)

@@ -1,0 +1,64 @@
+"""Stats: an engine's figures at the end of its last step, for whoever watches it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxllama.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What an engine is doing and has done.  pages_used: by requests that run; pages_known: that
+    new ones may begin with.  finished: requests by reason.  compilations: programs compiled since
+    the warm-up.  accepted_tokens: of the drafted ones."""
+
+    waiting: int
+    prefilling: int
+    running: int
+    max_slots: int
+    cache_tokens: int
+    cache_capacity: int
+    pages: int
+    pages_used: int
+    pages_known: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    finished: dict[str, int]
+    preemptions: int
+    steps: int
+    compilations: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+
+def count(engine: Engine) -> EngineStats:
+    scheduler, counts, options = engine.scheduler, engine.counts, engine.options
+    pages = scheduler.pages
+    return EngineStats(
+        waiting=len(scheduler.waiting),
+        prefilling=len(scheduler.prefilling),
+        running=len(scheduler.running),
+        max_slots=options.max_slots,
+        cache_tokens=pages.used * pages.size,
+        cache_capacity=options.cache_tokens,
+        pages=pages.count,
+        pages_used=pages.used,
+        pages_known=pages.known,
+        prefix_hit_tokens=counts["prefix_hit_tokens"],
+        prompt_tokens=counts["prompt_tokens"],
+        completion_tokens=counts["completion_tokens"],
+        finished={
+            key.removeprefix("finished "): number
+            for key, number in counts.items()
+            if key.startswith("finished ")
+        },
+        preemptions=counts["preemptions"],
+        steps=engine.steps,
+        compilations=engine.runner.compiled_programs() - engine.compiled,
+        drafted_tokens=counts["drafted_tokens"],
+        accepted_tokens=counts["accepted_tokens"],
+    )

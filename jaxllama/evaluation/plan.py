@@ -1,0 +1,306 @@
+"""``jaxllama plan``: the best policy for this machine, and its prediction beside the measurement.
+
+    run(source, ...) -> report (a dict)        table(report) -> text
+
+A task that fits on the device whole runs there, and only computation is calibrated for it.  Else
+the machine is calibrated for the model's layers once (``planner.calibrate``), and the
+policy is solved for (``planner.solve``), unless it is given.  The model is loaded under it, and the
+task is run with every load, store and computation timed.  The figures are kept, and the same task
+is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
+rate is extrapolated from the prefill and the mean step, as the prediction is.  Where nothing leaves
+the device and the prefill is predicted to take more than ``LONG`` seconds, the prompts that are
+measured are shorter.  The measured prefill is then scaled by the ratio of both lengths' operations;
+the report says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.checkpoints import hub
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.language_model import LanguageModel
+from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
+from jaxllama.model.flops import flops_per_token
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import available_memory
+from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
+from jaxllama.planner.accounting import model_bytes
+from jaxllama.planner.calibrate import Progress, calibrate, settings_of
+from jaxllama.planner.cost import (
+    LANES,
+    MemoryLimits,
+    PlannerSettings,
+    Task,
+    need_of,
+    predict,
+)
+from jaxllama.planner.fitting import Calibration
+from jaxllama.planner.solve import solve
+from jaxllama.planner.trial import Watch, start_run, timed_step
+from pallas_kernels.qtensor import packed_bytes
+
+MEASURED = 8  # decode steps that are timed
+LONG = 1.5  # seconds: a longer prefill is measured on shorter prompts
+SHORTEST = 64  # tokens of those
+
+
+def run(
+    source: str | Path,
+    *,
+    policy: Policy | None = None,
+    base: Policy | None = None,
+    dtype: Any = None,
+    scheme: str | None = None,
+    kv_dtype: Any = None,
+    rows: int = 8,
+    prompt_tokens: int = 512,
+    new_tokens: int = 32,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    random: bool = False,
+    revision: str | None = None,
+    timeline: Path | None = None,
+    recalibrate: bool = False,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """See the module docstring.
+
+    policy: what to measure; solved for by default, and base is then what is not searched
+    (``planner.solve``).  The limits default to what the device, the system and the disk have to
+    give.  recalibrate: measure the machine and the task even if that was done before.
+    """
+    enable_compilation_cache()
+    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    base = policy or base or Policy()
+    task = Task(rows, prompt_tokens, new_tokens)
+    task = dataclasses.replace(task, chunk=base.prefill_batch_size or task.chunk)
+    cfg = read_config(source, random, revision).replace(attn_sparsity=base.attn_sparsity)
+    if task.capacity > cfg.max_position:
+        raise JaxLlamaError(
+            f"plan: {prompt_tokens} + {new_tokens} tokens exceed the context of {cfg.max_position}"
+        )
+    scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
+    settings = PlannerSettings(dtype, kv_dtype, scheme)
+    limits = MemoryLimits(*_limits(device_bytes, host_bytes, disk_bytes))
+    if policy is None:
+        policy = resident(cfg, task, limits, settings, base)
+    costs = calibrate(
+        cfg,
+        dtype,
+        scheme,
+        kv_dtype,
+        chunk=task.chunk,
+        moves=policy is None or policy.moves,
+        fresh=recalibrate,
+        progress=progress,
+    )
+    memory = available_memory()
+    if memory is not None and model_bytes(cfg, dtype, scheme) > memory:
+        costs = costs.cold()  # the page cache will not hold the disk's share
+    if policy is None:
+        policy = solve(cfg, costs, task, limits, settings, base)
+    expected = predict(cfg, policy, costs, task, settings)
+    need = need_of(cfg, policy, task, settings)
+    known = measured_file(cfg, policy, task, settings)
+    if known.is_file() and timeline is None and not recalibrate:
+        progress(f"measured before: {policy}; --recalibrate measures anew")
+        found = json.loads(known.read_text(encoding="utf-8"))
+    else:
+        progress(f"measuring: {policy}")
+        rounding = None if policy.compress_weight else scheme
+        lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
+        trial = shortened(cfg, policy, costs, task, settings)
+        found, events = measure(lm, trial, settings)
+        found["prompt_tokens"] = trial.prompt
+        known.write_text(json.dumps(found), encoding="utf-8")
+        if timeline is not None:
+            draw(events, timeline, f"{cfg.name}: {policy}")
+    measured_prompt = found["prompt_tokens"]
+    scale = _operations(cfg, prompt_tokens) / _operations(cfg, measured_prompt)
+    prefill = found["prefill"] * scale
+    lanes = {
+        lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
+        for lane in LANES
+    }
+    return {
+        "model": cfg.name,
+        "policy": str(policy),
+        "rows": rows,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "measured_prompt_tokens": measured_prompt,
+        "prefill_scale": scale,
+        "prefill_seconds": {"predicted": expected.prefill, "measured": prefill},
+        "step_seconds": {"predicted": expected.step, "measured": found["step"]},
+        "tokens_per_second": {
+            "predicted": expected.tokens_per_second,
+            "measured": rows
+            * new_tokens
+            / (expected.blocks * (prefill + (new_tokens - 1) * found["step"])),
+        },
+        "lanes": lanes,
+        "bytes": {
+            "device": {
+                "predicted": need.device,
+                "measured": found["device_bytes"],
+                "in_programs": need.programs,
+                "sees_programs": found["sees_programs"],
+            },
+            "host": {"predicted": need.host, "measured": None},
+            "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
+        },
+    }
+
+
+def _operations(cfg: ModelConfig, tokens: int) -> float:
+    """Return what a prefill's operations are proportional to."""
+    return flops_per_token(cfg, tokens) * tokens
+
+
+def shortened(
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
+) -> Task:
+    """Return the task that is measured: with shorter prompts in a cache of the same capacity, where
+    the policy moves nothing and the prefill would take more than ``LONG`` seconds."""
+    trial = task
+    while (
+        not policy.moves
+        and trial.prompt // 2 >= SHORTEST
+        and predict(cfg, policy, costs, trial, settings).prefill > LONG
+    ):
+        half = trial.prompt // 2
+        trial = dataclasses.replace(trial, prompt=half, new=task.capacity - half)
+    return trial
+
+
+def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:
+    """Where the measurement of a task is kept.  Its speed depends on shapes, not on weights."""
+    words = (cfg.replace(name=""), str(policy), task, settings)
+    words += (jax.devices()[0].device_kind, jax.__version__, LONG)
+    name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+    folder = hub.cache_dir() / "offload"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"measured-{name}.json"
+
+
+def resident(
+    cfg: ModelConfig, task: Task, limits: MemoryLimits, settings: PlannerSettings, base: Policy
+) -> Policy | None:
+    """The policy that keeps everything on the device, in one batch; None where that does not fit or
+    is not wanted."""
+    one_batch = min(128, 1 << (task.rows - 1).bit_length())
+    policy = dataclasses.replace(base, gpu_batch_size=one_batch)
+    if limits.device is None:  # a CPU: its memory is the host's
+        limits = dataclasses.replace(limits, device=available_memory())
+    if policy.moves or not limits.allow(need_of(cfg, policy, task, settings)):
+        return None
+    return policy
+
+
+def measure(
+    lm: LanguageModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
+) -> tuple[dict[str, Any], list[TimelineBar]]:
+    """A block of the task: seconds of the prefill, of a step and of its lanes, device bytes (the
+    allocator's peak; where it keeps no count, the most that live arrays had, so without what is
+    inside programs); and the events of a step."""
+    executor = offloaded(lm.executor)
+    rows = min(executor.policy.block_size, task.rows)
+    warm = start_run(lm, rows, task, settings.kv_dtype)
+    with Watch(functools.partial(held_on_device, lm)) as watch:
+        for _ in range(min(3, task.new)):
+            timed_step(warm)
+    del warm
+    run = start_run(lm, rows, task, settings.kv_dtype)
+    prefill = timed_step(run)
+    count = max(1, min(steps, task.new - 2))
+    step = statistics.fmean(timed_step(run) for _ in range(count))
+    run.record = Recorder()
+    timed_step(run)
+    events, run.record = run.record.finish(), NO_RECORD
+    lanes = {lane: sum(event.seconds for event in events if event.lane == lane) for lane in LANES}
+    disk = executor.store.disk.nbytes if need_disk(executor.policy) else 0
+    report = {
+        "prefill": prefill,
+        "step": step,
+        "lanes": lanes,
+        "disk_bytes": disk,
+        "device_bytes": max(watch.most, held_on_device(lm)),
+        "sees_programs": sees_programs(lm),
+    }
+    return report, events
+
+
+def need_disk(policy: Policy) -> bool:
+    return any(share.disk > 0 for share in (policy.weights, policy.cache, policy.activations))
+
+
+def held_on_device(lm: LanguageModel) -> int:
+    if sees_programs(lm):
+        return offloaded(lm.executor).store.device.memory_stats()["peak_bytes_in_use"]
+    kind = offloaded(lm.executor).store.on_device.memory_kind
+    return sum(
+        packed_bytes(array.size, array.dtype)
+        for array in jax.live_arrays()
+        if array.sharding.memory_kind == kind and jax.dtypes.issubdtype(array.dtype, np.number)
+    )
+
+
+def sees_programs(lm: LanguageModel) -> bool:
+    """Whether the measured bytes of the device count what is inside programs."""
+    return "peak_bytes_in_use" in (offloaded(lm.executor).store.device.memory_stats() or {})
+
+
+def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:
+    device, host, disk = sizes
+    stats = jax.devices()[0].memory_stats() or {}
+    folder = hub.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    return (
+        stats.get("bytes_limit") if device is None else device,
+        available_memory() if host is None else host,
+        shutil.disk_usage(folder).free if disk is None else disk,
+    )
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+
+    def row(name: str, pair: dict[str, Any], unit: float, words: str) -> str:
+        both = [
+            f"{pair[key] / unit:12.2f}" if pair[key] is not None else f"{'':>12}"
+            for key in ("predicted", "measured")
+        ]
+        return f"{name:18}{''.join(both)}  {words}"
+
+    lines = [f"policy            {report['policy']}", f"{'':18}{'predicted':>12}{'measured':>12}"]
+    lines.append(row("prefill", report["prefill_seconds"], 1e-3, "ms"))
+    lines.append(row("step", report["step_seconds"], 1e-3, "ms"))
+    for lane, pair in report["lanes"].items():
+        lines.append(row(f"  {lane}", pair, 1e-3, "ms a step"))
+    lines.append(row("throughput", report["tokens_per_second"], 1, "tokens/s"))
+    for tier, pair in report["bytes"].items():
+        words = "MB"
+        if not pair.get("sees_programs", True):
+            words += f"; {pair['in_programs'] / 1e6:.2f} of them in programs, not measured here"
+        lines.append(row(f"{tier} memory" if tier != "disk" else tier, pair, 1e6, words))
+    if report["measured_prompt_tokens"] != report["prompt_tokens"]:
+        lines.append(
+            f"measured with prompts of {report['measured_prompt_tokens']} tokens; the prefill of "
+            f"{report['prompt_tokens']} is {report['prefill_scale']:.1f} times that, by operations"
+        )
+    return "\n".join(lines)

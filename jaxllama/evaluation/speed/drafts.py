@@ -1,0 +1,129 @@
+"""``jaxllama bench --draft``: what a draft brings, on 60 prompts of three kinds.
+
+    run(lm, draft, draft_tokens, ...) -> report (a dict)        table(report) -> text
+
+The prompts (configs/texts/drafts.jsonl) ask to edit a text, to copy a sentence out of one, and to
+go on with code.  Each is decoded greedily, one row, until it ends by itself or has ``new_tokens``,
+without the draft and with it in turns; the prefill does not count.  ``accepted_per_pass`` are the
+drafted tokens that each pass over the model kept, besides its own one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.config import configs_dir
+from jaxllama.decoding.forward import prefill_chunk
+from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.speed.harness import timed
+from jaxllama.executors import resident
+from jaxllama.language_model import LanguageModel
+from jaxllama.model.cache import init_cache
+from jaxllama.progress import Working
+from jaxllama.text.rows import pad_rows, shapes_of
+
+
+def run(
+    lm: LanguageModel,
+    draft: str | LanguageModel,
+    draft_tokens: int = 0,
+    *,
+    new_tokens: int = 64,
+    runs: int = 1,
+    kv_dtype: str | None = None,
+    chunk: int | None = None,
+    sign: Working | None = None,
+) -> dict[str, Any]:
+    """Measure; runs: of each prompt, of which the median counts.  Raises JaxLlamaError for a model
+    without a tokenizer, or a draft that is none for it."""
+    if lm.tokenizer is None:
+        raise JaxLlamaError(f"{lm.config.name} has no tokenizer, and the prompts are text")
+    drafting, sign = lm.drafting(draft, draft_tokens), sign or Working()
+    assert drafting is not None
+    path = configs_dir() / "texts" / "drafts.jsonl"
+    given = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [lm.tokenizer.encode(one["prompt"]) for one in given]
+    width, capacity, room = shapes_of(rows, new_tokens)
+    sampling = SamplingParams.stack([Sampling()], lm.config.vocab_size)
+    stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
+
+    def decoded(row: list[int], drafts: bool) -> np.ndarray:
+        """(tokens behind the first, seconds, drafted, accepted)."""
+        tokens, lengths = pad_rows([row], width)
+        cache = init_cache(lm.config, 1, capacity, kv_dtype or lm.dtype, mesh=lm.mesh)
+        state: Any = resident.start(
+            lm.config,
+            lm.params,
+            tokens,
+            lengths,
+            cache.layers,
+            cache.lengths,
+            sampling,
+            stop_ids,
+            max_new_tokens=room,
+            chunk=chunk or prefill_chunk(1, width),
+        )
+        advance = resident.loop_for(lm.params)
+        arguments = lm.config, lm.params, state, sampling, stop_ids, np.int32(new_tokens)
+        if drafts:
+            state = drafting.begin(tokens, lengths, state, capacity)
+            advance = drafting.advance
+            arguments = lm, state, sampling, stop_ids, new_tokens, new_tokens
+        jax.block_until_ready(state)
+        (_, report), seconds = timed(advance, *arguments)
+        report = jax.device_get(report)
+        return np.array([int(report.counts[0]) - 1, seconds, *report.drafts[:, 0]])
+
+    sign.note("compiling the decode loops")
+    for drafts in (False, True):
+        decoded(rows[0], drafts)
+    kinds: dict[str, Any] = {}
+    for kind in dict.fromkeys(one["kind"] for one in given):
+        sums = np.zeros((2, 4))
+        for row in [row for row, one in zip(rows, given, strict=True) if one["kind"] == kind]:
+            rounds = [[decoded(row, drafts) for drafts in (False, True)] for _ in range(runs)]
+            sums += np.median(rounds, axis=0)
+        (plain_tokens, plain, _, _), (tokens, seconds, drafted, accepted) = sums
+        kinds[kind] = {
+            "plain_tokens_per_second": plain_tokens / plain,
+            "tokens_per_second": tokens / seconds,
+            "speedup": (tokens / seconds) / (plain_tokens / plain),
+            "accepted_per_pass": accepted / max(tokens - accepted, 1),
+            "accepted_share": accepted / max(drafted, 1),
+            "tokens": int(tokens),
+        }
+        sign.say(f"{kind:12} {kinds[kind]['tokens_per_second']:.1f} tokens/s")
+    return {
+        "draft": draft if isinstance(draft, str) else draft.config.name,
+        "draft_layers": None if isinstance(draft, str) else draft.config.n_layers,
+        "draft_tokens": draft_tokens,
+        "dtype": lm.dtype.name,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "new_tokens": new_tokens,
+        "runs": runs,
+        "kinds": kinds,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    layers = report["draft_layers"]
+    draft = report["draft"] + ("" if layers is None else f" ({layers} layers)")
+    count = report["draft_tokens"] or "as many tokens as pay"
+    lines = [
+        f"{report['model']} ({report['dtype']}) on {report['device']}, draft {draft}, {count}",
+        f"{'':12} {'plain':>10} {'draft':>10} {'speedup':>8}  accepted a pass, of drafted",
+    ]
+    for kind, of in report["kinds"].items():
+        lines.append(
+            f"{kind:12} {of['plain_tokens_per_second']:>10.1f} {of['tokens_per_second']:>10.1f} "
+            f"{of['speedup']:>8.2f}  {of['accepted_per_pass']:.2f}, {of['accepted_share']:.0%}"
+        )
+    return "\n".join(lines)

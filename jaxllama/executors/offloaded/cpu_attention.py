@@ -1,0 +1,149 @@
+"""Decode attention where the keys are: a batch's first rows on the device, the others on the CPU.
+
+    SplitCache       the cache of one layer and batch, split by rows; nothing of it ever moves
+    decode_layer     mixer norm and qkv on the device; attention of each part beside its cache;
+                     the output projection on the device
+
+A step then moves one query, key and value a row to the CPU and one attended vector back, instead of
+the whole cache (FlexGen, arXiv 2303.06865, section 4.1).  On a GPU machine the CPU's attention
+rounds unlike the GPU's, so its tokens are those of a resident model on the CPU, not the same bits.
+
+Prefill runs on the device and hands the rows over afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.programs import Rope
+from jaxllama.model.linear import Stream, linear_add, norm_linear
+from jaxllama.model.mixers.attention.mix import finished, inputs, split_heads, unpacked
+from jaxllama.model.mixers.attention.sparse import sparse_decode
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.rope import Ropes, narrowed, widened
+from jaxllama.offload.policy import Shares
+from pallas_kernels.attention.blockwise import blockwise_attention
+from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
+
+Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
+
+
+class SplitCache:
+    """As ``LayerCache``, with ``load`` giving the two parts once there is something in them."""
+
+    moves = False
+    stored = ()
+
+    def __init__(self, shares: Shares, empty: Any) -> None:
+        self._shares, self._empty = shares, empty
+        self._parts: Parts | None = None
+
+    def load(self) -> KVCache | Parts:
+        parts, self._parts = self._parts, None
+        return self._empty() if parts is None else parts
+
+    def save(self, state: KVCache | Parts, *_: Any) -> None:
+        if isinstance(state, KVCache):
+            rows = self._shares.rows(state.k.shape[0])[0]
+            device = jax.tree.map(lambda leaf: leaf[:rows], state) if rows else None
+            host = None
+            if rows < state.k.shape[0]:
+                host = jax.tree.map(lambda leaf: leaf[rows:], state)
+                # An array of its own: it is written in place from now on.
+                host = jax.block_until_ready(jax.device_put(host, cpu(), may_alias=False))
+            state = device, host
+        self._parts = state
+
+
+@functools.cache
+def cpu() -> jax.Device:
+    """Raises JaxLlamaError where jax has none beside the GPU."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        raise JaxLlamaError(
+            "policy: cpu_attention needs jax's CPU backend too: JAX_PLATFORMS=cuda,cpu, or unset"
+        ) from None
+
+
+def decode_layer(
+    cfg: ModelConfig,
+    weights: Any,
+    stream: Stream,
+    parts: Parts,
+    positions: jax.Array,
+    lengths: jax.Array,
+    rope: Rope,
+) -> tuple[Stream, Parts]:
+    """The mixer's half of an attention layer for one token a row."""
+    qkv, gate, stream = project(cfg, weights, stream)
+    inputs = qkv, positions[:, 0], lengths, rope
+    outs, new = [], []
+    first = 0
+    for part, device in zip(parts, (None, cpu()), strict=True):
+        new.append(part)
+        if part is None:
+            continue
+        rows = slice(first, first + part.k.shape[0])
+        first = rows.stop
+        mine = jax.tree.map(lambda leaf, rows=rows: leaf[rows], inputs)
+        if device is not None:
+            mine = jax.device_put(mine, device)
+        out, new[-1] = _attend(cfg, *mine, part)
+        outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
+    heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    return output(cfg, weights, heads, gate, stream), (new[0], new[1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def project(
+    cfg: ModelConfig, weights: Any, stream: Stream
+) -> tuple[jax.Array, jax.Array | None, Stream]:
+    """One token a row: (qkv ``[B, N + 2K, H]``, the heads' gate or None, the residual stream)."""
+    mixer = weights["mixer"]
+    of = weights.get("mixer_norm"), inputs(cfg, mixer)
+    projected, stream = norm_linear(stream, *of, cfg)
+    gate, qkv = unpacked(cfg, mixer, projected)
+    return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+def _attend(
+    cfg: ModelConfig,
+    qkv: jax.Array,
+    position: jax.Array,
+    lengths: jax.Array,
+    rope: Ropes,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """``qkv [B, N + 2K, H]`` -> (heads ``[B, N, H]``, cache), in the form that runs anywhere."""
+    slots = jnp.where(lengths > 0, position, cache.k.shape[1])
+    qkv, rope = widened(qkv, rope, cache.k.shape[-1])
+    tables = [table[:, 0] for table in rope.of(cfg.rope)]
+    q, *kv = rope_and_write(qkv, *tables, cache.k, cache.v, slots, implementation="xla")
+    cache = KVCache(*kv)
+    if cfg.attn_sparsity < 1.0:
+        out = sparse_decode(
+            q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
+        )
+        return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
+    last = jnp.where(lengths > 0, position, -1)[:, None]
+    out = blockwise_attention(
+        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap
+    )
+    return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def output(
+    cfg: ModelConfig, weights: Any, heads: jax.Array, gate: jax.Array | None, stream: Stream
+) -> Stream:
+    """The stream behind the layer's first half, with heads ``[B, N, H]``."""
+    heads, o = finished(cfg, heads[:, None], gate), weights["mixer"]["o"]
+    return linear_add(heads, o, stream, cfg, weights.get("mixer_out_norm"))

@@ -1,0 +1,395 @@
+"""Run: one block of rows on its way through an offloaded model, from prompts to the last token.
+
+    run = OffloadRun(policy, store, cfg, params, tokens, lengths, ...)
+    run.step()      gives every row one token; the first step is the prefill
+
+It is the ``Work`` of ``schedule``: it knows what each load, store and computation is.  The rows are
+cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
+its cache a layer and its hidden states.  A prompt goes through each unit in pieces of ``chunk``
+tokens, as the resident model's prefill does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.forward import Params
+from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.sampling import History, SamplingParams
+from jaxllama.decoding.turn import append, drawn_by, start
+from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
+from jaxllama.executors.offloaded.cpu_attention import SplitCache
+from jaxllama.executors.offloaded.layer_cache import LayerCache
+from jaxllama.executors.offloaded.programs import Rope
+from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
+from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.schedule import Overlapped, serial
+from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
+from jaxllama.offload.timeline import NO_RECORD
+from jaxllama.offload.units import ModelUnit, units_of
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPiece:
+    """Tokens ``[B, T]`` that go through the model at once; lengths: how many of each row count."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    positions: jax.Array
+    rope: Rope
+    slots: jax.Array | None = None  # of one token a row: its place in the cache, if it has one
+
+
+@dataclasses.dataclass
+class Batch:
+    """Rows that one program computes, whose layers are in ``caches``.
+
+    hidden: of each piece, possibly stored.  drafted, scores, tokens: of a pass that verifies
+    drafts, its width, its logits ``[B width, V]``, and what recurrent states may take, by layers.
+    """
+
+    rows: Rows
+    sampling: SamplingParams
+    caches: dict[int, LayerCache | SplitCache]
+    pieces: list[TokenPiece]
+    hidden: Any = None
+    live: bool = True  # a row still wants tokens
+    drafted: int | None = None
+    scores: jax.Array | None = None
+    tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+class OffloadRun:
+    """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
+    cache; room: columns for new tokens, of which at most ``limit`` are asked for."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        store: Store,
+        cfg: ModelConfig,
+        params: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        sampling: SamplingParams,
+        stop_ids: jax.Array,
+        *,
+        room: int,
+        limit: int,
+        capacity: int,
+        kv_dtype: Any,
+        chunk: int,
+        recorder: Any = NO_RECORD,
+    ) -> None:
+        self.policy, self.store, self.record = policy, store, recorder
+        self.cfg, self.params = cfg, params
+        self.dtype = activation_dtype(params)
+        self.stop_ids, self.room, self.capacity = stop_ids, room, capacity
+        self.limit = limit
+        self.kv_dtype = jnp.dtype(kv_dtype).name
+        self.units = units_of(self.cfg, self.policy.sep_layer)
+        if not self._embeds_by_unit():
+            self.units = self.units[1:]
+        self.moves = {
+            "cache": self.policy.cache.device < 100,
+            "hidden": self.policy.activations.device < 100,
+        }
+        self.filled, self.steps = tokens.shape[1], 0
+        self.rows = tokens.shape[0]
+        self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
+        self._known: dict[int, Pending] = {}  # a tied table that was loaded last
+        self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
+
+    # Rows to batches
+
+    def cut(
+        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        """The run's rows, batch by batch; the last is filled up with rows of length 0."""
+        count = -(-self.rows // self.policy.gpu_batch_size)
+        size = -(-self.rows // count)
+        empty = count * size - self.rows
+
+        def fill(leaf: jax.Array) -> jax.Array:
+            return jnp.concatenate([leaf, jnp.repeat(leaf[:1], empty, axis=0)]) if empty else leaf
+
+        tokens, sampling = jax.tree.map(fill, (tokens, sampling))
+        lengths = jnp.pad(lengths, (0, empty))
+        for first in range(0, count * size, size):
+            yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, sampling))  # noqa: B023
+
+    def _batch(
+        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams, chunk: int
+    ) -> Batch:
+        batch = tokens.shape[0]
+        chunk = min(chunk, tokens.shape[1])
+        blank = jnp.zeros((batch,), jnp.int32)
+        pieces = [
+            self._piece(
+                tokens[:, at : at + chunk],
+                jnp.minimum(lengths, at),
+                jnp.clip(lengths - at, 0, chunk),
+                lengths,
+                chunk,
+            )
+            for at in range(0, tokens.shape[1], chunk)
+        ]
+        history = None
+        if sampling.penalties:
+            history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
+        rows = Rows.empty(lengths, Cache((), blank), self.room, history)
+        caches = {
+            layer: self._layer_cache(kind, layer, batch)
+            for layer, kind in enumerate(self.cfg.layer_types)
+        }
+        return Batch(rows, sampling, caches, pieces)
+
+    def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
+        empty = functools.partial(
+            _empty_state, self.cfg, layer, batch, self.capacity, self.kv_dtype
+        )
+        if self.policy.cpu_attention and kind == "attention":
+            return SplitCache(self.policy.cache, empty)
+        by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
+        return (SparseCache if by_row else LayerCache)(self.store, self.policy.cache, empty)
+
+    def _piece(
+        self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
+    ) -> TokenPiece:
+        tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+        positions, rope = programs.positions_of(self.cfg, start, total, width)
+        return TokenPiece(tokens, lengths, positions, rope)
+
+    # One step
+
+    def step(self) -> None:
+        """The prefill, or one more token a row."""
+        for index in self.active_batches():
+            batch = self.batches[index]
+            if self.steps > 0:
+                batch.pieces = [TokenPiece(*_next_piece(self.cfg, self.capacity, batch.rows))]
+        self._walk()
+        self.filled += 1
+
+    def verify(
+        self, pieces: dict[int, TokenPiece], width: int
+    ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
+        """One pass of these batches' pieces, ``width`` tokens of a row at a time: of each batch its
+        logits ``[B width, V]``, and by layers what recurrent states may take; attention's tokens
+        are in its cache, past its length."""
+        for index, piece in pieces.items():
+            batch = self.batches[index]
+            batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
+        self._walk()
+        return {index: (self.batches[index].scores, self.batches[index].tokens) for index in pieces}
+
+    def _walk(self) -> None:
+        """The active batches' pieces through all units."""
+        for index in self.active_batches():
+            batch = self.batches[index]
+            if not self._embeds_by_unit():
+                self.store_hidden(
+                    index,
+                    [
+                        programs.embed_tokens(self.store, self.cfg, self.params, piece.tokens)
+                        for piece in batch.pieces
+                    ],
+                )
+        if self._overlapped is None:
+            serial(self)
+        else:
+            self._overlapped.step(self, last=self.steps + 1 >= self.limit)
+        self.steps += 1
+
+    def end_rows(self, done: np.ndarray | None = None) -> None:
+        """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
+        for index, batch in enumerate(self.batches):
+            own = jax.device_get(batch.rows.done)
+            if done is not None:
+                wanted = own.copy()
+                first = index * len(own)
+                part = done[first : first + len(own)]
+                wanted[: len(part)] |= part
+                if (wanted != own).any():
+                    own = wanted
+                    batch.rows = batch.rows.ended(own)
+            batch.live = not own.all()
+
+    @property
+    def report(self) -> Report:
+        """Of the run's rows, on the host."""
+        reports = jax.device_get([batch.rows.report for batch in self.batches])
+        ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
+        return Report(ints[:, : self.rows], written[:, : self.rows])
+
+    def _embeds_by_unit(self) -> bool:
+        table = self.params["embed"]["weight"]
+        return not isinstance(table, RowTable) and moves(table)
+
+    # The Work of a step
+
+    def active_batches(self) -> list[int]:
+        return [index for index, batch in enumerate(self.batches) if batch.live]
+
+    def load_weights(self, unit: ModelUnit) -> Any:
+        tree = unit.weights(self.params)
+        stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
+        with self.record.watching("load weights", unit) as out:
+            pending = self.store.begin(tree, self._known)
+            leaves = jax.tree.leaves(pending, is_leaf=is_pending)
+            begun = [leaf for leaf in leaves if is_pending(leaf)]
+            out.append([leaf.moved for leaf in begun])
+        # A tied table serves the head of one step and the embedding of the next.
+        shared = self.cfg.tie_embeddings and unit.kind in ("head", "embed")
+        self._known = dict(zip(map(id, stored), begun, strict=True)) if shared else {}
+        return pending
+
+    def finish_weights(self, pending: Any) -> Any:
+        return self.store.finish(pending)
+
+    def load_cache(self, unit: ModelUnit, batch: int) -> LayerState | None:
+        if not unit.has_cache:
+            return None
+        cache = self.batches[batch].caches[unit.layer]
+        if not cache.moves:
+            return cache.load()
+        with self.record("load cache", unit, batch):
+            return jax.block_until_ready(cache.load())
+
+    def load_hidden(self, batch: int) -> Any:
+        hidden = self.batches[batch].hidden
+        if not self.moves["hidden"]:
+            return hidden
+        with self.record("load hidden", None, batch):
+            return jax.block_until_ready(self.store.get(hidden))
+
+    def compute(
+        self, unit: ModelUnit, index: int, weights: Any, cache: LayerState | None, hidden: Any
+    ) -> tuple[LayerState | None, Any]:
+        with self.record.watching("compute", unit, index) as out:
+            batch = self.batches[index]
+            if unit.kind == "embed":
+                hidden = [
+                    programs.embed(self.cfg, self.dtype, weights, piece.tokens)
+                    for piece in batch.pieces
+                ]
+            elif unit.kind == "head":
+                self._head(batch, weights, hidden)
+                hidden = None
+            else:
+                hidden, cache = self._layer(unit, batch, weights, cache, hidden)
+            out.append((batch.rows.written, batch.scores) if hidden is None else hidden)
+        return cache, hidden
+
+    def _layer(
+        self, unit: ModelUnit, batch: Batch, weights: Any, cache: Any, hidden: Any
+    ) -> tuple[Any, Any]:
+        cfg, kind = layer_config(self.cfg, unit.layer)
+        results = []
+        for piece, x in zip(batch.pieces, hidden, strict=True):
+            at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
+            if isinstance(cache, tuple):  # decode, with attention on the CPU
+                x, cache = cpu_attention.decode_layer(cfg, weights, x, cache, *at)
+                part = "feed"
+            elif isinstance(cache, SparseState):
+                store = self.store
+                x, cache = sparse_cache.decode_layer(cfg, store, weights, x, cache, *at)
+                part = "feed"
+            if part != "feed":
+                stays = batch.drafted is not None and not isinstance(cache, KVCache)
+                run = programs.verify_layer if stays else programs.run_layer
+                x, new = run(
+                    cfg,
+                    kind,
+                    part,
+                    weights,
+                    x,
+                    cache,
+                    *at,
+                    sparse=self.steps > 0,
+                    drafted=batch.drafted,
+                )
+                if stays:
+                    batch.tokens[unit.layer] = new
+                else:
+                    cache = new
+            elif unit.kind != "mix":
+                x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
+            results.append(x)
+        return results, cache
+
+    def _head(self, batch: Batch, weights: Any, hidden: Any) -> None:
+        if batch.drafted is not None:
+            [x] = hidden
+            batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]
+            return
+        last = None
+        for piece, x in zip(batch.pieces, hidden, strict=True):
+            last = programs.last_hidden(x, piece.lengths, last)
+        scores = programs.head_logits(self.cfg, weights, last)
+        new = [piece.lengths for piece in batch.pieces]
+        batch.rows = append_token(batch.rows, new, scores, batch.sampling, self.stop_ids)
+
+    def store_cache(self, unit: ModelUnit, index: int, cache: LayerState | None) -> None:
+        if not unit.has_cache:
+            return
+        batch = self.batches[index]
+        home = batch.caches[unit.layer]
+        if not home.moves:
+            home.save(cache, None, 0)
+            return
+        slots = batch.pieces[0].slots if isinstance(cache, KVCache) else None
+        with self.record("store cache", unit, index):
+            home.save(jax.block_until_ready(cache), slots, self.filled)
+            wait(home.stored)
+
+    def store_hidden(self, index: int, hidden: Any) -> None:
+        batch = self.batches[index]
+        if not self.moves["hidden"]:
+            batch.hidden = hidden
+            return
+        with self.record("store hidden", None, index):
+            old = batch.hidden
+            stored = self.store.put(jax.block_until_ready(hidden), self.policy.activations)
+            batch.hidden = wait(stored)
+            self.store.free(old)
+
+
+def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
+    return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
+    """The fields of the TokenPiece that a decode step reads: each row's newest token."""
+    inputs = start(rows)
+    first, lengths = inputs.fields.length, inputs.lengths
+    positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
+    return inputs.tokens, lengths, positions, rope, jnp.where(lengths > 0, first, capacity)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def append_token(
+    rows: Rows,
+    new: list[jax.Array],
+    scores: jax.Array,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+) -> Rows:
+    """The rows with the token that follows ``scores [B, V]``; new: tokens ``[B]`` that each piece
+    has brought into the caches."""
+    fields = rows.fields
+    fields = fields._replace(length=fields.length + sum(new))
+    rows = dataclasses.replace(rows, ints=fields.packed())
+    return append(rows, scores, drawn_by(sampling), stop_ids)[0]

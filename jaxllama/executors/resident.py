@@ -1,0 +1,480 @@
+"""Resident: the executor where all parameters are on the device, and its programs.
+
+    rows         = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)
+    rows, report = advance(cfg, params, rows, sampling, stop_ids, until)
+    rows, report = advance_drafts(cfg, plan, params, draft_params, rows, ..., until, limit)
+
+Prefill, forward pass and the two ends of a turn (``decoding.turn``) are one program.  The cache's
+layers, or the rows, are donated, unless the call is traced.  The report never is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxllama import compiler_options
+from jaxllama.compiler_options import donated
+from jaxllama.config import ModelConfig
+from jaxllama.decoding import drafts, loop
+from jaxllama.decoding.forward import (
+    Params,
+    all_logits,
+    check_room,
+    fill_rows,
+    forward,
+    int32_ids,
+    prefill_chunk,
+    scores_of,
+    verify,
+)
+from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.sampling import History, SamplingParams
+from jaxllama.decoding.turn import Inputs, Pass, append, drawn_by
+from jaxllama.executors.executor import Alone, Call, Decoding, Executor
+from jaxllama.kept import signature
+from jaxllama.model import decoder
+from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.cpu_layout import lay_out
+from jaxllama.model.lora import ROWS, for_rows
+from jaxllama.model.records import Hidden
+from jaxllama.parallel.mesh import mesh_of, traced_mesh
+from pallas_kernels.rows import greedy
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """All parameters are on one device."""
+
+    mesh: ClassVar[Any] = None
+    block_size: ClassVar[int | None] = None
+    on_device: ClassVar[bool] = True
+    runs_ahead: ClassVar[bool] = True
+
+    def with_params(self, params: Params) -> Executor:
+        mesh = mesh_of(params)
+        if mesh is None:
+            return Resident()
+        from jaxllama.executors.mesh import OnMesh
+
+        return OnMesh(mesh)
+
+    def laid_out(self, params: Params) -> Params:
+        return lay_out(params)
+
+    def whole(self, cfg: ModelConfig, params: Params) -> Params:
+        return params
+
+    def cache_options(
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
+    ) -> tuple[Any, int | None]:
+        return dtype if kv_dtype is None else kv_dtype, chunk
+
+    def check_drafts(self) -> None:
+        """A pass verifies any draft."""
+
+    def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
+        return ResidentDecoding(cfg, params, call, self._prefilled(cfg, params, call))
+
+    def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:
+        """The rows behind their prompts and first tokens."""
+        tokens, lengths = call.tokens, call.lengths
+        batch, width = tokens.shape
+        chunk = None if call.alone else call.chunk or prefill_chunk(batch, width)
+        new_cache = functools.partial(
+            init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
+        )
+        asked = call.sampling, call.stop_ids
+        if call.on_prompt is not None and chunk is not None and chunk < width:
+            return start_in_pieces(
+                cfg,
+                params,
+                tokens,
+                lengths,
+                new_cache(),
+                *asked,
+                max_new_tokens=call.room,
+                chunk=chunk,
+                on_prompt=call.on_prompt,
+            )
+        if call.kept is None:
+            cache = new_cache()
+        else:
+            key = "cache", repr(new_cache.args[1:])
+            cache = call.kept.programs.call(key, jax.jit(new_cache), cfg=None)
+        return _run(
+            call,
+            "start",
+            start,
+            cfg,
+            (params, tokens, lengths, cache.layers, cache.lengths, *asked),
+            {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk},
+        )
+
+    def logits(
+        self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        return all_logits(cfg, params, tokens, lengths)
+
+    def states(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        kv_dtype: DTypeLike | None = None,
+    ) -> tuple[Hidden, Params]:
+        cache = None
+        if kv_dtype is not None:
+            cache = init_cache(cfg, *tokens.shape, kv_dtype, mesh=self.mesh)
+        return _states(cfg, params, tokens, lengths, cache), params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _states(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache | None,
+) -> Hidden:
+    return decoder.forward(cfg, params, tokens, lengths, cache, sparse=cache is not None)[0]
+
+
+class ResidentDecoding:
+    """Rows of a resident model; ``advance`` donates their arrays to the next rows."""
+
+    def __init__(self, cfg: ModelConfig, params: Params, call: Call, rows: Rows) -> None:
+        self._cfg, self._params, self._call = cfg, params, call
+        self._rows = rows
+        if call.drafting is not None:
+            plan, draft_params = call.drafting
+            prompts = call.tokens, call.lengths
+            self._rows = drafts.begin(plan, draft_params, *prompts, rows, call.capacity)
+
+    @property
+    def report(self) -> Report:
+        return self._rows.report
+
+    def advance(self, until: int) -> Report:
+        call = self._call
+        rest = self._rows, call.sampling, call.stop_ids, np.int32(until)
+        if call.drafting is None:
+            loop = loop_for(self._params)
+            self._rows, report = _run(call, "advance", loop, self._cfg, (self._params, *rest))
+            return report
+        plan, draft_params = call.drafting
+        self._rows, report = draft_loop_for(self._params)(
+            self._cfg, plan, self._params, draft_params, *rest, np.int32(call.limit)
+        )
+        return report
+
+    def end(self, rows: np.ndarray) -> None:
+        self._rows = self._rows.ended(rows)
+
+
+def _run(
+    call: Call,
+    name: str,
+    program: Any,
+    cfg: ModelConfig,
+    arguments: tuple[Any, ...],
+    static: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """``program(cfg, *arguments, **static)``, compiled by an earlier process where one has."""
+    if call.kept is None:
+        return program(cfg, *arguments, **static)
+    key = name, call.kept.signature, signature(arguments[1:]), dict(static)
+    return call.kept.programs.call(key, program, arguments, cfg, static)
+
+
+def _prefill_alone(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    alone: Alone,
+) -> tuple[jax.Array, Cache]:
+    """``fill_rows`` of an empty cache: prompts without their last tokens one row after the other,
+    and these in a decode step of all rows.  Rows of length 0 cost nothing."""
+    width = max(sum(alone.widths), tokens.shape[1])
+    padded = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+    firsts = np.cumsum([0, *alone.widths]).tolist()
+
+    def one(row: tuple[Any, ...]) -> Cache:
+        tokens, length, cache, adapter = jax.tree.map(lambda leaf: leaf[None], row)
+        own = params if adapter is None else for_rows(params, adapter)
+
+        def read(cache: Cache, first: Any, width: int, fresh: bool = False) -> Cache:
+            piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
+            n_new = jnp.clip(length - 1 - first, 0, width)
+            _, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
+            assert after is not None
+            return after
+
+        if alone.widths:
+            cache = read(cache, 0, alone.widths[0], fresh=True)
+        if len(alone.widths) > 2:  # all but the first and the last have the same width
+            middle = lambda cache, first: (read(cache, first, alone.widths[1]), None)  # noqa: E731
+            cache, _ = lax.scan(middle, cache, jnp.asarray(firsts[1:-2], jnp.int32))
+        if len(alone.widths) > 1:
+            cache = read(cache, firsts[-2], alone.widths[-1])
+        return jax.tree.map(lambda leaf: leaf[0], cache)
+
+    rows = padded, lengths, cache, params.get(ROWS)
+    cache = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[2], row), rows)
+    newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
+    live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
+    if width == 1:
+        hidden, after = forward(cfg, params, newest, live, cache)
+        return scores_of(cfg, params, hidden[:, 0], cache, live), after
+    # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
+    newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
+    hidden, proposal = decoder.propose(cfg, params, newest, live, cache, exact=True, sparse=False)
+    scores = decoder.logits(cfg, params, hidden.flat())[::width]
+    return scores, decoder.commit(proposal, live, exact=True)
+
+
+@donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone"))
+def start(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    layers: tuple[LayerState, ...],
+    held: jax.Array,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+    chunk: int | None = None,
+    alone: Alone | None = None,
+) -> Rows:
+    """Prefill and the first new token, in rows with room for ``max_new_tokens``.
+
+    A row of length 0 is empty: done from the beginning.  layers, held: of a cache, whose lengths
+    are in ``Rows.ints`` afterwards, so that their own array is not donated.  alone: the cache is
+    empty, and its rows are read in these shapes whatever the batch and ``chunk``.
+    """
+    cache = Cache(layers, held)
+    tokens, lengths = int32_ids(tokens, lengths)
+    if alone is not None:
+        scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, alone)
+    else:
+        scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
+    return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+
+
+def start_in_pieces(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+    chunk: int,
+    on_prompt: Callable[[int, int], None],
+) -> Rows:
+    """``start``, with one call of a program for every ``chunk`` tokens of a row.
+
+    on_prompt: called after each as (tokens read of the longest row, tokens of the longest row).
+    """
+    check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = int32_ids(tokens, lengths)
+    total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
+    last = Hidden(jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params)))
+    for first in range(0, longest, chunk):
+        piece = tokens[:, first : first + chunk]
+        piece = jnp.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+        n_new = jnp.clip(lengths - first, 0, chunk)
+        last, cache = _piece(cfg, params, piece, n_new, cache, total, last)
+        jax.block_until_ready(last)
+        on_prompt(min(first + chunk, longest), longest)
+    return _after_pieces(
+        cfg,
+        params,
+        tokens,
+        lengths,
+        cache.layers,
+        cache.lengths,
+        total,
+        last,
+        sampling,
+        stop_ids,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(4, 6))
+def _piece(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total: jax.Array,
+    last: Hidden,
+) -> tuple[Hidden, Cache]:
+    """A piece of every row's prompt; last: ``[B, D]`` of its last token so far."""
+    hidden, cache = forward(cfg, params, tokens, lengths, cache, total)
+    return hidden.last(lengths, last), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens", donate_argnums=4)
+def _after_pieces(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    layers: tuple[LayerState, ...],
+    held: jax.Array,
+    total: jax.Array,
+    last: Hidden,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+) -> Rows:
+    before, cache = Cache(layers, total - lengths), Cache(layers, held)
+    scores = scores_of(cfg, params, last, before, lengths)
+    return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+
+
+def _first_token(
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    scores: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    max_new_tokens: int,
+) -> Rows:
+    """The rows behind prompts whose last tokens have the logits ``scores [B, V]``."""
+    history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
+    rows = Rows.empty(lengths, cache, max_new_tokens, history)
+    return append(rows, scores, drawn_by(sampling), stop_ids)[0]
+
+
+_LOOP = {"static_argnums": 0, "donate_argnums": 2}
+
+
+@donated(2, static_argnums=0)
+def advance(
+    cfg: ModelConfig,
+    params: Params,
+    rows: Rows,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    until: jax.Array | int,
+) -> tuple[Rows, Report]:
+    """Run the loop until ``until`` tokens are written in all, or every row has stopped."""
+    until = jnp.minimum(until, rows.written.shape[2])
+
+    def unfinished(rows: Rows) -> jax.Array:
+        fields = rows.fields
+        return jnp.any((fields.done == 0) & (fields.step < until))
+
+    stops = None if sampling.features else stop_ids
+    one_token = functools.partial(_one_token, cfg, params, stops)
+    rows, _ = loop.run(one_token, rows, drawn_by(sampling), stop_ids, unfinished)
+    return rows, rows.copied_report()
+
+
+def _one_token(
+    cfg: ModelConfig, params: Params, greedy_stops: jax.Array | None, rows: Rows, inputs: Inputs
+) -> Pass:
+    """The pass of plain decoding.
+
+    greedy_stops: the stop tokens where every row is greedy; else None.
+    """
+    before = rows.cache_of(inputs.fields.length)
+    hidden, after = forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
+    plan = None if greedy_stops is None else _own_end(cfg, params, hidden, greedy_stops)
+
+    def in_one_kernel(ints: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
+        product = decoder.head_product(cfg, params, hidden[:, 0])
+        return greedy.append_greedy(
+            product, ints, written, greedy_stops, capacity=before.capacity, planned=plan
+        )
+
+    return Pass(
+        scores=lambda: scores_of(cfg, params, hidden[:, 0], before, inputs.live),
+        commit=lambda _: after,
+        greedy=None if plan is None else in_one_kernel,
+    )
+
+
+def _own_end(
+    cfg: ModelConfig, params: Params, hidden: Hidden, stop_ids: jax.Array
+) -> greedy.GreedyPlan | None:
+    """The plan of the kernel of what follows the head in a greedy step, if there is one here."""
+    logits = jax.ShapeDtypeStruct((hidden.x.shape[0], cfg.vocab_size), hidden.x.dtype)
+    is_plain = cfg.logit_softcap is None and traced_mesh(params) is None
+    return greedy.own_append(logits, stop_ids) if is_plain else None
+
+
+_DRAFT_LOOP = {"static_argnums": (0, 1), "donate_argnums": 4}
+
+
+@functools.partial(jax.jit, **_DRAFT_LOOP)
+def advance_drafts(
+    cfg: ModelConfig,
+    plan: drafts.DraftPlan,
+    params: Params,
+    draft_params: Params | None,
+    rows: Rows,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    until: jax.Array | int,
+    limit: jax.Array | int,
+) -> tuple[Rows, Report]:
+    """Take turns until every row has ``until`` tokens or has stopped; a row may be further then, up
+    to ``limit``."""
+
+    def unfinished(rows: Rows) -> jax.Array:
+        fields = rows.fields
+        return jnp.any(fields.is_live(limit) & (fields.count < until))
+
+    def pass_over(rows: Rows, inputs: Inputs) -> Pass:
+        if inputs.tokens.shape[1] == 1:  # a plain step has fewer kernels; nothing is taken back
+            return _one_token(cfg, params, None, rows, inputs)
+        before = rows.cache_of(inputs.fields.length)
+        scores, proposal = verify(cfg, params, inputs.tokens, inputs.lengths, before, plan.exact)
+        return Pass(
+            scores=lambda: scores.reshape(-1, scores.shape[2]),
+            commit=lambda count: decoder.commit(proposal, count, plan.exact),
+        )
+
+    drafting = loop.Drafting(
+        propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit),
+        widths=plan.widths,
+        adapts_to=plan.most if plan.adaptive else None,
+    )
+    rows, _ = loop.run(
+        pass_over, rows, drawn_by(sampling), stop_ids, unfinished, limit=limit, drafting=drafting
+    )
+    return rows, rows.copied_report()
+
+
+def loop_for(params: Params) -> Callable[..., tuple[Rows, Report]]:
+    """``advance``, compiled as suits the devices that (concrete) parameters are on."""
+    return compiler_options.compiled_for(advance, mesh_of(params), **_LOOP)
+
+
+def draft_loop_for(params: Params) -> Callable[..., tuple[Rows, Report]]:
+    """``advance_drafts``, the same."""
+    return compiler_options.compiled_for(advance_drafts, mesh_of(params), **_DRAFT_LOOP)

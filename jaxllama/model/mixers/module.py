@@ -1,0 +1,75 @@
+"""What the mixers' Flax modules share.  A module of one kind is ``mixers/<kind>/module.py``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.model import linear
+from jaxllama.model.cache import LayerState, init_cache
+from jaxllama.model.declare import declare, table_of, tokens_at
+from jaxllama.model.decoder import layer_config
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers import MIXERS
+
+
+class MixerModule(nn.Module):
+    """A mixer by itself, ``o(mix(inputs(x)))``, without a norm before it or a residual.
+
+    cfg: a model's config; the mixer is that of layer ``index``, whose window and positions it has.
+    It need not be among the config's ``layer_types``, if its options are there.
+    """
+
+    cfg: ModelConfig
+    index: int = 0
+    kind: ClassVar[str]
+
+    @nn.nowrap
+    def own(self) -> ModelConfig:
+        """The config of a model of this layer alone."""
+        return layer_config(self.cfg, self.index)[0].replace(layer_types=(self.kind,))
+
+    @nn.nowrap
+    def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
+        """The state of ``batch`` rows of no tokens; arguments as of ``jl.init_cache``."""
+        return init_cache(self.own(), batch, max_len, dtype).layers[0]
+
+    @nn.compact
+    def tree(self) -> dict[str, Any]:
+        """The parameters, as the pure functions take them."""
+        return declare(self, table_of(self.own())["layer_0"]["mixer"])
+
+    def __call__(
+        self,
+        x: jax.Array,
+        state: LayerState = None,
+        lengths: jax.Array | None = None,
+        start: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerState]:
+        """Mix tokens with those before them.
+
+        Parameters
+        ----------
+        x : Array [B, T, D]
+            The layer's input, padded on the right.
+        state : optional
+            What the row keeps of earlier tokens (``init_state``); None for whole sequences.
+        lengths : int32 [B], optional
+            Valid tokens of each row, T if omitted.
+        start : int32 [B], optional
+            Tokens of each row that ``state`` holds; required with it.
+
+        Returns
+        -------
+        (Array [B, T, D], state)
+            The output in x's dtype, and the state behind the valid tokens (None without one).
+        """
+        cfg, params, mixer = self.own(), self.tree(), MIXERS[self.kind].mix
+        at = tokens_at(cfg, x, state, lengths, start)
+        projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)
+        heads, state = mixer.mix(cfg, params, projected, state, at)
+        return linear.linear(heads, params["o"], x.dtype), state

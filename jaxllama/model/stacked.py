@@ -1,0 +1,226 @@
+"""Layers that are alike as one loop: ``lax.scan`` over their stacked parameters.
+
+    stacked = stack_layers(cfg, params)      layer_0 .. layer_79 become one entry, layers_0_80_1
+    params  = unstack_layers(stacked)        the inverse, to the bit
+
+The entry ``layers_{start}_{stop}_{step}`` holds the layers of ``range(start, stop, step)``.  Its
+leaves have a leading axis of that many layers.  A layer that no neighbour repeats stays
+``layer_{i}``.  A hybrid repeats a pattern: twelve times three delta layers and one of attention are
+the entries ``layers_0_48_4`` to ``layers_3_48_4`` and one loop of twelve turns.
+
+The compiler sees each repeated layer once.  A loop has no cache, because it would slice every
+layer's out of one array and back; decoding takes the per-layer tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.model import decoder
+from jaxllama.model.decoder import LayerState, block, layer_config
+from jaxllama.model.linear import Params, Stream
+from jaxllama.model.param import Path
+from jaxllama.model.records import At
+
+PREFIX = "layers_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """``count`` repetitions of ``period`` layers, from layer ``first`` on."""
+
+    first: int
+    period: int
+    count: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entries of the layers of one period."""
+        stop = self.first + self.period * self.count
+        own = range(self.first, self.first + self.period)
+        if self.count == 1:
+            return tuple(f"layer_{index}" for index in own)
+        return tuple(f"{PREFIX}{index}_{stop}_{self.period}" for index in own)
+
+
+@functools.lru_cache(maxsize=256)
+def runs(cfg: ModelConfig) -> tuple[Run, ...]:
+    """The runs that a model's layers are, such that as few layers as possible are compiled."""
+    numbers: dict[Any, int] = {}
+    layers = [layer_config(cfg, index) for index in range(cfg.n_layers)]
+    kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]
+    # best[n]: (compiled layers, loops, runs) of the first n layers.
+    best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())]
+    for stop in range(1, cfg.n_layers + 1):
+        options: list[tuple[int, int, tuple[Run, ...]]] = []
+        for period in range(1, stop + 1):
+            pattern = kinds[stop - period : stop]
+            for first in range(stop - period, -1, -period):
+                if kinds[first : first + period] != pattern:
+                    break
+                compiled, loops, before = best[first]
+                run = Run(first, period, (stop - first) // period)
+                options.append((compiled + period, loops + 1, (*before, run)))
+        best.append(min(options, key=lambda option: option[:2]))
+    return best[-1][2]
+
+
+def is_stacked(params: Mapping[str, Any]) -> bool:
+    """Whether a parameter tree is ``stack_layers``'s."""
+    return any(name.startswith(PREFIX) for name in params)
+
+
+def stack_layers(cfg: ModelConfig, tree: Any) -> Any:
+    """Stack the layers of a parameter tree, or of every parameter tree inside ``tree``.
+
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model; ``runs(cfg)`` says which layers are stacked.
+    tree : pytree
+        Parameters, or what contains some (moments of an optimizer, a training state).
+
+    Returns
+    -------
+    pytree
+        The same with ``layers_{start}_{stop}_{step}`` entries.
+
+    Raises
+    ------
+    ValueError
+        If alike layers are stored differently, one quantized and one not, say.
+    """
+
+    def stacked(params: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: node for name, node in params.items() if not _is_layer(name)}
+        for run in runs(cfg):
+            for offset, name in enumerate(run.names):
+                start = run.first + offset
+                found[name] = _joined(params, range(start, cfg.n_layers, run.period)[: run.count])
+        return found
+
+    return _of_params(stacked, tree, lambda params: "layer_0" in params)
+
+
+def _joined(params: Mapping[str, Any], indices: range) -> Any:
+    layers = [params[f"layer_{index}"] for index in indices]
+    if len(layers) == 1:
+        return layers[0]
+    for index, layer in zip(indices, layers, strict=True):
+        if jax.tree.structure(layer) != jax.tree.structure(layers[0]):
+            raise ValueError(
+                f"layer_{index}: its parameters are not stored as layer_{indices[0]}'s are, "
+                "so one loop cannot run both"
+            )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def unstack_layers(tree: Any) -> Any:
+    """Return ``tree`` with the parameters of each layer by themselves: ``stack_layers``'s inverse.
+
+    The entries' names say which layers they hold, so no config is needed.
+    """
+
+    def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, node in params.items():
+            if not name.startswith(PREFIX):
+                found[name] = node
+                continue
+            for place, index in enumerate(range(*map(int, name.removeprefix(PREFIX).split("_")))):
+                found[f"layer_{index}"] = jax.tree.map(lambda leaf, at=place: leaf[at], node)
+        return found
+
+    return _of_params(unstacked, tree, is_stacked)
+
+
+def _of_params(
+    change: Callable[[Mapping[str, Any]], Any],
+    tree: Any,
+    is_one: Callable[[Mapping[str, Any]], bool],
+) -> Any:
+    """``tree`` with ``change`` applied to the parameter trees in it."""
+
+    def is_params(node: Any) -> bool:
+        return isinstance(node, Mapping) and is_one(node)
+
+    return jax.tree.map(
+        lambda node: change(node) if is_params(node) else node, tree, is_leaf=is_params
+    )
+
+
+def _is_layer(name: str) -> bool:
+    return name.startswith("layer_")
+
+
+def one_layer_path(path: Path) -> tuple[Path, int]:
+    """Return (the path in the per-layer tree, the number of leading axes of the leaf).
+
+    The path is that of the first layer in a stacked entry; outside of one it is ``path`` itself.
+    """
+    if not path[0].startswith(PREFIX):
+        return path, 0
+    start = path[0].removeprefix(PREFIX).split("_")[0]
+    return (f"layer_{start}", *path[1:]), 1
+
+
+def walk(
+    cfg: ModelConfig,
+    params: Params,
+    stream: Stream,
+    at: At,
+    each: Callable[..., tuple[Stream, LayerState]] = block,
+) -> Stream:
+    """Run ``decoder.walk`` without a cache, for a per-layer tree or a stacked one.
+
+    each: what a layer does, called as ``decoder.block``.  Between the turns of a loop the stream is
+    one array: what is pending has been added, rounded as the next norm would.
+    """
+    if not is_stacked(params):
+        return decoder.walk(cfg, params, stream, None, at, each)[0]
+    for run in runs(cfg):
+        layers = tuple(params[name] for name in run.names)
+        period = _period(cfg, run, at, each)
+        if run.count == 1:
+            stream = period(stream, layers)
+        else:
+            stream = Stream(_repeated(period, stream.total, layers))
+    return stream
+
+
+_Period = Callable[[Stream, tuple[Params, ...]], Stream]
+
+
+def _period(
+    cfg: ModelConfig, run: Run, at: At, each: Callable[..., tuple[Stream, LayerState]]
+) -> _Period:
+    """Through the layers of one period."""
+    configs = [layer_config(cfg, run.first + offset) for offset in range(run.period)]
+
+    def through(stream: Stream, layers: tuple[Params, ...]) -> Stream:
+        for config, layer in zip(configs, layers, strict=True):
+            stream, _ = each(*config, layer, stream, None, at)
+        return stream
+
+    return through
+
+
+def _repeated(period: _Period, x: jax.Array, layers: tuple[Params, ...]) -> jax.Array:
+    """The stream behind all turns of a loop."""
+    return lax.scan(lambda x, now: (period(Stream(x), now).total, None), x, layers)[0]
+
+
+def recomputed_block(
+    cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+) -> tuple[Stream, None]:
+    """Run ``decoder.block``; for the backward pass only the layer's input is kept."""
+    layer = jax.checkpoint(lambda params, stream: block(cfg, kind, params, stream, None, at)[0])
+    return layer(params, stream), state

@@ -1,0 +1,116 @@
+"""Placement: each parameter to its tiers as it is read, so that no whole model exists anywhere.
+
+    place = Placement(policy, dtype, scheme)        place(path, leaf) -> what goes into the tree
+    place.model(cfg, params, tokenizer) -> LanguageModel
+
+A matrix is quantized on the device first, if a scheme says so.  The input table of a model with a
+head of its own is only looked up, a row a token, so it stays in host memory (or on disk) and is
+read there; where everything is on the device, so is it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.checkpoints import hub
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.executor import SCHEME, Offloaded
+from jaxllama.language_model import LanguageModel
+from jaxllama.model.cpu_layout import handles
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import RowTable, Store, wait
+from jaxllama.offload.units import check_halves
+from jaxllama.quantization.scheme import parse, quantize_leaf, untie
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.cpu import CpuWeight, prepare_tree
+from pallas_kernels.qtensor import QTensor
+
+DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
+
+
+def scheme_of(policy: Policy, scheme: str | None) -> str | None:
+    """The scheme of weights under a policy, ``scheme`` being the user's own."""
+    if not policy.compress_weight:
+        return scheme
+    if scheme not in (None, SCHEME):
+        raise JaxLlamaError(f"policy: compress_weight is {SCHEME}, and quantize is {scheme!r}")
+    return SCHEME
+
+
+class Placement:
+    """See the module docstring.
+
+    directory: for the disk's share; the environment's JAXLLAMA_OFFLOAD_DIR by default, or a folder
+    beside our cached weights.  exact: as for ``LanguageModel``.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        dtype: Any,
+        scheme: str | None = None,
+        deterministic: bool = False,
+        directory: str | Path | None = None,
+        exact: bool = False,
+    ) -> None:
+        if deterministic:
+            raise JaxLlamaError("policy: an offloaded model is not deterministic")
+        self.policy, self.dtype = policy, jnp.dtype(dtype)
+        self.scheme = scheme_of(policy, scheme)
+        self.recipe = parse(self.scheme or "none")
+        if directory is None:
+            directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
+        self.store = Store(directory)
+        self.lays_out = not exact and handles(self.dtype)
+
+    def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
+        """The leaf at ``path``, an array or a quantized weight, where the policy puts it."""
+        if path == ("embed", "weight") and not isinstance(leaf, QTensor | CpuWeight):
+            return np.asarray(leaf)  # what it becomes depends on whether it is the head as well
+        return self._put(path, leaf)
+
+    def _put(self, path: tuple[str, ...], leaf: Any) -> Any:
+        leaf = quantize_leaf(path, leaf, self.recipe)
+        if self.lays_out:  # as the resident model's weights are
+            leaf = prepare_tree(leaf)
+        return wait(self.store.put(leaf, self.policy.weights))
+
+    def tree(self, params: dict[str, Any]) -> dict[str, Any]:
+        """A whole tree, leaf by leaf; the leaves of ``params`` are dropped on the way."""
+
+        def walk(node: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+            return {
+                name: walk(node.pop(name), (*path, name))
+                if isinstance(node[name], dict)
+                else self((*path, name), node.pop(name))
+                for name in list(node)
+            }
+
+        return walk(params, ())
+
+    def model(
+        self, cfg: ModelConfig, params: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> LanguageModel:
+        """The model of placed parameters."""
+        path, table = ("embed", "weight"), params["embed"]["weight"]
+        if isinstance(table, np.ndarray):
+            if cfg.tie_embeddings:
+                params, self.recipe = untie(params, self.recipe)
+                if params.get("head") is params["embed"]:
+                    params["head"] = {"weight": self._put(("head", "weight"), table)}
+            is_looked_up = "head" in params and self.recipe.of("embed") is None
+            if is_looked_up and self.policy.weights.device < 100:
+                table = RowTable(self.store, table, self.policy.weights)
+            else:
+                table = self._put(path, table)
+            params["embed"] = {"weight": table}
+        if self.policy.attn_sparsity < 1:
+            cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
+        check_halves(cfg, self.policy)
+        return LanguageModel(cfg, params, tokenizer, executor=Offloaded(self.policy, self.store))

@@ -1,0 +1,263 @@
+"""Bytes: what weights take, and what a policy needs of each tier.
+
+    model_bytes(cfg, dtype, scheme)      beside ``executors.offloaded.room``'s of caches
+    footprint(cfg, policy, ...) -> Footprint      device, host and disk, with its terms
+
+The first is exact for every dtype (int4 is two to a byte, scales and zero points count), as
+FlexGen's are, but for grouped heads: a cache holds ``n_kv_heads * head_dim`` features a token, not
+``d_model``.  ``footprint`` adds what is on the device while a unit runs: three units' weights, two
+batches' caches, the pieces being joined, and what XLA says each program needs; and what is in host
+memory while it is read from disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import ModelConfig
+from jaxllama.executors.offloaded import programs
+from jaxllama.executors.offloaded.layer_cache import TAIL
+from jaxllama.executors.offloaded.room import Tiers, cache_shapes, hidden_bytes, split_bytes
+from jaxllama.model.decoder import layer_config
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import Hidden
+from jaxllama.offload.policy import Policy, Shares
+from jaxllama.offload.schedule import AHEAD
+from jaxllama.offload.units import ModelUnit, units_of
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.random_params import param_shapes
+from pallas_kernels.qtensor import packed_bytes, tree_bytes
+
+
+def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> dict[str, Any]:
+    """The parameter tree as shapes, quantized by ``scheme``."""
+    shapes = param_shapes(cfg, dtype)
+    if scheme is None:
+        return shapes
+    return jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)
+
+
+def model_bytes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> int:
+    return tree_bytes(weight_shapes(cfg, dtype, scheme))
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes by tier: of each kind of tensor at rest, and of the device while it works."""
+
+    weights: Tiers
+    cache: Tiers
+    hidden: Tiers
+    loading_weights: int  # of moved weights on the device at the worst moment
+    loading_cache: int
+    loading_hidden: int
+    programs: int  # results and temporaries of the largest program
+    reading: int  # host bytes of what is on its way from the disk
+
+    @property
+    def device(self) -> int:
+        """The peak: every kind at its own worst moment, all at once."""
+        rest = self.weights.device + self.cache.device + self.hidden.device
+        moving = self.loading_weights + self.loading_cache + self.loading_hidden
+        return rest + moving + self.programs
+
+    @property
+    def host(self) -> int:
+        return self.weights.host + self.cache.host + self.hidden.host + self.reading
+
+    @property
+    def disk(self) -> int:
+        return self.weights.disk + self.cache.disk + self.hidden.disk
+
+
+@functools.lru_cache(maxsize=64)
+def unit_shapes(
+    cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool
+) -> list[tuple[ModelUnit, Any]]:
+    """Every unit with the shapes of its weights."""
+    shapes = weight_shapes(cfg, dtype, scheme)
+    return [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
+
+
+def weights_footprint(
+    cfg: ModelConfig, policy: Policy, dtype: Any, scheme: str | None
+) -> tuple[Tiers, int]:
+    """(weights by tier, bytes of moved weights on the device at the worst moment)."""
+    return _weights_footprint(cfg, policy.weights, policy.sep_layer, jnp.dtype(dtype).name, scheme)
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights_footprint(
+    cfg: ModelConfig, shares: Shares, sep_layer: bool, dtype: str, scheme: str | None
+) -> tuple[Tiers, int]:
+    units = unit_shapes(cfg, dtype, scheme, sep_layer)
+    total, loads = Tiers(), []
+    is_tied = "embed" in units[-1][1]  # the head's unit
+    for unit, shapes in units:
+        if unit.kind == "head" and is_tied:
+            total += split_bytes(shapes["norm"], shares)
+        elif unit.kind == "embed" and not is_tied and shares.device < 100:
+            # A table that is only looked up does not visit the device.
+            table = split_bytes(shapes, shares)
+            total += Tiers(host=table.device + table.host, disk=table.disk)
+            continue
+        else:
+            total += split_bytes(shapes, shares)
+        loads.append(loading_bytes(shapes, shares))
+    # One computes, one arrives, and the one behind them is begun: a computation is known to be done
+    # a little before its memory is free (on an H200 two units were up to 1.25 times too few).
+    around = zip(loads, loads[1:] + loads[:1], loads[2:] + loads[:2], strict=True)
+    return total, max(map(sum, around))
+
+
+def loading_bytes(tree: Any, shares: Shares) -> int:
+    """Device bytes of getting a stored tree: the whole tensors, and the parts they are made of.
+    Tensors that are on the device whole cost nothing."""
+    moved = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim >= 2]
+    if shares.device >= 100:
+        return 0
+    whole = sum(packed_bytes(leaf.size, leaf.dtype) for leaf in moved)
+    one_tier = 100 in (shares.host, shares.disk)
+    if one_tier and not any(leaf.dtype == jnp.int4 for leaf in moved):
+        return whole
+    parts = max(packed_bytes(leaf.size, leaf.dtype) for leaf in moved)
+    return whole + 2 * parts
+
+
+def reading_bytes(tree: Any, shares: Shares) -> int:
+    """Host bytes of reading a stored tree: a tensor's part on disk is read while the one before it
+    is handed to the device and one more is on its way there."""
+    return 3 * max((split_bytes(leaf, shares).disk for leaf in jax.tree.leaves(tree)), default=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights_reading(cfg: ModelConfig, shares: Shares, dtype: str, scheme: str | None) -> int:
+    units = unit_shapes(cfg, dtype, scheme, False)  # the table of embed is read by the row
+    return max(reading_bytes(shapes, shares) for unit, shapes in units if unit.kind != "embed")
+
+
+def footprint(
+    cfg: ModelConfig,
+    policy: Policy,
+    *,
+    rows: int,
+    width: int,
+    capacity: int,
+    dtype: Any,
+    kv_dtype: Any,
+    scheme: str | None = None,
+    chunk: int | None = None,
+    compile_programs: bool = True,
+) -> Footprint:
+    """What generating for ``rows`` rows (at most a block) of ``width`` prompt tokens needs, with a
+    cache of ``capacity`` tokens.
+
+    chunk: tokens of a prompt that go through at once.  compile_programs: ask XLA what each program
+    needs, which compiles it; otherwise that term is 0.
+    """
+    batches = -(-rows // policy.gpu_batch_size)
+    size = -(-rows // batches)
+    chunk = width if chunk is None else min(chunk, width)
+    weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme)
+    one_cache = cache_shapes(cfg, size, capacity, kv_dtype)
+    cache, loading_cache = Tiers(), 0
+    moves_cache = policy.cache.device < 100 and not policy.cpu_attention
+    for layer in one_cache:
+        part = split_bytes(layer, policy.cache)
+        if isinstance(layer, KVCache) and moves_cache:
+            part += Tiers(device=tree_bytes(layer) * TAIL // capacity + 4 * size * TAIL)
+        cache += part
+    if policy.cpu_attention:
+        # After the prefill: one that is cut in two, and those of what is dispatched.
+        loading_cache = (2 + AHEAD) * max(map(tree_bytes, one_cache))
+    elif moves_cache:
+        # One in use, one being loaded from its parts, one being stored, and those of what is
+        # dispatched (on an H200 two were missing: 1.02 times the prediction in one of nine).
+        largest = max(one_cache, key=tree_bytes)
+        loading_cache = (3 + AHEAD) * tree_bytes(largest) + loading_bytes(largest, policy.cache)
+    padded = -(-width // chunk) * chunk
+    pair = 2 * hidden_bytes(cfg, size, padded, dtype)
+    hidden = split_bytes(jax.ShapeDtypeStruct((pair,), jnp.int8), Shares(100, 0))
+    loading_hidden = AHEAD * pair  # what is being made, before what it is made of is gone
+    if policy.activations.device < 100:
+        shape = jax.ShapeDtypeStruct((pair // cfg.d_model, cfg.d_model), jnp.int8)
+        hidden, loading_hidden = split_bytes(shape, policy.activations), (3 + AHEAD) * pair
+    reading = _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme)
+    reading += reading_bytes(one_cache, policy.cache) + 3 * hidden.disk
+    ints = jax.ShapeDtypeStruct((size,), jnp.int32)
+    arrays = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
+    hidden += Tiers(device=tree_bytes(arrays) + 4 * size * padded)  # positions, rotations, tokens
+    needs = 0
+    if compile_programs:
+        needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)
+    return Footprint(
+        weights,
+        cache.times(batches),
+        hidden.times(batches),
+        loading_weights,
+        loading_cache,
+        loading_hidden,
+        needs,
+        reading,
+    )
+
+
+def _programs(
+    cfg: ModelConfig,
+    policy: Policy,
+    size: int,
+    chunk: int,
+    capacity: int,
+    dtype: Any,
+    kv_dtype: Any,
+    scheme: str | None,
+) -> Iterator[Any]:
+    """The distinct programs of a run, lowered: prefill and decode of each kind of layer, and the
+    head."""
+    ints = jax.ShapeDtypeStruct((size,), jnp.int32)
+    seen = set()
+    for unit, weights in unit_shapes(cfg, jnp.dtype(dtype).name, scheme, policy.sep_layer):
+        if unit.kind == "embed":
+            continue
+        if unit.kind == "head":
+            x = jax.ShapeDtypeStruct((size, cfg.d_model), dtype)
+            yield programs.head_logits.lower(cfg, weights, Hidden(x))
+            continue
+        alike, kind = layer_config(cfg, unit.layer)
+        if (alike, kind, unit.kind) in seen:
+            continue
+        seen.add((alike, kind, unit.kind))
+        [state] = cache_shapes(alike, size, capacity, kv_dtype)
+        for n_new, sparse in ((chunk, False), (1, True)):
+            x = jax.ShapeDtypeStruct((size, n_new, cfg.d_model), dtype)
+            at, rope = jax.eval_shape(
+                functools.partial(programs.positions_of, cfg, n_new=n_new), ints, ints
+            )
+            yield programs.run_layer.lower(
+                alike,
+                kind,
+                unit.kind,
+                weights,
+                Stream(x, x),
+                state if unit.has_cache else None,
+                at,
+                ints,
+                rope,
+                sparse=sparse,
+            )
+
+
+def _program_bytes(*arguments: Any) -> int:
+    needs = [0]
+    for lowered in _programs(*arguments):
+        found = lowered.compile().memory_analysis()
+        if found is not None:
+            needs.append(found.temp_size_in_bytes + found.output_size_in_bytes)
+    return max(needs)

@@ -1,0 +1,453 @@
+"""Calibration: what a load, a store and a computation cost on this machine, for layers of a shape.
+
+    calibrate(cfg, dtype, scheme, kv_dtype) -> Calibration      seconds as linear functions of bytes
+
+A model of a few layers a kind, as sparse in its attention, with random weights, is run unit by unit
+under a few policies that put everything on one tier or half on two, and non-negative least squares
+fit what was seen:
+
+    load, store   latency + host bytes / rate + disk bytes / rate + joined bytes / rate
+                  from the recorder's events of serial steps
+    join          overhead + bytes / rate         a unit's weights, when all their pieces have come
+    layer         overhead + rows * a + rows * context * b         a decode step of one layer
+                  overhead + rows * tokens * a + rows * tokens^2 * b         prefill
+    head          overhead + rows * a         all of a step that does not grow with the depth
+    look-up       overhead + tokens * a       rows of an input table that is in host memory
+    cpu           as layer, of a decode step with all of its attention on the CPU
+    fetch         latency + bytes / rate      values that a sparse step reads from an offloaded
+                  cache: what its layers take beyond those of a resident one
+
+Layer and head are taken from whole overlapped steps of a resident model at two depths, so dispatch
+and the loop's own work are in them as often as they occur.  Then policies that move run overlapped,
+with one batch and with several, and ``contention`` is fitted to what their steps take beyond the
+longest lanes that the cost model has for them: near 0 where links and cores share nothing; but
+small transfers are mostly dispatch, which one interpreter does, and on a CPU a "link" is a copy
+made by the cores that also compute.  The result is kept in a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.checkpoints import hub
+from jaxllama.config import ModelConfig
+from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
+from jaxllama.executors.offloaded.layer_cache import snapshot_columns
+from jaxllama.executors.offloaded.programs import embed_tokens
+from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
+from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import is_pending
+from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
+from jaxllama.placement import Placement, scheme_of
+from jaxllama.planner.accounting import unit_shapes
+from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
+from jaxllama.planner.fitting import (
+    Calibration,
+    Moving,
+    contention,
+    fit_moving,
+    moving,
+    nnls,
+)
+from jaxllama.planner.trial import random_model, random_run, timed_step
+
+ROWS = (1, 8)
+CONTEXTS = (64, 256)
+DEPTHS = (1, 4)  # layers of each kind
+BATCHES = (1, 4)
+STEPS, IN_A_ROW = 12, 4  # decode steps that are timed
+LONG = 0.5  # seconds of a prefill that needs no repetition
+ROOM = 64  # tokens that a cache has beside the context
+SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
+CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
+ON_CPU = {"cache_device": 0.0, "cache_host": 100.0, "cpu_attention": True}
+HIDDEN_STAYS = {"activations_device": 100.0, "activations_host": 0.0}
+STAYING = ({}, CACHE_STAYS, HIDDEN_STAYS, CACHE_STAYS | HIDDEN_STAYS)
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    cfg: ModelConfig,
+    dtype: Any,
+    scheme: str | None = None,
+    kv_dtype: Any = None,
+    *,
+    chunk: int = 512,
+    moves: bool = True,
+    fresh: bool = False,
+    progress: Progress = lambda _: None,
+) -> Calibration:
+    """Measure, or read what was measured before on this machine for these shapes.
+
+    moves: False measures computation alone, a fifth of the work, and leaves every cost of moving at
+    0; for policies of which nothing leaves the device.  fresh: measure in any case.
+    """
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    kinds = tuple(dict.fromkeys(cfg.layer_types))
+    small = cfg.replace(
+        n_layers=DEPTHS[1] * len(kinds),
+        layer_types=DEPTHS[1] * kinds,
+        window_layers=(),
+        name="calibration",
+    )
+    whole, resident = (
+        _path(small, dtype, scheme, kv_dtype, chunk, *words) for words in ((), ("resident",))
+    )
+    if not fresh:
+        for known in (whole,) if moves else (whole, resident):
+            if known.is_file():
+                return _read(known)
+    result = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves).run()
+    path = whole if moves else resident
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+    return result
+
+
+def _path(cfg: ModelConfig, *settings: Any) -> Path:
+    device = jax.devices()[0].device_kind
+    fields = [field.name for field in dataclasses.fields(Calibration)]
+    words = [repr(cfg), device, jax.__version__, *fields, str(KINDS), *map(str, settings)]
+    name = hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
+    return hub.cache_dir() / "offload" / f"calibration-{name}.json"
+
+
+def _read(path: Path) -> Calibration:
+    data = json.loads(path.read_text())
+    for field in dataclasses.fields(Calibration):
+        value = data[field.name]
+        data[field.name] = Moving(**value) if isinstance(value, dict) else value
+        if isinstance(value, list):
+            data[field.name] = tuple(value)
+    return Calibration(**data)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """A policy's serial run: events of the decode steps and of the prefill."""
+
+    policy: Policy
+    rows: int
+    context: int
+    events: list[TimelineBar]
+    prefill: list[TimelineBar]
+
+    def seconds(self, lane: str, kinds: Sequence[str], prefill: bool = False) -> float:
+        times = [
+            event.seconds
+            for event in (self.prefill if prefill else self.events)
+            if event.lane == lane and (event.unit.split("_")[0] in kinds or not event.unit)
+        ]
+        return lower(times) if times else 0.0
+
+
+Point = tuple[int, int]  # rows, context
+
+
+class _Measure:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        dtype: Any,
+        scheme: str | None,
+        kv_dtype: Any,
+        chunk: int,
+        progress: Progress,
+        moves: bool = True,
+    ) -> None:
+        self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
+        self.chunk, self.progress, self.moves = chunk, progress, moves
+        self.layers = [depth * cfg.n_layers // DEPTHS[1] for depth in DEPTHS]
+
+    def run(self) -> Calibration:
+        largest = ROWS[-1], CONTEXTS[-1]
+        points = [(rows, CONTEXTS[-1]) for rows in ROWS]
+        still: dict[Point, list[tuple[float, float]]] = {}
+        on_cpu: dict[Point, list[tuple[float, float]]] = {}
+        moved: list[_Sample] = []
+        joins: list[tuple[float, float]] = []
+        lookups: list[tuple[float, float]] = []
+        overlapped: list[tuple[Policy, int, float]] = []
+        for name, (device, host) in SHARES.items():
+            if name != "resident" and not self.moves:
+                break
+            model = self._model(Policy.parse(f"{device} {host} " * 3))
+            self.progress(f"calibrating: {name}")
+            if name == "resident":
+                for point in [*points, (ROWS[-1], CONTEXTS[0])]:
+                    both = [self._shallow(model), model]
+                    still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
+                    if not self.moves:
+                        continue
+                    both = [_with(lm, **ON_CPU) for lm in both]
+                    on_cpu[point] = self._times([self._runs(lm, *point)[1] for lm in both])
+                continue
+            serial = _with(model, overlap=False)
+            for point in points if name == "host" else [largest]:
+                moved.append(self._sample(serial, *point))
+            if name == "half":
+                joins = self._joins(model)
+                lookups = self._lookups(model)
+            if name in ("host", "half"):
+                models = [
+                    _with(model, num_gpu_batches=count, **staying)
+                    for staying in STAYING
+                    for count in BATCHES
+                ]
+                runs = [
+                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, CONTEXTS[-1])[0]
+                    for lm in models
+                ]
+                for lm, step in zip(models, self._steps(runs), strict=True):
+                    policy = _policy(lm)
+                    overlapped.append((policy, policy.num_gpu_batches, step))
+        return self._fit(still, on_cpu, moved, joins, lookups, overlapped)
+
+    def _model(self, policy: Policy) -> LanguageModel:
+        policy = dataclasses.replace(policy, gpu_batch_size=ROWS[-1])
+        return random_model(self.cfg, self.dtype, policy, self.scheme)
+
+    def _shallow(self, model: LanguageModel) -> LanguageModel:
+        """The first layers of a model."""
+        count = self.layers[0]
+        cfg = self.cfg.replace(n_layers=count, layer_types=self.cfg.layer_types[:count])
+        return dataclasses.replace(model, config=cfg)
+
+    def _runs(
+        self, model: LanguageModel, rows: int, context: int
+    ) -> tuple[OffloadRun, Callable[[], OffloadRun]]:
+        """A run of one task after some steps, by which its programs are compiled; and what makes
+        another."""
+        begin = functools.partial(
+            random_run, model, rows, context, 32, context + ROOM, self.kv_dtype, self.chunk
+        )
+        run = begin()
+        for _ in range(3):
+            timed_step(run)
+        return run, begin
+
+    def _times(self, runs: Sequence[Callable[[], OffloadRun]]) -> list[tuple[float, float]]:
+        """(prefill, step) of each; they alternate, so that a busy machine slows all alike.  A
+        prefill that takes seconds is timed once."""
+        prefills: list[list[float]] = []
+        for _ in range(3):
+            if prefills and sum(prefills[0]) > LONG:
+                break
+            begun = [begin() for begin in runs]
+            prefills.append([timed_step(run) for run in begun])
+        return list(zip(map(lower, zip(*prefills, strict=True)), self._steps(begun), strict=True))
+
+    def _steps(self, begun: Sequence[OffloadRun]) -> list[float]:
+        """Seconds of a step of each; of some in a row the first does not count, because another's
+        next weights load beside it."""
+        steps: list[list[float]] = [[] for _ in begun]
+        for _ in range(STEPS // IN_A_ROW):
+            for run, times in zip(begun, steps, strict=True):
+                times += [timed_step(run) for _ in range(IN_A_ROW + 1)][1:]
+        return list(map(lower, steps))
+
+    def _sample(self, model: LanguageModel, rows: int, context: int) -> _Sample:
+        _, begin = self._runs(model, rows, context)
+        run = begin()
+        prefill = self._record(run, 1)
+        run.step()
+        return _Sample(_policy(model), rows, context, self._record(run, STEPS), prefill)
+
+    def _joins(self, model: LanguageModel) -> list[tuple[float, float]]:
+        """(bytes, seconds) of finishing a layer's weights and the head's, when they have come."""
+        found, store = [], offloaded(model.executor).store
+        for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
+            if unit.layer > 0:
+                continue
+            times = []
+            for _ in range(STEPS):
+                pending = store.begin(unit.weights(model.params))
+                parts = [
+                    x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending) if is_pending(x)
+                ]
+                jax.block_until_ready(parts)
+                begin = time.perf_counter()
+                jax.block_until_ready(store.finish(pending))
+                times.append(time.perf_counter() - begin)
+            found.append((moving(shapes, _policy(model).weights)[2], lower(times)))
+        return found
+
+    def _lookups(self, model: LanguageModel) -> list[tuple[float, float]]:
+        """(tokens, seconds) of embedding a step's tokens and a prompt's."""
+        found, store = [], offloaded(model.executor).store
+        for width in (1, CONTEXTS[-1]):
+            tokens = jnp.ones((ROWS[-1], width), jnp.int32)
+            times = []
+            for _ in range(STEPS + 1):
+                begin = time.perf_counter()
+                jax.block_until_ready(embed_tokens(store, model.config, model.params, tokens))
+                times.append(time.perf_counter() - begin)
+            found.append((float(tokens.size), lower(times[1:])))
+        return found
+
+    def _record(self, run: OffloadRun, steps: int) -> list[TimelineBar]:
+        run.record = Recorder()
+        for _ in range(steps):
+            timed_step(run)
+        events, run.record = run.record.finish(), NO_RECORD
+        return events
+
+    def _fit(
+        self,
+        still: dict[Point, list[tuple[float, float]]],
+        on_cpu: dict[Point, list[tuple[float, float]]],
+        moved: list[_Sample],
+        joins: list[tuple[float, float]],
+        lookups: list[tuple[float, float]],
+        overlapped: list[tuple[Policy, int, float]],
+    ) -> Calibration:
+        layer = ("layer",)
+        sparse = self.cfg.attn_sparsity < 1 and "attention" in self.cfg.layer_types
+        weights, caches, stores, hiddens, puts, fetches = [], [], [], [], [], []
+        for sample in moved:
+            policy = sample.policy
+            for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
+                if unit.kind == "head" and "embed" in shapes:
+                    continue  # its table is not loaded twice
+                if unit.layer in (-1, 0):
+                    seconds = sample.seconds("load weights", (unit.kind,))
+                    weights.append((*moving(shapes, policy.weights)[:2], 0.0, seconds))
+            [one] = cache_shapes(
+                self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
+                sample.rows,
+                sample.context + ROOM,
+                self.kv_dtype,
+            )
+            capacity = sample.context + ROOM
+            share = snapshot_columns(capacity, sample.context) / capacity
+            amounts = tuple(share * part for part in moving(one, policy.cache))
+            # Of a sparse step's cache, the keys are loaded.
+            loaded = tuple(part * (0.5 if sparse else 1.0) for part in amounts)
+            caches.append((*loaded, sample.seconds("load cache", layer)))
+            kept = tuple(0.5 * part * kept_share(self.cfg) for part in amounts[:2])
+            fetches.append((sample, kept))
+            stores.append((*amounts, sample.seconds("store cache", layer, prefill=True)))
+            for prefill, width in ((False, 1), (True, sample.context)):
+                pair = 2 * hidden_bytes(self.cfg, sample.rows, width, self.dtype)
+                amounts = moving(jax.ShapeDtypeStruct((pair // 8, 8), jnp.int8), policy.activations)
+                hiddens.append((*amounts, sample.seconds("load hidden", layer, prefill)))
+                puts.append((*amounts, sample.seconds("store hidden", layer, prefill)))
+        fewer, more = self.layers
+
+        def layers_of(times: dict[Point, list[tuple[float, float]]]) -> dict[Point, float]:
+            return {
+                point: max(1e-9, (long[1] - short[1]) / (more - fewer))
+                for point, (short, long) in times.items()
+            }
+
+        def decode_of(steps: dict[Point, float]) -> tuple[float, ...]:
+            return nnls([(1.0, rows, rows * at) for rows, at in steps], list(steps.values()))
+
+        steps = layers_of(still)
+        rests = {
+            point: max(1e-9, short[1] - fewer * steps[point]) for point, (short, _) in still.items()
+        }
+        decode = decode_of(steps)
+        head = nnls([(1.0, rows) for rows, _ in rests], list(rests.values()))
+        prefill = nnls(
+            [(1.0, rows * width, rows * width**2) for rows, width in still],
+            [max(1e-9, (long[0] - short[0]) / (more - fewer)) for short, long in still.values()],
+        )
+        free = fetch = Moving(0.0, 0.0, 0.0, 0.0)
+        if not self.moves:
+            return Calibration(
+                free,
+                (0.0, 0.0),
+                free,
+                free,
+                0.0,
+                free,
+                free,
+                decode,
+                prefill,
+                head,
+                (0.0, 0.0),
+                (0.0,) * len(KINDS),
+                0.0,
+                decode,
+                free,
+            )
+        if sparse:
+            fetch = fit_moving(
+                [
+                    (*kept, 0.0, max(1e-9, s.seconds("compute", layer) - steps[s.rows, s.context]))
+                    for s, kept in fetches
+                ]
+            )
+        costs = Calibration(
+            fit_moving(weights),
+            nnls([(1.0, size) for size, _ in joins], [t for _, t in joins]),
+            fit_moving(caches),
+            fit_moving(stores),
+            statistics.median(s.seconds("store cache", layer) for s in moved),
+            fit_moving(hiddens),
+            fit_moving(puts),
+            decode,
+            prefill,
+            head,
+            nnls([(1.0, count) for count, _ in lookups], [t for _, t in lookups]),
+            (0.0,) * len(KINDS),
+            self._cold_disk(),
+            decode_of(layers_of(on_cpu)),
+            fetch,
+        )
+        steps = []
+        for policy, count, seconds in overlapped:
+            task = Task(ROWS[-1] * count, CONTEXTS[-1], ROOM)
+            settings = PlannerSettings(self.dtype, self.kv_dtype, self.scheme)
+            step = step_of(
+                self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, CONTEXTS[-1]
+            )
+            steps.append((step.longest, step.beside, seconds))
+        return dataclasses.replace(costs, contention=contention(steps))
+
+    def _cold_disk(self) -> float:
+        """Seconds a byte of reading back a file that the page cache has forgotten."""
+        place = Placement(Policy.parse("0 0 0 0 0 0"), self.dtype)
+        disk = place.store.disk
+        block = np.random.default_rng(0).integers(0, 256, 1 << 26, np.uint8)
+        extents = [disk.write(block) for _ in range(2)]
+        disk.drop_cache()
+        begin = time.perf_counter()
+        for extent in extents:
+            disk.read(extent)
+        return (time.perf_counter() - begin) / (len(extents) * block.nbytes)
+
+
+def lower(times: Sequence[float]) -> float:
+    """The lower quartile: what the machine takes when others leave it alone."""
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+def _policy(model: LanguageModel) -> Policy:
+    return offloaded(model.executor).policy
+
+
+def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
+    return dataclasses.replace(model, executor=offloaded(model.executor).with_policy(**changes))
+
+
+def settings_of(
+    policy: Policy, dtype: Any, scheme: str | None, kv_dtype: Any
+) -> tuple[str | None, Any]:
+    """(scheme, cache dtype) that a policy's compression means."""
+    return scheme_of(policy, scheme), kv_dtype_of(policy, kv_dtype, dtype)

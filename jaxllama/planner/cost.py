@@ -1,0 +1,326 @@
+"""The cost model: what a policy will take.
+
+    predict(cfg, policy, calibration, task, settings) -> Prediction     seconds, by term
+    need_of(cfg, policy, task, settings) -> Footprint                   bytes, by term
+
+A step is unit by unit.  In a unit, the lanes (loads and stores of weights, cache and hidden states;
+computation) take the seconds that the calibration gives for their bytes.  Serially they add up.
+Overlapped, a unit takes the longest of them, where the bytes of all loads share one link and count
+as one, and so do those of all stores, and those of the disk; and of what is beside, the share that
+is not hidden.  Weights are begun while others still move, so only their bytes can be the longest.
+The first loads of a step are beside nothing:
+
+    T_unit = max(lanes, loads' bytes, stores' bytes, disk's bytes) + sum(contention * beside)
+    T_step = T_first loads + sum(T_unit)
+    T = T_prefill + (new_tokens - 1) * T_step;      throughput = rows * new_tokens / T
+
+Attention on the CPU is computation, and so is getting the values that sparse attention reads, which
+the keys choose while the unit computes.
+
+Source: FlexGen (arXiv 2303.06865), section 4.3.  Unlike there, one more term: joining pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxllama.config import ModelConfig
+from jaxllama.executors.offloaded.executor import CHUNK
+from jaxllama.executors.offloaded.layer_cache import TAIL, snapshot_columns
+from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
+from jaxllama.offload.policy import Policy, Shares
+from jaxllama.planner.accounting import Footprint, footprint, unit_shapes
+from jaxllama.planner.fitting import Calibration, Moving, moving
+from pallas_kernels.qtensor import tree_bytes
+
+LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
+_LOADS, _STORES = ("load weights", "load cache", "load hidden"), ("store cache", "store hidden")
+LINKS = (("link", _LOADS), ("link", _STORES), ("disk", _LOADS + _STORES))
+# Of contention.  Weights that come whole are a few transfers, which computing hardly slows; pieces
+# that are to be joined keep the host and the device's queue busy.
+KINDS = (
+    ("load weights", "compute"),
+    ("load cache", "store cache"),
+    ("load hidden", "store hidden"),
+    ("load weights", "compute"),
+)
+WHOLE, JOINED = 0, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """rows of ``prompt`` tokens to be continued by ``new`` ones."""
+
+    rows: int
+    prompt: int
+    new: int
+    chunk: int = CHUNK
+
+    @property
+    def capacity(self) -> int:
+        return self.prompt + self.new
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryLimits:
+    """Bytes that may be used; None is no limit."""
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+
+    def allow(self, need: Footprint) -> bool:
+        pairs = ((self.device, need.device), (self.host, need.host), (self.disk, need.disk))
+        return all(limit is None or used <= limit for limit, used in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannerSettings:
+    """What a prediction depends on besides the policy: dtypes and the scheme of the weights."""
+
+    dtype: Any
+    kv_dtype: Any
+    scheme: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of the prefill and of one decode step of a block; of a step also each lane's sum, and
+    that of the bytes of each of ``LINKS``."""
+
+    prefill: float
+    step: float
+    lanes: dict[str, float]
+    links: tuple[float, ...]
+    blocks: int
+    tokens_per_second: float
+
+
+def predict(
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
+) -> Prediction:
+    """Time of ``task`` under ``policy``."""
+    block = min(policy.block_size, task.rows)
+    batches = -(-block // policy.gpu_batch_size)
+    rows = -(-block // batches)
+    context = task.prompt + task.new // 2
+    step = step_of(cfg, policy, costs, task, settings, rows, batches, 1, context)
+    prefill = step_of(cfg, policy, costs, task, settings, rows, batches, task.prompt, 0)
+    blocks = -(-task.rows // block)
+    total = blocks * (prefill.seconds + (task.new - 1) * step.seconds)
+    return Prediction(
+        prefill.seconds, step.seconds, step.lanes, step.links, blocks, task.rows * task.new / total
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Sums over the units of one token a row, or of a prefill.  longest and beside: of overlapped
+    units, the longest lanes and what is beside them, by kind of contention."""
+
+    seconds: float
+    lanes: dict[str, float]
+    links: tuple[float, ...]
+    longest: float
+    beside: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lane:
+    """Seconds of a unit's lane: the bytes' on the link and those on the disk, which move beside
+    each other, and all others."""
+
+    link: float = 0.0
+    disk: float = 0.0
+    other: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.link, self.disk) + self.other
+
+    def __add__(self, more: _Lane) -> _Lane:
+        return _Lane(self.link + more.link, self.disk + more.disk, self.other + more.other)
+
+
+def kept_share(cfg: ModelConfig) -> float:
+    """Of an offloaded cache's values, the share that a sparse step reads, if the heads of a group
+    choose independently; heads that agree read less."""
+    return 1 - (1 - cfg.attn_sparsity) ** (cfg.n_heads // cfg.n_kv_heads)
+
+
+def _decode_seconds(costs: Calibration, here: float, on_cpu: float, context: int) -> float:
+    """A layer's decode step of ``here`` rows that attend on the device and ``on_cpu`` others."""
+    overhead = costs.cpu[0] if on_cpu else costs.decode[0]
+    parts = ((here, costs.decode), (on_cpu, costs.cpu))
+    return overhead + sum(rows * (a_row + a_token * context) for rows, (_, a_row, a_token) in parts)
+
+
+def step_of(
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    settings: PlannerSettings,
+    rows: int,
+    batches: int,
+    width: int,
+    context: int,
+) -> StepCost:
+    """``batches`` of ``rows`` with ``context`` tokens each, or a prefill of ``width`` tokens."""
+    totals, links = dict.fromkeys(LANES, 0.0), np.zeros(len(LINKS))
+    longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
+    names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
+    joins = any(joined for *_, joined in _weights_moving(*names, policy.weights))
+    other = WHOLE if joins else JOINED
+    for lanes in _units(cfg, policy, costs, settings, rows, batches, width, context, task):
+        own = [{lane: getattr(lanes[lane], part) for lane in members} for part, members in LINKS]
+        alone = [{lane: value.seconds} for lane, value in lanes.items() if lane != "load weights"]
+        hidden = max(own + alone, key=lambda seconds: sum(seconds.values()))
+        if totals["compute"] == 0.0:  # the first unit
+            firsts = lanes["load cache"].seconds + lanes["load hidden"].seconds
+            longest_sum += firsts / batches
+        longest_sum += sum(hidden.values())
+        for lane, value in lanes.items():
+            totals[lane] += value.seconds
+        for kind, members in enumerate(KINDS):
+            if kind != other:
+                beside[kind] += sum(lanes[lane].seconds - hidden.get(lane, 0.0) for lane in members)
+        links += [sum(seconds.values()) for seconds in own]
+        serial += sum(value.seconds for value in lanes.values())
+    overlapped = longest_sum + float(beside @ np.array(costs.contention))
+    return StepCost(
+        overlapped if policy.overlap else serial,
+        totals,
+        tuple(links.tolist()),
+        longest_sum,
+        tuple(beside.tolist()),
+    )
+
+
+def _units(
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    settings: PlannerSettings,
+    rows: int,
+    batches: int,
+    width: int,
+    context: int,
+    task: Task,
+) -> Iterator[dict[str, _Lane]]:
+    """Each unit's lanes, for all batches."""
+    state = _cache_moving(cfg, rows, task.capacity, settings.kv_dtype, policy.cache)
+    pair = 2 * hidden_bytes(cfg, rows, width, settings.dtype)
+    hidden = _pure_bytes(pair, policy.activations)
+    names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
+    amounts_of = _weights_moving(*names, policy.weights)
+
+    def moved(cost: Moving, amounts: Any, times: float = batches) -> _Lane:
+        host, disk, joined = amounts
+        other = cost.latency + cost.join * joined
+        return _Lane(times * cost.host * host, times * cost.disk * disk, times * other)
+
+    for index, (unit, shapes) in enumerate(unit_shapes(*names)):
+        if unit.kind == "embed":
+            continue
+        lanes = dict.fromkeys(LANES, _Lane())
+        joining = 0.0
+        if policy.weights.device < 100:
+            lanes["load weights"] = moved(costs.load_weights, amounts_of[index], 1)
+            if amounts_of[index][2]:
+                joining = costs.join[0] + costs.join[1] * amounts_of[index][2]
+        half = 0.5 if policy.sep_layer else 1.0
+        if unit.kind == "head":
+            seconds = costs.head[0] + costs.head[1] * rows
+            if policy.weights.device < 100 and "head" in shapes:
+                seconds += costs.look_up[0] + costs.look_up[1] * rows * width
+        elif width > 1:
+            fixed, a_word, a_pair = costs.prefill
+            seconds = half * (fixed + rows * width * (a_word + a_pair * width))
+        else:
+            on_cpu = rows * policy.cache.host / 100 if policy.cpu_attention else 0.0
+            seconds = half * _decode_seconds(costs, rows - on_cpu, on_cpu, context)
+        if unit.kind != "head" and policy.activations.device < 100:
+            lanes["load hidden"] = moved(costs.load_hidden, hidden)
+            lanes["store hidden"] = moved(costs.store_hidden, hidden)
+        if policy.cache.device < 100 and unit.has_cache:
+            share, sparse = 1.0, False  # a GLA state moves whole
+            if cfg.layer_types[unit.layer] == "attention":
+                share = snapshot_columns(task.capacity, max(context, width)) / task.capacity
+                sparse = cfg.attn_sparsity < 1
+            amounts = [share * part for part in state[unit.layer]]
+            halves = [0.5 * part for part in amounts]  # keys, or values
+            if width > 1 and policy.cpu_attention:
+                seconds += costs.store_cache.seconds(*amounts)
+            elif width > 1:
+                lanes["store cache"] = moved(costs.store_cache, amounts)
+            elif not policy.cpu_attention:
+                lanes["load cache"] = moved(costs.load_cache, halves if sparse else amounts)
+                stored = [moved(costs.store_cache, amounts, batches / TAIL)]
+                if sparse:
+                    stored.append(moved(costs.load_cache, halves, batches / TAIL))
+                    seconds += costs.fetch.seconds(*(kept_share(cfg) * x for x in halves[:2]), 0.0)
+                stored.append(_Lane(other=batches * costs.push_cache))
+                lanes["store cache"] = functools.reduce(_Lane.__add__, stored)
+        lanes["compute"] = _Lane(other=batches * seconds + joining)
+        yield lanes
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights_moving(
+    cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool, shares: Shares
+) -> list[tuple[float, float, float]]:
+    return [moving(shapes, shares) for _, shapes in unit_shapes(cfg, dtype, scheme, sep_layer)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cache_moving(
+    cfg: ModelConfig, rows: int, capacity: int, dtype: Any, shares: Shares
+) -> list[tuple[float, float, float]]:
+    return [moving(layer, shares) for layer in cache_shapes(cfg, rows, capacity, dtype)]
+
+
+def _pure_bytes(nbytes: int, shares: Shares) -> tuple[float, float, float]:
+    host, disk = nbytes * shares.host / 100, nbytes * shares.disk / 100
+    mixed = shares.device < 100 and 100 not in (shares.host, shares.disk)
+    return host, disk, float(nbytes) if mixed else 0.0
+
+
+def need_of(
+    cfg: ModelConfig,
+    policy: Policy,
+    task: Task,
+    settings: PlannerSettings,
+    programs: int | None = None,
+) -> Footprint:
+    """The footprint of a task's block; programs: bytes of the largest program, if known."""
+    need = footprint(
+        cfg,
+        policy,
+        rows=min(policy.block_size, task.rows),
+        width=task.prompt,
+        capacity=task.capacity,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        scheme=settings.scheme,
+        chunk=policy.prefill_batch_size or task.chunk,
+        compile_programs=programs is None,
+    )
+    return need if programs is None else dataclasses.replace(need, programs=programs)
+
+
+def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> int:
+    """An estimate, without compiling, of the results and temporaries of the largest program: a
+    prompt's piece inside the feed-forward, or the logits of every row and their copies."""
+    rows = min(policy.gpu_batch_size, task.rows)
+    chunk = min(policy.prefill_batch_size or task.chunk, task.prompt)
+    width = 3 * cfg.feed_width + 6 * cfg.d_model
+    scores = 4 * cfg.n_heads * min(512, task.prompt)
+    layers = cache_shapes(cfg, rows, task.capacity, settings.kv_dtype)
+    inside = rows * chunk * (width * np.dtype(settings.dtype).itemsize + 2 * scores)
+    return max(inside + max(map(tree_bytes, layers)), 16 * rows * cfg.vocab_size)

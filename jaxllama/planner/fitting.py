@@ -1,0 +1,110 @@
+"""Fits of measured seconds: a transfer's cost by bytes, and what overlapping does not hide.
+
+    moving(tree, shares) -> bytes that getting a tree moves      fit_moving(samples) -> Moving
+    contention(steps) -> shares        Calibration: all that is fitted for a machine and a model
+
+Least squares are of relative errors and non-negative, so that a latency of microseconds and a
+prefill of seconds count alike and no rate is negative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.executors.offloaded.room import split_bytes
+from jaxllama.offload.policy import Shares
+from pallas_kernels.qtensor import packed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Moving:
+    """Seconds of one transfer: latency, then seconds a byte by tier and of joining pieces."""
+
+    latency: float
+    host: float
+    disk: float
+    join: float
+
+    def seconds(self, host: float, disk: float, joined: float) -> float:
+        return self.latency + self.host * host + self.disk * disk + self.join * joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What a load, a store and a computation take on one machine, in seconds (``calibration``)."""
+
+    load_weights: Moving
+    join: tuple[float, float]  # a unit's pieces into its weights: overhead, a byte of the whole
+    load_cache: Moving
+    store_cache: Moving
+    push_cache: float  # a step's token into the tail
+    load_hidden: Moving
+    store_hidden: Moving
+    decode: tuple[float, float, float]  # overhead, a row, a row and token of context; a layer
+    prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
+    head: tuple[float, float]  # overhead, a row
+    look_up: tuple[float, float]  # of a table that is not on the device: overhead, a token
+    contention: tuple[float, ...]  # what is not hidden, by ``cost_model.KINDS``
+    disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
+    cpu: tuple[float, float, float]  # as decode, with all of its attention on the CPU
+    fetch: Moving  # of the values that a sparse step reads from an offloaded cache
+
+    def cold(self) -> Calibration:
+        """For models that the page cache cannot hold."""
+        names = ("load_weights", "load_cache", "load_hidden", "fetch")
+        slower = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(
+            self,
+            **{
+                name: dataclasses.replace(moving, disk=max(moving.disk, self.disk_cold))
+                for name, moving in slower.items()
+            },
+        )
+
+
+def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
+    """(host bytes, disk bytes, joined bytes) of getting a tree of shapes that ``shares`` split;
+    4-bit codes are unpacked where others are joined."""
+    if shares.device >= 100:
+        return 0.0, 0.0, 0.0
+    part = split_bytes(tree, shares)
+    pure = 100 in (shares.host, shares.disk)
+    joined = sum(
+        packed_bytes(leaf.size, leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+        if leaf.ndim >= 2 and (not pure or leaf.dtype == jnp.int4)
+    )
+    return part.host, part.disk, float(joined)
+
+
+def nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Non-negative coefficients that explain ``seconds`` with the least relative squared error."""
+    from scipy.optimize import nnls as solve
+
+    matrix, target = np.asarray(rows, float), np.asarray(seconds, float)
+    target = np.maximum(target, 1e-9)
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+    found, _ = solve(matrix / scale / target[:, None], np.ones(len(target)))
+    return tuple(float(value) for value in found / scale)
+
+
+def fit_moving(samples: Sequence[tuple[float, float, float, float]]) -> Moving:
+    """Samples are (host, disk, joined bytes, seconds)."""
+    return Moving(*nnls([(1.0, *amounts) for *amounts, _ in samples], [s for *_, s in samples]))
+
+
+def contention(steps: Sequence[tuple[float, Sequence[float], float]]) -> tuple[float, ...]:
+    """The shares of what is beside, of each kind at most all, that explain (longest, beside by
+    kind, seconds) of steps."""
+    from scipy.optimize import lsq_linear
+
+    taken = np.array([seconds for *_, seconds in steps])
+    beside = np.array([besides for _, besides, _ in steps]) / taken[:, None]
+    longest = np.array([first for first, *_ in steps]) / taken
+    return tuple(lsq_linear(beside, 1 - longest, bounds=(0.0, 1.0)).x.tolist())

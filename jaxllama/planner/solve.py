@@ -1,0 +1,177 @@
+"""The solver: the policy that takes least under limits of device, host and disk.
+
+    solve(cfg, calibration, task, limits, settings) -> Policy
+
+It walks over batch sizes and numbers of batches; for each, the shares that minimise a step
+are a linear program under the limits (scipy), whose solution is rounded to
+whole percents, checked against the exact ``footprint`` and improved by exact neighbours.  Each is
+also tried with attention on the CPU.  Sparse attention changes what a model says, so it is never
+chosen: costs and policy are those of the configuration's ``attn_sparsity``.
+
+Source: FlexGen (arXiv 2303.06865), section 4.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.planner.cost import (
+    KINDS,
+    LANES,
+    MemoryLimits,
+    PlannerSettings,
+    Task,
+    need_of,
+    predict,
+    program_bytes,
+)
+from jaxllama.planner.fitting import Calibration
+
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_BATCHES = (1, 2, 4, 8, 16)
+
+
+def solve(
+    cfg: ModelConfig,
+    costs: Calibration,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+    base: Policy | None = None,
+) -> Policy:
+    """The fastest policy within the limits.
+
+    base: what is not searched (overlap, sep_layer, compression, sparsity; attention on the CPU, if
+    it says so).  Raises JaxLlamaError when nothing fits.
+    """
+    base = Policy() if base is None else base
+    moving = dataclasses.replace(base, cpu_attention=False)
+
+    def variants(policy: Policy) -> Iterator[Policy]:
+        if not base.cpu_attention:
+            yield policy
+        if policy.cache.device < 100 and "attention" in cfg.layer_types:
+            on_host = 100 - policy.cache.device
+            yield dataclasses.replace(policy, cache_host=on_host, cpu_attention=True)
+
+    best: tuple[float, Policy] | None = None
+    for size, count in itertools.product(_BATCH_SIZES, _BATCHES):
+        if size * count > 2 * task.rows and (size, count) != (1, 1):
+            continue
+        policy = dataclasses.replace(moving, gpu_batch_size=size, num_gpu_batches=count)
+        programs = program_bytes(cfg, policy, task, settings)
+        found = _candidates(cfg, policy, costs, task, limits, settings, programs)
+        for candidate in itertools.chain.from_iterable(map(variants, found)):
+            if not limits.allow(need_of(cfg, candidate, task, settings, programs)):
+                continue
+            rate = predict(cfg, candidate, costs, task, settings).tokens_per_second
+            if best is None or rate > best[0]:
+                best = rate, candidate
+    if best is None:
+        smallest = dataclasses.replace(moving, gpu_batch_size=1, num_gpu_batches=1)
+        smallest = _with_shares(smallest, (0, 0, 0, 0, 100, 0))
+        need = need_of(cfg, smallest, task, settings, program_bytes(cfg, smallest, task, settings))
+        raise JaxLlamaError(
+            f"no policy fits: even one row with everything on disk needs "
+            f"{need.device / 1e9:.3f} GB on the device and {need.disk / 1e9:.3f} GB of disk"
+        )
+    return best[1]
+
+
+def _candidates(
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+    programs: int,
+) -> Iterator[Policy]:
+    """The rounded solution of the linear program and its neighbours, and the pure policies."""
+    pure = ((100, 0), (0, 100), (0, 0))
+    for shares in itertools.product(pure, repeat=3):
+        yield _with_shares(policy, tuple(itertools.chain(*shares)))
+    found = _linear_program(cfg, policy, costs, task, limits, settings, programs)
+    if found is None:
+        return
+    whole = np.floor(found + 1e-6)
+    for shift in itertools.product((0, -1, -3), (0, -1, -3)):
+        shares = whole.copy()
+        shares[0] = max(0.0, shares[0] + shift[0])
+        shares[2] = max(0.0, shares[2] + shift[1])
+        yield _with_shares(policy, tuple(shares))
+        shares[1::2] = 100 - shares[::2]  # nothing on disk
+        yield _with_shares(policy, tuple(shares))
+        yield _with_shares(policy, (*shares[:4], 100.0, 0.0))
+
+
+def _with_shares(policy: Policy, shares: tuple[float, ...]) -> Policy:
+    return dataclasses.replace(
+        policy, **{name: float(x) for name, x in zip(PERCENTAGES, shares, strict=True)}
+    )
+
+
+def _linear_program(
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+    programs: int,
+) -> np.ndarray | None:
+    """Six percentages that minimise a decode step, or None if nothing fits.
+
+    Variables: the shares (weights, cache, activations; device, host) and T, the longest lane or
+    link summed over units.  Lanes and needs are linear in the shares but for latencies and joins,
+    so slopes are taken from the pure policies.
+    """
+    from scipy.optimize import linprog
+
+    corners = {"off": (0, 0, 0, 0, 0, 0)}
+    for index, name in enumerate(PERCENTAGES):
+        corners[name] = tuple(100 if i == index else 0 for i in range(6))
+    lanes, needs = {}, {}
+    for name, shares in corners.items():
+        corner = _with_shares(policy, shares)
+        step = predict(cfg, corner, costs, task, settings)
+        lanes[name] = np.array([*(step.lanes[lane] for lane in LANES), *step.links])
+        need = need_of(cfg, corner, task, settings, 0)
+        rest = need.weights + need.cache + need.hidden
+        needs[name] = np.array([rest.device, rest.host, rest.disk], float)
+    # What a unit needs while it runs is largest where tensors have pieces to join.
+    inner = need_of(cfg, _with_shares(policy, (30, 30) * 3), task, settings, programs)
+    working = inner.device - (inner.weights + inner.cache + inner.hidden).device
+    for need in needs.values():
+        need += working, inner.reading, 0.0
+    slope = np.stack([lanes[name] - lanes["off"] for name in PERCENTAGES], axis=1)  # [lane, share]
+    rows, bounds = [], []
+    for lane in range(len(slope)):  # lane(p) <= T
+        rows.append([*slope[lane], -1.0])
+        bounds.append(-lanes["off"][lane])
+    room = np.stack([needs[name] - needs["off"] for name in PERCENTAGES], axis=1)
+    for tier, limit in enumerate((limits.device, limits.host, limits.disk)):
+        if limit is not None:
+            rows.append([*(room[tier] / 1e9), 0.0])
+            bounds.append((limit - needs["off"][tier]) / 1e9)
+    for kind in range(3):  # device + host <= 100%
+        rows.append([float(i // 2 == kind) for i in range(6)] + [0.0])
+        bounds.append(1.0)
+    # Lanes that are hidden must count for something: among equals the one that moves least.
+    share = np.ones(len(LANES))
+    if policy.overlap:
+        # What is between pure policies is joined.
+        kinds = [max(i for i, kind in enumerate(KINDS) if lane in kind) for lane in LANES]
+        share = np.clip([costs.contention[kind] for kind in kinds], 0.02, 1.0)
+    objective = [*(share @ slope[: len(LANES)]), float(1.0 - share.min())]
+    found = linprog(
+        objective, A_ub=np.array(rows), b_ub=np.array(bounds), bounds=[(0, 1)] * 6 + [(0, None)]
+    )
+    return 100 * found.x[:6] if found.success else None

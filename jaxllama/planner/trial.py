@@ -1,0 +1,151 @@
+"""Models and runs of random numbers, for whatever measures offloading.
+
+random_model(cfg, dtype, policy, scheme) -> model        any layers
+repeated_model(cfg, dtype, policy, scheme) -> model      layers that are copies of one
+start_run(model, rows, task, kv_dtype) -> run            a block of the task, not begun
+timed_step(run) -> seconds                               its prefill, or one token a row
+with Watch(look) as watch: ...; watch.most               the most of something meanwhile
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.executors.executor import Call
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from jaxllama.planner.accounting import unit_shapes, weight_shapes
+from jaxllama.planner.cost import PlannerSettings, Task
+from jaxllama.planner.fitting import moving
+
+_NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
+
+Tell = Callable[[str, Any], None]  # of a finding: its name, its value
+
+
+def repeated_model(
+    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+) -> LanguageModel:
+    """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
+    place = Placement(policy, dtype, scheme)
+    shapes = weight_shapes(cfg, dtype, place.scheme)
+    params: dict[tuple[str, ...], Any] = {}
+    layers = [name for name in shapes if name.startswith("layer_")]
+    for name in [name for name in shapes if name not in layers] + layers[:1]:
+        for path, shape in flatten_dict(shapes[name]).items():
+            drawn = random_tree(shape)  # one at a time, so that it is no peak of the memory
+            for target in layers if name in layers else [name]:
+                params[target, *path] = place((target, *path), drawn)
+            del drawn
+    return place.model(cfg, unflatten_dict(params), None)
+
+
+def random_model(
+    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+) -> LanguageModel:
+    """A model of random numbers."""
+    place = Placement(policy, dtype, scheme)
+    shapes = flatten_dict(weight_shapes(cfg, dtype, place.scheme))
+    params = {path: place(path, random_tree(shape)) for path, shape in shapes.items()}
+    return place.model(cfg, unflatten_dict(params), None)
+
+
+def random_tree(shapes: Any) -> Any:
+    """Random arrays of a tree of shapes, made by numpy: a program for each shape would take longer
+    to compile than to run."""
+    noise = np.random.default_rng(0).integers(-128, 128, _NOISE, np.int8)
+    return jax.tree.map(lambda x: _draw(noise, x.shape, jnp.dtype(x.dtype)), shapes)
+
+
+def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The same numbers over and over; ones for what has one dimension."""
+    if len(shape) == 1:
+        return jnp.ones(shape, dtype)
+    if dtype == jnp.int8:
+        values = noise
+    elif dtype == jnp.int4:
+        values = noise >> 4
+    else:
+        values = noise.astype(np.float32) * (0.02 / 74)
+    return jnp.asarray(np.resize(values.astype(dtype), shape))
+
+
+def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) -> float:
+    """Bytes of weights that one step loads."""
+    shapes = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, policy.sep_layer)
+    units = [tree for unit, tree in shapes if unit.kind != "embed"]
+    return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
+
+
+def start_run(lm: LanguageModel, rows: int, task: Task, kv_dtype: Any) -> OffloadRun:
+    """``rows`` random prompts of the task."""
+    chunk = offloaded(lm.executor).policy.prefill_batch_size or task.chunk
+    return random_run(lm, rows, task.prompt, task.new, task.capacity, kv_dtype, chunk)
+
+
+def random_run(
+    lm: LanguageModel,
+    rows: int,
+    prompt: int,
+    room: int,
+    capacity: int,
+    kv_dtype: Any,
+    chunk: int,
+) -> OffloadRun:
+    """Greedy, without stop tokens; the others are ``OffloadRun``'s."""
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
+    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
+    call = Call(
+        tokens,
+        jnp.full((rows,), prompt, jnp.int32),
+        sampling,
+        jnp.zeros((0,), jnp.int32),
+        capacity=capacity,
+        room=room,
+        limit=room,
+        kv_dtype=kv_dtype,
+        chunk=chunk,
+    )
+    return offloaded(lm.executor).run(lm.config, lm.params, call)
+
+
+def timed_step(run: OffloadRun) -> float:
+    begin = time.perf_counter()
+    run.step()
+    run.end_rows()
+    return time.perf_counter() - begin
+
+
+class Watch:
+    """Asks ``look()`` for bytes every few milliseconds."""
+
+    def __init__(self, look: Callable[[], int]) -> None:
+        self._look, self.most = look, look()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.005):
+            self.most = max(self.most, self._look())
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._end.set()
+        self._thread.join()

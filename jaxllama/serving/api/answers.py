@@ -1,0 +1,327 @@
+"""What the engine has written as the answers of OpenAI's API (``schemas``).
+
+    Answer                          collects the pieces of one call's choices
+    completion(call, answer)        a whole text_completion; chat(call, answer) a chat.completion
+    completion_chunk, chat_chunk    the pieces of a stream
+
+The text of a chat is read as its call says (``reading``): reasoning, content, calls of tools.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllama import __version__
+from jaxllama.serving.api.calls import AcceptedCall
+from jaxllama.serving.api.logprobs import (
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from jaxllama.serving.api.messages import TextPiece
+from jaxllama.serving.api.reading import MessageReader
+from jaxllama.serving.api.schemas import (
+    Arguments,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatMessage,
+    ChatObject,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionObject,
+    Delta,
+    DetailedChatChoice,
+    DetailedChoice,
+    DetailedChunkChoice,
+    EmbeddingItem,
+    EmbeddingList,
+    EmbeddingUsage,
+    FinishReason,
+    FunctionCalled,
+    NotedChatChunk,
+    Opening,
+    PromptDetails,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCalled,
+    ToolCallGoesOn,
+    ToolCallStart,
+    Usage,
+)
+from jaxllama.serving.tools.formats import AnswerPart
+
+_FINGERPRINT = f"jaxllama-{__version__}"
+
+
+class PartialAnswer:
+    """The pieces of one call so far, by choice; only the newest ones where it is not ``kept``."""
+
+    def __init__(self, call: AcceptedCall, kept: bool) -> None:
+        self._kept = kept
+        self.events: list[list[TextPiece]] = [[] for _ in call.requests]
+        self.last = [TextPiece(0, [], index=index) for index in range(len(call.requests))]
+
+    def add(self, event: TextPiece) -> None:
+        self.last[event.index] = event
+        if self._kept:
+            self.events[event.index].append(event)
+
+    def text(self, index: int) -> str:
+        return "".join(event.text for event in self.events[index])
+
+    def finish(self, index: int) -> FinishReason:
+        return finish_reason(self.last[index]) or "length"
+
+
+def finish_reason(event: TextPiece) -> FinishReason | None:
+    """A deadline is a limit of length, in time.  What fails is no choice but an error."""
+    if event.finish_reason is None:
+        return None
+    return "stop" if event.finish_reason == "stop" else "length"
+
+
+def usage(call: AcceptedCall, last: Sequence[TextPiece]) -> Usage:
+    """last: each choice's newest piece.  The choices of one prompt read it once."""
+    prompts = last[:: call.choices]
+    prompt = sum(event.prompt_tokens for event in prompts)
+    new = sum(event.completion_tokens for event in last)
+    cached = sum(event.cached_tokens for event in prompts)
+    return Usage(prompt, new, prompt + new, PromptDetails(cached))
+
+
+def completion(call: AcceptedCall, answer: PartialAnswer) -> CompletionObject:
+    choices = []
+    for index, events in enumerate(answer.events):
+        echo = call.echoes[index] if call.echoes else ""
+        offsets = TextOffsets(call)
+        logprobs = joined(
+            echoed_logprobs(call, index, offsets),
+            completion_logprobs(call, index, events, offsets),
+        )
+        text, finish = echo + answer.text(index), answer.finish(index)
+        choices.append(_choice(call, index, text, logprobs, finish, events, is_first=True))
+    return _completion(call, choices, usage(call, answer.last))
+
+
+def completion_chunk(
+    call: AcceptedCall, index: int, event: TextPiece, offsets: TextOffsets, total: Usage | None
+) -> CompletionObject:
+    """offsets: the choice's own, which has seen its earlier events."""
+    logprobs = completion_logprobs(call, index, [event], offsets)
+    choice = _choice(call, index, event.text, logprobs, finish_reason(event), [event])
+    return _completion(call, [choice], total)
+
+
+def completion_echo(call: AcceptedCall, index: int, offsets: TextOffsets) -> CompletionObject:
+    """The prompt, which ``echo`` puts before a choice's stream."""
+    logprobs = echoed_logprobs(call, index, offsets)
+    choice = _choice(call, index, call.echoes[index], logprobs, None, [], is_first=True)
+    return _completion(call, [choice], None)
+
+
+def _choice(
+    call: AcceptedCall,
+    index: int,
+    text: str,
+    logprobs: CompletionLogprobs | None,
+    finish: FinishReason | None,
+    events: Sequence[TextPiece],
+    is_first: bool = False,
+) -> CompletionChoice:
+    """is_first: it, or the first of its chunks."""
+    if not (call.shows_ids or call.lists_scores):
+        return CompletionChoice(index, text, logprobs, finish)
+    choice = DetailedChoice(index, text, logprobs, finish)
+    if call.lists_scores:
+        choice.prompt_logprobs = prompt_logprobs(call, index)
+    if call.shows_ids:
+        choice.token_ids = [token for event in events for token in event.tokens]
+        if is_first:
+            choice.prompt_token_ids = list(call.requests[index].prompt)
+    return choice
+
+
+def completion_usage(call: AcceptedCall, total: Usage) -> CompletionObject:
+    return _completion(call, [], total)
+
+
+def _completion(
+    call: AcceptedCall, choices: list[CompletionChoice], total: Usage | None
+) -> CompletionObject:
+    return CompletionObject(
+        call.id,
+        "text_completion",
+        call.created,
+        call.model,
+        _FINGERPRINT,
+        choices,
+        total,
+        list(call.notes) or None,
+    )
+
+
+def chat(call: AcceptedCall, answer: PartialAnswer) -> ChatObject:
+    choices = []
+    for index, events in enumerate(answer.events):
+        message, finish = ChatMessage("assistant", answer.text(index)), answer.finish(index)
+        if call.reading is not None:
+            message, calls = chat_message(call, index, message.content or "")
+            finish = "tool_calls" if calls and finish == "stop" else finish
+        choice = ChatChoice(index, message, chat_logprobs(call, index, events), finish)
+        if call.shows_ids:
+            ids = [token for event in events for token in event.tokens]
+            choice = DetailedChatChoice(index, message, choice.logprobs, finish, ids)
+        choices.append(choice)
+    total = usage(call, answer.last)
+    listed = prompt_logprobs(call, 0) if call.lists_scores else None
+    ids = list(call.requests[0].prompt) if call.shows_ids else None
+    return ChatObject(
+        call.id,
+        "chat.completion",
+        call.created,
+        call.model,
+        _FINGERPRINT,
+        choices,
+        total,
+        listed,
+        ids,
+        list(call.notes) or None,
+    )
+
+
+def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage, int]:
+    """The message that a choice's whole text is, and how many calls of tools it has."""
+    assert call.reading is not None
+    reader = MessageReader(call.reading)
+    said = {"reasoning": "", "content": ""}
+    calls: list[ToolCalled] = []
+    for part in (*reader.feed(text), *reader.close()):
+        if part.kind == "call":
+            id = tool_call_id(call, index, part.number)
+            calls.append(ToolCalled(id, "function", FunctionCalled(part.text, "")))
+        elif part.kind == "arguments":
+            calls[part.number].function.arguments += part.text
+        else:
+            said[part.kind] += part.text
+    content = said["content"] or ("" if not calls else None)
+    message = ChatMessage("assistant", content, None, said["reasoning"] or None, calls or None)
+    return message, len(calls)
+
+
+def tool_call_id(call: AcceptedCall, index: int, number: int) -> str:
+    """The same whenever it is asked for, in the form that the model's template takes."""
+    assert call.reading is not None and call.reading.tools is not None
+    digest = hashlib.sha256(f"{call.id}/{index}/{number}".encode()).hexdigest()
+    return call.reading.tools.format.call_id(digest)
+
+
+def chat_role(call: AcceptedCall, index: int) -> ChatChunk:
+    """The first chunk of a choice."""
+    choice = ChatChunkChoice(index, Opening("assistant", ""))
+    if call.shows_ids:
+        choice = _detailed(choice, prompt_token_ids=list(call.requests[index].prompt))
+    chunk = _chat_chunk(call, [choice], None)
+    if not call.notes:
+        return chunk
+    return NotedChatChunk(
+        chunk.id,
+        chunk.object,
+        chunk.created,
+        chunk.model,
+        chunk.system_fingerprint,
+        chunk.choices,
+        chunk.usage,
+        list(call.notes),
+    )
+
+
+def _detailed(choice: ChatChunkChoice, **details: list[int]) -> DetailedChunkChoice:
+    return DetailedChunkChoice(
+        choice.index, choice.delta, choice.logprobs, choice.finish_reason, **details
+    )
+
+
+def chat_chunk(call: AcceptedCall, index: int, event: TextPiece, total: Usage | None) -> ChatChunk:
+    logprobs = chat_logprobs(call, index, [event])
+    choice = ChatChunkChoice(index, Delta(event.text), logprobs, finish_reason(event))
+    if call.shows_ids:
+        choice = _detailed(choice, token_ids=event.tokens)
+    return _chat_chunk(call, [choice], total)
+
+
+class ChatChunks:
+    """The chunks of a choice whose text is read, from its events.  ``parts`` and ``of`` are the two
+    halves of it, for chunks that tell nothing but a part."""
+
+    def __init__(self, call: AcceptedCall, index: int) -> None:
+        assert call.reading is not None
+        self._call, self._index = call, index
+        self._reader = MessageReader(call.reading)
+
+    def parts(self, event: TextPiece) -> list[AnswerPart]:
+        parts = self._reader.feed(event.text)
+        return parts if event.finish_reason is None else parts + self._reader.close()
+
+    def of(self, part: AnswerPart) -> ChatChunk:
+        return _chat_chunk(self._call, [ChatChunkChoice(self._index, self._delta(part))], None)
+
+    def __call__(self, event: TextPiece, total: Usage | None) -> list[ChatChunk]:
+        call, index, finish = self._call, self._index, finish_reason(event)
+        deltas = [self._delta(part) for part in self.parts(event)]
+        logprobs = chat_logprobs(call, index, [event])
+        has_details = call.shows_ids or (logprobs is not None and logprobs.content)
+        if finish is not None or (has_details and not deltas):
+            deltas.append(Delta(""))
+        choices = [ChatChunkChoice(index, delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs = logprobs
+        if finish is not None:
+            is_call = self._reader.calls and finish == "stop"
+            choices[-1].finish_reason = "tool_calls" if is_call else finish
+        if call.shows_ids:
+            choices[0] = _detailed(choices[0], token_ids=event.tokens)
+        return [_chat_chunk(call, [choice], total) for choice in choices]
+
+    def _delta(self, part: AnswerPart) -> Delta | ReasoningDelta | ToolCallDelta:
+        if part.kind == "content":
+            return Delta(part.text)
+        if part.kind == "reasoning":
+            return ReasoningDelta(part.text)
+        if part.kind == "arguments":
+            return ToolCallDelta([ToolCallGoesOn(part.number, Arguments(part.text))])
+        id = tool_call_id(self._call, self._index, part.number)
+        begun = ToolCallStart(part.number, id, "function", FunctionCalled(part.text, ""))
+        return ToolCallDelta([begun])
+
+
+def chat_usage(call: AcceptedCall, total: Usage) -> ChatChunk:
+    return _chat_chunk(call, [], total)
+
+
+def _chat_chunk(
+    call: AcceptedCall, choices: list[ChatChunkChoice], total: Usage | None
+) -> ChatChunk:
+    return ChatChunk(
+        call.id, "chat.completion.chunk", call.created, call.model, _FINGERPRINT, choices, total
+    )
+
+
+def embeddings(
+    vectors: Sequence[np.ndarray], model: str, tokens: int, as_base64: bool
+) -> EmbeddingList:
+    def coded(vector: np.ndarray) -> list[float] | str:
+        data = np.asarray(vector, "<f4")
+        return base64.b64encode(data.tobytes()).decode() if as_base64 else data.tolist()
+
+    items = [
+        EmbeddingItem("embedding", index, coded(vector)) for index, vector in enumerate(vectors)
+    ]
+    return EmbeddingList("list", items, model, EmbeddingUsage(tokens, tokens))

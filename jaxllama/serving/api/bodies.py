@@ -1,0 +1,451 @@
+"""What clients may ask: the bodies of OpenAI's API as pydantic models.
+
+    Completion, Chat, Embedding, Tokenize, Detokenize    the JSON bodies
+    parse(model, data, ids, longest) -> body             or an ApiError that names the field
+
+Contract.  A body is checked strictly: no coercion between types, no NaN.  null is the default
+everywhere.  Fields that concern OpenAI's own service are accepted without effect, and so are
+unknown ones, with one line in the log for each name.  Fields of other servers that would change the
+answer are refused (``other_fields``).  A body's values are counted before they are
+parsed, and lists end at their first bad entry, so that a refusal costs less than a request.
+Beyond OpenAI: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``,
+``min_tokens``, ``skip_special_tokens``, ``priority`` (larger goes first), ``deadline`` (seconds;
+what is there by then is the answer, finish_reason "length"), prompts as token ids,
+``prompt_logprobs``, ``return_token_ids``, ``response_format`` "regex" and "structural_tag",
+``structured_outputs`` and ``guided_*``, ``chat_template_kwargs``, ``add_generation_prompt`` and
+``continue_final_message``, ``cache_salt`` (cached prompts are shared under one salt only).
+
+Source: OpenAI's API reference; the extensions' names are vLLM's where it has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from jaxllama.engine.request import MAX_LOGPROBS
+from jaxllama.serving.api import other_fields
+from jaxllama.serving.api.schemas import ApiError
+
+MAX_VALUES = 2**16  # texts, objects, numbers of a body; token ids are counted apart
+MAX_ROWS = 2048  # prompts of a body
+MAX_IDS = 1_000_000  # to detokenize
+LOGGED_NAMES = 100  # unknown fields; clients choose the names
+_log = logging.getLogger("jaxllama.serving")
+
+
+class Strict(BaseModel):
+    """endpoint: of a whole body, which refuses some unknown fields (``other_fields``).  hints: what
+    to send there instead of a field of another endpoint."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    endpoint: ClassVar[str | None] = None
+    hints: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="after")
+    def _drop_unknown(self) -> Self:
+        unknown = self.model_extra or {}
+        if unknown and self.endpoint is not None:
+            other_fields.refuse(self.endpoint, unknown, _of_others(), self.hints)
+        for name in unknown:
+            _log_unknown(name[:64])
+        unknown.clear()
+        return self
+
+
+_unknown: dict[str, object] = {}
+
+
+def _log_unknown(name: str) -> None:
+    """Once per name in this process; bodies are parsed in several threads."""
+    mark = object()
+    if len(_unknown) < LOGGED_NAMES and _unknown.setdefault(name, mark) is mark:
+        _log.warning("unknown field ignored", extra={"fields": {"field": name}})
+        if len(_unknown) == LOGGED_NAMES:
+            _log.warning("further unknown fields are ignored without a word")
+
+
+class Lenient(BaseModel):
+    """Parts that clients send back as they got them, with keys that mean nothing here."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    # Usage in every chunk, for clients that count tokens.
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # without effect
+
+
+class JsonSchema(Strict):
+    name: str = "answer"
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+# -1 is no limit, as llama.cpp and others have it.
+Limit = Annotated[int, Field(ge=1)] | Literal[-1]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+# Every list: without it a long one is an error for every entry.
+FIRST_ERROR = Field(fail_fast=True)
+
+
+class Structure(Strict):
+    """``begin``, which starts with a trigger, JSON of the schema, ``end``."""
+
+    begin: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    end: str
+
+
+Structures = Annotated[list[Structure], Field(min_length=1, max_length=128), FIRST_ERROR]
+Triggers = Annotated[list[Stop], Field(min_length=1, max_length=128), FIRST_ERROR]
+Choices = Annotated[list[Stop], Field(min_length=1, max_length=4096), FIRST_ERROR]
+
+
+class StructuralTag(Strict):
+    structures: Structures
+    triggers: Triggers
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema", "regex", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    structures: Structures | None = None
+    triggers: Triggers | None = None
+
+
+class StructuredOutputs(Strict):
+    """One of these.  json: a schema, or its text; structural_tag may be text too."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: StructuralTag | str | None = None
+
+
+Words = Annotated[list[Stop], Field(max_length=128), FIRST_ERROR]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]
+# The last so many tokens of a prompt; -1: as many as fit beside the answer.
+Truncation = Annotated[int, Field(ge=1)] | Literal[-1]
+
+
+class GenerationBody(Strict):
+    """What completions and chat share.  null is the default everywhere."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=128)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16), FIRST_ERROR] | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=300),
+        ]
+        | None
+    ) = None
+    max_tokens: Limit | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # Extensions
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128), FIRST_ERROR] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    deadline: float | None = Field(None, gt=0, le=86400)
+    bad_words: Words | None = None
+    allowed_token_ids: AllowedIds | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    include_stop_str_in_output: bool | None = None
+    grammar: str | None = None  # guided_grammar, as llama.cpp calls it
+    return_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
+    # Without effect: they concern OpenAI's own service, or are hints.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS), FIRST_ERROR]
+IdRows = Annotated[list[Ids], Field(min_length=1, max_length=MAX_ROWS), FIRST_ERROR]
+
+
+class Completion(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    endpoint = "/v1/completions"
+    hints = {
+        "messages": "send them to /v1/chat/completions",
+        "max_completion_tokens": "send max_tokens",
+    }
+    prompt: str | Texts | Ids | IdRows
+    # 0 scores the prompt alone.
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # max_tokens, as llama.cpp calls it
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=128)
+    suffix: str | None = None
+
+
+class TextPart(Lenient):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Lenient):
+    name: str
+    arguments: str
+
+
+class ToolCall(Lenient):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+# What OpenAI's API allows, and a dot: templates write names unquoted into prompts.
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+# Kinds of tools that OpenAI's service runs itself, or whose calls are no JSON.
+_FOREIGN = re.compile(
+    r"(custom|local_shell|shell|apply_patch|web_search|file_search|code_interpreter|computer"
+    r"|computer_use|image_generation|mcp|namespace|tool_search)(_preview)?(_\d{4}_\d\d_\d\d)?"
+)
+
+
+def _drop_foreign(tools: Any) -> Any:
+    """The tools without those that are no functions.  Agents send these along to every server; the
+    log says which ones the model is not shown."""
+    if not isinstance(tools, list):
+        return tools
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    dropped = {kind for kind in kinds if isinstance(kind, str) and _FOREIGN.fullmatch(kind)}
+    if dropped:
+        _log.warning("tools ignored", extra={"fields": {"types": sorted(dropped)}})
+    return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in dropped]
+
+
+OnlyFunctions = BeforeValidator(_drop_foreign)
+
+
+class Function(Strict):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), FIRST_ERROR]
+
+
+class Chat(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    endpoint = "/v1/chat/completions"
+    hints = {"prompt": "send messages, or the prompt to /v1/completions"}
+    messages: Messages
+    max_completion_tokens: Limit | None = None
+    n_predict: Limit | None = None
+    enable_thinking: bool | None = None  # chat_template_kwargs.enable_thinking
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    modalities: Annotated[list[Literal["text", "audio"]], FIRST_ERROR] | None = None
+    # Refused by ``calls`` unless they ask for nothing.
+    audio: dict[str, Any] | None = None
+    functions: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
+    function_call: str | dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    # Without effect, as above.
+    prediction: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+class Embedding(Strict):
+    """Body of POST /v1/embeddings."""
+
+    model: str
+    input: str | Texts | Ids | IdRows
+    truncate_prompt_tokens: Truncation | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None
+
+
+class Tokenize(Strict):
+    """Body of POST /tokenize: ``prompt``, or ``messages`` through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class Detokenize(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS), FIRST_ERROR]
+
+
+# Fields that every endpoint may get: they concern OpenAI's own service, or are hints.
+_HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "verbosity",
+        "modalities",
+        "parallel_tool_calls",
+        "priority",
+        "cache_salt",
+    )
+)
+
+
+@functools.cache
+def _of_others() -> frozenset[str]:
+    """Fields of completions and chats that mean something."""
+    return frozenset({*Completion.model_fields, *Chat.model_fields}) - _HARMLESS
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) -> Body:
+    """The body, or an ApiError 400 that names the first wrong field.
+
+    ids: token ids that a body may have, ``longest`` of them in one list.
+    """
+    _check_size(data, ids, longest)
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise explain(error) from None
+
+
+# A body as far as counting needs it: strings (before a colon, keys), openings of lists and objects,
+# numbers that may be token ids, and whatever else stands between them.
+_PARTS = re.compile(
+    rb'"(?P<text>[^"\\]*+(?:\\.[^"\\]*+)*+)"(?:\s*+(?P<key>:))?|[\[{]'
+    rb'|(?P<ids>\d[\d,\s\]]*+)(?=["\[{}]|\Z)|(?P<others>[^"\[{]++)',
+    re.DOTALL,
+)
+
+
+def _check_size(data: bytes | bytearray, ids: int, longest: int) -> None:
+    """ApiError 400 for more values than a request has, before they are parsed: that takes some 50
+    bytes a value, and an error takes them once more for every type that was tried."""
+    if sum(data.count(mark) for mark in b",[{") <= min(ids, longest, MAX_ROWS):
+        return  # not even if none of them stands in a text
+    key, values, rows, total = "body", 0, 0, 0
+    for part in _PARTS.finditer(data):
+        kind = part.lastgroup
+        if kind == "key":
+            begin, end = part.span("text")
+            key = data[begin : min(end, begin + 64)].decode(errors="replace")
+        commas = data.count(b",", *part.span()) if kind in ("ids", "others") else 0
+        if kind == "ids":
+            rows, total = rows + 1, total + commas
+            if commas > longest or total > ids or rows > MAX_ROWS:
+                message = f"{key}: at most {longest} token ids in a list, {ids} in {MAX_ROWS} lists"
+                raise ApiError(400, message, param=key, code="context_length_exceeded")
+        else:
+            values += 1 + commas
+            if values > MAX_VALUES:
+                message = f"{key}: more than {MAX_VALUES} values in one body"
+                raise ApiError(400, message, param=key, code="too_many_values")
+
+
+def explain(error: ValidationError) -> ApiError:
+    """The first wrong field, as clients are told."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    first = found[0]
+    if not first["loc"]:
+        return ApiError(400, f"the body is not valid: {first['msg']}", code="invalid_json")
+    param = str(first["loc"][0])
+    # A value that fits no member of a union fails once per member: say all of it, once.
+    reasons = [entry for entry in found if entry["loc"][0] == param]
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
+    texts = dict.fromkeys(f"{_path(entry['loc'])}: {entry['msg']}" for entry in reasons)
+    return ApiError(400, "; or ".join(list(texts)[:4]), param=param, code="invalid_value")
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """messages[0].content: pydantic's names for the members of a union are left out."""
+    text = str(loc[0])
+    for part in loc[1:]:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            text += f".{part}"
+    return text

@@ -1,0 +1,465 @@
+"""Bodies of OpenAI's API to Calls: what the engine is asked, choice by choice.
+
+    Prompts(lm, name, max_len)     completion(body, id), chat(body, id) -> Call; row, chat_ids
+
+Contract.  Sampling that a body does not name is the model's own (its generation_config.json);
+other defaults are OpenAI's: temperature 1, 16 tokens for completions, the rest of the context for
+chat.  A body without a seed draws one, and ``Call.seed`` tells it, so that the same answer can
+be made again; choice i has seed + i.  Raises ApiError, or JaxLlamaError for what the tokenizer or
+the template refuses.
+
+Tools are shown to the model by its template, or refused where it ignores them; what of its answer
+is a call, or reasoning, ``Call.reading`` says.
+
+Left out, with an error that says so: images and audio, web search, moderation, tools that are no
+functions, ``suffix``, ``best_of``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.engine.request import Request
+from jaxllama.engine.scoring import Scores
+from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Message, Tokenize
+from jaxllama.serving.api.constraints import constraint, form
+from jaxllama.serving.api.reading import PLAIN, Reading, reading
+from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.api.tools import offered
+from jaxllama.text.prompt_text import ChatPrompt
+from jaxllama.text.tokenizer import Tokenizer
+
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+SMALLEST_TOP_P = 1e-30  # what a body's 0 means: the likeliest token alone
+_ABSENT = {
+    "audio": "only text is written",
+    "functions": "send tools instead",
+    "moderation": "nothing here moderates",
+    "web_search_options": "there is no web search",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptedCall:
+    """One accepted body.  ``requests``: its choices in order, ``choices`` to a prompt; ``echoes``:
+    what ``echo`` puts before them; ``seed``: the body's, or the one that was drawn.  ``reading``:
+    how an answer's text is read, None for plain text.  ``is_written``: false where nothing but the
+    prompt was asked for.  ``to_score``: how many alternatives to each of the prompts' tokens, None
+    where they have no scores, which are in ``scores`` once they are known, by prompt;
+    ``echoes_scores``, ``lists_scores``: where they are told.  ``shows_ids``: token ids are.
+    ``notes``: what the answer is not held to."""
+
+    id: str
+    created: int
+    model: str
+    requests: tuple[Request, ...]
+    choices: int
+    echoes: tuple[str, ...]
+    seed: int
+    tokenizer: Tokenizer | None
+    eos: frozenset[int]
+    reading: Reading | None = None
+    is_written: bool = True
+    to_score: int | None = None
+    echoes_scores: bool = False
+    lists_scores: bool = False
+    shows_ids: bool = False
+    scores: tuple[Scores, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def prompts(self) -> tuple[Request, ...]:
+        """A request of each prompt."""
+        return self.requests[:: self.choices]
+
+
+class ServedModel(Protocol):
+    """What of a ``LanguageModel`` its front ends know."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def sampling(self) -> Sampling | None: ...
+    @property
+    def adapters(self) -> Sequence[str]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Bodies to Calls: tokenizer, chat template, and the limits that need them.
+
+    name: of the model, ``aliases``: other names of it.  max_choices bounds prompts x n of one body:
+    no more than the queue takes, or no retry helps.  A prompt beyond max_len is refused without
+    tokenizing the rest of it.
+    """
+
+    lm: ServedModel
+    name: str
+    max_len: int
+    max_choices: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> dict[str, str | None]:
+        """What a body may call the model, and the adapter that it means: "name:adapter"."""
+        return {
+            f"{own}:{adapter}" if adapter else own: adapter
+            for own in (self.name, *self.aliases)
+            for adapter in (None, *self.lm.adapters)
+        }
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that ``model`` means; None where the body leaves it out, and for the model
+        itself."""
+        model = self.name if model is None else model
+        if model not in self.models:
+            there = ", ".join(map(repr, self.models))
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist here: this server has {there}",
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[model]
+
+    def completion(self, body: Completion, call_id: str, owner: str = "") -> AcceptedCall:
+        """owner: whose cached prompts it may share, beside ``cache_salt``."""
+        self.adapter_of(body.model)
+        if body.suffix:
+            raise _unsupported("suffix", "text cannot be filled in before a suffix")
+        if body.best_of not in (None, body.n or 1):
+            raise _unsupported("best_of", "only best_of equal to n is supported")
+        _check_prompt_logprobs(body)
+        echoes_scores = bool(body.echo) and body.logprobs is not None
+        if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
+            message = "max_tokens: 0 needs echo or prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        n = body.n or 1
+        prompts = as_list(body.prompt)
+        self._check_choices(len(prompts), n)
+        asked = _only_limit(body, "max_tokens", "n_predict")
+        max_tokens = COMPLETION_TOKENS if asked is None else _limit(asked)
+        keep = self._kept(body.truncate_prompt_tokens, max_tokens)
+        rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
+        echoes = []
+        if body.echo:
+            for text, row in zip(prompts, rows, strict=True):
+                is_whole = isinstance(text, str) and keep is None
+                echoes.append(text if is_whole else self.tokenizer().decode(row))
+        call = self._call(body, call_id, owner, rows, max_tokens, body.logprobs)
+        asked = [body.prompt_logprobs, body.logprobs if echoes_scores else None]
+        return dataclasses.replace(
+            call,
+            echoes=tuple(echo for echo in echoes for _ in range(n)),
+            to_score=max((count for count in asked if count is not None), default=None),
+            echoes_scores=echoes_scores,
+        )
+
+    def chat(self, body: Chat, call_id: str, owner: str = "") -> AcceptedCall:
+        """owner: as for ``completion``."""
+        self.adapter_of(body.model)
+        _check_features(body)
+        self._check_choices(1, body.n or 1)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        _check_prompt_logprobs(body)
+        template = self.tokenizer().template_for(bool(body.tools)) or ""
+        tools = offered(body, template)
+        prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
+        max_tokens = _limit(_only_limit(body, "max_completion_tokens", "max_tokens", "n_predict"))
+        row = self.encode_chat(prompt, self._kept(body.truncate_prompt_tokens, max_tokens))
+        how = reading(template, prompt.text, tools)
+        if tools is not None and (body.bad_words or body.allowed_token_ids):
+            name = "bad_words" if body.bad_words else "allowed_token_ids"
+            raise _unsupported(name, "a call of a tool cannot be held to it: leave out tools")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        call = self._call(body, call_id, owner, [row], max_tokens, logprobs, how)
+        return dataclasses.replace(
+            call, reading=None if how.is_plain else how, to_score=body.prompt_logprobs
+        )
+
+    def _kept(self, truncation: int | None, max_tokens: int | None) -> int | None:
+        """How many of a prompt's last tokens are kept, None for all."""
+        if truncation != -1:
+            return truncation
+        return max(self.max_len - max(max_tokens or 1, 1), 1)
+
+    def row(self, prompt: str | list[int], key: str, keep: int | None = None) -> list[int]:
+        """A prompt's 1 to max_len token ids; ``key`` is the body's field, ``keep`` bounds them."""
+        row = self.encode(prompt, key, keep=keep) if isinstance(prompt, str) else prompt
+        row = row if keep is None else row[-keep:]
+        if not row:
+            raise ApiError(400, f"{key}: must not be empty", param=key, code="empty_prompt")
+        if len(row) > self.max_len:
+            raise self._too_long(key)
+        if max(row) >= self.lm.config.vocab_size:
+            raise ApiError(
+                400,
+                f"{key}: token id {max(row)} is outside the vocabulary of "
+                f"{self.lm.config.vocab_size}",
+                param=key,
+                code="invalid_value",
+            )
+        return row
+
+    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> ChatPrompt:
+        """The conversation through the checkpoint's template."""
+        tokenizer = self.tokenizer()
+        plain = [_plain(message) for message in body.messages or ()]
+        _name_results(plain)
+        # A template copies its messages several times.
+        is_cut = isinstance(body, Chat) and body.truncate_prompt_tokens is not None
+        texts = [] if is_cut else [message["content"] for message in plain]
+        if any(tokenizer.exceeds(text, self.max_len) for text in texts):
+            raise self._too_long("messages")
+        more = _template_variables(body, tokenizer.template_for(bool(tools)) or "")
+        prompt = tokenizer.chat_prompt(plain, tools=tools, **more)
+        if tools and prompt.text == tokenizer.apply_chat_template(plain, **more):
+            raise _unsupported("tools", "the model's chat template does not show tools")
+        return _cut(prompt, plain[-1]["content"]) if body.continue_final_message else prompt
+
+    def encode(
+        self, text: str, key: str, add_special: bool = True, keep: int | None = None
+    ) -> list[int]:
+        """At most max_len token ids, in the time that so many take; with ``keep`` the last of a
+        text however long."""
+        return self._bounded(text, key, keep, lambda: self.tokenizer().encode(text, add_special))
+
+    def encode_chat(self, prompt: ChatPrompt, keep: int | None = None) -> list[int]:
+        """The same of a conversation."""
+        return self._bounded(
+            prompt.text, "messages", keep, lambda: self.tokenizer().encode_prompt(prompt)
+        )
+
+    def _bounded(
+        self, text: str, key: str, keep: int | None, encode: Callable[[], list[int]]
+    ) -> list[int]:
+        if keep is not None:
+            return encode()[-keep:]
+        row = None if self.tokenizer().exceeds(text, self.max_len) else encode()
+        if row is None or len(row) > self.max_len:
+            raise self._too_long(key)
+        return row
+
+    def _too_long(self, key: str) -> ApiError:
+        message = f"{key}: more than {self.max_len} tokens, which is the context"
+        return ApiError(400, message, param=key, code="context_length_exceeded")
+
+    def tokenizer(self) -> Tokenizer:
+        if self.lm.tokenizer is None:
+            raise JaxLlamaError(f"{self.name} has no tokenizer: send token ids to /v1/completions")
+        return self.lm.tokenizer
+
+    def _check_choices(self, n_prompts: int, n: int) -> None:
+        if n_prompts * n > self.max_choices:
+            message = f"n: {n_prompts} prompts x {n} choices are more than {self.max_choices}"
+            raise ApiError(400, message, param="n", code="too_many_choices")
+
+    def _sampling(self, body: GenerationBody, seed: int) -> Sampling:
+        named = {name: value for name in _NAMED if (value := getattr(body, name)) is not None}
+        if "top_k" in named:
+            named["top_k"] = max(named["top_k"], 0)  # vLLM's word for off is -1
+        if named.get("top_p") == 0:
+            named["top_p"] = SMALLEST_TOP_P
+        bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+        own = self.lm.sampling or Sampling(temperature=1.0)
+        return dataclasses.replace(own, **named, logit_bias=bias, seed=seed)
+
+    def _call(
+        self,
+        body: GenerationBody,
+        call_id: str,
+        owner: str,
+        rows: list[list[int]],
+        max_tokens: int | None,
+        logprobs: int | None,
+        how: Reading = PLAIN,
+    ) -> AcceptedCall:
+        """max_tokens: None for what the context leaves."""
+        n, tokenizer = body.n or 1, self.lm.tokenizer
+        most = [
+            max(self.max_len - len(row), 1) if max_tokens is None else max_tokens for row in rows
+        ]
+        for row, count in zip(rows, most, strict=True):
+            if len(row) + count > self.max_len:
+                raise ApiError(
+                    400,
+                    f"the context is {self.max_len} tokens; this asks for {len(row)} in the prompt "
+                    f"and {count} new ones",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
+        # 63 bits, so that seed + choice stays within 64.
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        wanted = form(body)
+        if wanted is not None and body.allowed_token_ids is not None:
+            raise _unsupported("allowed_token_ids", "the answer has a form already: leave one out")
+        grammar = constraint(wanted, how, tokenizer)
+        ends = tuple(body.stop_token_ids or ())
+        allowed = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+        skip_special = body.skip_special_tokens is not False
+        if tokenizer is not None and how.needs_special(tokenizer):
+            skip_special = False
+        requests = []
+        for index, row in enumerate(row for row in rows for _ in range(n)):
+            requests.append(
+                Request(
+                    id=f"{call_id}/{index}",
+                    prompt=tuple(row),
+                    max_new_tokens=max(most[index // n], 1),
+                    sampling=self._sampling(body, seed + index % n),
+                    stop=stop,
+                    logprobs=logprobs,
+                    priority=body.priority or 0,
+                    deadline=body.deadline,
+                    grammar=grammar,
+                    ignore_eos=bool(body.ignore_eos),
+                    adapter=self.adapter_of(body.model),
+                    stop_token_ids=ends,
+                    min_tokens=(body.min_tokens or 0) if max_tokens != 0 else 0,
+                    skip_special_tokens=skip_special,
+                    allowed_token_ids=allowed,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    cache_salt=f"{owner}/{body.cache_salt or ''}",
+                )
+            )
+        return AcceptedCall(
+            id=call_id,
+            created=int(time.time()),
+            model=body.model,
+            requests=tuple(requests),
+            choices=n,
+            echoes=(),
+            seed=seed,
+            tokenizer=tokenizer,
+            eos=frozenset((*self.lm.config.eos_token_ids, *ends)),
+            is_written=max_tokens != 0,
+            lists_scores=body.prompt_logprobs is not None,
+            shows_ids=bool(body.return_token_ids),
+            notes=() if wanted is None else wanted.notes,
+        )
+
+
+_NAMED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
+
+def _limit(max_tokens: int | None) -> int | None:
+    """None where a body sets no limit: without the field, or with -1."""
+    return None if max_tokens == -1 else max_tokens
+
+
+def as_list(
+    prompt: str | list[str] | list[int] | list[list[int]],
+) -> list[Any]:
+    """One prompt or several, as a list of them."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _check_features(body: Chat) -> None:
+    """ApiError for what OpenAI's service does and a language model alone does not."""
+    for key, reason in _ABSENT.items():
+        if getattr(body, key) not in (None, []):  # {} asks for a web search
+            raise _unsupported(key, reason)
+    if body.modalities and "audio" in body.modalities:
+        raise _unsupported("modalities", "only text is written")
+    if body.function_call not in (None, "none", "auto"):
+        raise _unsupported("function_call", "send tool_choice instead")
+
+
+def _unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="unsupported")
+
+
+def _check_prompt_logprobs(body: GenerationBody) -> None:
+    if body.stream and body.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "they are not streamed")
+
+
+def _only_limit(body: GenerationBody, *names: str) -> int | None:
+    """The limit of an answer's tokens, which has several names; None where the body sets none."""
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    for name, value in given.items():
+        first = next(iter(given))
+        if value != given[first]:
+            message = f"{name}: {value}, but {first} is {given[first]}: send one of them"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    return next(iter(given.values()), None)
+
+
+def _template_variables(body: Chat | Tokenize, template: str) -> dict[str, Any]:
+    """What the template gets beside messages and tools."""
+    more = dict(body.chat_template_kwargs or {})
+    thinks = body.enable_thinking
+    if thinks is not None:
+        if more.setdefault("enable_thinking", thinks) != thinks:
+            message = f"enable_thinking: {thinks}, but chat_template_kwargs has the opposite"
+            raise ApiError(400, message, param="enable_thinking", code="invalid_value")
+        if "enable_thinking" not in template and (thinks or reading(template, "", None).tags):
+            raise _unsupported("enable_thinking", "the model's chat template does not know it")
+    for key in ("messages", "tools", "add_generation_prompt", "self"):
+        if key in more:
+            message = f"chat_template_kwargs: {key} cannot be given here"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message: excludes add_generation_prompt"
+        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+    asked = body.add_generation_prompt
+    more["add_generation_prompt"] = not body.continue_final_message if asked is None else asked
+    return more
+
+
+def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
+    """Without what a template puts behind the last message, whose blanks it may have dropped."""
+    begin = prompt.text.rfind(last.strip())
+    if not last.strip() or begin < 0:
+        message = "continue_final_message: the template does not show the last message's text"
+        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+    whole = last.lstrip()
+    end = len(whole) if prompt.text.startswith(whole, begin) else len(last.strip())
+    return prompt.until(begin + end)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As chat templates expect messages: text content, arguments of tool calls as objects."""
+    plain = message.model_dump(exclude_none=True)
+    if message.role == "developer":  # OpenAI's newer name; templates know the older one
+        plain["role"] = "system"
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    plain.setdefault("content", "")
+    if not plain.get("tool_calls"):  # templates ask whether the key is there
+        plain.pop("tool_calls", None)
+    for call in plain.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except (ValueError, RecursionError):
+            pass  # what the model wrote was no JSON: the template gets the string
+    return plain
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Some templates show which function a tool's message is of, and clients need not say it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])

@@ -1,0 +1,344 @@
+"""What a body's answer must match, as a Grammar: forms of output, forced and strict calls of tools.
+
+    form(body) -> Form | None                      response_format, structured_outputs, guided_*
+    constraint(form, reading, tokenizer) -> Grammar | None      with what may stand around it
+
+Forms: a JSON schema, any JSON object, a regular expression, one of some texts (``choice``), a
+grammar in Lark or GBNF, and ``structural_tag``: free text in which what follows a trigger is one of
+some structures.  The names are vLLM's.
+
+Reasoning is free, the form begins behind it.  Tools: a forced call is nothing but calls; beside a
+form the answer is either; else the arguments follow their schema if a function is ``strict``, and
+the text around calls is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jaxllama.engine.request import Grammar
+from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
+from jaxllama.serving.api.reading import Reading, special_id
+from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.api.tools import Tools
+from jaxllama.text.tokenizer import Tokenizer
+
+_ANYTHING = r"/(.|\n)*/"
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerConstraint:
+    """notes: what of a schema the answer is not held to."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+    notes: tuple[str, ...] = ()
+    is_lenient: bool = False
+
+    @property
+    def nested(self) -> dict[str, Any]:
+        """As one of several grammars, called "form"."""
+        if self.kind == "json_schema":
+            return {"name": "form", "json_schema": _tight(json.loads(self.source), self.is_lenient)}
+        source = self.source
+        if self.kind == "regex":
+            source = "start: /" + source.replace("/", r"\/") + "/"
+        return {"name": "form", "lark_grammar": source}
+
+
+def form(body: GenerationBody) -> AnswerConstraint | None:
+    """ApiError 400 for two forms at once, and for one that is incomplete."""
+    regex, grammar = body.guided_regex, body.guided_grammar
+    asked = {
+        "response_format": _response_format(body),
+        "structured_outputs": _structured(body),
+        "guided_json": _json(body.guided_json),
+        "guided_regex": None if regex is None else AnswerConstraint("regex", regex),
+        "guided_choice": _choice(body.guided_choice),
+        "guided_grammar": None if grammar is None else AnswerConstraint("lark", grammar),
+        "grammar": None if body.grammar is None else AnswerConstraint("lark", body.grammar),
+        "bad_words": _without(body.bad_words),
+    }
+    found = {key: value for key, value in asked.items() if value is not None}
+    if len(found) > 1:
+        raise _wrong(list(found)[1], f"one form at a time, and {next(iter(found))} is another")
+    return next(iter(found.values()), None)
+
+
+def _response_format(body: GenerationBody) -> AnswerConstraint | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return AnswerConstraint("json_schema", '{"type": "object"}')
+    if asked.type == "structural_tag":
+        if asked.structures is None or asked.triggers is None:
+            raise _missing("response_format.structures and triggers", "response_format.structures")
+        return _tagged(asked, "response_format")
+    if asked.type == "regex" and asked.regex is not None:
+        return AnswerConstraint("regex", asked.regex)
+    if asked.type == "json_schema" and asked.json_schema is not None:
+        if asked.json_schema.strict:
+            return AnswerConstraint("json_schema", json.dumps(asked.json_schema.schema_))
+        return _best_effort(asked.json_schema.schema_)
+    raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
+
+
+def _best_effort(schema: dict[str, Any]) -> AnswerConstraint:
+    """A form that holds an answer to what the library can hold it to, with notes of the rest.  The
+    engine refuses a schema that is wrong."""
+    lenient = _lenient(schema)
+    is_wrong, notes = _warnings(lenient)
+    if is_wrong:
+        schema, patterns = _without_patterns(schema)
+        lenient = _lenient(schema)
+        is_wrong, notes = _warnings(lenient)
+        notes = [*(f"Unsupported pattern: {pattern}" for pattern in patterns), *notes]
+    told = [] if is_wrong else [" ".join(note.split())[:200] for note in notes[:16]]
+    return AnswerConstraint("json_schema", json.dumps(lenient), tuple(told), is_lenient=True)
+
+
+def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_flexible": False, "lenient": True}}
+
+
+def _warnings(schema: dict[str, Any]) -> tuple[bool, list[str]]:
+    """(whether the library refuses a schema, what it says of it)."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:  # the engine says so
+        return False, []
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        return LLMatcher.validate_grammar_with_warnings(grammar)
+    except ValueError as error:
+        return True, [str(error)]
+
+
+def _without_patterns(value: Any) -> tuple[Any, list[str]]:
+    """A schema without the regular expressions that the library has not, and these."""
+    if isinstance(value, list):
+        parts = [_without_patterns(item) for item in value]
+        return [part for part, _ in parts], [name for _, found in parts for name in found]
+    if not isinstance(value, dict):
+        return value, []
+    schema: dict[str, Any] = value
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for key, item in schema.items():
+        given = [item] if key == "pattern" and isinstance(item, str) else []
+        if key == "patternProperties" and isinstance(item, dict):
+            given = list(item)
+        bad = [text for text in given if _warnings({"type": "string", "pattern": text})[0]]
+        dropped += bad
+        if bad and isinstance(item, dict):
+            item = {text: part for text, part in item.items() if text not in bad}
+        if not (key == "pattern" and bad):
+            kept[key], more = _without_patterns(item)
+            dropped += more
+    return kept, dropped
+
+
+def _structured(body: GenerationBody) -> AnswerConstraint | None:
+    asked = body.structured_outputs
+    if asked is None:
+        return None
+    tag = asked.structural_tag
+    if isinstance(tag, str):
+        tag = _from_json(StructuralTag, tag)
+    found = [
+        value
+        for value in (
+            _json(asked.json_, "structured_outputs"),
+            None if asked.regex is None else AnswerConstraint("regex", asked.regex),
+            _choice(asked.choice),
+            None if asked.grammar is None else AnswerConstraint("lark", asked.grammar),
+            AnswerConstraint("json_schema", '{"type": "object"}') if asked.json_object else None,
+            None if tag is None else _tagged(tag, "structured_outputs"),
+        )
+        if value is not None
+    ]
+    if len(found) != 1:
+        raise _wrong("structured_outputs", f"one form at a time, and these are {len(found)}")
+    return found[0]
+
+
+def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
+    try:
+        return model.model_validate_json(text)
+    except ValueError:
+        raise _wrong("structured_outputs", "structural_tag needs structures and triggers") from None
+
+
+def _json(
+    schema: str | dict[str, Any] | None, param: str = "guided_json"
+) -> AnswerConstraint | None:
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise _wrong(param, "a JSON schema is a JSON object")
+    return AnswerConstraint("json_schema", json.dumps(schema))
+
+
+def _choice(texts: Sequence[str] | None) -> AnswerConstraint | None:
+    return (
+        None
+        if texts is None
+        else AnswerConstraint("lark", "start: " + " | ".join(map(_quoted, texts)))
+    )
+
+
+def _without(words: Sequence[str] | None) -> AnswerConstraint | None:
+    """A text that has none of the words in it."""
+    if not words:
+        return None
+    return AnswerConstraint(
+        "lark",
+        f"start: TEXT\nTEXT: ANY & ~(ANY ({' | '.join(map(_quoted, words))}) ANY)\n"
+        f"ANY: {_ANYTHING}",
+    )
+
+
+def _tagged(asked: Any, param: str) -> AnswerConstraint:
+    """Structures begin with one of the triggers, each."""
+    rules = []
+    for index, structure in enumerate(asked.structures):
+        trigger = next((t for t in asked.triggers if structure.begin.startswith(t)), None)
+        if trigger is None:
+            raise _wrong(param, f"no trigger begins {structure.begin!r}")
+        rest = _literal(structure.begin.removeprefix(trigger))
+        schema = json.dumps(_tight(structure.schema_))
+        rules += [
+            f"head_{index}[lazy]: TEXT {_literal(trigger)}",
+            f"tag_{index}: head_{index} {rest} %json {schema} {_literal(structure.end)}",
+        ]
+    tags = " | ".join(f"tag_{index}" for index in range(len(asked.structures)))
+    return AnswerConstraint(
+        "lark", "\n".join([f"start: ({tags})* end", "end: TEXT", *rules, f"TEXT: {_ANYTHING}"])
+    )
+
+
+def constraint(
+    form: AnswerConstraint | None, reading: Reading, tokenizer: Tokenizer | None
+) -> Grammar | None:
+    """See the module docstring."""
+    tools = reading.tools
+    is_strict = tools is not None and any(function.strict for function in tools.functions)
+    if form is None and not is_strict and not (tools is not None and tools.is_forced):
+        return None
+    if form is not None and tools is None and reading.tags is None:
+        return Grammar(form.kind, form.source)
+    assert tokenizer is not None  # chat has one
+    rules: list[str] = []
+    thought = _thought(reading, tokenizer, rules)
+    if tools is None:
+        answer = "@form"
+    else:
+        answer = _calls(tools, tokenizer, rules)
+        if not tools.is_forced:
+            answer = f"({answer} | @form)" if form else _among_text(tools, tokenizer, rules)
+    lark = "\n".join([f"start: {thought} {answer}", *rules, f"TEXT: {_ANYTHING}"])
+    nested = [form.nested] if form and "@form" in answer else []
+    if not nested:
+        return Grammar("lark", lark)
+    return Grammar("lark", json.dumps({"grammars": [{"lark_grammar": lark}, *nested]}))
+
+
+def _thought(reading: Reading, tokenizer: Tokenizer, rules: list[str]) -> str:
+    if reading.tags is None:
+        return ""
+    first, last = reading.tags
+    rules += [_up_to("thought", last, tokenizer), r"gap: /\n{0,2}/"]
+    if reading.is_thinking:
+        return "thought gap"
+    return f"({_literal(first, tokenizer)} thought gap)?"
+
+
+def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
+    """The rules of calls; returns what one or several of them are."""
+    form = tools.format
+    rules += [f"call_{i}: {_call(tools, f, tokenizer)}" for i, f in enumerate(tools.functions)]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.functions))))
+    begin, end = _literal(form.begin, tokenizer), _literal(form.end)
+    several = not tools.only_one and form.separator is not None
+    if form.is_list:
+        rest = f"({_literal(form.separator or '')} call)*" if several else ""
+        rules.append(f'calls: {begin} " "? "[" call {rest} "]" {end}')
+    else:
+        rules.append(f"one: {begin} call {end}")
+        rules.append(
+            "calls: one" + (f" ({_literal(form.separator or '')} one)*" if several else "")
+        )
+    return "calls"
+
+
+def _call(tools: Tools, function: Function, tokenizer: Tokenizer) -> str:
+    schema = {"type": "object", **(function.parameters or {})}
+    arguments = "%json " + json.dumps(_tight(schema, is_lenient=not function.strict))
+    form = tools.format
+    if form.arguments is None:
+        return f"{_literal(function.name)} {_literal(form.between, tokenizer)} {arguments}"
+    head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
+    return f'{_literal(head)} {arguments} "}}"'
+
+
+def _among_text(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
+    """Calls, if any, among free text."""
+    form = tools.format
+    if not form.mark:
+        rules.append(r"OTHER: /[^{\s](.|\n)*/")
+        return "(calls | OTHER)"
+    behind = _literal(form.begin.removeprefix(form.mark))
+    body = "call"
+    if form.is_list:
+        more = "" if tools.only_one else f"({_literal(form.separator or '')} call)*"
+        body = f'" "? "[" call {more} "]"'
+    rules += [
+        _up_to("head", form.mark, tokenizer),
+        f"tag: head {behind} {body} {_literal(form.end)}",
+        "end: TEXT",
+    ]
+    return "(tag | end)" if tools.only_one or form.is_list else "(tag* end)"
+
+
+def _up_to(rule: str, mark: str, tokenizer: Tokenizer) -> str:
+    """A rule for text up to and with a mark."""
+    if special_id(tokenizer, mark) is not None:
+        return f"{rule}: TEXT {_literal(mark, tokenizer)}"
+    return f"{rule}[lazy]: TEXT {_literal(mark)}"
+
+
+def _literal(text: str, tokenizer: Tokenizer | None = None) -> str:
+    """In Lark: a text, or the special token that it begins with and its rest."""
+    if tokenizer is not None:
+        mark = text.strip()
+        index = special_id(tokenizer, mark)
+        if index is not None:
+            return f"<[{index}]> {_literal(text.removeprefix(mark))}"
+    return _quoted(text) if text else ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _tight(schema: dict[str, Any], is_lenient: bool = False) -> dict[str, Any]:
+    """At most one blank between tokens: a weak model would go on with them.  lenient: what the
+    library cannot hold an answer to is ignored, not refused."""
+    return {**schema, "x-guidance": {"whitespace_pattern": " ?", "lenient": is_lenient}}
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def _missing(what: str, param: str) -> ApiError:
+    return ApiError(400, f"{what}: is required", param=param, code="missing_parameter")

@@ -1,0 +1,125 @@
+"""Prometheus metrics of a server, under ``jaxllama_``.
+
+    metrics = Metrics(); Engine(..., observe=metrics.observe); metrics.watch(engine)
+    metrics.wrote(tokens); metrics.ended(reason)             by the hub
+    metrics.request(path, method, status, seconds); metrics.page() -> (content type, bytes)
+
+One for all front ends, in the engine's process: what they count they tell it.  Histograms are fed
+by the engine's thread (time to first token, inter-token time, queue time, whole request); what the
+engine counts itself is read from ``engine.stats()`` when somebody looks.  The registry is this
+object's own, so that two servers in a process do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from jaxllama.engine.stats import EngineStats
+
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TIMES = {
+    "ttft": ("time_to_first_token", "From submission to the first token", _LONG),
+    "itl": ("inter_token", "Between two tokens of a request", _SHORT),
+    "queue": ("queue", "From submission to a slot", _LONG),
+    "e2e": ("request", "From submission to the last token", _LONG),
+}
+_GAUGES = {
+    "waiting": ("requests_waiting", "Requests without a slot"),
+    "prefilling": ("requests_prefilling", "Requests whose prompt is being read"),
+    "running": ("requests_running", "Requests that decode"),
+    "max_slots": ("slots", "Requests that can run at once"),
+    "cache_tokens": ("cache_tokens", "Tokens in the cache"),
+    "cache_capacity": ("cache_capacity_tokens", "Tokens that the cache may hold"),
+    "pages": ("cache_pages", "Pages of the cache"),
+    "pages_used": ("cache_pages_used", "Pages that running requests hold"),
+    "pages_known": ("cache_pages_known", "Pages that new requests may begin with"),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts"),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache"),
+    "preemptions": ("preemptions", "Requests pushed out of their slot"),
+    "steps": ("steps", "Engine steps"),
+    "compilations": ("compilations", "Programs compiled since warm-up"),
+    "drafted_tokens": ("drafted_tokens", "Tokens that drafts proposed"),
+    "accepted_tokens": ("accepted_tokens", "Tokens that were as their draft"),
+}
+
+
+class HasStats(Protocol):
+    def stats(self) -> EngineStats: ...
+
+
+class Metrics:
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._times = {
+            key: Histogram(f"jaxllama_{name}_seconds", text, buckets=edges, registry=self._registry)
+            for key, (name, text, edges) in _TIMES.items()
+        }
+        self._requests = Counter(
+            "jaxllama_http_requests",
+            "HTTP requests",
+            ["method", "path", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "jaxllama_http_request_seconds",
+            "From a request's head to the end of its answer",
+            ["path"],
+            buckets=_LONG,
+            registry=self._registry,
+        )
+
+        self._written = Counter(
+            "jaxllama_completion_tokens", "Tokens written", registry=self._registry
+        )
+        self._finished = Counter(
+            "jaxllama_requests_finished",
+            "Requests by how they ended",
+            ["reason"],
+            registry=self._registry,
+        )
+
+    def observe(self, name: str, seconds: float) -> None:
+        """The engine's callback."""
+        self._times[name].observe(seconds)
+
+    def watch(self, engine: HasStats) -> None:
+        self._registry.register(_EngineCollector(engine))
+
+    def wrote(self, tokens: int) -> None:
+        self._written.inc(tokens)
+
+    def ended(self, reason: str) -> None:
+        self._finished.labels(reason).inc()
+
+    def request(self, path: str, method: str, status: int, seconds: float) -> None:
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def page(self) -> tuple[str, bytes]:
+        return CONTENT_TYPE_LATEST, generate_latest(self._registry)
+
+
+class _EngineCollector:
+    def __init__(self, engine: HasStats) -> None:
+        self._engine = engine
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks the engine nothing
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for key, (name, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
+        for key, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))

@@ -1,0 +1,165 @@
+"""The OpenAPI page: what ``server`` answers, from the types that read bodies and write answers.
+
+document(max_len, keyed) -> dict     for GET /openapi.json
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from jaxllama.serving.api import bodies, response_schemas, schemas
+from jaxllama.serving.api.response_bodies import Responses
+
+_ANSWERS = {**vars(schemas), **vars(response_schemas)}
+_BODIES = {**vars(bodies), "Responses": Responses}
+_ERRORS = {
+    "400": "A field is wrong, or the request is beyond a limit",
+    "404": "There is no such model or answer",
+    "408": "The headers or the body did not arrive in time",
+    "413": "The body is too large",
+    "415": "The body is not application/json",
+    "421": "The Host header names another server",
+    "429": "The queue is full: come again after Retry-After seconds",
+    "431": "The URL and the headers are too large",
+    "503": "The server is stopping, or cannot write its journal",
+}
+
+
+def document(max_len: int, keyed: bool) -> dict[str, Any]:
+    """max_len: for the description.  keyed: whether requests need an API key."""
+    from jaxllama import __version__
+
+    bodies_read = "Completion", "Chat", "Responses", "Embedding", "Tokenize", "Detokenize"
+    answers = (
+        "CompletionObject",
+        "ChatObject",
+        "ResponseObject",
+        "ResponseDeleted",
+        "EmbeddingList",
+        "ModelObject",
+        "ModelList",
+        "Tokens",
+        "Text",
+        "Health",
+        "Version",
+        "ErrorObject",
+    )
+    refs, shared = TypeAdapter.json_schemas(
+        [
+            *((name, "validation", TypeAdapter(_BODIES[name])) for name in bodies_read),
+            *((name, "serialization", TypeAdapter(_ANSWERS[name])) for name in answers),
+        ],
+        ref_template="#/components/schemas/{model}",
+    )
+    schema = {name: ref for (name, _), ref in refs.items()}
+    post = {
+        "/v1/completions": ("Continue prompts", "Completion", "CompletionObject"),
+        "/v1/chat/completions": ("Answer a conversation", "Chat", "ChatObject"),
+        "/v1/responses": ("Go on with a conversation", "Responses", "ResponseObject"),
+        "/v1/embeddings": ("Mean-pooled hidden states", "Embedding", "EmbeddingList"),
+        "/tokenize": ("Text or messages to token ids", "Tokenize", "Tokens"),
+        "/detokenize": ("Token ids to text", "Detokenize", "Text"),
+    }
+    paths: dict[str, Any] = {}
+    for path, (text, body, answer) in post.items():
+        streams = body in ("Completion", "Chat", "Responses")
+        paths[path] = {
+            "post": {
+                "summary": text,
+                "requestBody": {"required": True, "content": _json(schema[body])},
+                "responses": _responses(
+                    schema, _json(schema[answer]), streams, keyed, tuple(_ERRORS)
+                ),
+            }
+        }
+    get = {
+        "/v1/models": (
+            "The model of this server, and each of its adapters",
+            _json(schema["ModelList"]),
+        ),
+        "/health": ("Whether the server is up", _json(schema["Health"])),
+        "/version": ("This program's version", _json(schema["Version"])),
+        "/metrics": ("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}}),
+    }
+    for path, (text, content) in get.items():
+        responses = _responses(schema, content, False, keyed and path != "/health", ())
+        paths[path] = {"get": {"summary": text, "responses": responses}}
+    paths["/v1/models/{model}"] = {
+        "get": {
+            "summary": "One model",
+            "parameters": [_path_parameter("model")],
+            "responses": _responses(schema, _json(schema["ModelObject"]), False, keyed, ("404",)),
+        }
+    }
+    for path, answer in (
+        ("/v1/completions", "CompletionObject"),
+        ("/v1/chat/completions", "ChatObject"),
+    ):
+        responses = _responses(schema, _json(schema[answer]), False, keyed, ("404",))
+        responses["410"] = {
+            "description": "It ended without an answer, for the reason given",
+            "content": _json(schema["ErrorObject"]),
+        }
+        paths[f"{path}/{{id}}"] = {
+            "get": {
+                "summary": "An answer again, from the server's state folder",
+                "parameters": [_path_parameter("id")],
+                "responses": responses,
+            }
+        }
+    for method, text, answer in (
+        ("get", "A response again, while it is kept in memory", "ResponseObject"),
+        ("delete", "Forget a response", "ResponseDeleted"),
+    ):
+        responses = _responses(schema, _json(schema[answer]), False, keyed, ("404",))
+        paths.setdefault("/v1/responses/{id}", {})[method] = {
+            "summary": text,
+            "parameters": [_path_parameter("id")],
+            "responses": responses,
+        }
+    components: dict[str, Any] = {"schemas": shared["$defs"]}
+    page: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "jaxllama",
+            "version": __version__,
+            "description": f"OpenAI's API for one model with a context of {max_len} tokens.",
+        },
+        "paths": paths,
+        "components": components,
+    }
+    if keyed:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["security"] = [{"key": []}]
+        paths["/health"]["get"]["security"] = []
+    return page
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _responses(
+    schema: dict[str, Any],
+    content: dict[str, Any],
+    streams: bool,
+    keyed: bool,
+    errors: tuple[str, ...],
+) -> dict[str, Any]:
+    if streams:
+        # Chunks, and an error object where the engine fails midway: no schema fits both.
+        content = {**content, "text/event-stream": {}}
+    out = {"200": {"description": "The answer", "content": content}}
+    texts = dict(_ERRORS)
+    if keyed:
+        errors, texts["401"] = (*errors, "401"), "The API key is missing or wrong"
+    for status in errors:
+        out[status] = {"description": texts[status], "content": _json(schema["ErrorObject"])}
+    return out

@@ -1,0 +1,78 @@
+"""Fields of other servers' APIs that change an answer, and that this server does not have.
+
+    refuse(body, unknown)        ApiError 400 for the first of ``unknown`` that asks for something
+
+A field that no table names is logged and ignored.  A field in the table is refused unless its
+value asks for nothing: null, false, 0, an empty value, or one of the values beside its reason.
+Fields of the endpoints beside this one are refused in the same way.  What this server does for the
+fields that it has is a table in README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxllama.serving.api.schemas import ApiError
+
+_SAMPLER = "this sampler is not here; temperature, top_k, top_p and min_p are"
+_LIMIT = "send max_tokens"
+# Name: (why not, values that ask for nothing).
+ELSEWHERE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    # vLLM
+    "chat_template": ("the checkpoint's is used; chat_template_kwargs are its variables", ()),
+    "documents": ("send chat_template_kwargs.documents", ()),
+    "logits_processors": ("a server runs no code of its clients", ()),
+    "use_beam_search": ("answers are sampled; there is no beam search", ()),
+    "length_penalty": ("it belongs to beam search, which is not here", (1,)),
+    "early_stopping": ("it belongs to beam search, which is not here", ()),
+    "guided_whitespace_pattern": ("JSON is written with at most one blank between tokens", ()),
+    "return_tokens_as_token_ids": ("send return_token_ids", ()),
+    "thinking_token_budget": ("reasoning has no limit of its own; send max_tokens", (-1,)),
+    "structural_tag": ('send response_format with the type "structural_tag"', ()),
+    # llama.cpp
+    "json_schema": ("send response_format or guided_json", ()),
+    "repeat_penalty": ("send repetition_penalty", (1,)),
+    "typical_p": (_SAMPLER, (1,)),
+    "top_n_sigma": (_SAMPLER, (-1,)),
+    "tfs_z": (_SAMPLER, (1,)),
+    "mirostat": (_SAMPLER, ()),
+    "dynatemp_range": (_SAMPLER, ()),
+    "xtc_probability": (_SAMPLER, ()),
+    "dry_multiplier": (_SAMPLER, ()),
+    "samplers": (_SAMPLER, ()),
+    "reasoning_budget": ("reasoning has no limit of its own; send max_tokens", (-1,)),
+    "n_keep": ("a prompt that is too long is refused; send truncate_prompt_tokens", (-1,)),
+    # SGLang, TGI, transformers
+    "regex": ("send guided_regex", ()),
+    "ebnf": ("send guided_grammar", ()),
+    "stop_regex": ("send stop, a text or a list of texts", ()),
+    "no_stop_trim": ("send include_stop_str_in_output", ()),
+    "min_new_tokens": ("send min_tokens", ()),
+    "max_new_tokens": (_LIMIT, ()),
+    "num_beams": ("answers are sampled; there is no beam search", (1,)),
+    "do_sample": ("send temperature, 0 for the likeliest tokens", (True,)),
+    "bad_words_ids": ("send bad_words or logit_bias", ()),
+    # Ollama
+    "num_predict": (_LIMIT, ()),
+    "num_ctx": ("the context is the server's --max-len", ()),
+    "options": ("send its fields beside model", ()),
+    "format": ("send response_format", ()),
+    "think": ("send enable_thinking", ()),
+}
+
+
+def refuse(
+    endpoint: str, unknown: Mapping[str, Any], fields: Collection[str], hints: Mapping[str, str]
+) -> None:
+    """fields: of other endpoints.  hints: what to send instead of some of them."""
+    for name, value in unknown.items():
+        if value in (None, False, "", [], {}):
+            continue
+        if name in hints or name in fields:
+            reason = hints.get(name, f"{endpoint} does not have it")
+        elif name in ELSEWHERE and value not in ELSEWHERE[name][1]:
+            reason = ELSEWHERE[name][0]
+        else:
+            continue
+        raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported")

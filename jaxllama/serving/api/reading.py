@@ -1,0 +1,125 @@
+"""What a chat model's text says: its reasoning, its words, its calls of tools.
+
+    Reading(...)                     how an answer is to be read, from its body and its prompt
+    MessageReader(reading)           feed(text), close() -> Parts, as the text comes
+
+Reasoning is what stands between a template's tags for it, at the beginning of an answer; many
+templates write the first tag themselves.  Blanks around it are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllama.serving.api.tools import Tools
+from jaxllama.serving.tools.formats import AnswerPart, CallReader, Machine, MarkFinder
+from jaxllama.text.tokenizer import Tokenizer
+
+TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """tags: around the reasoning, None where there is none.  is_thinking: the prompt has begun it.
+    tools: that may be called."""
+
+    tags: tuple[str, str] | None
+    is_thinking: bool
+    tools: Tools | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tags is None and self.tools is None
+
+    def needs_special(self, tokenizer: Tokenizer) -> bool:
+        """Whether a mark that is looked for is a special token."""
+        marks = [*(self.tags or ()), *([self.tools.format.mark] if self.tools else ())]
+        return any(special_id(tokenizer, mark) is not None for mark in marks)
+
+
+PLAIN = Reading(None, False, None)
+
+
+def special_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """The special token that is spelt so."""
+    index = tokenizer.id(text) if text else None
+    return index if index is not None and not tokenizer.token_bytes(index) else None
+
+
+def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
+    """How the answer to ``prompt``, which this template has made, is read."""
+    end = prompt.rstrip()
+    for tags in TAGS:
+        if tags[1] in template and not end.endswith(tags[1]):
+            return Reading(tags, end.endswith(tags[0]), tools)
+    return dataclasses.replace(PLAIN, tools=tools)
+
+
+class MessageReader(Machine):
+    """See the module docstring."""
+
+    def __init__(self, reading: Reading) -> None:
+        tools, self._tags = reading.tools, reading.tags or ("", "")
+        self._calls = CallReader(tools.format, tools.names, tools.only_one) if tools else None
+        self._end = MarkFinder(self._tags[1])
+        self._has_thought = False
+        self._held = ""
+        state = self._at_start if reading.tags else self._in_answer
+        self._state = self._in_thought if reading.is_thinking else state
+
+    @property
+    def calls(self) -> int:
+        return self._calls.calls if self._calls else 0
+
+    def close(self) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        if self._state == self._in_thought:
+            self._think(self._end.close().rstrip(), parts)
+        if self._state == self._at_start:
+            held, self._held = self._held, ""
+            self._in_answer(held, parts)
+        if self._calls is not None:
+            parts += self._calls.close()
+        return parts
+
+    def _at_start(self, text: str, parts: list[AnswerPart]) -> str:
+        """Whether it begins with reasoning."""
+        self._held += text
+        seen = self._held.lstrip()
+        if self._tags[0].startswith(seen):
+            if seen == self._tags[0]:
+                self._state = self._in_thought
+            return ""
+        held, self._held = self._held, ""
+        if seen.startswith(self._tags[0]):
+            self._state = self._in_thought
+            return seen.removeprefix(self._tags[0])
+        self._state = self._in_answer
+        return held
+
+    def _in_thought(self, text: str, parts: list[AnswerPart]) -> str:
+        before, _, behind = self._end.feed(text)
+        self._think(before, parts)
+        if behind is None:
+            return ""
+        self._state = self._behind_thought
+        return behind
+
+    def _behind_thought(self, text: str, parts: list[AnswerPart]) -> str:
+        text = text.lstrip()
+        if text:
+            self._state = self._in_answer
+        return text
+
+    def _in_answer(self, text: str, parts: list[AnswerPart]) -> str:
+        if self._calls is not None:
+            parts += self._calls.feed(text)
+        elif text:
+            parts.append(AnswerPart("content", text))
+        return ""
+
+    def _think(self, text: str, parts: list[AnswerPart]) -> None:
+        text = text if self._has_thought else text.lstrip()
+        if text:
+            self._has_thought = True
+            parts.append(AnswerPart("reasoning", text))

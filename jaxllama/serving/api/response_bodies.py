@@ -1,0 +1,286 @@
+"""The body of POST /v1/responses, and the Chat that it means.
+
+    Responses                                   the body
+    to_chat(body, earlier) -> (Chat, messages)  earlier: of ``previous_response_id``
+
+``messages`` are the conversation so far without the instructions, which hold for one response only.
+Items that are no messages join the assistant's: a function_call is one of its calls, a
+function_call_output the tool's message, reasoning its ``reasoning_content``.
+
+Tools other than functions are dropped.  Left out, with an error: images and files, ``background``,
+``conversation``, stored prompts, logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from jaxllama.serving.api.bodies import (
+    FIRST_ERROR,
+    AllowedIds,
+    CacheSalt,
+    Chat,
+    FunctionCall,
+    Lenient,
+    Limit,
+    Message,
+    OnlyFunctions,
+    StreamOptions,
+    Strict,
+    ToolCall,
+    ToolName,
+    Truncation,
+    Words,
+    explain,
+)
+from jaxllama.serving.api.schemas import ApiError
+
+
+class InputText(Lenient):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+Parts = Annotated[list[InputText], FIRST_ERROR]
+
+
+class InputMessage(Lenient):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Parts
+
+
+class InputCall(Lenient):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputResult(Lenient):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Parts
+
+
+class ReasoningText(Lenient):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Lenient):
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], FIRST_ERROR] | None = None
+
+
+Item = InputMessage | InputCall | InputResult | InputReasoning
+Items = Annotated[list[Item], Field(min_length=1, max_length=4096), FIRST_ERROR]
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: str | None = None  # without effect
+
+
+class Responses(Strict):
+    """Body of POST /v1/responses.  null is the default everywhere."""
+
+    endpoint = "/v1/responses"
+    hints = {
+        **dict.fromkeys(
+            ("max_tokens", "max_completion_tokens", "n_predict"), "send max_output_tokens"
+        ),
+        "response_format": "send text.format",
+        "messages": "send input",
+        "prompt": "send input",
+        "logprobs": "responses have no logprobs: chat completions have",
+    }
+    model: str
+    input: str | Items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Limit | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    text: TextOptions | None = None
+    tools: (
+        Annotated[list[FunctionTool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None
+    ) = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    # Extensions, as for chat
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    deadline: float | None = Field(None, gt=0, le=86400)
+    bad_words: Words | None = None
+    allowed_token_ids: AllowedIds | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    include_stop_str_in_output: bool | None = None
+    grammar: str | None = None
+    enable_thinking: bool | None = None
+    cache_salt: CacheSalt | None = None
+    # Refused unless they ask for nothing.
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    image: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # Without effect: they concern OpenAI's own service, its own tools, or are hints.
+    access_programs: Any = None
+    background_options: dict[str, Any] | None = None
+    context_management: Any = None
+    include: Annotated[list[str], FIRST_ERROR] | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+
+
+_SHARED = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "chat_template_kwargs",
+    "priority",
+    "deadline",
+    "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
+    "include_stop_str_in_output",
+    "grammar",
+    "enable_thinking",
+    "cache_salt",
+)
+_ABSENT = {
+    "background": "answers are made while the client waits",
+    "conversation": "send previous_response_id instead",
+    "image": "only text is written",
+    "moderation": "nothing here moderates",
+    "prompt": "no prompts are stored here",
+    "top_logprobs": "responses have no logprobs: chat completions have",
+}
+
+
+def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Message]]:
+    """ApiError 400 for what is left out."""
+    for key, reason in _ABSENT.items():
+        if getattr(body, key):
+            raise ApiError(400, f"{key}: {reason}", param=key, code="unsupported")
+    messages = [*earlier]
+    if isinstance(body.input, str):
+        add_items(messages, [InputMessage(role="user", content=body.input)])
+    else:
+        add_items(messages, body.input)
+    opening = [Message(role="system", content=body.instructions)] if body.instructions else []
+    form = body.text.format if body.text else None
+    asked: dict[str, Any] = {
+        **{name: getattr(body, name) for name in _SHARED},
+        "messages": [*opening, *messages],
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tool_choice": _choice(body.tool_choice),
+        "response_format": _format(form) if form else None,
+    }
+    try:
+        chat = Chat(**asked)
+    except ValidationError as error:  # no message among the items, or too many
+        raise explain(error) from None
+    return chat, messages
+
+
+def add_items(messages: list[Message], items: Sequence[Item]) -> None:
+    """What the items say, behind ``messages``, none of which is changed."""
+    thought: str | None = None
+    for item in items:
+        if isinstance(item, InputReasoning):
+            thought = "".join(part.text for part in item.content or ()) or None
+        elif isinstance(item, InputResult):
+            said = _text(item.output)
+            messages.append(Message(role="tool", content=said, tool_call_id=item.call_id))
+        elif isinstance(item, InputMessage):
+            text = _text(item.content)
+            messages.append(Message(role=item.role, content=text, reasoning_content=thought))
+            thought = None
+        else:
+            function = FunctionCall(name=item.name, arguments=item.arguments)
+            call = ToolCall(id=item.call_id, function=function)
+            last = messages[-1] if messages else None
+            if last is None or last.role != "assistant" or thought is not None:
+                last = Message(role="assistant", reasoning_content=thought)
+                messages.append(last)
+                thought = None
+            more = {"tool_calls": [*(last.tool_calls or ()), call]}
+            messages[-1] = last.model_copy(update=more)
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """In chat's words; what is none of them is refused there."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    tools = choice.get("tools")
+    if choice.get("type") == "allowed_tools" and isinstance(tools, list):
+        named = [_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": named},
+        }
+    return choice
+
+
+def _format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.schema_ is None:
+        message = "text.format.schema: is required"
+        raise ApiError(400, message, param="text", code="missing_parameter")
+    return {"type": "json_schema", "json_schema": {"schema": form.schema_, "strict": form.strict}}

@@ -1,0 +1,108 @@
+"""The objects of /v1/responses, as dataclasses (``schemas`` has those of the rest)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from jaxllama.serving.api.schemas import Schema, schema
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@schema
+class OutputText(Schema):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+@schema
+class ReasoningPart(Schema):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+@schema
+class ReasoningItem(Schema):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[None]
+    content: list[ReasoningPart]
+    status: Status
+
+
+@schema
+class MessageItem(Schema):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+    status: Status
+
+
+@schema
+class FunctionCallItem(Schema):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+@schema
+class IncompleteDetails(Schema):
+    reason: Literal["max_output_tokens"]
+
+
+@schema
+class InputDetails(Schema):
+    cached_tokens: int
+
+
+@schema
+class OutputDetails(Schema):
+    reasoning_tokens: int
+
+
+@schema
+class ResponseUsage(Schema):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+@schema
+class ResponseObject(Schema):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[ReasoningItem | MessageItem | FunctionCallItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    metadata: dict[str, str]
+    warnings: list[str] | None = None
+
+
+@schema
+class ResponseDeleted(Schema):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]

@@ -1,0 +1,94 @@
+"""What a chat's ``tools``, ``tool_choice`` and ``parallel_tool_calls`` mean.
+
+    offered(body, template) -> Tools | None      None where the model is shown no tools
+
+``auto``: the model calls what it likes, ``required``: at least one, a function's name: that one,
+``none``: it is shown no tools; ``allowed_tools``: some of those that it is shown.  How calls look
+is the template's ``Format``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxllama.serving.api.bodies import Chat, Function
+from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.tools.formats import Format, format_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """shown: all, as templates expect them.  functions: those that may be called; is_forced: one of
+    them must be.  only_one: at most one."""
+
+    shown: tuple[dict[str, Any], ...]
+    functions: tuple[Function, ...]
+    is_forced: bool
+    only_one: bool
+    format: Format
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(function.name for function in self.functions)
+
+
+def offered(body: Chat, template: str) -> Tools | None:
+    """ApiError 400 for a template whose form of calls is unknown, for a choice that is none of
+    these, and for one of a tool that is not there."""
+    mode, chosen = _choice(body)
+    if not body.tools:
+        if mode != "auto":
+            raise _wrong("tool_choice", f"{mode!r} needs tools")
+        return None
+    functions = {tool.function.name: tool.function for tool in body.tools}
+    if len(functions) < len(body.tools):
+        raise _wrong("tools", "two of them have the same name")
+    for name in chosen or ():
+        if name not in functions:
+            raise _wrong("tool_choice", f"no tool is called {name!r}")
+    if mode == "none":
+        return None
+    shown = tuple(tool.model_dump(exclude_none=True) for tool in body.tools)
+    allowed = tuple(functions[name] for name in chosen or functions)
+    form = format_of(template)
+    if form is None:
+        message = "tools: the model's chat template writes calls in a form that is not known here"
+        raise ApiError(400, message, param="tools", code="unsupported")
+    only_one = body.parallel_tool_calls is False or mode == "function"
+    return Tools(shown, allowed, mode != "auto", only_one, form)
+
+
+def _choice(body: Chat) -> tuple[str, list[str] | None]:
+    """(auto, none, required or function; the names that are left, None for all)."""
+    choice = body.tool_choice
+    if choice is None or choice == "none":
+        return ("auto", None) if choice is None or not body.tools else ("none", None)
+    if choice in ("auto", "required"):
+        return str(choice), None
+    asked: Any = choice  # anything
+    try:
+        if asked["type"] == "function":
+            return "function", [_name(asked["function"]["name"])]
+        if asked["type"] == "allowed_tools":
+            allowed = asked["allowed_tools"]
+            names = [_name(tool["function"]["name"]) for tool in allowed["tools"]]
+            if allowed["mode"] in ("auto", "required") and names:
+                return allowed["mode"], names
+    except (KeyError, TypeError):
+        pass
+    raise _wrong(
+        "tool_choice",
+        'allowed are "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
+        "and allowed_tools",
+    )
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")

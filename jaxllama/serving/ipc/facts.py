@@ -1,0 +1,24 @@
+"""Facts: the part of a LanguageModel that a process without the model needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.language_model import LanguageModel
+from jaxllama.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What of a LanguageModel a front end knows."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    sampling: Sampling | None
+    adapters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, lm: LanguageModel) -> Facts:
+        return cls(lm.config, lm.tokenizer, lm.sampling, tuple(lm.adapters))

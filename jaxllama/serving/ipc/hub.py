@@ -1,0 +1,556 @@
+"""The engine as its front ends see it: everything that they share.
+
+    hub = Hub(engine, forward_passes(lm), metrics, journal)
+    port = hub.open(send)                  a front end; send(bytes) writes to it
+    port.received(data); port.close()      what it says; it is gone
+
+Contract.  A body's requests are queued all or none, under an id that no other answer has.  What
+rows have written goes to their front end, the news of a step in one message.  A
+front end that goes cancels its rows; what it owed by the journal the next one takes over.  Counts
+are exact whatever front ends do: of a request with stop strings, which its front end looks for,
+tokens and reason are counted when that has said where they end.
+
+While the journal cannot be written (a full disk), requests that it must hold are refused with
+JournalUnavailable and everything else goes on.  Answers that it could not take stay in memory, and
+the hub tries again every ``RETRY`` seconds.  What is still unwritten at the end is owed by the next
+server.
+
+One event loop calls all this; the engine's thread leaves its news and wakes that loop.  Grammars
+are compiled in threads of their own; ``embed`` and ``score`` run in one, of every body one row at a
+time, so bodies take turns, and what a client has left is not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from jaxllama.engine.embeddings import Embedder
+from jaxllama.engine.journal import Journal, JournalUnavailable
+from jaxllama.engine.request import (
+    EngineClosed,
+    EngineFailed,
+    Event,
+    FinishReason,
+    Request,
+)
+from jaxllama.engine.scoring import Scorer
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving.api import messages
+from jaxllama.serving.api.messages import IdTaken, RowEvent
+from jaxllama.serving.api.metrics import Metrics
+
+STORED_BYTES = 64 * 2**20  # of responses that can be continued
+RETRY = 1.0  # seconds between two attempts to write to a journal that could not be written
+_log = logging.getLogger("jaxllama.serving")
+
+
+class EngineLimits(Protocol):
+    """Sizes of an engine."""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a request's prompt and answer together."""
+        ...
+
+    @property
+    def max_queue(self) -> int:
+        """Requests that may wait."""
+        ...
+
+
+class Served(Protocol):
+    """What a server needs of an engine; ``Engine`` and ``Replicas`` have it."""
+
+    @property
+    def options(self) -> EngineLimits: ...
+
+    @property
+    def failure(self) -> str | None:
+        """None, or what ended the engine."""
+        ...
+
+    @property
+    def closed(self) -> str | None:
+        """None, or why the engine takes no more requests."""
+        ...
+
+    def submit(
+        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
+    ) -> None: ...
+
+    def end(self, request_id: str, reason: FinishReason) -> None: ...
+
+    def listen(self, told: Callable[[], None]) -> None: ...
+
+
+Passes = Mapping[str, Callable[..., Any]]
+
+
+def forward_passes(lm: LanguageModel) -> Passes:
+    """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs.  Refused of
+    an offloaded model, whose weights are the block's that runs."""
+    if not lm.executor.on_device:
+
+        def refused(*_: Any) -> None:
+            raise JaxLlamaError("the model is offloaded: no embeddings, no logprobs of prompts")
+
+        return {"embed": refused, "score": refused}
+    embed = Embedder(lm)
+    return {"embed": lambda row: embed(row).tobytes(), "score": Scorer(lm)}
+
+
+class Hub:
+    """passes: ``embed`` and ``score``.  journal: None for none; ``close`` closes it.  waits: the
+    engine's ``submit`` does."""
+
+    def __init__(
+        self,
+        engine: Served,
+        passes: Passes,
+        metrics: Metrics,
+        journal: Journal | None,
+        waits: bool = False,
+    ) -> None:
+        self.engine, self.metrics, self.journal = engine, metrics, journal
+        self.calls: collections.Counter[str] = collections.Counter()  # rows in flight, by id
+        self.owed: dict[str, Port] = {}
+        self.trouble: str | None = None  # why the journal cannot be written
+        self._unwritten: dict[str, str] = {}  # answers that it could not take, by id
+        self._retrying: asyncio.TimerHandle | None = None
+        self.responses = StoredResponses()
+        self._ports: list[Port] = []
+        self._with_news: set[Port] = set()
+        self._waiting: dict[str, list[tuple[Port, messages.HubRequest]]] = {}
+        self._passes, self.waits = passes, waits
+        self._forward = ThreadPoolExecutor(1, "forward")
+        self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
+        engine.listen(self._told)
+
+    def news(self, port: Port, live: FrontEndRequest, event: Event) -> None:
+        """On the engine's thread, as is what follows when a step has told all."""
+        port.news.append((live, event))
+        self._with_news.add(port)
+
+    def _told(self) -> None:
+        ports, self._with_news = self._with_news, set()
+        for port in ports:
+            port.wake()
+
+    def open(self, send: Callable[[bytes], None]) -> Port:
+        port = Port(self, send)
+        self._ports.append(port)
+        return port
+
+    def welcome(self, port: Port) -> None:
+        """Tell a new front end what the others have been told."""
+        if self.trouble is not None:
+            port.send(messages.Trouble(self.trouble))
+
+    def forget(self, port: Port) -> None:
+        self._ports.remove(port)
+
+    def tell(self, message: messages.IpcMessage) -> None:
+        for port in self._ports:
+            port.send(message)
+
+    def close(self) -> None:
+        self._forward.shutdown(wait=False, cancel_futures=True)
+        self.grammars.shutdown(wait=False, cancel_futures=True)
+        if self._retrying is not None:
+            self._retrying.cancel()
+        if self.journal is not None:
+            try:
+                self._write_answers(self.journal)
+            except JournalUnavailable as error:
+                fields = {"reason": str(error), "answers": len(self._unwritten)}
+                _log.error(
+                    "answers were not written: the next server owes them", extra={"fields": fields}
+                )
+            self.journal.close()
+
+    def check(self, call: messages.Submit) -> None:
+        """EngineFailed, JournalUnavailable and IdTaken."""
+        if self.engine.failure is not None:
+            raise EngineFailed(self.engine.failure)
+        if self.trouble is not None and call.entry is not None:
+            raise JournalUnavailable(self.trouble)
+        is_stored = not call.is_known and self.journal and self.journal.find(call.id) is not None
+        if call.id in self.calls or is_stored or call.id in self.responses:
+            raise IdTaken(call.id)
+
+    # The journal
+
+    def accept(self, port: Port, call: messages.Submit) -> None:
+        """Before the answer begins."""
+        if self.journal is not None and call.entry is not None:
+            entry = call.entry
+            try:
+                self.journal.accept(call.id, entry.kind, entry.at, entry.body, entry.owner)
+            except JournalUnavailable as error:
+                self._journal_failed(error)
+                raise
+            self.owed[call.id] = port
+
+    def finish(self, id: str, answer: str | None) -> None:
+        if self.journal is not None and answer is not None:
+            try:
+                self.journal.finish(id, answer)
+            except JournalUnavailable as error:
+                self._unwritten[id] = answer
+                self._journal_failed(error)
+        self.owed.pop(id, None)
+        for port, ask in self._waiting.pop(id, ()):
+            port.answer(ask)
+
+    def _write_answers(self, journal: Journal) -> None:
+        for id in list(self._unwritten):
+            journal.finish(id, self._unwritten[id])
+            del self._unwritten[id]
+
+    def _journal_failed(self, error: JournalUnavailable) -> None:
+        """Tell the log and the front ends, once, and try again until it can be written."""
+        if self.trouble is None:
+            self.trouble = str(error)
+            _log.error("the journal cannot be written", extra={"fields": {"reason": self.trouble}})
+            self.tell(messages.Trouble(self.trouble))
+        if self._retrying is None:
+            self._retrying = asyncio.get_running_loop().call_later(RETRY, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = None
+        assert self.journal is not None
+        try:
+            self.journal.check_writable()
+            self._write_answers(self.journal)
+        except JournalUnavailable as error:
+            self._journal_failed(error)
+            return
+        self.trouble = None
+        _log.warning("the journal can be written again")
+        self.tell(messages.Trouble(None))
+
+    def find(self, id: str, kind: str, owner: str) -> str | None:
+        """The answer of this kind to a body of this owner, "" while it is owed, None for none."""
+        answer = None if self.journal is None else self.journal.find(id)
+        if answer is None or (answer.kind, answer.owner) != (kind, owner):
+            return None
+        return answer.text or self._unwritten.get(id, "")
+
+    # What front ends ask
+
+    def asked(self, port: Port, ask: messages.HubRequest) -> Any:
+        """The answer; None: it comes later."""
+        if ask.name in self._passes:
+            if self.engine.failure is not None:
+                raise EngineFailed(self.engine.failure)
+            if self.engine.closed is not None:
+                raise EngineClosed(self.engine.closed)
+            work = self._forward.submit(self._passes[ask.name], *ask.arguments)
+            work.add_done_callback(lambda done: port.later(port.passed, ask.call, done))
+            return None
+        if ask.name == "find":
+            id, kind, owner = ask.arguments
+            answer = self.find(id, kind, owner)
+            if answer == "" and id in self.owed:
+                self._waiting.setdefault(id, []).append((port, ask))
+                return None
+            return [answer]
+        if ask.name == "owed":
+            entries = [] if self.journal is None else self.journal.unfinished()
+            entries = [
+                entry
+                for entry in entries
+                if entry.id not in self._unwritten and self.owed.get(entry.id) not in self._ports
+            ]
+            self.owed.update({entry.id: port for entry in entries})
+            return [dataclasses.astuple(entry) for entry in entries]
+        if ask.name == "metrics":
+            return self.metrics.page()
+        return [getattr(self.responses, ask.name)(*ask.arguments)]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class FrontEndRequest:
+    """A request of a front end in the engine.  event: its last; is_left: nobody reads it."""
+
+    port: Port
+    number: int
+    call: str
+    request: Request
+    event: Event | None = None
+    is_left: bool = False
+    is_counted: bool = False
+
+    def told(self, event: Event) -> None:
+        self.port.told(self, event)
+
+
+class Port:
+    """A front end, as ``Hub`` has it."""
+
+    def __init__(self, hub: Hub, send: Callable[[bytes], None]) -> None:
+        self._hub, self._send = hub, send
+        self._frames = messages.Frames(messages.from_front_end())
+        self._rows: dict[int, FrontEndRequest] = {}
+        self.news: collections.deque[tuple[FrontEndRequest, Event]] = collections.deque()
+        self._awake, self._is_open = False, True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_pong: Callable[[], None] = lambda: None
+
+    def send(self, message: messages.IpcMessage) -> None:
+        if self._is_open:
+            self._send(messages.encode(message))
+
+    def received(self, data: bytes) -> None:
+        self._loop = asyncio.get_running_loop()
+        for message in self._frames.feed(data):
+            try:
+                self._read(message)
+            except Exception as error:  # of one message: the front end has other clients
+                _log.error("an error of ours", exc_info=error)
+
+    def _read(self, message: messages.FromFrontEnd) -> None:
+        match message:
+            case messages.Submit():
+                self._submit(message)
+            case messages.End():
+                self._end(message)
+            case messages.Finish():
+                self._hub.finish(message.id, message.answer)
+            case messages.ServedRequest():
+                self._hub.metrics.request(
+                    message.path, message.method, message.status, message.seconds
+                )
+            case messages.HubRequest():
+                self.answer(message)
+            case messages.Ready():
+                self.on_ready()
+            case messages.Pong():
+                self.on_pong()
+
+    def close(self) -> int:
+        """The front end is gone: how many of its requests were cancelled."""
+        self._is_open = False
+        self._hub.forget(self)
+        living = list(self._rows.values())
+        for live in living:
+            if live.event is not None:
+                self._over(live)
+            else:
+                self._leave(live)
+        return len(living)
+
+    # Requests
+
+    def _submit(self, call: messages.Submit) -> None:
+        try:
+            self._hub.check(call)
+            requests = [Request.from_json(request) for request in call.requests]
+        except Exception as error:
+            self.send(messages.refusal(error, call.call))
+            return
+        living = [
+            FrontEndRequest(self, number, call.id, request)
+            for number, request in enumerate(requests, start=call.first)
+        ]
+        self._rows.update({live.number: live for live in living})
+        self._hub.calls[call.id] += 1 + len(living)
+        # Compiling a grammar takes a while.
+        if self._hub.waits or any(request.grammar for request in requests):
+            work = self._hub.grammars.submit(self._queue, living)
+            work.add_done_callback(
+                lambda done: self.later(self._queued, call, living, *done.result())
+            )
+        else:
+            self._queued(call, living, *self._queue(living))
+
+    def _queue(self, living: Sequence[FrontEndRequest]) -> tuple[int, Exception | None]:
+        """(How many the engine has taken, why not the next).  In any thread."""
+        for taken, live in enumerate(living):
+            try:
+                self._hub.engine.submit(live.request, live.told, with_text=False)
+            except Exception as error:
+                return taken, error
+        return len(living), None
+
+    def _queued(
+        self,
+        call: messages.Submit,
+        living: Sequence[FrontEndRequest],
+        taken: int,
+        error: Exception | None,
+    ) -> None:
+        for live in living[taken:]:
+            del self._rows[live.number]
+            self._release(call.id)
+        if error is None:
+            try:
+                self._hub.accept(self, call)
+            except Exception as refused:
+                error = refused
+        if error is not None or not self._is_open:
+            for live in living[:taken]:
+                self._leave(live)
+        self._release(call.id)
+        reply = messages.Reply(call.call, None)
+        self.send(reply if error is None else messages.refusal(error, call.call))
+
+    def _leave(self, live: FrontEndRequest, reason: FinishReason = "cancelled") -> None:
+        live.is_left = True
+        self._hub.engine.end(live.request.id, reason)
+
+    def _end(self, end: messages.End) -> None:
+        live = self._rows.get(end.number)
+        if live is None:
+            return
+        if end.reason in ("stop", "length"):  # its front end has read the text
+            self._count(live, end.reason, end.kept)
+        if live.event is not None:
+            self._over(live)
+        else:
+            self._leave(live, end.reason)
+
+    def _over(self, live: FrontEndRequest) -> None:
+        assert live.event is not None and live.event.finish_reason is not None
+        if live.request.stop:
+            self._count(live, live.event.finish_reason, live.event.completion_tokens)
+        else:
+            self._count(live, live.event.finish_reason, 0)  # counted as they came
+        del self._rows[live.number]
+        self._release(live.call)
+
+    def _count(self, live: FrontEndRequest, reason: FinishReason, tokens: int) -> None:
+        if not live.is_counted:
+            live.is_counted = True
+            self._hub.metrics.wrote(tokens)
+            self._hub.metrics.ended(reason)
+
+    def _release(self, id: str) -> None:
+        calls = self._hub.calls
+        calls[id] -= 1
+        if not calls[id]:
+            del calls[id]
+
+    # News
+
+    def told(self, live: FrontEndRequest, event: Event) -> None:
+        self._hub.news(self, live, event)
+
+    def wake(self) -> None:
+        """On the engine's thread, which never waits for the loop."""
+        # Cleared before the news are read, so one that sees it set will be taken along.
+        if not self._awake:
+            self._awake = True
+            self.later(self._flush)
+
+    def later(self, work: Callable[..., None], *arguments: Any) -> None:
+        """On the loop, from any thread."""
+        try:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:  # the loop has ended, and with it everybody who waited
+            self.news.clear()
+
+    def _flush(self) -> None:
+        self._awake = False
+        rows: list[RowEvent] = []
+        tokens = 0
+        while self.news:
+            live, event = self.news.popleft()
+            request, is_last = live.request, event.finish_reason is not None
+            if not request.stop:
+                tokens += len(event.tokens)
+            if not live.is_left:
+                rows.append(_row(live.number, request, event))
+            if is_last:
+                live.event = event
+                # With stop strings its front end says where the text ends.
+                is_read = event.finish_reason in ("stop", "length") and not live.is_left
+                if not (request.stop and is_read):
+                    self._over(live)
+        self._hub.metrics.wrote(tokens)
+        if rows:
+            self.send(messages.StepNews(rows))
+
+    # Questions
+
+    def answer(self, ask: messages.HubRequest) -> None:
+        try:
+            value = self._hub.asked(self, ask)
+        except Exception as error:
+            self.send(messages.refusal(error, ask.call))
+            return
+        if value is not None:
+            self.send(messages.Reply(ask.call, value))
+
+    def passed(self, call: int, done: Future[Any]) -> None:
+        """A forward pass beside the engine."""
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self.send(messages.Reply(call, done.result()))
+        elif isinstance(error, Exception):
+            self.send(messages.refusal(error, call))
+
+
+def _row(number: int, request: Request, event: Event) -> RowEvent:
+    # What msgspec writes is the same for tuples and lists.
+    tokens: Any = event.tokens
+    error = None if event.error is None else messages.refusal(event.error)
+    row = RowEvent(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
+    if request.logprobs is not None:
+        scored: Any = event.logprobs, event.top_logprobs
+        row.logprobs, row.top_logprobs = scored
+    return row
+
+
+class StoredResponses:
+    """Those that can be continued: the newest ``STORED_BYTES``, as JSON with their conversation's.
+    Those that went on from one that is dropped stay whole.  One that belongs to another owner is
+    treated as one that is not there."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()
+        self._size = 0
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._kept
+
+    def keep(
+        self, id: str, owner: str, response: bytes, conversation: bytes, body_size: int
+    ) -> None:
+        kept = _Kept(owner, response, conversation, len(response) + body_size)
+        self._kept[id] = kept
+        self._size += kept.size
+        while self._size > STORED_BYTES:
+            self._size -= self._kept.popitem(last=False)[1].size
+
+    def recall(self, id: str, owner: str) -> tuple[bytes, bytes] | None:
+        kept = self._kept.get(id)
+        if kept is None or kept.owner != owner:
+            return None
+        return kept.response, kept.conversation
+
+    def forget(self, id: str, owner: str) -> bool:
+        """Whether it was there."""
+        if self.recall(id, owner) is None:
+            return False
+        self._size -= self._kept.pop(id).size
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    owner: str
+    response: bytes
+    conversation: bytes
+    size: int

@@ -1,0 +1,313 @@
+"""A front end's side of the engine: submit requests, read their pieces, ask.
+
+    link = Link(); link.know(tokenizer, eos_ids)
+    link.open(send); link.received(data); link.lost(why)
+    stream = await link.submit(id, requests)
+    async for pieces in stream: ...            ends when every request has had its last piece
+    stream.close()                             cancels whatever has not
+    await link.ask("score", row, ...)          see ``Hub.asked``
+
+Contract.  ``submit`` raises what ``Engine.submit`` raises, IdTaken for an id that is not free, and
+EngineFailed once the engine has failed.  Every piece reaches one stream; after ``close`` nothing
+does.  Text is made here as it comes, however slow its reader is, so that a stop string ends its
+request at once; pieces of a choice that wait together become one, so a slow reader gets larger
+pieces, not a longer queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jaxllama.engine.request import EngineFailed, Request
+from jaxllama.serving.api import messages
+from jaxllama.serving.api.messages import Accepted, TextPiece
+from jaxllama.serving.ipc.hub import Hub
+from jaxllama.text.reader import Reader
+from jaxllama.text.tokenizer import Tokenizer
+
+SILENCE = 30.0  # seconds without a Ping after which the engine's process is taken to hang
+
+
+class RequestInFlight:
+    """A request in flight.  waiting: what its reader has not taken yet."""
+
+    __slots__ = (
+        "_n_prompt",
+        "_reader",
+        "_written",
+        "has_stops",
+        "index",
+        "number",
+        "stream",
+        "waiting",
+    )
+
+    def __init__(
+        self, stream: PieceStream, index: int, number: int, request: Request, reader: Reader
+    ) -> None:
+        self.stream, self.index, self.number = stream, index, number
+        self.has_stops = bool(request.stop)
+        self.waiting: TextPiece | None = None
+        self._reader, self._n_prompt, self._written = reader, len(request.prompt), 0
+
+    def read(self, piece: TextPiece) -> int:
+        """Fill in its text, and its end where that is in the text; returns the tokens so far."""
+        tokens = piece.tokens
+        if tokens:
+            kept, piece.text = self._reader.read(tokens)
+            if kept < len(tokens):
+                del tokens[kept:], piece.logprobs[kept:], piece.top_logprobs[kept:]
+            self._written += kept
+        if self._reader.stopped:
+            piece.finish_reason = "stop"
+        if piece.finish_reason is not None and piece.error is None:
+            piece.text += self._reader.close()  # which may complete a stop string
+            if piece.finish_reason == "length" and self._reader.stopped:
+                piece.finish_reason = "stop"
+        piece.index, piece.prompt_tokens = self.index, self._n_prompt
+        piece.completion_tokens = self._written
+        return self._written
+
+
+class PieceStream:
+    """The pieces of some requests, as lists of one a choice."""
+
+    def __init__(self, link: EngineClient) -> None:
+        self._link = link
+        self._ready: list[RequestInFlight] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._open: set[int] = set()
+        self._ended: list[TextPiece] = []
+
+    def __aiter__(self) -> PieceStream:
+        return self
+
+    async def __anext__(self) -> list[TextPiece]:
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return ended
+        while not self._ready:
+            if not self._open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        ready, self._ready = self._ready, []
+        pieces: list[TextPiece] = []
+        for choice in ready:
+            assert choice.waiting is not None
+            pieces.append(choice.waiting)
+            choice.waiting = None
+        return pieces
+
+    def put(self, choice: RequestInFlight, piece: TextPiece) -> None:
+        if choice.waiting is None:
+            choice.waiting = piece
+            self._ready.append(choice)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        else:
+            choice.waiting = _join(choice.waiting, piece)
+        if piece.finish_reason is not None:
+            self._open.discard(choice.number)
+
+    @property
+    def is_over(self) -> bool:
+        """Every piece has been handed on."""
+        return not (self._open or self._ready or self._ended)
+
+    def end(self, pieces: Sequence[TextPiece]) -> None:
+        """Of requests that have come to their ends without the engine."""
+        self._ended = list(pieces)
+
+    def opened(self, number: int) -> None:
+        self._open.add(number)
+
+    def close(self) -> None:
+        """Cancel what is unfinished; its later pieces go nowhere."""
+        for number in self._open:
+            self._link.cancel(number)
+        self._open.clear()
+
+
+def _join(first: TextPiece, second: TextPiece) -> TextPiece:
+    second.tokens = first.tokens + second.tokens
+    second.text = first.text + second.text
+    second.logprobs = first.logprobs + second.logprobs
+    second.top_logprobs = first.top_logprobs + second.top_logprobs
+    return second
+
+
+class EngineClient:
+    """See the module docstring.  failure: None, or why the engine does nothing any more.  trouble:
+    None, or why the journal cannot be written at present."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._eos: tuple[int, ...] = ()
+        self.failure: str | None = None
+        self.trouble: str | None = None
+        self._is_lost = False
+        self._pinged: float | None = None  # when the engine's process gave its last sign of life
+        self.on_told: Callable[[Any], None] = lambda message: None
+        self._send: Callable[[bytes], None] = lambda data: None
+        self._frames = messages.Frames(messages.from_engine())
+        self._numbers = itertools.count()
+        self._choices: dict[int, RequestInFlight] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+
+    @property
+    def problem(self) -> str | None:
+        """Why the server is not healthy; None where it is."""
+        if self.failure is None and self._pinged is not None:
+            seconds = time.monotonic() - self._pinged
+            if seconds > SILENCE:
+                return f"the engine's process has given no sign of life for {seconds:.0f} s"
+        return self.failure or self.trouble
+
+    def know(self, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> None:
+        self._tokenizer, self._eos = tokenizer, tuple(eos_ids)
+
+    def open(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+
+    # What comes
+
+    def received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            if isinstance(message, messages.Received):
+                self._told(message.rows)
+            elif isinstance(message, messages.Reply):
+                self._answered(message.call, message.value)
+            elif isinstance(message, messages.Refused):
+                self._answered(message.call, self._error(message))
+            elif isinstance(message, messages.Failed):
+                self.failure = self.failure or message.reason
+            elif isinstance(message, messages.Trouble):
+                self.trouble = message.reason
+            elif isinstance(message, messages.Ping):
+                self._pinged = time.monotonic()
+                self.tell(messages.Pong())
+            else:
+                self.on_told(message)
+
+    def lost(self, reason: str) -> None:
+        """Nothing comes any more: whoever waits is told."""
+        self.failure, self._is_lost = self.failure or reason, True
+        self._send = lambda data: None
+        refused = messages.refusal(EngineFailed(self.failure))
+        for call in list(self._asked):
+            self._answered(call, EngineFailed(self.failure))
+        self._told([TextPiece(n, [], finish_reason="error", error=refused) for n in self._choices])
+
+    def _told(self, pieces: Iterable[TextPiece]) -> None:
+        for piece in pieces:
+            choice = self._choices.get(piece.number)
+            if choice is None:
+                continue
+            was_over = piece.finish_reason is not None
+            try:
+                written = choice.read(piece)
+            except Exception as error:
+                piece.finish_reason, piece.error = "error", messages.refusal(error)
+                written = 0
+            if piece.finish_reason is not None:
+                del self._choices[piece.number]
+                if piece.error is not None:
+                    self._error(piece.error)
+                if choice.has_stops or not was_over:
+                    self._end(piece.number, piece.finish_reason, written)
+            choice.stream.put(choice, piece)
+
+    def _error(self, refused: messages.Refused) -> Exception:
+        error = messages.error(refused)
+        if isinstance(error, EngineFailed):
+            self.failure = self.failure or str(error)
+        return error
+
+    def _answered(self, call: int, value: Any) -> None:
+        waiting = self._asked.pop(call, None)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(value, Exception):
+            waiting.set_exception(value)
+        else:
+            waiting.set_result(value)
+
+    # What goes
+
+    async def submit(
+        self,
+        id: str,
+        requests: Sequence[Request],
+        entry: Accepted | None = None,
+        is_known: bool = False,
+    ) -> PieceStream:
+        """entry: of the body, for the journal; is_known: that has it already."""
+        stream = PieceStream(self)
+        numbers = [next(self._numbers) for _ in requests]
+        for index, (number, request) in enumerate(zip(numbers, requests, strict=True)):
+            self._choices[number] = RequestInFlight(
+                stream, index, number, request, self._reader(request)
+            )
+            stream.opened(number)
+        first = numbers[0] if numbers else 0
+        try:
+            await self._call(
+                lambda call: messages.Submit(call, id, first, list(requests), entry, is_known)
+            )
+        except asyncio.CancelledError:
+            stream.close()
+            raise
+        except BaseException:  # refused: the engine has none of them
+            for number in numbers:
+                self._choices.pop(number, None)
+            raise
+        return stream
+
+    def _reader(self, request: Request) -> Reader:
+        eos = () if request.ignore_eos else self._eos
+        return Reader(
+            self._tokenizer,
+            (*eos, *request.stop_token_ids),
+            request.stop,
+            least=request.min_tokens,
+            skip_special=request.skip_special_tokens,
+            include_stop=request.include_stop,
+        )
+
+    def cancel(self, number: int) -> None:
+        if self._choices.pop(number, None) is not None:
+            self._end(number, "cancelled", 0)
+
+    def _end(self, number: int, reason: Any, kept: int) -> None:
+        self.tell(messages.End(number, reason, kept))
+
+    async def ask(self, name: Any, *arguments: Any) -> Any:
+        return await self._call(lambda call: messages.HubRequest(call, name, list(arguments)))
+
+    async def _call(self, message: Callable[[int], messages.IpcMessage]) -> Any:
+        if self._is_lost:
+            raise EngineFailed(self.failure)
+        call, loop = next(self._numbers), asyncio.get_running_loop()
+        self._asked[call] = loop.create_future()
+        waiting = self._asked[call]
+        try:
+            self.tell(message(call))
+            return await waiting
+        finally:
+            self._asked.pop(call, None)
+
+    def tell(self, message: messages.IpcMessage) -> None:
+        self._send(messages.encode(message))
+
+
+def local(hub: Hub, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> EngineClient:
+    """A front end in the engine's own process."""
+    link = EngineClient()
+    link.know(tokenizer, eos_ids)
+    link.open(hub.open(link.received).received)
+    return link

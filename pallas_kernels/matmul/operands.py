@@ -1,0 +1,90 @@
+"""What the operands of a product have to be beyond their dtypes and axes.
+
+Each function raises ValueError that names the operand and the fact. The table of dtypes and axes
+stands in ``matmul.op``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cpu.weight import CpuWeight
+from pallas_kernels.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from pallas_kernels.matmul.op import Around
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # of a product
+GATES = ("silu", "gelu", "gelu_tanh")  # of SwiGLU
+
+
+def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, around: Around) -> None:
+    """Raise ValueError for a quantized x that no scheme multiplies by w."""
+    if not isinstance(w, QTensor):
+        raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
+    pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
+    if pair[0] not in ("int8", "float8_e4m3fn") or pair[1] not in (pair[0], "int4"):
+        raise ValueError(
+            f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} codes, x by w"
+        )
+    if x.columns is not None:
+        raise ValueError("quantized_matmul: a quantized x has its columns in order")
+    for name, t in (("x", x), ("w", w)):
+        if t.dtype == jnp.int4:
+            if t.zero is not None and not jnp.issubdtype(t.zero.dtype, jnp.integer):
+                raise ValueError("quantized_matmul: with a quantized x, w needs integer zeros")
+        elif t.scale.shape[-1] != 1 or t.zero is not None:
+            raise ValueError(
+                f"quantized_matmul: with a quantized x, {name} needs one scale per row and no "
+                f"zeros, not {t.scale.shape[-1]} groups"
+                + (" with zeros" if t.zero is not None else "")
+            )
+    if around.norm is not None or around.residual is not None or around.swiglu:
+        raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
+
+
+def check_around(
+    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, around: Around
+) -> None:
+    """Raise ValueError if what stands around the product does not fit it."""
+    op = "quantized_matmul"
+    if around.low_rank is not None:
+        _check_low_rank(x, w, *around.low_rank)
+    if around.pending is not None and around.norm is None:
+        raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
+    if around.swiglu and w.shape[0] % 2:
+        raise ValueError(f"{op}: the {w.shape[0]} rows of w are not gate and up")
+    shape = (*x.shape[:-1], w.shape[0] // 2 if around.swiglu else w.shape[0])
+    residual = around.residual
+    if residual is not None and (residual.shape, residual.dtype) != (shape, around.out):
+        raise ValueError(
+            f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
+            f"{around.out}{shape}, of x {x.shape} and w {w.shape}"
+        )
+    known, what = (GATES, "the gate of swiglu") if around.swiglu else (ACTIVATIONS, "a product")
+    if around.activation is not None and around.activation not in known:
+        raise ValueError(
+            f"{op}: activation {around.activation!r} of {what} is not one of {', '.join(known)}"
+        )
+
+
+def _check_low_rank(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
+    inner: jax.Array,
+    second: tuple[jax.Array, ...],
+) -> None:
+    """Raise ValueError for a low-rank term that does not fit the product."""
+    op, ranks = "quantized_matmul", second[0].shape[-1]
+    if not isinstance(x, QTensor):
+        raise ValueError(f"{op}: low_rank goes with a quantized x")
+    shape = (*x.shape[:-1], len(second) * ranks)
+    fits = all(b.ndim == 2 and b.shape[1] == ranks and b.dtype == inner.dtype for b in second)
+    if not fits or inner.shape != shape or sum(b.shape[0] for b in second) != w.shape[0]:
+        raise ValueError(
+            f"{op}: low_rank {inner.shape} and {[b.shape for b in second]} do not fit x {x.shape} "
+            f"and w {w.shape}"
+        )

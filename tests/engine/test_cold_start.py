@@ -1,0 +1,119 @@
+"""An engine answers once a first request's programs exist; a thread compiles the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxllama.engine import programs
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.programs import Programs, Wanted
+from jaxllama.engine.request import Event, Request
+from jaxllama.language_model import LanguageModel
+from tests.helpers.engine_cases import CONFIGS, OPTIONS, PROMPTS, SAMPLINGS, model, written
+from tests.helpers.models import params_of
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wanted(n: int) -> dict[int, Wanted]:
+    """Programs that add 0, 1, ..., n - 1."""
+    return {i: Wanted(jax.jit(lambda x, i=i: x + i), (jnp.zeros(3),)) for i in range(n)}
+
+
+@pytest.mark.core
+def test_an_engine_answers_before_all_programs_exist(monkeypatch):
+    cfg = CONFIGS["llama"].replace(n_layers=1, layer_types=())
+    small = LanguageModel(cfg, params_of(cfg), model("llama").tokenizer)
+    requests = [
+        Request(f"r{i}", PROMPTS[i], 6, SAMPLINGS[i % 5], ignore_eos=True) for i in range(5)
+    ]
+    alone, *together = requests
+    options = {**OPTIONS, "max_slots": 5, "max_len": 64}
+    want = Engine(small, **options).generate(requests)
+
+    held, add_rest = [], Programs.add_rest
+    monkeypatch.setattr(Programs, "add_rest", lambda *arguments: held.append(arguments))
+    eng, events = Engine(small, **options), {request.id: [] for request in requests}
+    everything = len(eng.runner._wanted())
+    eng.start()
+    made = eng.runner._programs
+    first = len(made)
+    assert first < everything and first <= 8
+
+    def ask(*some: Request) -> None:
+        for request in some:
+            eng.submit(request, events[request.id].append)
+        wait_until(lambda: all(_is_answered(events[request.id]) for request in some))
+
+    ask(alone)
+    assert len(made) == first, "a first request needs no other program"
+    ask(*together)
+    assert first < len(made) < everything, "the others wait for their own programs alone"
+    for arguments in held:
+        add_rest(*arguments)
+    wait_until(lambda: len(made) == everything)
+    again = Request("again", PROMPTS[0], 6, SAMPLINGS[0], ignore_eos=True)
+    events["again"] = []
+    ask(again)
+    eng.stop()
+    assert eng.stats().compilations == 0
+    for request in requests:
+        assert written(events[request.id])[0] == written(want[request.id])[0]
+    assert written(events["again"])[0] == written(want["r0"])[0]
+
+
+def _is_answered(events: list[Event]) -> bool:
+    return bool(events) and events[-1].finish_reason is not None
+
+
+@pytest.mark.core
+def test_the_thread_yields_to_requests_and_keeps_all_programs(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "PATIENCE", 1000.0)
+    made, ran, busy = Programs(tmp_path, jax.devices()[0]), [], threading.Event()
+    busy.set()
+    ours = wanted(6)
+    made.add_first(ours, 2)
+    made.add_rest(ours, 2, busy.is_set, ran.append)
+    assert made.call(4, ours[4]).tolist() == [4, 4, 4], "a call makes its own program"
+    time.sleep(5 * programs.LOOK)
+    assert len(made) == 3 and ran == [] and not list(tmp_path.iterdir())
+    busy.clear()
+    wait_until(lambda: list(tmp_path.iterdir()))
+    assert sorted(ran) == [2, 3, 4, 5]
+    again = Programs(tmp_path, jax.devices()[0])
+    again.add_first(wanted(6), 2)
+    assert len(again) == 6, "the next engine reads them all"
+
+
+@pytest.mark.core
+def test_a_program_that_cannot_be_compiled_fails_the_call_that_needs_it(caplog):
+    def wrong(x):
+        raise TypeError("no such program")
+
+    ours = {**wanted(2), "wrong": Wanted(jax.jit(wrong), (jnp.zeros(3),))}
+    made = Programs(None, jax.devices()[0])
+    made.add_first(ours, 1)
+    made.add_rest(ours, 1, lambda: False, lambda key: None)
+    wait_until(lambda: "a program cannot be compiled" in caplog.text)
+    with pytest.raises(TypeError, match="no such program"):
+        made.call("wrong", ours["wrong"])
+    assert made.call(1, ours[1]).tolist() == [1, 1, 1]
+
+
+def test_a_stopped_engine_compiles_no_more():
+    made, ours = Programs(None, jax.devices()[0]), wanted(4)
+    made.add_first(ours, 1)
+    made.stop()
+    made.add_rest(ours, 1, lambda: False, lambda key: None)
+    time.sleep(5 * programs.LOOK)
+    assert len(made) == 1

@@ -1,0 +1,39 @@
+"""An engine on a mesh of devices writes the tokens of an engine on one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.compiling import environment
+
+MESHES = {"model=2": (2, 1), "data=2,model=4": (4, 1)}  # kv heads, and those of one device
+
+
+@pytest.mark.slow
+def test_tokens_on_a_mesh_are_those_of_one_device():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", *MESHES],
+        cwd=Path(__file__).parents[2], env=environment(8), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    alone, *meshes = map(json.loads, run.stdout.splitlines())
+    assert {key: len(tokens) for key, tokens in alone["tokens"].items()} == {
+        "one": 8, "short": 12, "drawn": 12, "long": 18, "again": 18,
+        "repeats": 18,
+    }  # fmt: skip
+    assert alone["devices"] == 1 and alone["cached"] > 0
+    for mesh, (name, heads) in zip(meshes, MESHES.items(), strict=True):
+        # Sums of float32 in other orders, and tokens that no two of these logits are near for.
+        assert mesh["tokens"] == alone["tokens"], name
+        assert mesh["cached"] == alone["cached"]
+        # Every device holds its heads alone; a mesh of 4 repeats the 2 of the model.
+        assert mesh["kv_heads"] == list(heads)
+        assert mesh["devices"] == {"model=2": 2, "data=2,model=4": 8}[name]
+        assert mesh["compilations"] == alone["compilations"] == 0
+        assert (mesh["accepted"] > 0) == ("data" in name)  # which alone drafts
