@@ -30,7 +30,6 @@ import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
-import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
@@ -63,7 +62,7 @@ class KeptPrograms:
         cfg: ModelConfig | None = None,
         static: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """What a jitted ``function(cfg, *arguments, **static)`` gives.
+        """Return what a jitted ``function(cfg, *arguments, **static)`` returns.
 
         cfg: its first argument, if it takes one.  key: its repr tells this program from all others
         of the model, so it names the arguments' shapes and everything static.
@@ -83,7 +82,7 @@ class KeptPrograms:
         return compiled(*arguments)
 
     def wait(self) -> None:
-        """Until what was kept for the first calls is ready, or cannot be used."""
+        """Return when the programs kept for the first calls are ready, or cannot be used."""
         self._index.result()
         wait(self._made.values())
 
@@ -118,7 +117,7 @@ class KeptPrograms:
         self._keep(name, blob)
 
     def _keep(self, name: str, blob: Any) -> None:
-        """Into the file, as the newest program there."""
+        """Write the program into the file, as the newest one there."""
         assert self._path is not None
         _, programs = _stored(self._path)
         programs.pop(name, None)
@@ -147,7 +146,7 @@ def signature(tree: Any) -> str:
 
 
 def _settings() -> tuple[Any, ...]:
-    """All of jax's, but for those of its own cache."""
+    """All settings of jax, but for those of its own cache."""
     return tuple(item for item in jax.config.values.items() if "_cache_" not in item[0])
 
 
@@ -159,8 +158,8 @@ def _path(facts: Any) -> Path | None:
     if jax.default_backend() != "cpu" or not is_told or not known or not os.path.isdir(known):
         return None
     digest = hashlib.sha256()
-    for package in (jaxllama, pallas_kernels):
-        for line in sorted(_sources(package.__path__[0])):
+    for package in (Path(__file__).parent, pallas_kernels.__path__[0]):
+        for line in sorted(_sources(str(package))):
             digest.update(line.encode())
     where = jax.__version__, jaxlib.__version__, jit.identity(), len(jax.devices())
     flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))
