@@ -28,6 +28,9 @@ from jaxllama.generation import Params
 from jaxllama.model.cache import Cache
 
 
+PASSES = 48  # of a call
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
 def passes(
     cfg: jl.ModelConfig,
@@ -56,9 +59,6 @@ def passes(
         return jl.commit(proposal, kept), chosen
 
     return lax.fori_loop(0, PASSES, body, (cache, newest))
-
-
-PASSES = 48
 
 
 def seconds(
