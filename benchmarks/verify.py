@@ -27,7 +27,6 @@ from jaxllama.evaluation.speed.harness import timed
 from jaxllama.generation import Params
 from jaxllama.model.cache import Cache
 
-
 PASSES = 48  # of a call
 
 
