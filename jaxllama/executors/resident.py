@@ -1,4 +1,4 @@
-"""Resident: the executor where all parameters are on the device, and its programs.
+"""Resident: the executor where all parameters are on one device or a mesh, and its programs.
 
     rows         = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)
     rows, report = advance(cfg, params, rows, sampling, stop_ids, until)
@@ -14,12 +14,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
@@ -47,32 +48,43 @@ from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.model.records import Hidden
+from jaxllama.model.shardings import gather_params
+from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from pallas_kernels.rows import greedy
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """All parameters are on one device."""
+    """All parameters are on one device, or split over those of ``mesh``.
 
-    mesh: ClassVar[Any] = None
-    block_size: ClassVar[int | None] = None
-    on_device: ClassVar[bool] = True
-    runs_ahead: ClassVar[bool] = True
+    The programs are the same: jax splits them by where their arguments are.
+    """
+
+    mesh: Mesh | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        return None
+
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def runs_ahead(self) -> bool:
+        return True
 
     def with_params(self, params: Params) -> Executor:
-        mesh = mesh_of(params)
-        if mesh is None:
-            return Resident()
-        from jaxllama.executors.mesh import OnMesh
-
-        return OnMesh(mesh)
+        return Resident(mesh_of(params) if params else None)
 
     def laid_out(self, params: Params) -> Params:
         return lay_out(params)
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
-        return params
+        if self.mesh is None:
+            return params
+        return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
 
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any

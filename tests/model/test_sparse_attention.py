@@ -26,6 +26,7 @@ from jaxllama.planner.trial import random_run
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of, relative_error
 
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 NEW = 20  # more than an offloaded cache's tail: its snapshot is written anew once
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (1, 9, 21)]
 
