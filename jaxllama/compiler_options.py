@@ -3,6 +3,7 @@
     for_device()                options for ``jax.jit`` of a loop on one device, None for XLA's
     for_mesh(mesh)              options for ``jax.jit`` of a loop, None for XLA's defaults
     compiled_for(program, mesh) a jitted loop, with these options
+    compiled_here(lowered)      a program that can be serialized
 
 On one GPU jax 0.11 makes each step a CUDA graph, and the host reads behind each whether there is
 another.  A graph may hold the loop itself, so that the device decides: 11 us a step less on an
@@ -38,6 +39,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.dispatch import untested_jax
+from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 
 _KNOWN = untested_jax() is None
 Options = dict[str, str | bool | int]
@@ -86,6 +88,16 @@ def compiled_for(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
     if options is None:
         return program
     return _jit(program.__wrapped__, tuple(options.items()), tuple(jit.items()))
+
+
+def compiled_here(lowered: Any) -> Any:
+    """Compile a lowered program past jax's cache, in this thread: it can then be serialized.
+
+    A CPU's program that jax read from its cache loses functions when it is serialized again.  So
+    this one has a key of its own there, by an option that is XLA's default, and is not stored.
+    """
+    with persistent_cache_min_compile_time_secs(1e9):
+        return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})
 
 
 @functools.cache

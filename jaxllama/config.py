@@ -190,6 +190,76 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of a layer's feed-forward (arXiv 1701.06538).
+
+    A router scores ``n_experts`` experts of width ``d_ff`` for each token.  The token goes through
+    the ``n_active`` best ones, and their outputs are summed with weights.
+
+    scores: the router's, "softmax" or "sigmoid" of its logits.  normalize: the weights of a token
+    sum to 1; with softmax that is the softmax over the chosen experts.  scale: multiplies them.
+    router_bias: the logits have a bias.  choice_bias: a bias is added to the scores for the choice
+    alone.  n_groups, n_active_groups: the choice is among the best groups of experts, by the sum of
+    a group's two best scores (DeepSeek-V3, arXiv 2412.19437).
+    shared: width of an expert that every token goes through, 0 for none; shared_gate: it is
+    multiplied by the sigmoid of a product.  bias: the experts' products have biases.
+    gate_limit, gate_alpha: gpt-oss's clamped SwiGLU, None for the model's own activation.
+    layers: the layers with experts by index, empty for every layer; others have the dense one.
+    """
+
+    n_experts: int
+    n_active: int
+    d_ff: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    router_bias: bool = False
+    choice_bias: bool = False
+    n_groups: int = 1
+    n_active_groups: int = 1
+    shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    gate_limit: float | None = None
+    gate_alpha: float = 1.702
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_literals(self)
+        for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
+            value = getattr(self, key)
+            _require(value > 0, f"experts.{key}", value, "must be positive")
+        _require(self.shared >= 0, "experts.shared", self.shared, "must not be negative")
+        _require(
+            self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
+        )
+        _require(
+            self.n_experts % self.n_groups == 0,
+            "experts.n_groups",
+            self.n_groups,
+            f"must divide n_experts ({self.n_experts})",
+        )
+        _require(
+            self.n_active_groups <= self.n_groups,
+            "experts.n_active_groups",
+            self.n_active_groups,
+            f"must not exceed n_groups ({self.n_groups})",
+        )
+        most = self.n_experts // self.n_groups * self.n_active_groups
+        _require(
+            self.n_active <= most,
+            "experts.n_active",
+            self.n_active,
+            f"must not exceed the {most} experts that a token chooses among",
+        )
+
+    @property
+    def of_a_layer(self) -> ExpertsConfig:
+        """The record of a model that is one of the layers with experts."""
+        return dataclasses.replace(self, layers=())
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointForm:
     """How a checkpoint's tensors differ from the parameters: what loading folds into them.
 
@@ -233,6 +303,7 @@ class ModelConfig:
     ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).  attn_gate: attention's
     heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).  latent: attention's
     keys and values are made of latents (Kimi-Linear); the cache keeps them whole.
+    experts: a mixture of experts in all or some layers, in the place of the feed-forward of d_ff.
     mixers: the options of other kinds of layers, ``{kind: {option: value}}`` in TOML;
     ``options_of`` reads them.
     """
@@ -274,6 +345,7 @@ class ModelConfig:
     attn_gate: bool = False
     delta: DeltaConfig | None = None
     latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
     mixers: tuple[tuple[str, Options], ...] = ()
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
@@ -337,6 +409,16 @@ class ModelConfig:
             self.nope_layers,
             f"must be below n_layers ({self.n_layers})",
         )
+        if self.experts is not None:
+            found = tuple(sorted(set(self.experts.layers)))
+            _require(
+                set(found) <= set(range(self.n_layers)),
+                "experts.layers",
+                found,
+                f"must be below n_layers ({self.n_layers})",
+            )
+            found = () if len(found) == self.n_layers else found
+            object.__setattr__(self, "experts", dataclasses.replace(self.experts, layers=found))
         for key in ("attn_softcap", "logit_softcap"):
             cap = getattr(self, key)
             _require(cap is None or cap > 0, key, cap, "must be positive")
@@ -411,6 +493,12 @@ class ModelConfig:
         """The sliding window of one layer."""
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of one layer, None where it has a dense feed-forward."""
+        if self.experts is None or layer not in (self.experts.layers or (layer,)):
+            return None
+        return self.experts.of_a_layer
+
     def rope_of(self, layer: int) -> RopeConfig:
         """The positions of one layer."""
         if layer in self.nope_layers:
@@ -428,6 +516,15 @@ class ModelConfig:
     def has_states(self) -> bool:
         """Whether some layer keeps a state of fixed size instead of keys and values."""
         return set(self.layer_types) != {"attention"}
+
+    @property
+    def feed_width(self) -> int:
+        """Features of a token inside of the widest feed-forward, all of its experts' together."""
+        experts = self.experts
+        if experts is None:
+            return self.d_ff
+        sparse = experts.n_active * experts.d_ff + experts.shared
+        return max(self.d_ff, sparse) if experts.layers else sparse
 
     @property
     def group_size(self) -> int:
@@ -452,6 +549,8 @@ class ModelConfig:
     def first_layers(self, count: int) -> ModelConfig:
         """Of the first ``count`` layers alone."""
         windows = tuple(i for i in range(count) if self.window_of(i) is not None)
+        sparse = tuple(i for i in range(count) if self.experts_of(i) is not None)
+        experts = self.experts and dataclasses.replace(self.experts, layers=sparse)
         return dataclasses.replace(
             self,
             n_layers=count,
@@ -459,6 +558,7 @@ class ModelConfig:
             sliding_window=self.sliding_window if windows else None,
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
+            experts=experts if sparse else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -532,7 +632,7 @@ T = typing.TypeVar("T")
 
 def from_dict(cls: type[T], data: dict[str, Any], prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
@@ -582,8 +682,13 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _check_literals(instance: Any) -> None:
-    for key, hint in typing.get_type_hints(type(instance)).items():
+    for key, hint in _type_hints(type(instance)).items():
         if typing.get_origin(hint) is Literal:
             _convert(hint, getattr(instance, key), key)
 

@@ -10,6 +10,8 @@ from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.dispatch import explain
+from pallas_kernels.experts.gate import ClampedGate
+from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -19,6 +21,7 @@ from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
 
 __all__ = [
+    "ClampedGate",
     "QTensor",
     "decode_attention",
     "dequantize",
@@ -27,6 +30,7 @@ __all__ = [
     "gated_delta_step",
     "gla",
     "gla_step",
+    "grouped_matmul",
     "quantize",
     "quantize_tokens",
     "quantized_matmul",

@@ -40,6 +40,9 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen2-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gemma-3-4b": 3_880_263_168,  # without the image encoder
 }
 

@@ -79,6 +79,8 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
             module = match[1]
             for part in _TEXT_PARTS:
                 module = "model." + module[len(part) :] if module.startswith(part) else module
+            if ".experts." in module:
+                raise file.error(f"tensor {name[:120]!r}: experts take no adapters")
             if module not in sources:
                 raise file.error(
                     f"tensor {name[:120]!r}: {cfg.name} has no such product in its layers"

@@ -157,6 +157,31 @@ def fill(
     return scores_of(cfg, params, last, before, lengths), cache
 
 
+def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary."""
+    is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
+    in_range = (lengths >= 1) & (lengths <= tokens.shape[1])
+    return in_range & jnp.all(is_known | ~is_valid, axis=1)
+
+
+def or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
+    """``scores[B, ...]`` of the rows that are true in ``rows[B]``, NaN elsewhere."""
+    rows = rows.reshape(-1, *(1,) * (scores.ndim - 1))
+    return jnp.where(rows, scores, jnp.float32(jnp.nan))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Teacher-forced float32 logits ``[B, T, V]``; NaN for rows that are not ``possible_rows``."""
+    tokens, lengths = int32_ids(tokens, lengths)
+    possible = possible_rows(cfg, tokens, lengths)
+    hidden, _ = decoder.forward(cfg, params, tokens, lengths)
+    return or_nan(possible, decoder.logits(cfg, params, hidden))
+
+
 def verify(
     cfg: ModelConfig,
     params: Params,

@@ -194,7 +194,7 @@ class EngineOptions:
         # activations, the widest twice.
         rows = self.max_slots if self.draft is None else max(self.max_slots, DRAFTING_TOKENS[False])
         work = rows * cfg.vocab_size * 24
-        work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.d_ff + 8 * cfg.d_model)
+        work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.feed_width + 8 * cfg.d_model)
         # A draft's states: a row's, its snapshot, and those that it takes back.
         states = tree_bytes([one for one in drafts if not isinstance(one, KVCache)])
         work += 3 * self.max_slots * states

@@ -41,6 +41,7 @@ from jaxllama.model.cache import (
     cache_specs,
     proposal_specs,
 )
+from jaxllama.model.experts.feed import feed_experts
 from jaxllama.model.linear import Params, Stream
 from jaxllama.model.lora import ROWS, chosen, for_rows
 from jaxllama.model.mixers import MIXERS
@@ -96,10 +97,12 @@ def mix_half(
 def feed_half(
     cfg: ModelConfig, p: Params, stream: Stream, ops: Any = linear, before: Stream | None = None
 ) -> Stream:
-    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``.
+    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``, or its experts.
 
     before: what a parallel block reads instead, the stream without the mixer's part.
     """
+    if cfg.experts is not None:
+        return feed_experts(cfg, p, stream, ops, before)
     gate_up, down = p["mlp"]["gate_up"], p["mlp"]["down"]
     if before is not None:
         y, _ = ops.norm_linear(before, p.get("mixer_norm"), gate_up, cfg, into=down)
@@ -116,6 +119,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
     one = cfg.replace(
         sliding_window=cfg.window_of(index),
         rope=cfg.rope_of(index),
+        experts=cfg.experts_of(index),
         n_layers=1,
         layer_types=(kind,),
         window_layers=(),

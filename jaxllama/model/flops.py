@@ -40,11 +40,14 @@ def parameters(cfg: ModelConfig) -> int:
 
 
 def matmul_weights(cfg: ModelConfig) -> int:
-    """Weights that a token is multiplied by: matrices, a tied embedding once, as the head."""
+    """Weights that a token is multiplied by: matrices, those of its own experts, a tied embedding
+    once, as the head."""
     total = 0
     for path, spec in param_table(cfg).items():
         if len(spec.shape) == 2 and not path[-2].endswith("conv"):
             total += spec.size
+        elif len(spec.shape) == 3 and cfg.experts is not None:
+            total += spec.size * cfg.experts.n_active // cfg.experts.n_experts
     return total if cfg.tie_embeddings else total - cfg.vocab_size * cfg.d_model
 
 

@@ -37,6 +37,7 @@ from jaxllama.parallel.collectives import lookup_rows, row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
+from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.matmul.op import quantized_matmul
@@ -216,6 +217,7 @@ class Observer:
     def __init__(self) -> None:
         self.inputs: dict[int, jax.Array] = {}
         self.outputs: dict[int, jax.Array] = {}
+        self.experts: dict[int, jax.Array] = {}  # that a mixture's layer took, ``[T, k]``
 
     def norm_linear(self, stream, scale, linear, cfg, *, into=None):
         x, stream = norm(stream, scale, cfg)
@@ -230,6 +232,13 @@ class Observer:
     def linear_add(self, x, linear, stream, cfg, scale=None):
         y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg))
         return Stream(stream.total, y if scale is None else norm(Stream(y), scale, cfg)[0])
+
+    def product(self, x, linear, dtype, cfg, *, into=None):
+        return self._tell(linear, x, product(x, linear, dtype, cfg, into=into))
+
+    def grouped(self, x, linear, experts, **options):
+        self.experts[id(linear)] = experts
+        return self._tell(linear, x, grouped(x, linear, experts, **options))
 
     def _tell(self, linear: Params, x: jax.Array, y: jax.Array) -> jax.Array:
         self.inputs[id(linear)], self.outputs[id(linear)] = x, y
@@ -321,6 +330,12 @@ def product(
     else:
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
+
+
+def grouped(x: jax.Array, params: Params, experts: jax.Array, **options: Any) -> jax.Array:
+    """``grouped_matmul`` with the weight and bias of a layer's experts."""
+    weight, bias = params["weight"], params.get("bias")
+    return grouped_matmul(x, weight, experts, bias=bias, **options)
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:

@@ -8,8 +8,8 @@ directions.  A mixer's parameters are its own (``mixers/<kind>/parameters.py``).
 names is another ``Names``; models with GLA layers have those of flash-linear-attention.  Along
 which axis a mesh splits a parameter is a rule of its path (``split.split_axis``).
 
-``module.Parameters`` are the linen modules that declare them.  This file imports no jax: who only
-reads a checkpoint does without.
+Flax modules declare them (``model.declare``).  This file imports no jax: who only reads a
+checkpoint does without.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.experts import parameters as experts
+from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
@@ -41,6 +43,13 @@ _KIMI = dataclasses.replace(
     mixer="self_attn.",
     low_rank=(("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj")),
     rate=(1, 1, -1, 1),
+)
+_MIXTRAL = ExpertNames("block_sparse_moe.", gate_up=("w1", "w3"), down="w2")
+_GRANITE = ExpertNames(
+    "block_sparse_moe.",
+    router="router.layer",
+    fused=("input_linear.weight", "output_linear.weight"),
+    is_fused=True,
 )
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
@@ -65,8 +74,11 @@ FAMILIES = {
         dataclasses.replace(FLA, mixers={"delta": delta.FLA}),
     ),
     "kimi_linear": Names(mixers={"delta": _KIMI}, other_mlp="block_sparse_moe."),
+    "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
+    "mixtral": Names(mixers={"experts": _MIXTRAL}),
+    "granitemoe": Names(mixers={"experts": _GRANITE}),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "glm": Names(gate_up=("gate_up_proj",)),
     "glm4": Names(gate_up=("gate_up_proj",)),
@@ -99,7 +111,11 @@ def param_table(
         mixer = MIXERS[kind].parameters.table(cfg, f"{prefix}.", names, present)
         is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
         mlp_prefix = names.other_mlp if is_other else names.mlp
-        mlp = _mlp(cfg, f"{prefix}.{mlp_prefix}", names, present)
+        mlp = (
+            _mlp(cfg, f"{prefix}.{mlp_prefix}", names, present)
+            if cfg.experts_of(index) is None
+            else experts.table(cfg, f"{prefix}.", names, present)
+        )
         norm = functools.partial(_norm, cfg)
         if cfg.pre_norms:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")

@@ -58,6 +58,10 @@ def check_shards(cfg: ModelConfig, n: int) -> None:
         raise JaxLlamaError(
             f"mesh: model={n}: the norms of q and k of {cfg.name} are over all heads; allowed: 1"
         )
+    if cfg.experts is not None and n > 1:
+        raise JaxLlamaError(
+            f"mesh: model={n}: the experts of {cfg.name} are not divided among devices; allowed: 1"
+        )
     reason = _obstacle(cfg, n)
     if reason is None:
         return

@@ -50,7 +50,8 @@ from pallas_kernels.qtensor import QTensor, dequantize
 DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"
 SAMPLE = 512  # tokens of a site's input that are kept whole
 _FIRST = ("mixer/qkv", "mixer/q", "head")  # sites that read what the previous block left
-_ADDED = ("mixer/o", "mlp/down")  # sites whose readers' outputs join the residual stream
+# Sites whose readers' outputs join the residual stream.
+_ADDED = ("mixer/o", "mlp/down", "mlp/experts_down")
 BATCH = 8  # windows that go through a block at once
 
 
@@ -62,6 +63,7 @@ class InputStats:
     hessian ``[K, K]``: sum of w x x^T over tokens of weight w, or None where no method asks for it.
     total, felt ``[K]``: sum and maximum of sqrt(w) |x|; peak ``[K]``: maximum of |x| as it is.
     sample ``[S, K]``: evenly spaced tokens, as they are; weight ``[S, 1]``: theirs.
+    experts: of a mixture's weight (sums of x^2 ``[E, K]``, rows ``[E]``) by expert, else None.
     """
 
     hessian: jax.Array | None
@@ -70,6 +72,7 @@ class InputStats:
     peak: jax.Array
     sample: jax.Array
     weight: jax.Array
+    experts: tuple[jax.Array, jax.Array] | None = None
 
     def scaled(self, s: jax.Array) -> InputStats:
         """The statistics of ``x / s``."""
@@ -78,7 +81,8 @@ class InputStats:
         if hessian is not None:
             hessian = hessian * inverse[:, None] * inverse[None, :]
         columns = (self.total, self.felt, self.peak, self.sample)
-        return InputStats(hessian, *(part * inverse for part in columns), self.weight)
+        scaled = (part * inverse for part in columns)
+        return InputStats(hessian, *scaled, self.weight, self.experts)
 
 
 def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -> np.ndarray:
@@ -140,9 +144,9 @@ def observe(
     assert sums is not None
     return {
         name: InputStats(
-            *parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True))
+            *parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True)), by_expert
         )
-        for name, parts in sums.items()
+        for name, (*parts, by_expert) in sums.items()
     }
 
 
@@ -156,7 +160,7 @@ def _observe(
     hessian: bool,
     keep: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({site: (hessian, total, felt, peak)}, {site: (sample, weight)}) of one batch."""
+    """({site: (hessian, total, felt, peak, experts)}, {site: (sample, weight)}) of one batch."""
     watch = Observer()
     if kind == "head":
         watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg)
@@ -174,18 +178,33 @@ def _observe(
         later = 1 + _attention_received(cfg, following["mixer"], qkv).reshape(-1, 1)
     sums, samples = {}, {}
     for site in sites(cfg, kind):
-        x = watch.inputs[id(get(layer, site.readers[0]))].astype(jnp.float32)
+        reader = id(get(layer, site.readers[0]))
+        x = watch.inputs[reader].astype(jnp.float32)
         x = x.reshape(-1, x.shape[-1])
         weight = before if site.name in _FIRST else later
+        weight = jnp.repeat(weight, len(x) // len(weight), axis=0)  # a row for each expert
         if site.name in _ADDED:
-            weight = weight / (size + cfg.norm_eps)
+            weight = weight / (jnp.repeat(size, len(x) // len(size), axis=0) + cfg.norm_eps)
+        by_expert = None
+        if reader in watch.experts:
+            by_expert = _by_expert(cfg, x, watch.experts[reader])
         felt = x * jnp.sqrt(weight)
         second = jnp.matmul(felt.T, felt, precision=lax.Precision.HIGHEST) if hessian else None
         felt, at = jnp.abs(felt), np.linspace(0, len(x) - 1, min(keep, len(x))).astype(int)
         peak = jnp.max(jnp.abs(x), axis=0)
-        sums[site.name] = (second, jnp.sum(felt, axis=0), jnp.max(felt, axis=0), peak)
+        total, largest = jnp.sum(felt, axis=0), jnp.max(felt, axis=0)
+        sums[site.name] = (second, total, largest, peak, by_expert)
         samples[site.name] = (x[at], weight[at])
     return sums, samples
+
+
+def _by_expert(cfg: ModelConfig, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sums of x^2 ``[E, K]``, rows ``[E]``) of x ``[rows, K]`` and each token's experts."""
+    assert cfg.experts is not None
+    each = experts.reshape(len(x), -1)[..., None] == jnp.arange(cfg.experts.n_experts)
+    takes = jnp.sum(each, axis=1, dtype=jnp.float32)
+    sums = jnp.matmul(takes.T, jnp.square(x), precision=lax.Precision.HIGHEST)
+    return sums, jnp.sum(takes, axis=0)
 
 
 def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.Array:
@@ -212,7 +231,8 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
 def _merge(one: Any, two: Any) -> Any:
     def both(a: Any, b: Any) -> Any:
         hessian = None if a[0] is None else a[0] + b[0]
-        return hessian, a[1] + b[1], jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
+        most = jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
+        return hessian, a[1] + b[1], *most, jax.tree.map(jnp.add, a[4], b[4])
 
     return {name: both(one[name], two[name]) for name in one}
 

@@ -15,12 +15,15 @@ GPTQ's); the error of each weight; on to the next.  Then the head, where it is n
 AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``).
 
 Where a method has nothing to say to a weight's scheme (a mixed recipe), that weight is rounded to
-nearest.  With ``work`` every finished layer is stored and not done again.
+nearest.  So are experts under each method, on grids weighed by the inputs that each expert has
+seen; a warning counts the experts that saw too few.  With ``work`` every finished layer is stored
+and not done again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +33,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.errors import JaxLlamaError
+from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.model.decoder import layer_config
 from jaxllama.progress import working
 from jaxllama.quantization import awq, smoothquant
@@ -46,6 +49,7 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
 _RANDOM_TOKENS = 128  # a row
+_FEW = 16  # tokens that an expert's statistics need
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 
 
@@ -205,6 +209,8 @@ class _Run:
             s = self._scales(site, layer, prefix, seen, n_tokens)
             if s is not None:
                 scales[site.name] = s
+            if seen.experts is not None and self.is_measured:
+                _warn_of_few(_join(prefix, site.readers[0]), seen.experts[1])
         folded = fold(cfg, kind, layer, scales)
         done, entries = folded, []
         for site in sites(cfg, kind):
@@ -267,6 +273,8 @@ class _Run:
 
     def _round(self, weight: jax.Array, scheme: Scheme, seen: InputStats, name: str) -> QTensor:
         """The folded weight as a QTensor; ``seen`` is of the folded inputs."""
+        if weight.ndim == 3:
+            return round_weight(weight, scheme, name, self.scale_dtype, _of_experts(seen))
         searched = self.method == "gptq" or (self.method == "awq" and _searches(scheme, "awq"))
         if searched:
             grid, shrink = _grid(weight, scheme, name), 1.0
@@ -287,6 +295,26 @@ class _Run:
             _, top = CODES[scheme.activations]
             out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
         return out
+
+
+def _of_experts(seen: InputStats) -> jax.Array:
+    """The importance ``[E, K]`` of experts' columns: the mean square of what each expert has read,
+    with ``_FEW`` rows of all experts' mean beside its own."""
+    assert seen.experts is not None
+    sums, rows = seen.experts
+    mean = jnp.mean(jnp.square(seen.sample), axis=0)
+    return (sums + _FEW * mean) / (rows + _FEW)[:, None]
+
+
+def _warn_of_few(name: str, rows: jax.Array) -> None:
+    few = int(jnp.sum(rows < _FEW))
+    if few:
+        warnings.warn(
+            f"{name}: {few} of {len(rows)} experts read fewer than {_FEW} tokens of the "
+            "calibration text: give a longer one",
+            WeightWarning,
+            stacklevel=2,
+        )
 
 
 def _grid(weight: jax.Array, scheme: Scheme, name: str) -> Grid:

@@ -31,7 +31,10 @@ def weight_errors(
 ) -> dict[str, float]:
     """See the module docstring; s ``[K]`` divided the inputs and rows ``[N]`` the outputs."""
     seen = (stats.sample, jnp.sqrt(stats.weight))
-    values = jax.device_get(_errors(weight, quantized, seen, s, rows))
+    if weight.ndim == 3:
+        values = jax.device_get(_errors_of_experts(weight, quantized, seen))
+    else:
+        values = jax.device_get(_errors(weight, quantized, seen, s, rows))
     return {key: float(value) for key, value in values.items()}
 
 
@@ -52,6 +55,21 @@ def _errors(
         "output_error": _norm(got - y) / _norm(y),
         "cosine": jnp.sum(got * y) / (_norm(got) * _norm(y)),
     }
+
+
+@jax.jit
+def _errors_of_experts(
+    weight: jax.Array, quantized: QTensor, seen: tuple[jax.Array, jax.Array]
+) -> dict[str, jax.Array]:
+    """The means over experts, each of which multiplies the whole sample."""
+    one = jnp.ones((), jnp.float32)
+
+    def of(index: jax.Array) -> dict[str, jax.Array]:
+        rows = jnp.broadcast_to(one, weight.shape[1:2])
+        return _errors(weight[index], quantized.rows(index), seen, one, rows)
+
+    each = lax.map(of, jnp.arange(weight.shape[0]))
+    return jax.tree.map(jnp.mean, each)
 
 
 def _norm(x: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ def rounded(
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
 def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) -> QTensor:
-    """``weight[N, K]`` rounded to nearest on its grid, which covers ``shrink`` of each range."""
+    """``weight[..., K]`` rounded to nearest on its grid, which covers ``shrink`` of each range."""
     dtype, group, zeros = grid
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
     return QTensor.on_grid(codes(weight, scale, zero, dtype), scale, zero, scale_dtype)
@@ -51,8 +51,19 @@ def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) 
 def fitted(
     weight: jax.Array, importance: jax.Array | None, *, grid: Grid, scale_dtype: str
 ) -> QTensor:
-    """``weight[N, K]`` rounded to nearest on the best grid with zero points; importance ``[K]``."""
-    scale, zero = search_grid(weight, importance, grid=grid)
+    """``weight[N, K]`` rounded to nearest on the best grid with zero points; importance ``[K]``.
+    Experts ``[E, N, K]`` are done one after the other, with an importance ``[K]`` or ``[E, K]``."""
+    if weight.ndim == 3:
+        shared = importance is None or importance.ndim == 1
+        own = () if shared else (importance,)
+
+        def one(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            rows, *cost = operands
+            return search_grid(rows, cost[0] if cost else importance, grid=grid)
+
+        scale, zero = lax.map(one, (weight, *own))
+    else:
+        scale, zero = search_grid(weight, importance, grid=grid)
     scale = kept(scale, zero, scale_dtype)
     return QTensor.on_grid(codes(weight, scale, zero, grid[0]), scale, zero, scale_dtype)
 

@@ -50,7 +50,8 @@ from pallas_kernels.qtensor import QTensor, RowBlocks
 
 SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static", "w4a8", "w4a8-fp8")
 # Parents of a "weight" that is a matmul.
-MATMULS = frozenset(("qkv", "qkvz", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
+_EXPERTS = ("experts_gate_up", "experts_down")  # [E, out, in]
+MATMULS = frozenset(("qkv", "qkvz", "q", "k", "v", "g", "o", "gate_up", "down", "head", *_EXPERTS))
 _NAMES = MATMULS | {"embed", "mixer", "mlp"}
 _GROUPS = (128, 64, 32)
 
@@ -254,8 +255,13 @@ def round_weight(
     scale_dtype: DTypeLike | None = None,
     importance: jax.Array | None = None,
 ) -> QTensor:
-    """``weight[out, in]`` rounded to nearest; ``name`` is for the error, scale_dtype as in
-    ``Scheme.scale_dtype``, importance ``[in]`` as in ``rounding``."""
+    """``weight[out, in]`` or ``[E, out, in]`` rounded to nearest; ``name`` is for the error,
+    scale_dtype as in ``Scheme.scale_dtype``, importance ``[in]`` or ``[E, in]`` as in
+    ``rounding``.  Raises JaxLlamaError for experts with quantized activations."""
+    if weight.ndim == 3 and scheme.activations is not None:
+        raise JaxLlamaError(
+            f"{name}: experts read activations in floats: add experts_*=w8a16 to the scheme"
+        )
     grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)
     scale_dtype = scheme.scale_dtype(weight, scale_dtype)
     if scheme.is_fitted:

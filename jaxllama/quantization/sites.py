@@ -14,6 +14,8 @@ The division costs nothing where whatever makes the activation can take it:
     up         -> down                                   up's rows of gate_up / s
     norm       -> head                                   the last norm's weight / s
 
+No scale is folded before experts, whose router reads the same norm, nor between their products.
+
 With GQA each v channel is read by the G query heads of its group, and GLA's g_norm is shared by all
 heads, so those input channels of o share one s ("tied": ``Site.channel`` says which).  AWQ's code
 leaves o alone under GQA; tying keeps part of the gain.  Source: AWQ (arXiv 2306.00978), section
@@ -32,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.experts import parameters as experts
 from jaxllama.model.mixers import MIXERS
 
 Layer = dict[str, Any]
@@ -73,6 +76,9 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     beside, gate_up = (), ("mlp/gate_up",)
     if cfg.parallel_block:  # one norm for both sublayers
         beside, gate_up = gate_up, ()
+    if cfg.experts is not None:
+        mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model))
+        return (*_mixer_sites(cfg, kind, before, (), model), *mlp)
     mlp = tuple(
         Site("mlp/gate_up", gate_up, "mlp_norm" if cfg.pre_norms else "", None, model)
         for _ in gate_up
@@ -81,13 +87,21 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
             "mlp/down", ("mlp/down",), "mlp/gate_up", (cfg.d_ff, 2 * cfg.d_ff), np.arange(cfg.d_ff)
         ),
     )
+    return (*_mixer_sites(cfg, kind, before, beside, model), *mlp)
+
+
+def _mixer_sites(
+    cfg: ModelConfig, kind: str, before: str, beside: tuple[str, ...], model: np.ndarray
+) -> tuple[Site, Site]:
+    """The mixer's sites; before: the norm, beside: what else reads it."""
     mixer = MIXERS[kind].parameters.sites(cfg)
     readers = tuple(f"mixer/{name}" for name in mixer.readers)
     source = f"mixer/{mixer.source}" if mixer.source else ""
+    if cfg.parallel_block and cfg.experts is not None:
+        before = ""  # the router reads the same norm
     return (
         Site(readers[0], readers + beside, before, None, model),
         Site("mixer/o", ("mixer/o",), source, mixer.rows, mixer.channel),
-        *mlp,
     )
 
 

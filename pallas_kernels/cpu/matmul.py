@@ -154,7 +154,7 @@ class Matmul(Program):
             _Round(self, e, call).chunk(i)
 
         def multiplied(e: Emitter, call: CallFrame, i: Value) -> None:
-            _Multiply(self, e, call).chunk(i)
+            TilesOfRows(self, e, call).chunk(i)
 
         def row_runs(e: Emitter, call: CallFrame) -> Value:
             rows = call.argument_dim(0, 0)
@@ -162,7 +162,7 @@ class Matmul(Program):
             return e.b.select(many, e.divide_up(rows, PREPARED_ROWS), e.i64(1))
 
         def tile_runs(e: Emitter, call: CallFrame) -> Value:
-            body = _Multiply(self, e, call)
+            body = TilesOfRows(self, e, call)
             return e.b.udiv(e.b.sub(e.b.add(body.tiles, body.run), e.i64(1)), body.run)
 
         return [Phase(row_runs, rounded), Phase(tile_runs, multiplied)]
@@ -303,20 +303,24 @@ def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
     return b.fdiv(e.f32(1.0), e.sqrt(b.fadd(mean, eps)))
 
 
-class _Multiply(_Body):
+class TilesOfRows(_Body):
     """A run of tiles times all rows."""
 
     def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         b = e.b
         self.q = call.argument(1)
-        self.all_tiles = call.argument_dim(1, 0)
+        self.all_tiles = self.count_tiles()
         self.tiles = b.udiv(self.all_tiles, e.i64(2)) if program.swiglu else self.all_tiles
         per_tile = b.mul(self.tile_bytes, e.i64(2)) if program.swiglu else self.tile_bytes
         run = e.least(b.udiv(e.i64(RUN_BYTES), per_tile), b.udiv(self.tiles, e.i64(RUNS)))
         run = b.select(b.icmp_signed(">", run, e.i64(1)), run, e.i64(1))
         small = b.icmp_signed("<", b.mul(self.tiles, per_tile), e.i64(ALONE_BYTES))
         self.run = b.select(small, self.tiles, run)
+
+    def count_tiles(self) -> Value:
+        """The tiles that a row of x meets."""
+        return self.call.argument_dim(1, 0)
 
     def chunk(self, i: Value) -> None:
         e, b, rows = self.e, self.e.b, self.p.rows
@@ -339,9 +343,9 @@ class _Multiply(_Body):
         sums, up = self.products(tile, rows), None
         if p.swiglu:
             up = self.products(b.add(tile, self.tiles), rows)
-        self._store(tile, rows, sums, up)
+        self.store(tile, rows, sums, up)
 
-    def _store(
+    def store(
         self, tile: Value, rows: list[Value], sums: list[Value], up: list[Value] | None
     ) -> None:
         """Rows of a tile's results, of the products (the gate's and up's, if there are two)."""
@@ -387,7 +391,7 @@ class _Multiply(_Body):
 
                 def row(j: Value) -> None:
                     found = [self._sums(s, j) for s in sums]
-                    self._store(tile, [b.add(start, j)], found[:1], found[1:] or None)
+                    self.store(tile, [b.add(start, j)], found[:1], found[1:] or None)
 
                 e.loop(count, row)
 

@@ -200,8 +200,8 @@ _EXPERTS = "a mixture of experts, which is not supported"
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, _EXPERTS),
-        ({"model_type": "qwen3_moe"}, _EXPERTS),
+        ({"model_type": "gpt_oss", "num_local_experts": 8}, _EXPERTS),
+        ({"model_type": "glm4_moe"}, _EXPERTS),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, _EXPERTS),
         ({"model_type": "doge", "is_moe": True, "num_experts": 16384}, _EXPERTS),
         ({"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),

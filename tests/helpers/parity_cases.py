@@ -57,6 +57,7 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 _DELTA = {"num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
           "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
           "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # (model type, case, what its config.json says besides the sizes): every option of each family
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "", {}),
@@ -128,6 +129,30 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 12,
         "linear_head_dim": 8, "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    ("mixtral", "", {"num_local_experts": 4}),
+    ("mixtral", "window", {"sliding_window": 9, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    ("olmoe", "", {"num_experts": 8, "num_experts_per_tok": 3}),
+    ("olmoe", "normalized-bias", {
+        "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen2_moe", "", {**_MOE, "shared_expert_intermediate_size": 40}),
+    ("qwen2_moe", "mixed", {
+        **_MOE, "shared_expert_intermediate_size": 16, "norm_topk_prob": True, "qkv_bias": False,
+        "mlp_only_layers": [0], "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    ("qwen3_moe", "", {**_MOE, "norm_topk_prob": True}),
+    ("qwen3_moe", "mixed-window", {
+        **_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 3, "attention_bias": True,
+        "use_sliding_window": True, "sliding_window": 9}),
+    ("qwen3_next", "experts", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 16}),
+    ("qwen3_next", "mixed-experts", {
+        **_DELTA, **_MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": False,
+        "mlp_only_layers": [1]}),
+    ("qwen3_5_moe_text", "", {
+        **_DELTA, **_MOE, "num_hidden_layers": 4, "layer_types": None, "intermediate_size": 24,
+        "shared_expert_intermediate_size": 16}),
+    ("granitemoe", "", {
+        "num_local_experts": 6, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+        "residual_multiplier": 0.22, "attention_multiplier": 0.0625, "tie_word_embeddings": True}),
 )  # fmt: skip
 
 

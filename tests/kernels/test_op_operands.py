@@ -441,6 +441,21 @@ def one_token():
     return given, call, lambda a: token_expected(*taken(a), None)
 
 
+def grouped_matmul():
+    given = {"x": draw(2, 64), "w": draw(3, 16, 64, seed=1),
+             "experts": np.asarray([[0, 2], [1, 0]], np.int32),
+             "weights": draw(2, 2, dtype="float32")}  # fmt: skip
+
+    def call(a, **kw):
+        return pk.grouped_matmul(a["x"], a["w"], a["experts"], weights=a["weights"], **kw)
+
+    def want(a):
+        own = wide(a["w"])[np.clip(a["experts"], 0, len(a["w"]) - 1)]
+        return np.einsum("ti,tkoi,tk->to", wide(a["x"]), own, wide(a["weights"]))
+
+    return given, call, want
+
+
 CASES = {
     "quantized_matmul plain": plain_matmul,
     "quantized_matmul fused": fused_matmul,
@@ -467,8 +482,9 @@ CASES = {
     "gla": gla,
     "gla_step": gla_step,
     "gla_token": one_token,
+    "grouped_matmul": grouped_matmul,
 }
-WITHOUT_KERNEL = {"quantize", "dequantize"}
+WITHOUT_KERNEL = {"quantize", "dequantize", "grouped_matmul"}
 # The XLA form of these is that of the case beside them.
 WITHOUT_XLA = {"gla_token", "quantized_matmul w8", "rms_norm", "decode_attention int8",
                "rope_and_write int8"}  # fmt: skip

@@ -26,6 +26,7 @@ import pallas_kernels as ops
 from pallas_kernels import transform
 from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
+from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.matmul.reference import quantized_matmul_reference
 from tests.helpers.compiling import environment
 
@@ -68,6 +69,21 @@ def _matmul(words: str, zeros: bool = False) -> Case:
         return (*_arrays(dtype, (4, 64)), _weight(words, zeros, n=208))
 
     return Case(ops.quantized_matmul, operands, (True, False), quantized_matmul_reference)
+
+
+def _grouped() -> Case:
+    experts = jnp.asarray([[0, 2], [1, 0], [2, 1], [2, 0]], jnp.int32)
+
+    def operands(dtype):
+        return *_arrays(dtype, (4, 32), (3, 16, 32)), experts, *_arrays(dtype, (4, 2))
+
+    def f(x, w, experts, weights, **how):
+        return ops.grouped_matmul(x, w, experts, weights=weights, gated="silu", **how)
+
+    def reference(x, w, experts, weights):
+        return grouped_matmul_reference(x, w, experts, weights=weights, gated="silu")
+
+    return Case(f, operands, (True, False, True, True), reference)
 
 
 def _pair(dtype):
@@ -224,6 +240,7 @@ CASES = {
     "rope_and_attend": _rope(ops.rope_and_attend),
     "gated_delta": Case(ops.gated_delta, _delta((16,)), (True,) * 5),
     "gated_delta_step": Case(ops.gated_delta_step, _delta((), (2, 2, 64, 128)), (True,) * 6),
+    "grouped_matmul": _grouped(),
     "gla": Case(_gla_op, _gla((16,)), (True,) * 4),
     "gla_step": Case(ops.gla_step, _gla((), (2, 1, 64, 128)), (True,) * 5),
 }
@@ -541,8 +558,8 @@ def test_export_refuses_a_named_kernel() -> None:
 
 # --- the kernels themselves ----------------------------------------------------------------------
 
-# XLA's fusion is all there is to swiglu.
-KERNELS = [n for n in CASES if n != "swiglu"]
+# XLA's fusion is all there is to swiglu, and its forms to products with experts.
+KERNELS = [n for n in CASES if n not in ("swiglu", "grouped_matmul")]
 
 
 def _mosaic(name: str) -> tuple[Callable, tuple]:

@@ -137,15 +137,17 @@ def test_what_a_file_says_and_we_have_not_is_named(kind, change, message):
         config_from_hf({**config_of(kind), **change}, "x")
 
 
-@pytest.mark.parametrize("change", [{}, {"num_experts": 4, "mlp_only_layers": [0]}])
-def test_experts_are_refused_by_name(change):
+def test_experts_are_in_the_layers_that_the_file_says():
     config = {
         "model_type": "qwen3_next", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 4,
     }  # fmt: skip
-    with pytest.raises(JaxLlamaError, match="num_experts.*a mixture of experts"):
-        config_from_hf({**config, **change}, "x")
-    assert config_from_hf({**config, "num_experts": 0}, "x").layer_types == ("delta", "delta")
+    cfg = config_from_hf(config, "x")
+    assert (cfg.experts.n_experts, cfg.experts.n_active, cfg.experts.layers) == (512, 10, ())
+    mixed = config_from_hf({**config, "num_experts": 16, "mlp_only_layers": [0]}, "x")
+    assert mixed.experts.layers == (1,) and mixed.experts_of(0) is None
+    dense = config_from_hf({**config, "num_experts": 0}, "x")
+    assert (dense.layer_types, dense.experts) == (("delta", "delta"), None)
 
 
 def test_a_mixer_that_no_file_has_words_for_is_named():
@@ -196,6 +198,7 @@ def generated(lm):
     return [one.tokens for one in lm.generate(prompts(lm.config), max_new_tokens=8)]
 
 
+@pytest.mark.usefixtures("engines_of_one_size")
 @pytest.mark.parametrize("family", ["delta", pytest.param("kda", marks=pytest.mark.slow)])
 def test_engine_prefixes_give_the_same_tokens(family, tmp_path):
     """Two slots for three rows, of which the second begins with a snapshot of the first's state."""

@@ -81,7 +81,8 @@ ALSO = (
     "qwen2-window", "qwen2-alternating", "ministral", "rope-yarn", "rope-yarn-amplitude",
     "phi3-longrope", "qwen3", "smollm3-window-bias", "granite", "seed_oss", "ernie4_5", "helium",
     "olmo2-bias-yarn", "olmo3", "gemma2-uncapped", "gemma3_text-layer-types", "glm", "glm4-no-bias",
-    "cohere", "cohere2-pattern", "qwen3_5_text",
+    "cohere", "cohere2-pattern", "qwen3_5_text", "mixtral", "mixtral-window", "olmoe",
+    "qwen2_moe", "qwen3_moe", "qwen3_next-experts", "qwen3_next-mixed-experts",
 )  # fmt: skip
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 
@@ -129,12 +130,13 @@ def test_transformers(name: str) -> None:
 
 
 # One of each way to name, fuse, order or scale tensors.
-WRITTEN = ("phi3-partial-longrope", "gemma3_text", "cohere2", "qwen3_next")
+WRITTEN = ("phi3-partial-longrope", "gemma3_text", "cohere2", "qwen3_next", "qwen2_moe-mixed")
 WRITTEN_TOO = (
     "llama-mha", "llama-attention-bias", "mistral-window", "ministral", "qwen2-late-window",
     "qwen2-alternating", "rope-llama3", "rope-dynamic", "qwen3", "smollm3-window-bias", "granite",
     "rope-yarn-options", "kimi_linear", "olmo3-yarn", "gemma2", "glm4", "stablelm-parallel-bias",
-    "ernie4_5-bias", "qwen3_5_text-bias",
+    "ernie4_5-bias", "qwen3_5_text-bias", "mixtral", "olmoe-normalized-bias",
+    "qwen3_moe-mixed-window", "qwen3_next-mixed-experts", "qwen3_5_moe_text", "granitemoe",
 )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
 
 
 # One of each mechanism; the others have no other.
-RAGGED = ("qwen3_next", "gemma3_text")
+RAGGED = ("qwen3_next", "gemma3_text", "qwen2_moe")
 
 
 @pytest.mark.parametrize(

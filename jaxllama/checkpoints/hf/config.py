@@ -7,7 +7,7 @@ is not supported is a JaxLlamaError naming the key; keys that the family's class
 ignores are one warning.
 ``check_preset`` compares a preset with what a checkpoint says of itself.
 
-Left out: mixtures of experts, encoders, sequence classifiers.
+Left out: mixtures of experts of other families, encoders, sequence classifiers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxllama.checkpoints.hf.fla import (
     config_to_fla,
     model_of,
 )
-from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper, is_paper
+from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
@@ -84,7 +84,8 @@ def config_from_hf(
     Raises JaxLlamaError naming the key and its value.
     """
     config = text_config(config)
-    kind = PAPER if is_paper(config) else _model_type(config)
+    is_paper = config.get("model_type") in ("gla", "transformer") and "n_head" in config
+    kind = PAPER if is_paper else _model_type(config)
     ids = {key: (generation or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
     config = {**config, **{key: value for key, value in ids.items() if value is not None}}
     if kind in MODELS:
@@ -374,7 +375,8 @@ def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None
     if family.window == "none":
         return None, ()
     window = None
-    is_on = family.window != "use" or read.flag("use_sliding_window", False)
+    has_switch = family.window == "use" or "use_sliding_window" in family.keys
+    is_on = not has_switch or read.flag("use_sliding_window", False)
     if is_on and read.config.get("sliding_window") is not None:
         window = read.size("sliding_window")
     types = read.config.get("layer_types")

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllama.checkpoints.hf.experts import Mixture
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -138,13 +139,16 @@ def _qwen_delta(read: JsonReader) -> Fields:
     }
 
 
-def _qwen_next(read: JsonReader) -> Fields:
-    experts, step = read.natural("num_experts", 512), read.size("decoder_sparse_step", 1)
-    dense = read.config.get("mlp_only_layers") or []
-    for index in range(read.size("num_hidden_layers")):
-        if experts and index not in dense and (index + 1) % step == 0:
-            raise read.error("num_experts", "a mixture of experts, which is not supported")
-    return _qwen_delta(read)
+_NEXT_EXPERTS = Mixture(
+    512, 10, width=512, normalize=True, has_norm_key=True, shared=512, is_mixed=True
+)
+_QWEN35_EXPERTS = Mixture(256, 8, width=512, shared=512)
+
+
+def _qwen35_experts(read: JsonReader) -> Fields:
+    """Every layer has experts; config.json has no other feed-forward's width."""
+    experts = _QWEN35_EXPERTS.fields(read)
+    return {**_qwen_delta(read), **experts, "d_ff": experts["experts"].d_ff}
 
 
 def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
@@ -230,7 +234,7 @@ def _kimi_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
-# Of experts, of which a dense model has none.
+# Of experts, of which a dense Kimi-Linear has none.
 _EXPERTS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
@@ -276,6 +280,18 @@ _QWEN_DELTA = Family(
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}
 _LOGIT_CAP = ("final_logit_softcapping", "logit_softcap", None)
+_MIXTRAL_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
+_OLMOE_EXPERTS = Mixture(64, 8, width_key="intermediate_size", normalize=False, has_norm_key=True)
+_QWEN2_EXPERTS = Mixture(
+    60, 4, width=1408, normalize=False, has_norm_key=True, shared=5632, is_mixed=True
+)
+_QWEN3_EXPERTS = Mixture(128, 8, width=768, normalize=False, has_norm_key=True, is_mixed=True)
+_GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
+_GRANITE_SCALES = (
+    *_BIAS,
+    ("embedding_multiplier", "stored.embed", 1.0),
+    ("residual_multiplier", "stored.residual", 1.0),
+)
 _GLM = Family(
     architectures=("GlmForCausalLM",),
     defaults={
@@ -341,20 +357,92 @@ FAMILIES: dict[str, Family] = {
         window="use",
         facts={"qk_norm": "head"},
     ),
+    "mixtral": Family(
+        ("MixtralForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+        },
+        keys=_MIXTRAL_EXPERTS.keys,
+        fields=_MIXTRAL_EXPERTS.fields,
+        to_hf=_MIXTRAL_EXPERTS.to_hf,
+        window="all",
+    ),
+    "olmoe": Family(
+        ("OlmoeForCausalLM",),
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": None,
+            "eos_token_id": 50279,
+        },
+        keys=_OLMOE_EXPERTS.keys,
+        same=_BIAS,
+        fields=_OLMOE_EXPERTS.fields,
+        to_hf=_OLMOE_EXPERTS.to_hf,
+        fixed={"clip_qkv": (None,)},
+        facts={"qk_norm": "full"},
+    ),
+    "qwen2_moe": Family(
+        ("Qwen2MoeForCausalLM",),
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=(*_QWEN2_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
+        same=(("qkv_bias", "qkv_bias", True),),
+        fields=_QWEN2_EXPERTS.fields,
+        to_hf=lambda cfg: {
+            **_QWEN2_EXPERTS.to_hf(cfg),
+            "use_sliding_window": cfg.sliding_window is not None,
+        },
+        window=lambda i, read: (
+            read.flag("use_sliding_window", False)
+            and i % 2 == 0
+            and i < read.natural("max_window_layers", 28)
+        ),
+    ),
+    "qwen3_moe": Family(
+        ("Qwen3MoeForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=(*_QWEN3_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
+        same=_BIAS,
+        fields=_QWEN3_EXPERTS.fields,
+        to_hf=lambda cfg: {
+            **_QWEN3_EXPERTS.to_hf(cfg),
+            "use_sliding_window": cfg.sliding_window is not None,
+        },
+        window=lambda i, read: read.flag("use_sliding_window", False),
+        facts={"qk_norm": "head"},
+    ),
     "qwen3_5_text": _QWEN_DELTA,
     "qwen3_next": dataclasses.replace(
         _QWEN_DELTA,
         architectures=("Qwen3NextForCausalLM",),
         defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2},
-        keys=(
-            *_QWEN_DELTA.keys,
-            "num_experts",
-            "decoder_sparse_step",
-            "mlp_only_layers",
-            *_EXPERTS,
-        ),
-        fields=_qwen_next,
-        to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), "num_experts": 0},
+        keys=(*_QWEN_DELTA.keys, *_NEXT_EXPERTS.keys),
+        fields=lambda read: {**_qwen_delta(read), **_NEXT_EXPERTS.fields(read)},
+        to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_NEXT_EXPERTS.to_hf(cfg)},
+    ),
+    "qwen3_5_moe_text": dataclasses.replace(
+        _QWEN_DELTA,
+        architectures=("Qwen3_5MoeForCausalLM",),
+        # No layer has a feed-forward of this width.
+        defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2, "intermediate_size": 512},
+        keys=(*_QWEN_DELTA.keys, *_QWEN35_EXPERTS.keys),
+        fields=_qwen35_experts,
+        to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_QWEN35_EXPERTS.to_hf(cfg)},
     ),
     "kimi_linear": Family(
         ("KimiLinearForCausalLM",),
@@ -448,14 +536,16 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(
         ("GraniteForCausalLM",),
         keys=("attention_multiplier", "logits_scaling"),
-        same=(
-            *_BIAS,
-            *_MLP_BIAS,
-            ("embedding_multiplier", "stored.embed", 1.0),
-            ("residual_multiplier", "stored.residual", 1.0),
-        ),
+        same=(*_GRANITE_SCALES, *_MLP_BIAS),
         fields=_granite,
         to_hf=_granite_to_hf,
+    ),
+    "granitemoe": Family(
+        ("GraniteMoeForCausalLM",),
+        keys=("attention_multiplier", "logits_scaling", *_GRANITE_EXPERTS.keys),
+        same=_GRANITE_SCALES,
+        fields=lambda read: {**_granite(read), **_GRANITE_EXPERTS.fields(read)},
+        to_hf=lambda cfg: {**_granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
     ),
     "seed_oss": Family(
         ("SeedOssForCausalLM",),

@@ -130,10 +130,10 @@ def check_scale(w: QTensor, name: str) -> None:
         raise JaxLlamaError(f"{name}: scales that are NaN or infinite")
     if (scale < 0).any():
         raise JaxLlamaError(f"{name}: negative scales")
-    rows, groups = np.nonzero(scale == 0)
-    if not rows.size:
+    none = scale == 0
+    if not none.any():
         return
-    words = w.q.reshape(*scale.shape, -1)[rows, groups].astype(np.float32)
-    zero = np.float32(0) if w.zero is None else w.zero[rows, groups].astype(np.float32)[:, None]
+    words = w.q.reshape(*scale.shape, -1)[none].astype(np.float32)
+    zero = np.float32(0) if w.zero is None else w.zero[none].astype(np.float32)[:, None]
     if (words != zero).any():
         raise JaxLlamaError(f"{name}: scales that are 0, of codes that are not")

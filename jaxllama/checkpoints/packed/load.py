@@ -82,6 +82,9 @@ def plan(
             return packed_native.plan(options, table, files)
         part = _READERS[method](options)
         sources = {source.name for spec in table.values() for source in spec.sources}
+        for path, spec in table.items():
+            if len(spec.shape) == 3 and spec.sources[0].name not in files:
+                raise JaxLlamaError(f"{'/'.join(path)}: experts quantized by {method} are not read")
         leaves = {
             path: leaf
             for path, spec in table.items()

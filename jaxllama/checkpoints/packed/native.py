@@ -72,9 +72,9 @@ def _leaf(path: Path, entry: Any, shape: tuple[int, ...], files: Tensors) -> Lea
     name = ".".join(path)
     if entry is None:
         return Leaf((plain(name, shape, files),), operator.itemgetter(0))
-    if len(shape) != 2:
-        raise _wrong(name, "only matrices are quantized")
-    if not isinstance(entry, list):
+    if len(shape) not in (2, 3):
+        raise _wrong(name, "only matrices and experts are quantized")
+    if len(shape) == 3 or not isinstance(entry, list):
         return Leaf((_quantized(name, entry, shape, files),), operator.itemgetter(0))
     parts, rows = [], 0
     for index, block in enumerate(entry):
@@ -105,7 +105,7 @@ def _wrong(name: str, why: str) -> JaxLlamaError:
     return JaxLlamaError(f"quantization_config.weights: {name}: {why}")
 
 
-def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) -> PackedPart:
+def _quantized(name: str, entry: Any, shape: tuple[int, ...], files: Tensors) -> PackedPart:
     if not isinstance(entry, Mapping):
         raise _wrong(name, "expected an object or null")
     words, activations = entry.get("words"), entry.get("activations")
@@ -114,20 +114,20 @@ def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) ->
     if activations is not None and activations not in _ACTIVATIONS[words]:
         raise _wrong(name, f"activations {str(activations)[:80]!r} with words {words!r}")
     module = Module(name, shape, files)
-    (out, width), beside = shape, [leaf for leaf in _BESIDE if module.has(leaf)]
-    module.expect("q", (_STORED[words],), (out, -(-width // 2)) if words == "int4" else shape)
+    (*out, width), beside = shape, [leaf for leaf in _BESIDE if module.has(leaf)]
+    module.expect("q", (_STORED[words],), (*out, -(-width // 2)) if words == "int4" else shape)
     groups = module.shape_of("scale")[-1:] if module.has("scale") else (1,)
-    module.expect("scale", ("I8",) if "unit" in beside else FLOATS, (out, *groups))
+    module.expect("scale", ("I8",) if "unit" in beside else FLOATS, (*out, *groups))
     if not groups[0] or width % groups[0]:
         raise module.error("scale", f"{groups[0]} groups do not divide {width} columns")
     if "unit" in beside:
-        module.expect("unit", ("F32",), (out, 1))
+        module.expect("unit", ("F32",), (*out, 1))
         if words != "int4":
             raise module.error("unit", f"beside {words} codes")
     if activations is not None and words != "int4" and (groups != (1,) or module.has("zero")):
         raise _wrong(name, "quantized activations need one scale a row and no zeros")
     if "zero" in beside:
-        module.expect("zero", ("I8", *FLOATS), (out, *groups))
+        module.expect("zero", ("I8", *FLOATS), (*out, *groups))
     if "columns" in beside:
         module.expect("columns", ("I32",), (width,))
     if "input_scale" in beside:
@@ -138,9 +138,9 @@ def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) ->
 def _read(module: Module, words: str, activations: str | None) -> QTensor:
     from pallas_kernels.qtensor import QTensor
 
-    q, width = module.read("q"), module.shape[1]
+    q, width = module.read("q"), module.shape[-1]
     if words == "int4":
-        q = signed(nibbles(q)[:, :width], 4)
+        q = signed(nibbles(q)[..., :width], 4)
     leaves = {name: module.read(name) if module.has(name) else None for name in _BESIDE}
     w = QTensor(q, activations=activations, **leaves)
     columns, input_scale = w.columns, w.input_scale
@@ -194,9 +194,9 @@ def layout(
         for index, block in enumerate(value.blocks):
             yield from layout(f"{name}.{index}", block)
     elif isinstance(value, QTensor):
-        out, width = value.shape
+        *out, width = value.shape
         packed = value.q.dtype == INT4
-        shape = (out, -(-width // 2)) if packed else (out, width)
+        shape = (*out, -(-width // 2)) if packed else (*out, width)
         yield f"{name}.q", shape, np.dtype(np.uint8) if packed else np.dtype(value.q.dtype)
         for leaf in _BESIDE:
             array = getattr(value, leaf)

@@ -148,6 +148,9 @@ def _units(
             )
     if format == "native":
         return packed_native.to_config(flat), [_native_unit(path, flat[path]) for path in table]
+    for path, spec in table.items():
+        if len(spec.shape) == 3:
+            raise JaxLlamaError(f"{'/'.join(path)}: experts need format 'native', not {format!r}")
     members = {path: _members(path, flat[path], spec) for path, spec in table.items()}
     chosen = _choose(format, members, _tied_head(cfg))
     return chosen.config, [_unit(members[path], chosen) for path in table]

@@ -1,0 +1,60 @@
+"""A layer's second half with experts: norm, router, the chosen experts, the shared one.
+
+    stream += sum_j weight_j down_j(act(gate_j x) * up_j x)  +  gate(x) * shared(x)
+
+The two products with experts are ``grouped_matmul``'s; everything else is a dense layer's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.model import linear
+from jaxllama.model.experts.route import route, router_logits
+from jaxllama.model.linear import Params, Stream
+from pallas_kernels.experts.gate import ClampedGate, Gate
+
+
+def feed_experts(
+    cfg: ModelConfig, p: Params, stream: Stream, ops: Any, before: Stream | None
+) -> Stream:
+    """``decoder.feed_half`` of a layer with experts; ``before`` as there."""
+    if before is not None:
+        normed, _ = linear.norm(before, p.get("mixer_norm"), cfg)
+        stream = Stream(stream.total)
+    else:
+        normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
+    assert isinstance(normed, jax.Array)
+    y, scale = mixture(cfg, p["mlp"], normed, ops), p.get("mlp_out_norm")
+    return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
+
+
+def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any = linear) -> jax.Array:
+    """What the experts make of ``x[..., D]``; own: a layer's ``mlp`` parameters."""
+    options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
+    assert options is not None
+    experts, weights = route(options, tokens, own["router"])
+    inner = ops.grouped(tokens, own["experts_gate_up"], experts, gated=gate_of(cfg, options))
+    y = ops.grouped(inner, own["experts_down"], experts, weights=weights).reshape(x.shape)
+    return y + _shared(cfg, own, x, ops) if options.shared else y
+
+
+def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
+    """The experts' gated activation."""
+    if options.gate_limit is None:
+        return cfg.activation
+    return ClampedGate(options.gate_limit, options.gate_alpha)
+
+
+def _shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any) -> jax.Array:
+    inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
+    y = ops.product(inner, own["down"], x.dtype, cfg)
+    if "shared_gate" not in own:
+        return y
+    logits = router_logits(x.reshape(-1, x.shape[-1]), own["shared_gate"]["weight"])
+    gate = jax.nn.sigmoid(logits).reshape(*x.shape[:-1], 1)
+    return (gate * y.astype(jnp.float32)).astype(y.dtype)

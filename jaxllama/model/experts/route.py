@@ -1,0 +1,79 @@
+"""Which experts a token goes through, and with which weights.  Everything is float32.
+
+    logits  = x @ router.T (+ bias)
+    softmax, normalized     the softmax over the chosen logits (Mixtral, Qwen3, Granite, gpt-oss)
+    softmax                 the chosen ones' share of the softmax over all experts (OLMoE)
+    sigmoid                 the chosen sigmoids, over their sum if normalized (DeepSeek-V3, GLM)
+
+Of equal scores the lowest index wins.  A token's experts depend on the token alone: on a CPU its
+logits have the same bits in any batch.
+
+Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ExpertsConfig
+from pallas_kernels.experts.op import grouped_matmul
+
+
+def route(
+    options: ExpertsConfig, x: jax.Array, router: Mapping[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """(experts int32 ``[T, k]``, weights float32 ``[T, k]``) of tokens ``x[T, D]``."""
+    logits = router_logits(x, router["weight"], router.get("bias"))
+    return choose(options, logits, router.get("choice_bias"))
+
+
+def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """float32 ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
+    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+
+    def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
+
+    def by_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
+        # One product of all rows would round a row by how many there are.
+        only = jnp.zeros((x.shape[0], 1), jnp.int32)
+        return grouped_matmul(x, weight[None], only, implementation="xla")[:, 0]
+
+    logits = lax.platform_dependent(x, weight, default=one_product, cpu=by_blocks)
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
+def choose(
+    options: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """``route`` of float32 logits ``[T, E]``; choice_bias ``[E]``."""
+    is_softmax = options.scores == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+    by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
+    if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
+        by = logits  # the same order, and fewer ties
+    by = _best_groups(options, by)
+    _, experts = lax.top_k(by, options.n_active)
+    if is_softmax and options.normalize:
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
+    else:
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if options.normalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return experts.astype(jnp.int32), weights * options.scale
+
+
+def _best_groups(options: ExpertsConfig, by: jax.Array) -> jax.Array:
+    """``by[T, E]`` with -inf for experts outside of a token's best groups."""
+    if options.n_active_groups == options.n_groups:
+        return by
+    groups = by.reshape(by.shape[0], options.n_groups, -1)
+    best = jnp.sum(lax.top_k(groups, min(2, groups.shape[-1]))[0], axis=-1)
+    _, kept = lax.top_k(best, options.n_active_groups)
+    is_kept = jnp.any(kept[:, :, None] == jnp.arange(options.n_groups), axis=1)
+    return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(by.shape)

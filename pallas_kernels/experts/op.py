@@ -1,0 +1,247 @@
+"""Matrix products with the experts that each token has chosen.
+
+    y[t, j] = x[t] @ w[experts[t, j]].T + bias[experts[t, j]]       then the gate, in float32
+    out[t]  = sum_j weights[t, j] * y[t, j]                         with weights; else y itself
+
+The two products of a mixture of experts are two calls.  The first has ``gated``; the second reads
+``[T, k, in]``, a row for each pair of a token and an expert, and has ``weights``.
+
+Sums are float32 from the product to the only cast.  The weighted sum goes in the order of j.  On a
+CPU a token's result has the same bits in any batch, because every product has the same shape.
+
+The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
+groups, zeros of both kinds, scales in two levels).  No form dequantizes an expert that no token has
+chosen.  ``experts.xla`` holds the forms.  A CPU's handler (``cpu.experts``) reads its own layout:
+where w is a ``CpuWeight``, whose preparation was the choice, x is rounded to 8 bits in blocks.
+
+Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
+none.  The backward pass keeps only the operands.
+
+Left out: quantized activations, act-order (``columns``), experts over several devices.
+Sources: sparsely gated mixtures (arXiv 1701.06538), MegaBlocks (2211.15841).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cpu import experts as cpu
+from pallas_kernels.cpu.weight import CpuWeight, restore
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.experts import xla
+from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
+from pallas_kernels.operands import check
+from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.transform import XLA, Op, OpChoice, chosen
+
+__all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
+
+Weight = jax.Array | QTensor | CpuWeight
+_Static = tuple[int, Gate | None, Any]  # experts of a row of x, the gate, the handler's plan
+_OPERANDS = {
+    "w": "float|QTensor [E+, out, in]",
+    "experts": "int32 [T, k+]",
+    "weights": "float [T, k] ?",
+    "bias": "float [E, out] ?",
+}
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array | QTensor | CpuWeight,
+    experts: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    gated: Gate | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The products of every token with its experts, summed by ``weights`` if they are given.
+
+    Parameters
+    ----------
+    x : Array [T, in] or [T, k, in]
+        float32, bfloat16 or float16.  With three axes each pair has a row of its own.
+    w : Array, QTensor or CpuWeight [E, out, in]
+        The experts' weights.
+    experts : int32 [T, k]
+        Each token's experts.  Indices outside of [0, E) are clamped to it.
+    weights : float [T, k], optional
+        Of each pair in the token's sum.
+    bias : float [E, out], optional
+        Added in float32 before the gate.
+    gated : "silu", "gelu", "gelu_tanh" or ClampedGate, optional
+        An expert's rows are gate, then up; the pair's result is ``activation(gate) * up``.
+    implementation : "xla", "mosaic", "cpu" or None
+        See ``pallas_kernels.dispatch``.
+
+    Returns
+    -------
+    Array [T, out] with weights, else [T, k, out]
+        In x's dtype; ``out`` is halved by ``gated``.
+
+    Raises
+    ------
+    ValueError
+        Names the operand that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that is not there.
+
+    Notes
+    -----
+    | jit, vmap, shard_map          | any operand |
+    | jvp, grad, at any order       | x, weights, bias, floats and scales of w |
+    | export, jit over many devices | the XLA form; ValueError if the caller named a kernel |
+    """
+    op = "grouped_matmul"
+    rows = "float [T, in]" if getattr(x, "ndim", 2) == 2 else "float [T, k, in]"
+    given = {"x": x, "experts": experts, "weights": weights, "bias": bias}
+    outline = w.outline if isinstance(w, CpuWeight) else w
+    sizes = check(op, {"x": rows, **_OPERANDS}, w=outline, **given)
+    check_gate(op, gated, sizes["out"])
+    w = _weight_only(op, w)
+    on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
+    is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
+    plan = choose_plan(op, implementation, _plan, x, w, experts, cpu=on_cpu if is_cpu else None)
+    if is_empty(x, w, experts):
+        out = sizes["out"] // 2 if gated else sizes["out"]
+        shape = experts.shape if weights is None else experts.shape[:1]
+        return jnp.zeros((*shape, out), x.dtype)
+    experts = jnp.clip(experts, 0, sizes["E"] - 1)
+    static = 1 if x.ndim == 3 else sizes["k"], gated, plan
+    if isinstance(w, CpuWeight):
+        return _handled(chosen(plan, implementation), static, x, w, experts, weights, bias)
+    return _composed(static, x, w, experts, weights, bias)
+
+
+def _plan() -> Reason:
+    return Reason("grouped products have no kernel yet")
+
+
+def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
+    if not isinstance(w, CpuWeight):
+        return Reason("w is not in the handler's layout, which pallas_kernels.cpu.prepare gives it")
+    return cpu.plan(w, experts.size, swiglu)
+
+
+def _weight_only(op: str, w: Weight) -> Weight:
+    """w, a QTensor without notes and in one level of scales."""
+    if not isinstance(w, QTensor | CpuWeight):
+        return w
+    activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
+    if activations is not None:
+        raise ValueError(f"{op}: w asks for activations in {activations}; experts read floats")
+    if w.columns is not None:
+        raise ValueError(f"{op}: w has columns in another order, which experts have not")
+    if isinstance(w, CpuWeight):
+        return w
+    w = w.in_one_level
+    return QTensor(w.q, w.scale, w.zero)
+
+
+def _composed(
+    static: _Static,
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    experts: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    fan, gated, _ = static
+    y = _sums(XLA, fan, x.reshape(-1, x.shape[-1]), w, experts.reshape(-1))
+    return _finished(y.reshape(*experts.shape, -1), gated, experts, weights, bias, x.dtype)
+
+
+def _finished(
+    y: jax.Array,
+    gated: Gate | None,
+    experts: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """What stands behind the float32 products ``[T, k, out]``."""
+    y = y if bias is None else y + bias.astype(jnp.float32)[experts]
+    y = y if gated is None else apply_gate(y, gated)
+    if weights is None:
+        return y.astype(dtype)
+    parts = weights.astype(jnp.float32)[..., None] * y
+    total = functools.reduce(jnp.add, (parts[:, j] for j in range(experts.shape[1])))
+    return total.astype(dtype)
+
+
+def grouped_matmul_reference(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    experts: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    gated: Gate | None = None,
+) -> jax.Array:
+    """The same written plainly, in float32; never optimised."""
+    floats = dequantize(w) if isinstance(w, QTensor) else w.astype(jnp.float32)
+    x32 = x.astype(jnp.float32)
+    x32 = jnp.broadcast_to(x32[:, None], (*experts.shape, x.shape[-1])) if x.ndim == 2 else x32
+    y = jnp.einsum("tki,tkoi->tko", x32, floats[experts], precision=jax.lax.Precision.HIGHEST)
+    return _finished(y, gated, experts, weights, bias, jnp.dtype(jnp.float32))
+
+
+def _sums_xla(fan: int, x: jax.Array, w: jax.Array | QTensor, experts: jax.Array) -> jax.Array:
+    return xla.sums(x, w, experts, fan)
+
+
+def _sums_backward(
+    choice: OpChoice, fan: int, operands: Any, saved: Any, dy: jax.Array
+) -> tuple[Any, ...]:
+    x, w, experts = operands
+    dx, dw = xla.backward(x, w, experts, dy, fan)
+    if isinstance(w, QTensor):
+        dw = QTensor(*dw)
+    return dx, dw, None
+
+
+_sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
+
+
+# --- a CPU's handler ------------------------------------------------------------------------------
+
+
+def _handled_kernel(
+    static: _Static,
+    x: jax.Array,
+    w: CpuWeight,
+    experts: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """The pairs sorted by expert, their products, and back in the order of the tokens."""
+    fan, gated, plan = static
+    pairs, n_experts = experts.reshape(-1), w.shape[0]
+    order = jnp.argsort(pairs, stable=True)
+    before = pairs[:, None] < jnp.arange(n_experts + 1)
+    starts = jnp.sum(before, axis=0, dtype=jnp.int32)
+    y = cpu.run(plan, x.reshape(-1, x.shape[-1])[order // fan], w, starts)
+    y = jnp.zeros_like(y).at[order].set(y).reshape(*experts.shape, -1)
+    left = None if plan.program.swiglu else gated
+    return _finished(y, left, experts, weights, bias, x.dtype)
+
+
+def _handled_xla(
+    static: _Static,
+    x: jax.Array,
+    w: CpuWeight,
+    experts: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """By the weight that this one stands for."""
+    plain = _weight_only("grouped_matmul", restore(w))
+    return _composed(static, x, plain, experts, weights, bias)
+
+
+_handled = Op("grouped_matmul", _handled_xla, _handled_kernel)

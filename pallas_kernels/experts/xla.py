@@ -1,0 +1,193 @@
+"""The XLA forms of ``grouped_matmul``'s products, and their gradients.
+
+    sums(x[N, in], w[E, out, in], experts[P], fan) -> float32 [P, out]      pair p reads x[p // fan]
+
+    blocks   pairs sorted by expert into blocks of a fixed number of rows; a loop over the blocks
+             reads one expert at a time.  A CPU's form, and an accelerator's for many pairs
+    gather   multiply and reduce with the experts of all pairs in one kernel that reads their codes
+             once.  An accelerator's form for few pairs
+
+On a CPU the blocks have ``CPU_ROWS`` rows whatever the call's size.  XLA then runs the same product
+for every pair, so a row's bits depend on that row and its expert alone.  Neither form dequantizes
+an expert that no pair has chosen.  ``experts.predict`` chooses the form on an accelerator.
+
+``lax.ragged_dot`` is not used: jax lowers it on GPUs to a product with every expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.experts import predict
+from pallas_kernels.experts.blocks import blocks_of
+from pallas_kernels.matmul.weight_only import WORD, dot
+from pallas_kernels.qtensor import QTensor, dequantize
+
+Form = Literal["gather", "blocks"]
+Weight = jax.Array | QTensor
+# Rows of a block on a CPU: what few pairs waste beside what many read again.
+CPU_ROWS = 8
+_LAST = (((1,), (1,)), ((), ()))
+_FIRST = (((0,), (0,)), ((), ()))
+_ROWS = (((1,), (0,)), ((), ()))
+
+
+def sums(
+    x: jax.Array, w: Weight, experts: jax.Array, fan: int, form: Form | None = None
+) -> jax.Array:
+    """The products of all pairs, float32 ``[P, out]``.
+
+    form: on an accelerator; None is the one that is predicted to be the shortest.
+    """
+    n_pairs = experts.shape[0]
+    form = form or predict.shortest_form(w, n_pairs)
+    elsewhere = functools.partial(
+        _by_gather if form == "gather" else _by_blocks,
+        fan=fan,
+        size=predict.block_rows(n_pairs, w.shape[0]),
+        dtype=x.dtype,
+    )
+    on_cpu = functools.partial(_by_blocks, fan=fan, size=CPU_ROWS, dtype=jnp.float32)
+    return lax.platform_dependent(x, w, experts, default=elsewhere, cpu=on_cpu)
+
+
+def backward(
+    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, fan: int
+) -> tuple[jax.Array, Weight]:
+    """The gradients of x and w, of float32 ``dy[P, out]``; those of codes are None.
+
+    w's is formed only where a caller wants it: ``jit`` drops it otherwise.
+    """
+    made = {}
+    for name, form in (("x", _d_x), ("w", _d_w)):
+        made[name] = lax.platform_dependent(
+            x,
+            w,
+            experts,
+            dy,
+            default=functools.partial(
+                form,
+                fan=fan,
+                size=predict.block_rows(experts.shape[0], w.shape[0]),
+                dtype=x.dtype,
+            ),
+            cpu=functools.partial(form, fan=fan, size=CPU_ROWS, dtype=jnp.float32),
+        )
+    return made["x"].astype(x.dtype), _of_weight(w, made["w"])
+
+
+# --- one expert's floats --------------------------------------------------------------------------
+
+
+def _expert(w: Weight, dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
+    """A function from an expert's index to its floats ``[out, in]``."""
+    if not isinstance(w, QTensor):
+        return lambda e: lax.dynamic_index_in_dim(w, e, keepdims=False).astype(dtype)
+    if w.dtype != jnp.int4 or w.shape[-1] % 2:
+        return lambda e: dequantize(_pick(w, e), dtype)
+    # XLA's CPU backend unpacks a whole int4 array before it slices it; it slices bytes as they are.
+    packed = lax.bitcast_convert_type(w.q.reshape(*w.shape[:-1], -1, 2), jnp.int8)
+    outer = dataclasses.replace(w, q=packed)
+
+    def floats(e: jax.Array) -> jax.Array:
+        own = _pick(outer, e)
+        codes = jnp.stack([(own.q << 4) >> 4, own.q >> 4], axis=-1)
+        return dequantize(dataclasses.replace(own, q=codes.reshape(w.shape[1:])), dtype)
+
+    return floats
+
+
+def _pick(w: QTensor, e: jax.Array) -> QTensor:
+    pick = functools.partial(lax.dynamic_index_in_dim, index=e, keepdims=False)
+    return QTensor(pick(w.q), pick(w.scale), None if w.zero is None else pick(w.zero))
+
+
+# --- the forms ------------------------------------------------------------------------------------
+
+
+def _by_blocks(
+    x: jax.Array, w: Weight, experts: jax.Array, *, fan: int, size: int, dtype: DTypeLike
+) -> jax.Array:
+    floats, at = _expert(w, dtype), blocks_of(experts, w.shape[0], size)
+    rows = jnp.minimum(at.pairs, experts.shape[0] - 1) // fan
+
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        expert, own = block
+        return dot(x[own], floats(expert), _LAST, dtype)
+
+    found = lax.map(one, (at.experts, rows))
+    return found.reshape(-1, found.shape[-1])[at.places]
+
+
+def _by_gather(
+    x: jax.Array, w: Weight, experts: jax.Array, *, fan: int, size: int, dtype: DTypeLike
+) -> jax.Array:
+    del size, dtype
+    rows = jnp.repeat(x, fan, axis=0).astype(jnp.float32)[:, None]
+    if not isinstance(w, QTensor):
+        return jnp.sum(w[experts].astype(jnp.float32) * rows, axis=-1)
+    if w.dtype != jnp.int4 or w.group_size % WORD:
+        return jnp.sum(dequantize(w.rows(experts)) * rows, axis=-1)
+    words = lax.bitcast_convert_type(w.q.reshape(*w.shape[:-1], -1, WORD), jnp.int32)[experts]
+    # A code is shifted to the upper end of its word and back, which extends its sign.
+    codes = jnp.stack([(words << shift) >> 28 for shift in range(28, -1, -4)], axis=-1)
+    zero = None if w.zero is None else w.zero[experts]
+    plain = QTensor(codes.reshape(*words.shape[:-1], -1).astype(jnp.int8), w.scale[experts], zero)
+    return jnp.sum(dequantize(plain) * rows, axis=-1)
+
+
+def _d_x(
+    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, *, fan: int, size: int, dtype: Any
+) -> jax.Array:
+    floats, at = _expert(w, dtype), blocks_of(experts, w.shape[0], size)
+    rows = jnp.minimum(at.pairs, experts.shape[0] - 1)
+
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        expert, own = block
+        return dot(dy[own], floats(expert), _ROWS, dtype)
+
+    found = lax.map(one, (at.experts, rows))
+    by_pair = found.reshape(-1, found.shape[-1])[at.places]
+    return jnp.sum(by_pair.reshape(x.shape[0], fan, -1), axis=1)
+
+
+def _d_w(
+    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, *, fan: int, size: int, dtype: Any
+) -> jax.Array:
+    """float32 ``[E, out, in]``."""
+    at, n_pairs = blocks_of(experts, w.shape[0], size), experts.shape[0]
+
+    def add(total: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        expert, own = block
+        pairs = jnp.minimum(own, n_pairs - 1)
+        given = jnp.where((own < n_pairs)[:, None], dy[pairs], 0.0)
+        found = dot(given, x[pairs // fan], _FIRST, dtype)
+        before = lax.dynamic_index_in_dim(total, expert, keepdims=True)
+        return lax.dynamic_update_index_in_dim(total, before + found, expert, 0), None
+
+    # Zeros of dy, so that inside of a shard_map they vary over the axes that dy does.
+    zero = jnp.broadcast_to(jnp.zeros_like(dy[:1, :1])[..., None], w.shape)
+    return lax.scan(add, zero, (at.experts, at.pairs))[0]
+
+
+def _of_weight(w: Weight, dw: jax.Array) -> Any:
+    """The gradient of an array, or of a QTensor's scales and floating zeros."""
+    if not isinstance(w, QTensor):
+        return dw.astype(w.dtype)
+    by_group = dw.reshape(*w.scale.shape, -1)
+    codes = w.q.astype(jnp.float32).reshape(by_group.shape)
+    d_zero = None
+    if w.zero is not None and jnp.issubdtype(w.zero.dtype, jnp.integer):
+        codes = codes - w.zero.astype(jnp.float32)[..., None]
+    elif w.zero is not None:
+        d_zero = jnp.sum(by_group, axis=-1).astype(w.zero.dtype)
+    d_scale = jnp.sum(by_group * codes, axis=-1).astype(w.scale.dtype)
+    return None, d_scale, d_zero

@@ -1,0 +1,230 @@
+"""Mixtures of experts: routers, and everything that walks parameters.
+
+That the families compute what transformers does is in ``test_parity``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.peft import products
+from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig, from_dict
+from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.model.decoder import feed_half, layer_config, logits
+from jaxllama.model.experts.feed import mixture
+from jaxllama.model.experts.route import choose, router_logits
+from jaxllama.model.linear import Stream
+from jaxllama.model.params import param_table
+from jaxllama.model.split import check_shards
+from jaxllama.modules import Decoder, MixtureOfExperts
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from jaxllama.quantization.pipeline import calibrate
+from jaxllama.quantization.scheme import parse
+from pallas_kernels.cpu import restore_tree
+from pallas_kernels.qtensor import QTensor
+from tests.helpers.models import LLAMA, params_of, tokens_of
+
+EXPERTS = ExpertsConfig(n_experts=8, n_active=3, d_ff=32, shared=32, shared_gate=True, layers=(1,))
+CFG = LLAMA.replace(
+    d_ff=64,
+    experts=EXPERTS,
+    qkv_bias=True,
+    norm_eps=1e-6,
+    stored=CheckpointForm(family="qwen2_moe"),
+)
+ROWS, WIDTH = 2, 9
+
+
+@functools.cache
+def model() -> tuple[jl.LanguageModel, np.ndarray, np.ndarray]:
+    """(the model, tokens, teacher-forced logits)."""
+    lm = jl.LanguageModel(CFG, params_of(CFG), None)
+    tokens = np.asarray(tokens_of(CFG, ROWS, WIDTH))
+    return lm, tokens, np.asarray(lm.logits(tokens, np.full(ROWS, WIDTH, np.int32)))
+
+
+# --- routers
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+LOGITS = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
+BIAS = np.random.default_rng(1).standard_normal(8).astype(np.float32)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_a_router_is_the_formula(scores, normalize, groups, bias) -> None:
+    n, active = groups
+    options = ExpertsConfig(8, 3, 16, scores, normalize, 2.5, n_groups=n, n_active_groups=active)
+    experts, weights = map(np.asarray, choose(options, jnp.asarray(LOGITS), bias))
+    values = softmax(LOGITS) if scores == "softmax" else 1 / (1 + np.exp(-LOGITS))
+    by = values if bias is None else values + bias
+    for row in range(len(LOGITS)):
+        best = np.sort(by[row].reshape(n, -1), axis=-1)[:, -2:].sum(-1)
+        kept = np.isin(np.repeat(np.arange(n), 8 // n), np.argsort(-best)[:active])
+        order = np.argsort(np.where(kept, -by[row], np.inf), kind="stable")[:3]
+        np.testing.assert_array_equal(experts[row], order)
+        want = values[row][order]
+        want = want / want.sum() if normalize else want
+        np.testing.assert_allclose(weights[row], 2.5 * want, rtol=1e-5)
+
+
+def test_of_equal_scores_the_lowest_index_wins() -> None:
+    logits = jnp.asarray([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]])
+    experts, weights = choose(ExpertsConfig(6, 4, 16), logits)
+    assert experts.tolist() == [[1, 2, 4, 0]]
+    np.testing.assert_allclose(weights[0, :3], weights[0, 0])
+
+
+def test_a_token_s_sublayer_has_the_same_bits_in_any_batch() -> None:
+    """Router, weights and sums; a shared expert is an ordinary product, and none of it."""
+    cfg = LLAMA.replace(experts=dataclasses.replace(EXPERTS, shared=0, shared_gate=False))
+    cfg, _ = layer_config(cfg, 1)
+    layer = {k: v for k, v in params_of(cfg)["layer_0"].items() if k != "mixer"}
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 40, 32)).astype(np.float32))
+    run = jax.jit(lambda x: feed_half(cfg, layer, Stream(x)).total)
+    want = np.asarray(run(x))
+    for rows in (slice(0, 1), slice(3, 12), slice(20, 40)):
+        np.testing.assert_array_equal(run(x[:, rows]), want[:, rows])
+
+
+def test_router_logits_are_the_product() -> None:
+    x, w = (np.random.default_rng(n).standard_normal((n, 32)).astype(np.float32) for n in (5, 8))
+    np.testing.assert_allclose(router_logits(jnp.asarray(x), jnp.asarray(w)), x @ w.T, atol=1e-5)
+
+
+# --- the model
+
+
+def test_prompt_and_steps_are_the_whole_sequence() -> None:
+    lm, tokens, want = model()
+    cache = jl.init_cache(CFG, ROWS, 16, dtype=jnp.float32)
+    scores, cache = jl.prefill(CFG, lm.params, tokens[:, :5], jnp.asarray([5, 3]), cache, chunk=2)
+    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=2e-5)
+    newest = jnp.asarray([tokens[0, 5], tokens[1, 3]])
+    scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
+    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=2e-5)
+    drafted = jnp.asarray([tokens[0, 6:8], tokens[1, 4:6]])
+    scores, proposal = jl.verify_step(CFG, lm.params, drafted, jnp.asarray([2, 2]), cache)
+    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=2e-5)
+
+
+def test_engine_drafts_and_offloading_give_generates_answers() -> None:
+    lm, tokens, _ = model()
+    prompts = [tokens[0, :6].tolist(), tokens[1, :4].tolist(), tokens[0, 2:5].tolist()]
+    plain = [one.tokens for one in lm.generate(prompts, max_new_tokens=6)]
+    drafted = lm.generate(prompts, max_new_tokens=6, draft="ngram", draft_tokens=2)
+    assert [one.tokens for one in drafted] == plain
+    engine, found = jl.Engine(lm, max_slots=2, max_len=32), {}
+    for index, prompt in enumerate(prompts):
+        found[str(index)] = []
+        request = jl.Request(str(index), prompt, max_new_tokens=6)
+        engine.submit(request, lambda event: found[event.id].extend(event.tokens))
+    while engine.step():
+        pass
+    assert [found[str(index)] for index in range(3)] == plain
+    place = Placement(Policy.parse("0 50 0 50 0 50"), jnp.float32)
+    off = place.model(CFG, place.tree(jax.tree.map(lambda leaf: leaf, lm.params)), None)
+    assert [one.tokens for one in off.generate(prompts, 6)] == plain
+
+
+@pytest.mark.parametrize("scheme,bound", [("w8a16", 0.02), ("w4a16", 0.25)])
+def test_quantized_saved_and_loaded(scheme, bound, tmp_path) -> None:
+    lm, tokens, want = model()
+    params = jl.quantize_params(lm.params, scheme, cfg=CFG)
+    own = params["layer_1"]["mlp"]
+    for name in ("experts_gate_up", "experts_down", "gate_up", "down"):
+        assert isinstance(own[name]["weight"], QTensor), name
+    assert not isinstance(own["router"]["weight"], QTensor)
+    exact = jl.logits(CFG, params, tokens, np.full(ROWS, WIDTH, np.int32))
+    assert np.sqrt(np.mean((np.asarray(exact) - want) ** 2)) < bound * np.std(want)
+    path = packed.save(tmp_path / "packed", CFG, params)
+    cfg, read = hf.load(path)
+    assert cfg.replace(name=CFG.name) == CFG
+    jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(np.asarray, params))
+    quantized = jl.LanguageModel(CFG, params, None)
+    jax.tree.map(np.testing.assert_array_equal, restore_tree(quantized.params), params)
+    assert np.isfinite(np.asarray(quantized.logits(tokens, np.full(ROWS, WIDTH)))).all()
+
+
+def test_modules_declare_and_compute_the_same() -> None:
+    lm, tokens, want = model()
+    scores, _ = Decoder(CFG).apply({"params": lm.params}, tokens)
+    np.testing.assert_allclose(logits(CFG, lm.params, scores), want, atol=2e-5)
+    cfg, _ = layer_config(CFG, 1)
+    own = lm.params["layer_1"]["mlp"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32))
+    got = MixtureOfExperts(cfg).apply({"params": own}, x)
+    np.testing.assert_allclose(got, mixture(cfg, own, x), atol=1e-6)
+    drawn = jax.eval_shape(lambda key: jl.init_params(CFG, key), jax.random.key(0))
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, lm.params)
+
+
+def test_gradients_reach_every_parameter() -> None:
+    lm, tokens, _ = model()
+    lengths = jnp.full(ROWS, WIDTH, jnp.int32)
+    loss = lambda p: jnp.mean(jl.logits(CFG, p, tokens, lengths) ** 2)  # noqa: E731
+    found = jax.jit(jax.grad(loss))(lm.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        assert np.isfinite(leaf).all() and np.any(leaf), path
+
+
+def test_calibration_counts_the_rows_of_each_expert() -> None:
+    lm, _, _ = model()
+    text = np.asarray(tokens_of(CFG, 1, 24))
+    with pytest.warns(WeightWarning, match="of 8 experts read fewer than 16 tokens"):
+        params, report = calibrate(CFG, lm.params, text, parse("w4a16"), "gptq")
+    entries = {entry["weight"]: entry for entry in report}
+    assert entries["layer_1/mlp/experts_down"]["scheme"] == "int4 zero"
+    assert all(np.isfinite(entry["output_error"]) for entry in report)
+
+
+def test_what_is_not_done_is_refused_by_name(tmp_path) -> None:
+    lm, _, _ = model()
+    with pytest.raises(JaxLlamaError, match="mesh: model=2: the experts of tiny"):
+        check_shards(CFG, 2)
+    with pytest.raises(JaxLlamaError, match=r"experts_down: .*add experts_\*=w8a16"):
+        jl.quantize_params(lm.params, "w8a8")
+    mixed = jl.quantize_params(lm.params, "w8a8,experts_*=w8a16")
+    with pytest.raises(JaxLlamaError, match="experts need format 'native', not 'compressed"):
+        packed.check(CFG, mixed, "compressed-tensors")
+    assert not any(".experts." in name for name in products(CFG))
+    with pytest.raises(JaxLlamaError, match="experts.n_experts|experts = "):
+        hf.save(tmp_path / "x", CFG.replace(stored=CheckpointForm()), lm.params)
+
+
+def test_config() -> None:
+    assert from_dict(ModelConfig, CFG.to_dict()) == CFG
+    assert CFG.experts_of(0) is None
+    assert CFG.experts_of(1) == dataclasses.replace(EXPERTS, layers=())
+    assert CFG.first_layers(1).experts is None
+    alike = CFG.replace(experts=dataclasses.replace(EXPERTS, layers=(0, 1)))
+    assert alike.experts.layers == () and alike.first_layers(1).experts == alike.experts
+    assert alike.feed_width == CFG.feed_width == 3 * 32 + 32
+    shapes = {path[2:]: spec.shape for path, spec in param_table(alike).items() if "mlp" in path}
+    assert shapes["experts_gate_up", "weight"] == (8, 64, 32)
+    assert shapes["experts_down", "weight"] == (8, 32, 32)
+    for change, text in (
+        ({"n_active": 9}, "experts.n_active = 9"),
+        ({"n_groups": 3}, "experts.n_groups = 3: must divide"),
+        ({"shared": 0}, "experts.shared_gate"),
+        ({"layers": (2,)}, "experts.layers"),
+    ):
+        with pytest.raises(JaxLlamaError, match=text):
+            CFG.replace(experts=dataclasses.replace(EXPERTS, **change))
