@@ -1,4 +1,4 @@
-"""A kernel's tables: its body gets references by name and place; a module's text has no location."""
+"""A kernel's tables: references by name and place; a module's text, without locations."""
 
 from __future__ import annotations
 
