@@ -506,9 +506,9 @@ class ModelConfig:
         slides = self.window_rope is not None and self.window_of(layer) is not None
         return typing.cast(RopeConfig, self.window_rope) if slides else self.rope
 
-    @property
+    @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different ones of the attention layers."""
+        """The different positions of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
 
@@ -531,7 +531,7 @@ class ModelConfig:
         """Query heads per kv head (G)."""
         return self.n_heads // self.n_kv_heads
 
-    @property
+    @functools.cached_property
     def gla_head_dims(self) -> tuple[int, int]:
         """(Dk, Dv) of one GLA head."""
         assert self.gla is not None

@@ -319,8 +319,8 @@ class LanguageModel:
         self._check(rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
-        kv_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
-        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched, drafting, on_prompt)
+        cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
+        options = _Options(max_new_tokens, stops, cache_dtype, chunk, watched, drafting, on_prompt)
         return self._batches(rows, per_row, numbers, options)
 
     def _batches(

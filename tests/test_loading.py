@@ -25,6 +25,7 @@ from jaxllama.checkpoints.gguf import load as gguf_load
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import preset_sampling
 from jaxllama.errors import SpeedWarning
+from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.experiments import workloads
 from jaxllama.experiments.settings import SpeedSettings
 from jaxllama.generation import prefill
@@ -323,7 +324,7 @@ def test_the_first_token_waits_for_no_loop(monkeypatch) -> None:
     def never(*_):
         raise AssertionError("the loop ran")
 
-    monkeypatch.setattr(jl.LanguageModel, "_advance", never)
+    monkeypatch.setattr(ResidentDecoding, "advance", never)
     [got] = lm.generate([[5, 6, 7]], 1)
     assert got.tokens == want.tokens[:1]
 

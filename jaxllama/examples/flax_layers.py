@@ -26,7 +26,7 @@ CFG = jl.load_config("smollm2-135m").replace(
 )
 
 
-class Block(nn.Module):
+class HybridBlock(nn.Module):
     """A mixer and a feed-forward, each behind a norm."""
 
     cfg: ModelConfig
@@ -47,7 +47,7 @@ class Forecast(nn.Module):
     @nn.compact
     def __call__(self, series: jax.Array) -> jax.Array:
         x = nn.Dense(self.cfg.d_model)(series[..., None])
-        x = nn.remat(Block)(self.cfg)(x)  # recomputed in the backward pass
+        x = nn.remat(HybridBlock)(self.cfg)(x)  # recomputed in the backward pass
         return nn.Dense(1)(x)[..., 0]
 
 
@@ -58,7 +58,7 @@ waves = jnp.sin(times / 2)
 print(model.tabulate(jax.random.key(0), waves, depth=2, console_kwargs={"width": 120}))
 variables = jax.jit(model.init)(jax.random.key(0), waves)
 # Each parameter is in a box that says which of its dimensions a mesh's axis "model" splits.
-axes = nn.get_partition_spec(variables)["params"]["CheckpointBlock_0"]
+axes = nn.get_partition_spec(variables)["params"]["CheckpointHybridBlock_0"]
 print("attention on a mesh:", axes["Attention_0"])
 params = nn.unbox(variables)
 

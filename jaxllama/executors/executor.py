@@ -3,8 +3,8 @@
     decoding = executor.begin(cfg, params, call)     prompts, and each row's first token
     report   = decoding.advance(until)               more tokens
 
-``resident`` has all parameters on one device, ``mesh`` on several, and ``offloaded`` loads them as
-it runs.  An executor holds no parameters: it is given them, and knows where they are.
+``resident`` has all parameters on one device or a mesh, and ``offloaded`` loads them as it runs.
+An executor holds no parameters: it is given them, and knows where they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxllama.model.records import Hidden
 
 
 class DraftSource(NamedTuple):
-    """Who drafts, with the parameters of a model that does."""
+    """The plan of drafts, and the parameters of a model that drafts; None for n-grams."""
 
     plan: DraftPlan
     params: Params | None
@@ -47,7 +47,7 @@ class Alone(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a batch of rows asks for.
+    """A batch of rows to be decoded.
 
     tokens int32 ``[B, T]``, right-padded beyond ``lengths[B]``: the prompts.
     capacity: tokens of a row that the cache holds.  room: columns for written tokens, of which at
@@ -86,7 +86,7 @@ class Decoding(Protocol):
 
     @property
     def report(self) -> Report:
-        """What the rows have written; to be read before ``advance`` is called."""
+        """The rows' tokens so far; to be read before ``advance`` is called."""
         ...
 
     def advance(self, until: int) -> Report:

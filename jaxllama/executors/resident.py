@@ -1,4 +1,4 @@
-"""Resident: the executor where all parameters are on the device, and its programs.
+"""Resident: the executor where all parameters are on one device or a mesh, and its programs.
 
     rows         = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)
     rows, report = advance(cfg, params, rows, sampling, stop_ids, until)
@@ -14,24 +14,24 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
-from jaxllama.compiler_options import donated
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts, loop
 from jaxllama.decoding.forward import (
     Params,
     all_logits,
     check_room,
+    donated,
     fill_rows,
-    forward,
     int32_ids,
     prefill_chunk,
     scores_of,
@@ -47,32 +47,43 @@ from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.model.records import Hidden
+from jaxllama.model.shardings import gather_params
+from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from pallas_kernels.rows import greedy
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """All parameters are on one device."""
+    """All parameters are on one device, or split over those of ``mesh``.
 
-    mesh: ClassVar[Any] = None
-    block_size: ClassVar[int | None] = None
-    on_device: ClassVar[bool] = True
-    runs_ahead: ClassVar[bool] = True
+    The programs are the same: jax splits them by where their arguments are.
+    """
+
+    mesh: Mesh | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        return None
+
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def runs_ahead(self) -> bool:
+        return True
 
     def with_params(self, params: Params) -> Executor:
-        mesh = mesh_of(params)
-        if mesh is None:
-            return Resident()
-        from jaxllama.executors.mesh import OnMesh
-
-        return OnMesh(mesh)
+        return Resident(mesh_of(params) if params else None)
 
     def laid_out(self, params: Params) -> Params:
         return lay_out(params)
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
-        return params
+        if self.mesh is None:
+            return params
+        return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
 
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
@@ -236,7 +247,7 @@ def _prefill_alone(
     newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
     live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
     if width == 1:
-        hidden, after = forward(cfg, params, newest, live, cache)
+        hidden, after = decoder.forward(cfg, params, newest, live, cache)
         return scores_of(cfg, params, hidden[:, 0], cache, live), after
     # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
@@ -329,7 +340,7 @@ def _piece(
     last: Hidden,
 ) -> tuple[Hidden, Cache]:
     """A piece of every row's prompt; last: ``[B, D]`` of its last token so far."""
-    hidden, cache = forward(cfg, params, tokens, lengths, cache, total)
+    hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache, total)
     return hidden.last(lengths, last), cache
 
 
@@ -402,7 +413,7 @@ def _one_token(
     greedy_stops: the stop tokens where every row is greedy; else None.
     """
     before = rows.cache_of(inputs.fields.length)
-    hidden, after = forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
+    hidden, after = decoder.forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
     plan = None if greedy_stops is None else _own_end(cfg, params, hidden, greedy_stops)
 
     def in_one_kernel(ints: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:

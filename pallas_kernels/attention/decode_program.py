@@ -1,13 +1,13 @@
-"""What a warp of the decode attention kernel does: see ``kernel`` for its timeline.
+"""The program of a warp of the decode attention kernel: see ``kernel`` for its timeline.
 
-``Decode.run`` is the whole program.  Everything is emitted while the kernel is traced, in the order
-of the calls.
+``DecodeKernel.run`` is the whole program.  Everything is emitted while the kernel is traced, in
+the order of the calls.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -15,32 +15,17 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import write_heads
-from pallas_kernels.attention.pages import BlockTable, Paging
-from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, team_of, units_of
+from pallas_kernels.attention.pages import Paging
+from pallas_kernels.attention.plan import AttentionPlan
 from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.ring import Ring, Scales, TokenWords, ring_bytes, scale_bytes
-from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF, TILE
+from pallas_kernels.attention.team_share import TeamPlace, TeamShare
+from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
 from pallas_kernels.jax_internals import arith
 
 
-class TeamPlace(NamedTuple):
-    """The place of a thread in the grid, and of its warp in the team."""
-
-    thread: Any
-    warp: Any
-    lane: Any
-    g: Any  # lane / 4
-    quad: Any  # lane % 4
-    row: Any  # of the batch
-    in_row: Any  # block of the row
-    team: Any  # of the block
-    member: Any  # warp of the team
-    sub: Any  # which query rows of the kv head, ``fuls`` times eight
-    own: Any  # kv head of the team
-
-
-class Sums(NamedTuple):
-    """What a warp has summed up for eight query rows: two of them are a lane's."""
+class _Sums(NamedTuple):
+    """A warp's sums for eight query rows: two of them are a lane's."""
 
     top: list  # maximum of the scores, base 2
     total: list  # of the weights
@@ -48,7 +33,7 @@ class Sums(NamedTuple):
     out: list  # of the weights times the values
 
 
-class Decode:
+class DecodeKernel:
     """The program of one warp.
 
     gmem: q; k and v, each [codes, scales, zero points] or the start of it; lengths; table or None;
@@ -71,144 +56,76 @@ class Decode:
     ):
         self.gmem, self.smem, self.plan, self.codes = gmem, smem, plan, codes
         _, self.rows, self.head_dim = shape
-        self.paging, self.window, self.scale, self.kind = paging, window, scale, kind
+        self.window, self.scale, self.kind = window, scale, kind
         self.n_kv, self.width = self.rows.n_kv, self.rows.width
         self.capacity = self.rows.capacity
-        self.members, self.teams = team_of(plan, self.width)
-        self.subs = self.members // plan.heads  # warps of a kv head
-        self.step_tokens = plan.tiles * TILE
+        self.share = TeamShare(gmem, smem, plan, codes, self.rows, paging, window)
 
     def run(self) -> None:
-        here = self.here = self.place()
-        self.find_share()
+        here = self.share.here
         self.open_ring()
-        some = arith.andi(self.busy, p.below(self.begin, self.end))
+        some = arith.andi(self.share.busy, p.below(self.share.begin, self.share.end))
         p.when(some, self.attend)
         if self.plan.cluster:
             first = p.mul(here.own, self.width)
             mine = [p.add(first, i) for i in range(self.width)]
-            idle = arith.andi(self.busy, p.no(some))
-            p.when(idle, lambda: self.gathering.empty(here.team, mine))
+            idle = arith.andi(self.share.busy, p.no(some))
+            p.when(idle, lambda: self.share.gathering.empty(here.team, mine))
             lines = write_heads(self.gmem.out, self.line, here.lane, self.kind, self.head_dim)
-            self.gathering.finish(lines)
-
-    # --- the warp's place, and its share of a row ---
-
-    def place(self, **anew) -> TeamPlace:
-        """anew: how the registers are read, so that a second reading is one."""
-        thread, block = p.register("tid.x", **anew), p.register("ctaid.x", **anew)
-        blocks = blocks_of(self.plan, self.capacity, self.n_kv, self.width)
-        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-        g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
-        row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
-        team, member = arith.divui(warp, p.ci(self.members)), arith.remui(warp, p.ci(self.members))
-        sub, own = arith.remui(member, p.ci(self.subs)), arith.divui(member, p.ci(self.subs))
-        return TeamPlace(thread, warp, lane, g, quad, row, in_row, team, member, sub, own)
-
-    def unit_of(self, in_row, team):
-        """(the team's first kv head, its chunk of the row, its unit of work); a row that a cluster
-        shares has no chunks."""
-        heads = self.plan.heads
-        if self.plan.cluster:
-            return p.mul(arith.divui(in_row, p.ci(self.plan.cluster)), heads), None, None
-        unit = p.add(p.mul(in_row, self.teams), team)
-        first_head = p.mul(arith.remui(unit, p.ci(self.n_kv // heads)), heads)
-        return first_head, arith.divui(unit, p.ci(self.n_kv // heads)), unit
-
-    def find_share(self) -> None:
-        """Find the tokens of the team: from ``begin`` to ``end``, a step every ``apart``."""
-        plan, here = self.plan, self.here
-        self.busy = p.less(here.team, self.teams)
-        p.await_kernel()
-        fewest, length = self.rows.span(self.gmem.lengths, here.row, here.lane)
-        if plan.cluster:
-            begin, late = self.share_steps(length)
-        else:
-            begin, late = self.share_chunks(length)
-        self.head = p.add(self.first_head, here.own)  # the warp's kv head
-        self.pages = BlockTable(self.gmem.table, here.row, self.paging) if self.paging else None
-        self.seen = begin
-        if self.window is not None:
-            self.seen = p.larger(begin, p.add(fewest, -self.window))
-            begin = p.masked(self.seen, -self.step_tokens)
-        self.begin = p.add(begin, late)
-
-    def share_steps(self, length):
-        """All teams of the row, in all blocks of the cluster, take steps in turn."""
-        plan, here, smem = self.plan, self.here, self.smem
-        rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
-        gather = gather_of(plan, self.width, self.codes)
-        self.gathering = gather.on(smem.parts, smem.shares, smem.arrivals, here.thread, rank)
-        self.gathering.start()
-        self.first_head, self.chunk, _ = self.unit_of(here.in_row, here.team)
-        begin, self.end = p.ci(0), length
-        late = p.mul(p.add(p.mul(rank, self.teams), here.team), self.step_tokens)
-        self.apart = plan.cluster * self.teams * self.step_tokens
-        return begin, late
-
-    def share_chunks(self, length):
-        """A team takes a chunk of the row."""
-        plan, here = self.plan, self.here
-        self.first_head, self.chunk, unit = self.unit_of(here.in_row, here.team)
-        begin = p.mul(self.chunk, plan.chunk)
-        self.end = p.smaller(p.add(begin, plan.chunk), length)
-        units = units_of(plan, self.capacity, self.n_kv)
-        self.busy = arith.andi(self.busy, p.less(unit, units))
-        late, self.apart = p.ci(0), self.step_tokens
-        return begin, late
+            self.share.gathering.finish(lines)
 
     # --- the ring ---
 
     def open_ring(self) -> None:
-        plan, codes, here = self.plan, self.codes, self.here
+        plan, codes, here = self.plan, self.codes, self.share.here
         self.order = Ring.order(here.g)
         barriers = p.shared_address(self.smem.barriers)
-        self.last = p.add(self.end, -1)
+        self.last = p.add(self.share.end, -1)
         self.entries = [None] * (plan.depth + 1)  # of the steps that the ring takes first
-        if self.pages:
+        if self.share.pages:
             # The first step's is asked for before the row's length is known, but for a window's.
-            later = [p.add(self.begin, (i + 1) * self.apart) for i in range(plan.depth)]
-            self.entries = [self.pages.entry(self.begin), *map(self.entry_of, later)]
+            later = [p.add(self.share.begin, (i + 1) * self.share.apart) for i in range(plan.depth)]
+            self.entries = [self.share.pages.entry(self.share.begin), *map(self.entry_of, later)]
         ring_size = ring_bytes(plan, plan.heads, codes)
         self.ring = Ring(
             plan,
             codes,
             heads=plan.heads,
             n_kv=self.n_kv,
-            members=self.members,
+            members=self.share.members,
             member=here.member,
             lane=here.lane,
             ring=p.add(p.shared_address(self.smem.ring), p.mul(here.team, ring_size)),
             barriers=p.add(barriers, p.mul(here.team, 2 * plan.depth * 16)),
             bases=[
-                self.row_of(refs[0], self.first_head, codes.row_bytes)
+                self.row_of(refs[0], self.share.first_head, codes.row_bytes)
                 for refs in (self.gmem.k, self.gmem.v)
             ],
             last=self.last,
-            apart=self.apart,
-            pages=self.pages,
+            apart=self.share.apart,
+            pages=self.share.pages,
         )
         self.tokens = TokenWords(self.ring, codes, here.own, here.g, here.quad)
         self.k_token = p.mul(self.order, self.ring.per_run)
-        p.when(p.less(here.thread, 1), lambda: self.ring.initialise(self.teams, barriers))
+        p.when(p.less(here.thread, 1), lambda: self.ring.initialise(self.share.teams, barriers))
         p.barrier()
 
     def entry_of(self, step):
         """The table's entry for the step at a token, past the end for the row's last page."""
-        return self.pages.entry(p.smaller(step, self.last))
+        return self.share.pages.entry(p.smaller(step, self.last))
 
     def row_of(self, ref, first, size: int):
         """The address of a row's (a pool's) first token at a head, ``size`` bytes each."""
         base = p.address(ref)
-        if not self.pages:
-            base = p.offset(base, self.here.row, self.capacity * self.n_kv * size)
+        if not self.share.pages:
+            base = p.offset(base, self.share.here.row, self.capacity * self.n_kv * size)
         return p.offset(base, first, size)
 
     def fill_ring(self) -> None:
         for i in range(self.plan.depth):
-            token0 = p.add(self.begin, i * self.apart)
+            token0 = p.add(self.share.begin, i * self.share.apart)
             both = functools.partial(self.fill_slot, token0, i)
-            p.when(p.below(token0, self.end), both) if i else both()
+            p.when(p.below(token0, self.share.end), both) if i else both()
 
     def fill_slot(self, token0, i: int) -> None:
         self.ring.fill(token0, p.ci(i), False, self.entries[i])
@@ -220,27 +137,27 @@ class Decode:
             self.plan,
             self.codes,
             n_kv=self.n_kv,
-            lane=self.here.lane,
-            at=p.add(at, p.mul(self.here.warp, scale_bytes(self.plan, self.codes))),
+            lane=self.share.here.lane,
+            at=p.add(at, p.mul(self.share.here.warp, scale_bytes(self.plan, self.codes))),
             last=self.last,
             adjust=lambda *numbers: self.queries.adjust(*numbers),
-            pages=self.pages,
+            pages=self.share.pages,
             sources=[self.scales_of(refs) for refs in (self.gmem.k, self.gmem.v)],
         )
 
     def scales_of(self, refs) -> list:
         size = self.codes.groups * self.codes.scale_size
-        return [self.row_of(ref, self.head, size) for ref in refs[1:]]
+        return [self.row_of(ref, self.share.head, size) for ref in refs[1:]]
 
     # --- the query rows ---
 
     def load_queries(self, ful: int):
         """The words of eight query rows; those past the last are copies of it."""
-        here, fuls = self.here, self.plan.fuls
+        here, fuls = self.share.here, self.plan.fuls
         number = p.add(p.mul(here.sub, fuls * HEADS), here.g, ful * HEADS)
         number = p.smaller(number, p.ci(self.width - 1))
         first = p.address(self.gmem.q)
-        at = p.offset(first, self.rows.line(here.row, self.head, number), 2 * self.head_dim)
+        at = p.offset(first, self.rows.line(here.row, self.share.head, number), 2 * self.head_dim)
         at = p.offset(at, p.mul(here.quad, 2 * mma_tile.features_of(self.codes)))
         return mma_tile.load_heads(at, self.codes)
 
@@ -252,12 +169,12 @@ class Decode:
     def span_of(self, ful: int, c: int):
         """(first, past the last) key that one of the lane's query rows sees in the share."""
         if self.rows.tokens == 1:
-            return self.seen, self.end
-        number = p.smaller(self.number_of(self.here, ful, c), p.ci(self.width - 1))
+            return self.share.seen, self.share.end
+        number = p.smaller(self.number_of(self.share.here, ful, c), p.ci(self.width - 1))
         token = self.rows.token(number)
-        own = self.rows.seen(self.gmem.lengths, self.here.row, token)
+        own = self.rows.seen(self.gmem.lengths, self.share.here.row, token)
         first = None if self.window is None else p.add(own, -self.window)
-        return first, p.smaller(own, self.end)
+        return first, p.smaller(own, self.share.end)
 
     def is_seen(self, token, ful: int, c: int):
         first, end = self.spans[ful][c]
@@ -274,7 +191,7 @@ class Decode:
         self.fill_ring()
         if codes.quantized:
             self.scales = self.open_scales()
-            coming = self.scales.load(self.begin, self.entries[0])
+            coming = self.scales.load(self.share.begin, self.entries[0])
         loaded = [self.load_queries(ful) for ful in fuls]
         self.spans = [[self.span_of(ful, c) for c in range(2)] for ful in fuls]
         self.queries = mma_tile.Queries(loaded, codes, self.scale, self.kind)
@@ -282,23 +199,23 @@ class Decode:
             self.scales.store(coming)
         zero = p.cf(0.0)
         zeros = 2 * codes.groups if codes.zeros else 0
-        start = Sums([p.cf(LEAST)] * 2, [zero] * 2, [zero] * zeros, [zero] * (self.head_dim // 4))
+        start = _Sums([p.cf(LEAST)] * 2, [zero] * 2, [zero] * zeros, [zero] * (self.head_dim // 4))
         flat, self.tree = jax.tree.flatten([start] * plan.fuls)
-        first = [*(self.entries[1:] if self.pages else []), p.ci(0), p.ci(0)]
-        last = p.loop(self.begin, self.end, self.apart, first + flat, self.step)
+        first = [*(self.entries[1:] if self.share.pages else []), p.ci(0), p.ci(0)]
+        last = p.loop(self.share.begin, self.share.end, self.share.apart, first + flat, self.step)
         *_, sums = self.parts_of(last)
-        if not self.pages:
-            return self.write_parts(sums, self.here, self.head, self.chunk)
+        if not self.share.pages:
+            return self.write_parts(sums, self.share.here, self.share.head, self.share.chunk)
         # Carried through the loop, this takes a thread past the 128 registers with which two blocks
         # share an SM.
-        again = self.place(volatile=True)
-        first_head, chunk, _ = self.unit_of(again.in_row, again.team)
+        again = self.share.place(volatile=True)
+        first_head, chunk, _ = self.share.unit_of(again.in_row, again.team)
         return self.write_parts(sums, again, p.add(first_head, again.own), chunk)
 
     def parts_of(self, carry):
-        """(the table's entries for the ``depth`` steps to come, slot, parity, Sums of each ful)."""
+        """(entries for the ``depth`` steps to come, slot, parity, ``_Sums`` of each ful)."""
         ahead = self.entries
-        if self.pages:
+        if self.share.pages:
             ahead, carry = carry[: self.plan.depth], carry[self.plan.depth :]
         return ahead, *carry[:2], jax.tree.unflatten(self.tree, carry[2:])
 
@@ -307,10 +224,10 @@ class Decode:
         plan, ring = self.plan, self.ring
         ahead, slot, parity, sums = self.parts_of(carry)
         later = []
-        if self.pages:
-            later = [self.entry_of(p.add(token0, (plan.depth + 1) * self.apart))]
+        if self.share.pages:
+            later = [self.entry_of(p.add(token0, (plan.depth + 1) * self.share.apart))]
         if self.codes.quantized:
-            coming = self.scales.load(p.add(token0, self.apart), ahead[0])
+            coming = self.scales.load(p.add(token0, self.share.apart), ahead[0])
         ring.wait(slot, parity, False)
         scores = self.scores_of(token0, slot)
         weights, sums = zip(*map(self.weigh, sums, scores), strict=True)
@@ -322,7 +239,7 @@ class Decode:
         if self.codes.quantized:
             self.scales.store(coming)
         following = ring.neighbour(slot, parity, 1)
-        ahead = [*ahead[1:], *later] if self.pages else []
+        ahead = [*ahead[1:], *later] if self.share.pages else []
         return [*ahead, *following, *jax.tree.leaves(list(sums))]
 
     def scores_of(self, token0, slot) -> list:
@@ -349,7 +266,7 @@ class Decode:
             return None
         return [self.scales.read(self.order, 2 * u + half, values) for half in range(2)]
 
-    def weigh(self, sums: Sums, scores):
+    def weigh(self, sums: _Sums, scores):
         """The weights of the step's tiles, and the sums up to it, faded to the new maximum."""
         top, fade = mma_tile.maxima(scores, sums.top)
         weights = mma_tile.weights_of(scores, top)
@@ -363,7 +280,7 @@ class Decode:
         ]
         out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(sums.out)]
         zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(sums.zeros)]
-        return weights, Sums(top, total, zeros, out)
+        return weights, _Sums(top, total, zeros, out)
 
     def right_operands(self, weights, sums) -> list:
         """[tile][ful]: weights as the mma's operand; the sums' zeros are added to."""
@@ -383,9 +300,9 @@ class Decode:
         ring = self.ring
         if self.plan.depth == 1:
             return ring.refill(token0, slot, parity, False, ahead[-1])
-        before, emptied = p.add(token0, -self.apart), ring.neighbour(slot, parity, -1)
+        before, emptied = p.add(token0, -self.share.apart), ring.neighbour(slot, parity, -1)
         return p.when(
-            p.at_most(self.begin, before),
+            p.at_most(self.share.begin, before),
             lambda: ring.refill(before, *emptied, True, ahead[-2]),
         )
 
@@ -417,7 +334,7 @@ class Decode:
         """Leave a query row's part where the cluster gathers them."""
         run = mma_tile.run_of(self.codes)
         own_head = p.add(p.mul(here.own, self.width), number)
-        at, to_stats = self.gathering.part(here.team, own_head)
+        at, to_stats = self.share.gathering.part(here.team, own_head)
         at = p.add(at, p.mul(here.g, 4 * run))
         p.when(p.less(here.g, 1), lambda: p.store_shared(to_stats, stats))
         for first, values in outputs():
@@ -440,8 +357,8 @@ class Decode:
 
     def line(self, number):
         """The line of the result of one of the team's query rows."""
-        row, rows = self.here.row, self.rows
+        row, rows = self.share.here.row, self.rows
         if rows.tokens == 1:
-            return rows.line(row, self.first_head, number)
-        head = p.add(self.first_head, arith.divui(number, p.ci(self.width)))
+            return rows.line(row, self.share.first_head, number)
+        head = p.add(self.share.first_head, arith.divui(number, p.ci(self.width)))
         return rows.line(row, head, arith.remui(number, p.ci(self.width)))

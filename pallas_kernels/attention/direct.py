@@ -4,16 +4,16 @@
     warp     16 tokens of keys and values at a time, straight into registers | query heads
              [RoPE: norms and rotates them; the new token's tile takes it from the projection and
               stores it]
-             scores | maximum, exp2 | out^T += V^T weights | the next tile's words, where used
+    step     scores | maximum, exp2 | out^T += V^T weights | the next tile's words, where used
     end      the warps' parts through shared memory, the blocks' through that of the cluster
              (``attention.gather``), in a fixed order, float32
 
-A row that is over in microseconds has no use for a ring: its bytes are asked for at once, and what
-costs are the launches.  A row's result depends on nothing but the row.
+Such a row takes microseconds, so it needs no ring: all its bytes are requested at once, and the
+launches are the cost.  A row's result depends on nothing but the row.
 
 Floor at 1152 tokens: 4.3 MB, 1.0 us, beside a launch.  Result, one H200, 32/8 heads of 128,
-bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8; with RoPE and the cache write 4.9 in a
-decode step, where three kernels took 7.2.  More, and what was tried, in NOTES.md.  Command:
+bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8.  With RoPE and the cache write it takes 4.9
+in a decode step, where three kernels took 7.2.  More, and attempts: NOTES.md.  Command:
 ``python -m benchmarks.kernels.attention``.
 """
 

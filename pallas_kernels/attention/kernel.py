@@ -38,7 +38,7 @@ page's would: rows give the bits that pages do.
 
 Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
 Result, one H200, 32/8 heads of 128, 64 rows x 8192, microseconds: bfloat16 536 (95% of the floor's
-speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and what was tried, in NOTES.md.
+speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and attempts, in NOTES.md.
 Command: ``python -m benchmarks.kernels.attention``.
 """
 
@@ -50,7 +50,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.codes import Codes
-from pallas_kernels.attention.decode_program import Decode
+from pallas_kernels.attention.decode_program import DecodeKernel
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, shared_bytes
@@ -92,7 +92,7 @@ def decode_attention(
     }
 
     def body(gmem, smem) -> None:
-        Decode(gmem, smem, **options).run()
+        DecodeKernel(gmem, smem, **options).run()
 
     out, stats = jax.ShapeDtypeStruct(q.shape, q.dtype), None
     if not plan.cluster:

@@ -53,8 +53,11 @@ class _Heads:
         return i // self.runs * self.half + 64 * (i % self.runs)
 
     def group_of(self, i):
-        """Of word i: a group is at least 64 features, so a word's lanes lie in one; with heads of
-        64 one group holds both halves."""
+        """The group of word i.
+
+        A group has at least 64 features, so a word's lanes lie in one.  With heads of 64 one group
+        holds both halves.
+        """
         return self.feature(i) * self.groups // self.h
 
     def load(self, base):
@@ -68,7 +71,7 @@ class _Heads:
             p.store_global(base, [word], 2 * self.feature(i))
 
     def load_table(self, ref, row):
-        """What the lane's features turn by."""
+        """The angles' cos or sin of the lane's features."""
         base = p.offset(p.offset(p.address(ref), row, 4 * self.half), self.pair, 4)
         return [x for r in range(self.runs) for x in p.load_global(base, 2, 256 * r, "f32")]
 

@@ -1,8 +1,8 @@
-"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: dq,
-dk and dlog_decay from the products of ``gradients_channels_products``.
+"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel.
 
-With G_i the sums of log_decay from the chunk's start, dP on and below the diagonal, dN below it,
-and a, s and e what came through the states,
+dq, dk and dlog_decay come from the products of ``gradients_channels_products``.  G_i are the sums
+of log_decay from the chunk's start.  dP is on and below the diagonal, dN below it.  a, s and e are
+the terms that came through the states.
 
     dq_i = exp(G_i) a_i + sum_{j <= i} dP_ij exp(G_i - G_j) k_j
     dk_i = exp(G_i) s_i + sum_{j < i} dN_ij exp(G_i - G_j) k_j
@@ -10,18 +10,19 @@ and a, s and e what came through the states,
     dlog_decay_t = exp(G_64) <S, E> + sum_j k_j e_j exp(G_64 - G_j)
            + sum_{l >= t} (q_l dq_l + k_l (first line of dk_l) - k_l (second line of dk_l))
 
-the last sum without the diagonal, which has no decay.  That is ``gla.gradients`` with two readings
-of the keys, and is done as there: level by level of a binary tree, whose factors are products of
-numbers in [0, 1], with every pair entering dlog_decay's sum and leaving it as the same number.
+The last sum leaves out the diagonal, which has no decay.  That is ``gla.gradients`` with two
+readings of the keys, and is done in the same way: level by level of a binary tree, whose factors
+are products of numbers in [0, 1].  Every pair enters and leaves dlog_decay's sum as the same
+number.
 
 Two workers (warpgroups) of a block, one block to an SM, each walk their own list of slices of 64
 key channels:
 
-    TMA a s e | six levels    | what came through the states | sums from the end | TMA out
+    TMA a s e | six levels    | terms through the states       | sums from the end | TMA out
                        dP dN g of the next <- TMA                  q k of the next <- TMA
 
 Floor: 30 bytes per element of q at Dk = 128, 0.47 ms at (1, 8192, 64, 128, 128).  Result: 0.866 on
-one H200.  What was tried: NOTES.md.
+one H200.  Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

@@ -1,24 +1,27 @@
-"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: all
-that takes whole matrices, before ``gradients_channels`` multiplies decays in.
+"""Products for the gated delta rule's gradients inside a chunk on Hopper, a decay every key
+channel.
 
-What tokens write, U = X R with R = V - K S, makes the delta rule two of GLA's readings of the same
-decayed sum of k_j u_j^T: one by q, whose output has the gradient do, and one by k, strictly before
-the token, whose output is taken off the value and has -dv.  So no gradient of X is needed:
+These are products of whole matrices, before ``gradients_channels`` multiplies decays in.  Tokens
+write U = X R with R = V - K S.  With U, the delta rule is two of GLA's readings of the same decayed
+sum of k_j u_j^T.  One reading is by q, and its output has the gradient do.  The other is by k,
+strictly before the token; its output is taken off the value and has -dv.  So no gradient of X is
+needed:
 
     dP = scale do U^T, with the diagonal    dN = -dv U^T, below it    dbeta_i = u_i dv_i / beta_i^2
     scale do S^T, -dv S^T of rows i         U E^T of rows j           <S, E> of a key channel
 
-and dbeta divides u_i and dv_i, which both have beta_i as a factor, before they meet (``kernel``
-keeps it off zero).  X, and R before X, have two bf16 parts.
+u_i and dv_i both have beta_i as a factor, and dbeta divides both by it before they meet (``kernel``
+keeps beta off zero).  X, and R before X, have two bf16 parts.
 
 Two workers of a block, one block to an SM, each walk their own list of chunks and value heads.  A
-worker is two warpgroups (four in all keep the compiler to 128 registers); one has half of the value
-channels up to U, then half of the key channels, and dP or dN:
+worker is two warpgroups (four in all keep the compiler to 128 registers).  A warpgroup has half of
+the value channels up to U, then half of the key channels, and dP or dN:
 
-    TMA V K S X do dv | R | U, dbeta | TMA E | do S^T, dv S^T | S E, U E^T -> TMA | dP, dN -> TMA
+    TMA V K S X do dv | form_writes: R | U, dbeta | TMA E | through_states: do S^T, dv S^T
+    | S E, U E^T -> TMA | form_pairs: dP, dN -> TMA
 
-Floor: 224 KB a chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
-What was tried: NOTES.md.
+Floor: 224 KB per chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
+Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ _S = 6
 _O, _DV = 10, 12
 _E = _K  # and those of X
 _TILES = 14
+_HALVES = 0xFFFF, 0xFFFF0000  # of a word of two columns
 
 
 def _product(*steps):
@@ -99,51 +103,69 @@ def _symmetric(tiles, lower, upper) -> None:
     """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
     and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
     16 x 16 blocks on the diagonal."""
-    rows, zero = inverse.InverseRows(), p.ci(0)
-    halves = 0xFFFF, 0xFFFF0000
+    symmetric = _Symmetric(lower, upper)
+    symmetric.rows.store_tile(tiles, symmetric.whole())
+    levels = symmetric.levels()
+    symmetric.rows.store_tile(p.add(tiles, TILE), levels)
 
-    def column(tile: int, e: int):
-        return p.add(p.shift_left(rows.c, 1), 8 * tile + e)
 
-    def of_each(word):
-        """The pair of what ``word`` gives for its two columns."""
-        return arith.ori(*[p.masked(word(e), mask) for e, mask in enumerate(halves)])
+class _Symmetric:
+    """Words of two columns each, [tile of 8 columns][half of 16 rows]."""
 
-    def merged(row, tile: int, x, y):
-        def word(e):
-            j = column(tile, e)
-            above = arith.select(p.equal(j, row), zero, y)
-            return arith.select(p.less(j, row), x, above)
+    def __init__(self, lower, upper):
+        self.rows, self.zero = inverse.InverseRows(), p.ci(0)
+        self.lower, self.upper = lower, upper
 
-        return of_each(word)
-
-    rows.store_tile(
-        tiles,
-        [
+    def whole(self) -> list:
+        """G + G^T."""
+        return [
             [
-                merged(p.add(rows.first, 8 * half), tile, lower[tile][half], upper[tile][half])
+                self.merged(
+                    p.add(self.rows.first, 8 * half),
+                    tile,
+                    self.lower[tile][half],
+                    self.upper[tile][half],
+                )
                 for half in range(2)
             ]
             for tile in range(8)
-        ],
-    )
-    levels = [[None, None] for _ in range(8)]
-    for tile in range(2):
-        for half in range(2):
-            row = p.add(rows.g, 8 * half)
-            x, y = (
-                inverse._of_warp(rows, [part[2 * w + tile][half] for w in range(4)])
-                for part in (lower, upper)
-            )
-            both = merged(row, tile, x, y)
-            for n in range(4):
+        ]
 
-                def met(e, n=n, row=row, tile=tile, both=both):
-                    differ = arith.xori(row, column(tile, e))
-                    return arith.select(p.equal(p.shift_right(differ, n), 1), both, zero)
+    def levels(self) -> list:
+        """The pairs of the levels 1 to 8, side by side, of the 16 x 16 block on the diagonal."""
+        levels = [[None, None] for _ in range(8)]
+        for tile in range(2):
+            for half in range(2):
+                row = p.add(self.rows.g, 8 * half)
+                x, y = (
+                    inverse._of_warp(self.rows, [part[2 * w + tile][half] for w in range(4)])
+                    for part in (self.lower, self.upper)
+                )
+                both = self.merged(row, tile, x, y)
+                for n in range(4):
+                    levels[2 * n + tile][half] = self.met(row, tile, n, both)
+        return levels
 
-                levels[2 * n + tile][half] = of_each(met)
-    rows.store_tile(p.add(tiles, TILE), levels)
+    def column(self, tile: int, e: int):
+        return p.add(p.shift_left(self.rows.c, 1), 8 * tile + e)
+
+    def merged(self, row, tile: int, x, y):
+        """x below the diagonal, y above it, and zero on it."""
+        words = []
+        for e in range(2):
+            j = self.column(tile, e)
+            above = arith.select(p.equal(j, row), self.zero, y)
+            words.append(p.masked(arith.select(p.less(j, row), x, above), _HALVES[e]))
+        return arith.ori(*words)
+
+    def met(self, row, tile: int, n: int, both):
+        """``both`` where a row and a column meet on level 2^n, else zero."""
+        words = []
+        for e in range(2):
+            differ = arith.xori(row, self.column(tile, e))
+            word = arith.select(p.equal(p.shift_right(differ, n), 1), both, self.zero)
+            words.append(p.masked(word, _HALVES[e]))
+        return arith.ori(*words)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
@@ -324,7 +346,7 @@ def _readers(tiles_of):
 
 
 def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
-    """What ``gradients_channels`` takes, for Dk = Dv = 128:
+    """The operands of ``gradients_channels``, for Dk = Dv = 128:
 
     dP and dN, for each the two tiles of ``_symmetric``, bf16 [B, H, NC, 4, 64, 64]; dP's diagonal,
     f32 [B, H, NC, 64]; scale do S^T, -dv S^T and U E^T, bf16 [B, H, NC*64, 128]; and in parts that

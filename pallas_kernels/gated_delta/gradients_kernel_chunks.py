@@ -1,7 +1,8 @@
 """The gated delta rule's gradients inside a chunk on Hopper, all chunks at once.
 
-Of ``kernel_chunks``'s X = T diag(beta), M = P X, K' = X^T diag(to end) K, given the states S at a
-chunk's start and the gradients E of those at its end, do of the outputs, dR of R = V - diag(e) K S:
+X = T diag(beta), M = P X and K' = X^T diag(to end) K are those of ``kernel_chunks``.  Given are the
+states S at a chunk's start, the gradients E of those at its end, do of the outputs, and dR of
+R = V - diag(e) K S:
 
     dM = do R^T      dK' = R E^T      dX = P^T dM + diag(to end) K dK'^T      dP = dM X^T
     dA = -T^T (dX diag(beta)) T^T     dbeta_j = sum_i T_ij dX_ij + sum_i dA_ji A_ji / beta_j
@@ -9,23 +10,24 @@ chunk's start and the gradients E of those at its end, do of the outputs, dR of 
     dK = -diag(e) dR S^T + scale (dP D)^T Q + (dKK + dKK^T) K + diag(to end) X dK'
     dKK = beta_i dA_ij D_ij
 
-and log_decay's from the sums of dA A + dP P over rows and columns, of q dQ and k dK where those
-came through the state, and of S E.
+dlog_decay comes from the sums of dA A + dP P over rows and columns, from q dQ and k dK of the terms
+with the state, and from S E.
 
 Where keys are parallel and nothing decays, dX's entries cancel in dbeta, and S E is a sum of terms
 of both signs.  So R (computed here, from the states that the scan used), E, dK', T and products
-with them have two bf16 parts each, and S E takes twelve bits of S (``remainder``).
+with them have two bf16 parts each.  S E takes twelve bits more of S (``remainder``).
 
-One block a chunk and value head.  Its two warpgroups have half of the value channels each for R,
-and half of the key channels each for all that has them; of what is left the first has what comes
-from the outputs, the second what comes from the state:
+One block per chunk and value head.  Its two warpgroups have half of the value channels each for R,
+and half of the key channels each for the products over these.  The rest is divided: the first
+warpgroup has the terms from the outputs, the second those from the state:
 
     both : TMA | R | do S^T, dR S^T, R E^T, S E | K dK'^T      |         | X dK' | dQ, dK ->
     1    :     |   |                            | q k^T, dM -> | dP D -> |       | dg, dbeta ->
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
-128).  Result: 0.886 on one H200.  What was tried: NOTES.md.
+128).  Result: 0.886 on one H200.  Attempts: NOTES.md.  Command:
+``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class _Chunk:
         plgpu.copy_gmem_to_smem(source, smem.inverse.at[wg], late)
 
     def load_small(self) -> None:
-        """What bf16 leaves of the states, and the chunk's vectors."""
+        """The states' bits below bf16, and the chunk's vectors."""
         gmem, smem, b, head = self.gmem, self.smem, self.row, self.head
 
         @pl.when(self.warpgroup == 0)

@@ -2,12 +2,16 @@
 
     dR = M^T do + K' E        E <- e_64 E + scale Q^T diag(e) do - K^T diag(e) dR
 
-with E the gradient of the state at a chunk's end, ``kernel_chunks``'s M, K' and e = exp(G); dR is
-the gradient of V.  Mirrored, it is ``kernel_scan``: the same blocks, slots and registers.  What E
-is multiplied by cancels where keys are parallel, so products take E and dR in two bf16 parts.
+E is the gradient of the state at a chunk's end, and dR is the gradient of V.  M, K' and e = exp(G)
+are those of ``kernel_chunks``.  This is ``kernel_scan`` mirrored: the same blocks, slots and
+registers.  The factors of E cancel where keys are parallel, so the products take E and dR in two
+bf16 parts.
 
-With ``kernel_channels``'s operands, a decay a key channel, Q and K are from the chunk's start on
-and E <- diag(exp(G_64)) E + Q^T do - K^T dR; what is local to a chunk needs one part of E then.
+    wait c | E -> two bf16 | wgmma dR | borders, dR -> TMA | wgmma E | slot of c+1 <- TMA c-2
+
+With ``kernel_channels``'s operands, for a decay of every key channel, Q and K hold their decay from
+the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR.  The kernels inside a chunk then
+need only one part of E.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -21,12 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
-from pallas_kernels.gated_delta.kernel_scan import (
-    STAGES,
-    by_token,
-    read_transposed,
-    store_transposed,
-)
+from pallas_kernels.gated_delta.kernel_scan import STAGES
+from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state

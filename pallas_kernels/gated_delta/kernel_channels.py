@@ -1,23 +1,24 @@
-"""The gated delta rule's work inside a chunk on Hopper, for a decay of every key channel (Kimi
-Delta Attention): what ``kernel_scan`` needs of every chunk, all chunks at once.
+"""The gated delta rule's work inside a chunk on Hopper, for a decay of every key channel.
 
-``kernel_chunks`` with G_i a vector: the decay goes into the products' operands,
+That is Kimi Delta Attention; the results are the operands of ``kernel_scan``, for all chunks at
+once.  It is ``kernel_chunks`` with vectors G_i, and the decay goes into the products' operands:
 
     A  = beta_i sum_d k_i k_j exp(G_i - G_j) below the diagonal     X = (I + A)^-1 diag(beta)
     P  = scale sum_d q_i k_j exp(G_i - G_j) with the diagonal       M = P X
     K' = X^T (K exp(G_64 - G))       Q <- scale Q exp(G)       K <- K exp(G)
 
-so that o = Q S + M R, R = V - K S, S <- diag(exp(G_64)) S + K'^T R.  No exponential is taken but
+These give o = Q S + M R, R = V - K S, S <- diag(exp(G_64)) S + K'^T R.  The only exponential is
 that of log_decay, once an element: ``kernel_tree`` multiplies up from there.
 
 Two workers (warpgroups) of a block, one block to an SM, each walk their own list of chunks and
 value heads:
 
-    TMA q k g | per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X | M, K' | TMA out
-                                                  first 64 channels of the next chunk | TMA ...
+    TMA q k g | gate_slices, per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X
+    | mix: M, K' -> TMA              first 64 channels of the next chunk (``begin``) | TMA ...
 
 Floor: 15 bytes per element of q at Dk = 128 (8 in, 7 out), 0.234 ms at (1, 8192, 64, 128, 128).
-Result: 0.438 on one H200.  What was tried: NOTES.md.
+Result: 0.438 on one H200.  Attempts: NOTES.md.  Command:
+``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

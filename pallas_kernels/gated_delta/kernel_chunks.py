@@ -1,27 +1,29 @@
-"""The gated delta rule's work inside a chunk on Hopper: what ``kernel_scan`` needs of every chunk,
-all chunks at once.
+"""The gated delta rule's work inside a chunk on Hopper: ``kernel_scan``'s operands, all chunks at
+once.
 
-With G the sums of log_decay from a chunk's start, D_ij = exp(G_i - G_j) for j <= i,
+With G the sums of log_decay from a chunk's start and D_ij = exp(G_i - G_j) for j <= i:
 
     A  = beta_i (k_i . k_j) D_ij below the diagonal         X = (I + A)^-1 diag(beta)
     M  = (scale q_i . k_j D_ij, j <= i) X                   [64, 64]
     K' = X^T diag(exp(G_64 - G)) K                          [64, Dk]
 
-so that, from a chunk's first state S and R = V - diag(exp(G)) K S,
+From a chunk's first state S and R = V - diag(exp(G)) K S they give
 
-    o = scale diag(exp(G)) Q S + M R                        S <- exp(G_64) S + K'^T R.
+    o = scale diag(exp(G)) Q S + M R                        S <- exp(G_64) S + K'^T R
 
-That is the WY form with its inverse taken to the left: fla multiplies X into V and K, which leaves
+This is the WY form with its inverse taken to the left.  fla multiplies X into V and K.  That leaves
 two products with the tokens between a state and the next, and rounds u = X R, whose errors add up
-where keys are parallel; M and K' are formed here once, from operands of 16 bits and more, and where
-keys are parallel their entries are small.
+where keys are parallel.  Here M and K' are formed once, from operands of 16 bits and more, and
+their entries are small where keys are parallel.
 
-One block of one warpgroup a chunk and value head, several to an SM, one after the other:
+One block of one warpgroup per chunk and value head, several to an SM, one after the other:
 
-    TMA q k | sums of log_decay | k k^T, q k^T | A, P | X (``kernel_inverse``) | M, K' | TMA out
+    load: TMA q k, sums of log_decay | products: k k^T, q k^T | A, P | X (``kernel_inverse``)
+    | scores, sums: M, K' | store: TMA out
 
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
-at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  What was tried: NOTES.md.
+at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  Attempts: NOTES.md.  Command:
+``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

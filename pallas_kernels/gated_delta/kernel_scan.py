@@ -2,25 +2,26 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
-for ``kernel_chunks``'s M, K' and e = exp(G); ``kernel_channels``'s Q and K have their decay, and S
-is decayed channel by channel.  One block per (128 value channels, value head, batch row, segment of
-chunks): two warpgroups of 64 value channels each, the first of which starts the copies; one block
-per 64 where that leaves no SM with two.  S^T [64 dv, Dk] stays in registers for the whole loop;
-bf16 of it is the register operand of S^T K^T and S^T Q^T, R^T, which never leaves the registers,
-that of R^T K' and R^T M^T.  Three slots: one that is computed, one that is there, one on its way;
-the outputs leave from the place of the values.
+M, K' and e = exp(G) are those of ``kernel_chunks``.  With ``kernel_channels``'s operands Q and K
+hold their decay, and S decays channel by channel.
+
+One block per (128 value channels, value head, batch row, segment of chunks), or per 64 channels
+where 128 would leave SMs idle.  A warpgroup has 64 value channels, and the first one starts the
+copies.  S^T [64 dv, Dk] stays in registers for the whole loop.  Rounded to bf16 it is the register
+operand of S^T K^T and S^T Q^T.  R^T never leaves the registers: it is that of R^T K' and R^T M^T.
+There are three slots: one that is computed, one that is there, one on its way.  The outputs leave
+from the place of the values.  A warpgroup that only copies would leave 168 registers, too few.
 
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
-A warpgroup that only copies would leave 168 registers to the others, which spilled.
-
-Dk = 256, a state of 128 registers: a block of one warpgroup and 64 value channels; bf16 of the
-state a part of 64 columns at a time; two slots.  Two blocks of a head are a cluster and copy all
-but the values and e for one another: k and q of c + 2 when both have read c's, K' and M when both
-are done with c, the values once c + 1 is being computed and c's outputs have left.
+Dk = 256 (``is_narrow``): the state takes 128 registers.  A block is one warpgroup of 64 value
+channels with two slots, and rounds the state 64 columns at a time.  Two blocks of a head are a
+cluster and copy all but the values and e for one another: k and q of c + 2 when both have read
+c's, K' and M when both are done with c.  The values of c + 1 follow when c's outputs have left.
 
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
+Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -33,16 +34,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART
-from pallas_kernels.jax_internals import arith, ir
+from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import CHUNK, ROWS, ChannelLane, tiles, tokens
+from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
 
 STAGES = 3
@@ -60,40 +59,9 @@ def stages_of(dk: int) -> int:
     return 2 if is_narrow(dk) else STAGES
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
-    return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
-)
-def read_transposed(ctx, tile, mask):
-    """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
-    del ctx
-    base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
-    layout = _WGMMA.to_mgpu()
-    half = ir.BF16Type.get()
-    zero = mgpu.utils.c(0.0, half)
-    array = mgpu.FragmentedArray.splat(zero, (64, CHUNK), layout, is_signed=None)
-    registers = array.registers.copy()
-    kind = ir.VectorType.get((2,), half)
-    words = [w for block in range(4) for w in p.load_matrices(base, 2048 * block, transposed=True)]
-    registers.reshape(-1)[:] = [mgpu.utils.bitcast(arith.andi(w, mask), kind) for w in words]
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-
-def by_token(vectors, slot, n: int):
-    """A chunk's n-th vector of floats over the rows of [64 dv, 64 tokens]."""
-    e = plgpu.load(vectors.at[slot, n], layout=_WGMMA.reduce(0))
-    return lax.broadcast_in_dim(e, (64, CHUNK), [1])
-
-
-def store_transposed(tile, x) -> None:
-    tile.transpose((1, 0))[...] = plgpu.layout_cast(
-        x.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What a launch of the scan is for."""
+    """The facts of a launch of the scan."""
 
     dk: int
     dv: int

@@ -48,7 +48,7 @@ class DeltaTokenShape:
 
     @property
     def features(self) -> int:
-        """Of the convolution: q, k and v of all heads."""
+        """Channels of the convolution: q, k and v of all heads."""
         return 2 * self.key_heads * self.dk + self.heads * COLUMNS
 
     @property
@@ -284,7 +284,7 @@ class Token:
         p.when(p.less(self.lane, 1), store)
 
     def convolved(self) -> Callable[[], None]:
-        """q, k and v of all tokens.  What stores the new last inputs, or what is kept."""
+        """q, k and v of all tokens.  Returns what stores the new last inputs, or the draft."""
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
         of_qk, of_v = (
             self.activated(x, feature) for x, feature in ((qk, self.feature), (v, self.v_feature))
@@ -332,7 +332,7 @@ class Token:
         p.when(p.less(self.thread, COLUMNS), lambda: store(self.v_feature, v))
 
     def keep(self, qk: list, v: list, of_qk: list, of_v: list) -> None:
-        """What ``taken`` reads."""
+        """Store the operands of ``taken``."""
         kept, before = self.kept, self.shape.taps - 1
         assert kept is not None
         for t in range(self.shape.tokens):

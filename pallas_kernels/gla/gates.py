@@ -7,31 +7,32 @@ Per chunk of C = 64 tokens, head and batch row, and per piece of at most 128 key
     kg[j, d] = k[j, d] exp(b[C-1, d] - b[j, d])
     decay[d] = exp(b[C-1, d])            with b the inclusive cumulative sum of log_decay
 
-No b is ever formed.  With a = exp(log_decay) <= 1 a binary tree over the rows keeps, for every
-element and block size s = 1, 2, 4 .. 64,
+The kernel never forms b.  With a = exp(log_decay) <= 1, a binary tree over the rows keeps two
+products for every element and block size s = 1, 2, 4 .. 64:
 
     p = product of a from the start of its s-block to itself, inclusive
     t = product of a after itself to the end of its s-block
 
-and pair (i, j) belongs to the level s at which i is in the second and j in the first half of one
-2s-block: exp(b_i - b_j) = p_i t_j.  Every factor is a product of numbers in [0, 1]: nothing can
-overflow, log_decay = -inf is a plain 0, and only one exponential is taken per element.  On level s
-a row is either a query row or a key row, so one operand y = q p or k t serves both sides of y y^T.
+Pair (i, j) belongs to the level s at which i is in the second and j in the first half of one
+2s-block.  There exp(b_i - b_j) = p_i t_j.  Every factor is a product of numbers in [0, 1]: nothing
+can overflow, log_decay = -inf is a plain 0, and each element takes one exponential.  On level s a
+row is either a query row or a key row, so one operand y = q p or k t serves both sides of y y^T.
 
-A warp owns 16 rows and a lane two columns of them, so on levels 1..8 the tree joins registers of
-one thread; y goes to shared memory, comes back through ldmatrix, and mma.m16n8k16 forms the block
-of A on the diagonal (the A fragment of y is also the B fragment of its transpose).  Above, the four
-warps exchange their 16-row products and share out the six 16x16 blocks off the diagonal.
+A warp owns 16 rows, and a lane has two columns of them.  So on levels 1 .. 8 the tree joins
+registers of one thread.  y goes to shared memory and comes back through ldmatrix, and mma.m16n8k16
+forms the block of A on the diagonal: the A fragment of y is also the B fragment of its transpose.
+Above, the four warps exchange their 16-row products and share the six 16x16 blocks off the
+diagonal.
 
 Timeline of a worker (a warpgroup; two per SM, each walks its own list of chunks), per slice of 64
 channels, with three slots:
 
-    copies  : | load n+2 | store n-1 draining          | load n+3 ...
-    compute : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store n
+    load, store : | load n+2 | store n-1 draining          | load n+3 ...
+    compute     : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store
 
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
-Result: 0.246 ms on one H200; gating multiplies in bf16 pairs, two roundings an operand: A, qg and
-kg carry 2.5e-3.  What was tried: NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
+Result: 0.246 ms on one H200.  Gating multiplies in bf16 pairs, two roundings an operand, so A, qg
+and kg carry 2.5e-3.  Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

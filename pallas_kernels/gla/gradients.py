@@ -1,38 +1,40 @@
 """GLA's chunk-local gradients on Hopper: dq, dk and dlog_decay from the states around a chunk.
 
-With S the state before a chunk, E the gradient of the state after it, dA = scale * do v^T on and
-below the diagonal, and b the cumulative log-decay inside the chunk of C tokens:
+S is the state before a chunk and E the gradient of the state after it.  dA = scale * do v^T on and
+below the diagonal, and b is the cumulative log-decay inside the chunk of C tokens.
 
     dq_i = scale exp(b_i) (S do_i)       + sum_{j <= i} dA[i, j] exp(b_i - b_j) k_j
     dk_j = exp(b_C - b_j) (E v_j)        + sum_{i >= j} dA[i, j] exp(b_i - b_j) q_i
     dg_t = exp(b_C) <S, E> + sum_j k_j dk_j[first term] + sum_{s >= t} (q_s dq_s - k_s dk_s)
 
-where the products in the last line leave out the diagonal i = j, which does not depend on g;
-<S, E> sums over the value channels.  That sum lives on cancellation: a pair (i, j) enters at i and
-leaves at j.  Both times it is taken as G[i, j] y_i y_j with the same rounded y, so it cancels to
-float32 even where the gate at t makes dg_t tiny beside q dq.
+The products in the last line leave out the diagonal i = j, which does not depend on g.  <S, E> sums
+over the value channels.  Most of that last sum cancels: a pair (i, j) enters at i and leaves at j.
+Both times it is G[i, j] y_i y_j with the same rounded y.  So it cancels to float32, even where the
+gate at t makes dg_t tiny beside q dq.
 
-The binary tree of ``gla.gates`` again keeps every exponential out: on level s a row is a query row
-with factor f = p or a key row with f = t, y = f q or f k, and with the symmetric
-G = dA + dA^T (diagonal left out) one product per level serves both gradients,
+The binary tree of ``gla.gates`` keeps out every exponential.  On level s a row is a query row with
+factor f = p or a key row with f = t, and y = f q or f k.  With the symmetric G = dA + dA^T
+(diagonal left out) one product per level serves both gradients:
 
-    Z = (G on level-s pairs) y        dq += f Z on query rows,  dk += f Z on key rows.
+    Z = (G on level-s pairs) y        dq += f Z on query rows,  dk += f Z on key rows
 
-Everything is kept transposed, channels as rows: a warp owns 16 channels and all 64 tokens, so its
-y^T is the register A operand of mma.m16n8k16 and levels 1, 8, 16 and 32 join registers of one
-thread (token = 8 m + 2 (lane % 4) + e); only levels 2 and 4 shuffle, and then block products alone.
-No two warps exchange anything but G.
+Everything is transposed, channels as rows: a warp owns 16 channels and all 64 tokens
+(``recurrence.slices``).  Its y^T is the register A operand of mma.m16n8k16.  Levels 1, 8, 16 and 32
+join registers of one thread.  Only levels 2 and 4 shuffle, and then block products alone.  No two
+warps exchange anything but G.
 
-Timeline of a worker (a warpgroup, two per SM), one slice of 64 key channels of one chunk at a time;
-a stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slots for stages:
+Timeline of a worker (a warpgroup, two per SM), one slice of 64 key channels of one chunk at a time.
+A stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slots for stages:
 
-    Dv = 128: dA, dA^T of one stage | q k g in | of the other -> G | six levels: y, Z, dq dk | both
-              stages: states' part, <S, E> | next stages in | dg scan | results out of q k g's slot
-    above   : dA once per chunk in ``chunk_products`` | q k g G in | six levels | stages stream
-              through the two slots | next q k g in | dg scan | results out of a stage's slot
+    item_inline, Dv = 128
+        dA, dA^T of one stage | q k g in | of the other -> G | six levels: y, Z, dq dk | both
+        stages: states' part, <S, E> | next stages in | dg scan | results out of q k g's slot
+    item_streamed, wider values
+        dA once per chunk in ``chunk_products`` | q k g G in | six levels | stages stream
+        through the two slots | next q k g in | dg scan | results out of a stage's slot
 
 Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).  Result:
-0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  What was tried: NOTES.md.
+0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  Attempts: NOTES.md.
 Command: ``python -m benchmarks.kernels.gla``.
 """
 
@@ -46,11 +48,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gla.gradients_levels import levels_call
 from pallas_kernels.gla.gradients_registers import (
     N_EXTRA,
     finish_call,
     flux_call,
-    levels_call,
     states_call,
 )
 from pallas_kernels.gla.products import chunk_products, products_call, symmetric_call

@@ -1,13 +1,17 @@
-"""dA = scale * do v^T of every chunk on Hopper, in the form the gradient kernel's mma wants.
+"""dA = scale * do v^T of every chunk on Hopper, in the form that the gradient kernel's mma takes.
 
-For a chunk of 64 tokens: G = dA + dA^T with dA taken below the diagonal (bf16); for the tree levels
-1, 2, 4, 8 the level's pairs of G inside the 16x16 diagonal blocks, side by side in a second tile;
-and dA's diagonal in float32.  ``gla.gradients`` runs the two register steps itself at Dv = 128;
-``chunk_products`` is a kernel of its own for wider values, where one chunk's products serve several
-slices of key channels.
+For a chunk of 64 tokens there are three results:
 
-    copies  : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
-    compute : | dA, dA^T of stage n | ... | last stage: G -> smem, TMA out
+- G = dA + dA^T, with dA taken below the diagonal (bf16)
+- in a second tile, side by side, the pairs of G inside the 16x16 diagonal blocks that belong to the
+  tree's levels 1, 2, 4 and 8
+- dA's diagonal in float32
+
+``gla.gradients`` runs the two register steps itself at Dv = 128.  For wider values one chunk's
+products serve several slices of key channels, and ``chunk_products`` is a kernel of its own.
+
+    load    : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
+    stage   : | dA, dA^T of stage n | ... | item, after the last stage: G -> smem, TMA out
 """
 
 from __future__ import annotations

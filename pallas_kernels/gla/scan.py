@@ -2,27 +2,28 @@
 
     out_c = qg_c S_c + A_c v_c        S_{c+1} = diag(decay_c) S_c + kg_c^T v_c
 
-for the operands of ``gla_gates.gates``.  Run backwards with the roles of the operands exchanged the
-same kernel is the reverse scan of the backward pass (``reverse=True``: qg <- kg, kg <- qg,
-v <- d_out, A <- A^T), whose state is the gradient of the state and whose output is dv.
+Contract.  The operands are those of ``gla.gates``; ``scan`` gives the shapes.  ``reverse=True`` is
+the reverse scan of the backward pass, with other operands in the same places: kg for qg, qg for kg,
+d_out for v and A^T for A.  Its state is the gradient of the state, and its output is dv.
 
-One block per (128 value channels, head, batch row, segment of chunks): two warpgroups of 64 value
-channels each, the first of which also starts the copies.  S^T [64 dv, Dk] stays in registers for
-the whole loop; it is the register operand of out^T = S^T qg^T + v^T A^T, so it never visits memory.
+One block per (128 value channels, head, batch row, segment of chunks).  It has two warpgroups of 64
+value channels each, and the first also starts the copies.  S^T [64 dv, Dk] stays in registers for
+the whole loop.  It is the register operand of out^T = S^T qg^T + v^T A^T, so it never visits
+memory.
 
-    wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | ...
-           kg, v of chunk c - 1's slot <- TMA           qg, A of chunk c's slot <- TMA
+    chunk    wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | ...
+    refill     kg, v of chunk c - 1's slot <- TMA      qg, A of chunk c's slot <- TMA
 
-A slot's operands are fetched again while products run, as soon as both warpgroups have read them.
-jax >= 0.12 ignores ``setmaxnreg``: beside a third warpgroup that only copied, a thread had 168
-registers, spilled, and waited for each wgmma.
+As soon as both warpgroups have read a slot's operands, the next ones are copied there while
+products run.  A third warpgroup that only copies does not pay: jax >= 0.12 ignores ``setmaxnreg``,
+so a thread had 168 registers, spilled, and waited for each wgmma.
 
-Dk = 256 and more blocks than the GPU has SMs: pairs of blocks are clusters, and copy qg, kg and A
-for one another, since what limits there is the L2's rate.
+With Dk = 256 and more blocks than the GPU has SMs, the L2's rate is the limit.  Pairs of blocks are
+then clusters and copy qg, kg and A for one another.
 
 Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
-0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and what was tried:
-NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
+0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and attempts: NOTES.md.
+Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def stages_of(dk: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What a launch of the scan is for."""
+    """The facts of a launch of the scan."""
 
     dk: int
     dv: int

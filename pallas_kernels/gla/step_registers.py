@@ -42,7 +42,7 @@ class GlaStepShape:
 
     @property
     def blocks(self) -> int:
-        """Of a head."""
+        """Blocks of a head."""
         return self.dv // self.columns
 
     def scratch(self, normed: bool) -> dict[str, int | None]:

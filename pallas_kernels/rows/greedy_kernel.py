@@ -1,12 +1,12 @@
 """``append_greedy`` of one row on Hopper: a cluster of 8 blocks reads the logits once.
 
-    all      8 logits a thread, then 8 more (V <= 131072: two rounds)
-    thread   its largest, the first where several are; sum of 2^((logit - largest) log2 e)
-    warp     over lanes, then over the block's warps through shared memory           (``_merged``)
-    block    its (largest, token, sum) to the first block of the cluster
-    first    over blocks; one warp: stop tokens; lane 0: the row's words, written
+    all          8 logits a thread, then 8 more (V <= 131072: two rounds)
+    thread       its largest, the first where several are; sum of 2^((logit - largest) log2 e)
+    warp         over lanes, then over the block's warps through shared memory       (``_merged``)
+    over_warps   the block's (largest, token, sum) to the first block of the cluster
+    over_blocks  in the first block, one warp: stop tokens; lane 0: the row's words, written
 
-Numerics: float32; a part's sum is relative to its own largest logit, as in an online softmax
+Numerics: float32.  A part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).
 
 Floor: the logits, which lie in L2, and one launch.

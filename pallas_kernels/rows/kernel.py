@@ -6,8 +6,8 @@
 
     int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale))
 
-max|y| is f * max|t|, so one pass over a row in registers gives both the sum of squares and the
-largest value, and one barrier joins them.  Three ways to run it (``RowsPlan``):
+max|y| is f * max|t|.  So one pass over a row in registers gives both the sum of squares and the
+largest value, and one barrier joins them.  There are three ways to run it (``RowsPlan``):
 
     a block a row       load | t, sums | barrier | factor | codes          hardware schedules rows
     persistent, ring    bulk copies of the next rows in flight meanwhile: the barrier that joins
@@ -15,9 +15,9 @@ largest value, and one barrier joins them.  Three ways to run it (``RowsPlan``):
     a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
                         the sums of all warps of all blocks after one cluster barrier
 
-Floor: bytes counted once, at 4.2 TB/s; one row a launch and one round trip to memory, about 1.1 us.
-Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7 (55.9),
-the gate at 8192 x 2 x 14336 139 (140); the table, and what was tried, is in NOTES.md.  Command:
+Floor: bytes counted once, at 4.2 TB/s; one row takes a launch and one round trip to memory, about
+1.1 us.  Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7
+(55.9), the gate at 8192 x 2 x 14336 139 (140).  The table, and attempts: NOTES.md.  Command:
 ``python -m benchmarks.kernels.rows``.
 """
 

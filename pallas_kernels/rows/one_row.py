@@ -43,7 +43,7 @@ def _warp_sum(value: p.Value) -> p.Value:
 
 
 def _warp_max(value: p.Value) -> p.Value:
-    """Of values that are not negative: their bits order like they do, NaN last."""
+    """The largest of values that are not negative: their bits have the same order, NaN last."""
     code = "redux.sync.max.u32 $0, $1, -1;"
     return p.from_bits(p.ptx(code, p.bits(value), results=p.i32(), convergent=True))
 

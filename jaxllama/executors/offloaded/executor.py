@@ -19,7 +19,7 @@ Left out: a mesh, ``deterministic``, adapters beside the weights, tokens of a gr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +75,17 @@ class Offloaded:
     store: Store
     recorder: Any = NO_RECORD
 
-    mesh: ClassVar[None] = None
-    on_device: ClassVar[bool] = False
-    runs_ahead: ClassVar[bool] = False
+    @property
+    def mesh(self) -> None:
+        return None
+
+    @property
+    def on_device(self) -> bool:
+        return False
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
 
     @property
     def block_size(self) -> int:

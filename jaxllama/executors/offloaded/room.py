@@ -54,7 +54,7 @@ class Tiers:
 
 
 def split_bytes(tree: Any, shares: Shares) -> Tiers:
-    """What ``Store.put`` makes of a tree of arrays or shapes."""
+    """Bytes of a tree of arrays or shapes in each tier, as ``Store.put`` cuts it."""
     total = Tiers()
     for leaf in jax.tree.leaves(tree):
         if leaf.ndim < 2:

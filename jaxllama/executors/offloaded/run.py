@@ -228,7 +228,7 @@ class OffloadRun:
 
     @property
     def report(self) -> Report:
-        """Of the run's rows, on the host."""
+        """The report of the run's rows, on the host."""
         reports = jax.device_get([batch.rows.report for batch in self.batches])
         ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
         return Report(ints[:, : self.rows], written[:, : self.rows])

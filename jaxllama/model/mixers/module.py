@@ -1,4 +1,4 @@
-"""What the mixers' Flax modules share.  A module of one kind is ``mixers/<kind>/module.py``."""
+"""The base class of the mixers' Flax modules; each kind has its own ``mixers/<kind>/module.py``."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def matmul(
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
         several = tile.Several(group.begin, group.firsts, others)
         rows = sum(group.rows)
-        tile.Program(group.tiles, schemes[i], rows, operands, smem, several).run()
+        tile.TileProgram(group.tiles, schemes[i], rows, operands, smem, several).run()
 
     def body(gmem, smem):
         for i, group in enumerate(plan.groups):

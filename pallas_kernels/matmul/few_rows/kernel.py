@@ -59,7 +59,7 @@ def matmul(
             row.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
-            tile.Program(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
+            tile.TileProgram(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
 
     sizes = [size // 4 for size in plan.scratch_sizes(normed=gamma is not None)]
     out, total = launch(

@@ -38,8 +38,8 @@ rounded once to bfloat16.  Everything else is float32, added in an order that de
 alone.
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
-4.3 TB/s, 7.0 us.  Result: 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and what
-was tried: ``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul
+4.3 TB/s, 7.0 us.  Result: 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and
+attempts: ``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul
 quantized_matmul``.
 """
 
@@ -52,7 +52,7 @@ from typing import Any
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.copies import Copies, RowOffsets
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT, TilePlan
@@ -91,7 +91,7 @@ class Several:
         }
 
 
-class Program:
+class TileProgram:
     """The program of one block.  Everything is emitted while the kernel is traced.
 
     smem: partial (partial sums and x), ring, params (scales and what else a tile needs) and, with a
@@ -110,7 +110,7 @@ class Program:
         normed = operands.gamma is not None
         names = SCRATCH if normed else SCRATCH[:-1]
         at = {name: p.shared_address(getattr(smem, name)) for name in names}
-        block = Block.here(plan, scheme, n, operands.k)
+        block = TileBlock.here(plan, scheme, n, operands.k)
         x_mine = p.add(at["partial"], p.mul(block.working, 2 * plan.m * plan.k_warp))
         if plan.resident:
             x_mine = p.add(x_mine, plan.partial_bytes)

@@ -6,9 +6,9 @@ Contract.  x [M, K] and w [N, K] are both int8 (then acc is int32, exact), e4m3,
 float16.  16 bytes divide a row, 8 divides N, M is any.  Copies past an edge bring zeros, and stores
 past an edge are not made.
 
-    Feeder.copy_tiles    TMA x, w of step i+1 | i+2 | ... | next tile's scales, its step 0 | ...
-    Multiplier 0         wait i | wgmma i | release i-1 | ...      rows   0.. 63 of 128 x 256
-    Multiplier 1         wait i | wgmma i | release i-1 | ...      rows  64..127
+    _Feeder.copy_tiles     TMA x, w of step i+1 | i+2 | ... | next tile's scales, its step 0 | ...
+    _Multiplier 0        wait i | wgmma i | release i-1 | ...      rows   0.. 63 of 128 x 256
+    _Multiplier 1        wait i | wgmma i | release i-1 | ...      rows  64..127
     both                 after the last step, finish: acc -> float32 * scales + bias -> smem -> TMA
 
 The two blocks of a cluster lie below each other in M, and the weight tile is multicast to both.
@@ -30,7 +30,7 @@ tiles have at most 192 columns, and where a thread has 168 registers (``plan``) 
 
 Floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890 TOPS.  Result, one H200, K = 4096, N = 14336,
 M = 8192, bfloat16 output, bias: int8 1616 to 1625 (XLA's bare int8 dot 1493, with scales 929), e4m3
-1461 to 1489; M = 64 takes 18.1 us.  What was tried: ``matmul/NOTES.md``.  Command:
+1461 to 1489; M = 64 takes 18.1 us.  Attempts: ``matmul/NOTES.md``.  Command:
 ``python -m benchmarks.kernels.prefill``.
 """
 
@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
-from pallas_kernels.matmul.many_rows.pair_program import Block
+from pallas_kernels.matmul.many_rows.pair_program import PairBlock
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
@@ -110,7 +110,7 @@ def pair_matmul(
 
 
 def _run(gmem, smem, barrier, **facts) -> None:
-    Block(gmem, smem, barrier, **facts).run()
+    PairBlock(gmem, smem, barrier, **facts).run()
 
 
 def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:

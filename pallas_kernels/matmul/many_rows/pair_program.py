@@ -1,7 +1,8 @@
-"""What a block of the product of two like operands does: see ``pair`` for contract and timeline.
+"""The program of a block of the product of two like operands: see ``pair`` for its contract.
 
-``Block`` is what all of a block's warpgroups know.  ``Feeder`` is the warpgroup that copies,
-``Multiplier`` each of the two that compute.  Everything is emitted while the kernel is traced.
+``PairBlock`` holds the facts that all of a block's warpgroups share.  ``_Feeder`` is the warpgroup
+that copies, ``_Multiplier`` each of the two that compute.  Everything is emitted while the kernel
+is traced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
-    feeder,
+    feed,
     meet_peer,
     my_tiles,
     ring_next,
@@ -31,7 +32,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
 
 
-class Block:
+class PairBlock:
     """A block's memory, its place in the grid, and the tiles that it computes.
 
     gmem.low: inner products and second factors of a low-rank term, or None; sources: the rows of w
@@ -70,14 +71,14 @@ class Block:
 
     def run(self) -> None:
         pipeline.await_kernel(self.gmem.w, self.wide, self.tile, self.m)
-        feeder(self.warpgroup, 2)(Feeder(self).copy_tiles)
-        pl.when(self.warpgroup < 2)(lambda: Multiplier.started(self).compute_tiles())
+        feed(self.warpgroup, 2, _Feeder(self).copy_tiles)
+        pl.when(self.warpgroup < 2)(lambda: _Multiplier.started(self).compute_tiles())
 
 
-class Feeder:
+class _Feeder:
     """The copies: x and w into the ring, a tile's scales and bias beside it."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: PairBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
         self.gmem, self.smem = block.gmem, block.smem
         self.box = pipeline.rows_of_box(block.m, block.tile.m)
@@ -165,16 +166,16 @@ class Feeder:
         plgpu.copy_gmem_to_smem(second[source].at[rows, ranks], self.smem.w.low_rows.at[at], full)
 
 
-class Multiplier:
+class _Multiplier:
     """A warpgroup that multiplies its part of a tile: 64 rows of x, or with ``few`` rows its share
     of the columns."""
 
     @classmethod
-    def started(cls, block: Block) -> Multiplier:
+    def started(cls, block: PairBlock) -> _Multiplier:
         plgpu.set_max_registers(REGISTERS[2][1], action="increase")
         return cls(block)
 
-    def __init__(self, block: Block):
+    def __init__(self, block: PairBlock):
         self.block, self.tile, self.gmem = block, block.tile, block.gmem
         self.smem, self.barrier, self.warpgroup = block.smem, block.barrier, block.warpgroup
         tile, few = block.tile, block.few

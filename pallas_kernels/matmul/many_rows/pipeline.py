@@ -1,9 +1,10 @@
-"""What the two prefill kernels share: persistent blocks, their tile order, their memory views.
+"""The parts of the two prefill kernels: persistent blocks, their tile order, their memory views.
 
 Both are persistent: one block per SM, in clusters of one or two, walks the output tiles in a
-planar-snake order (neighbouring clusters work on neighbouring tiles, so that what one reads is in
-L2 for the next).  The last warpgroup feeds a ring of shared-memory slots by TMA; two warpgroups
-consume it.  The ring runs on across tiles: the next tile's operands arrive during the epilogue.
+planar-snake order.  Neighbouring clusters then work on neighbouring tiles, so that L2 still has the
+operands that another cluster just read.  The last warpgroup feeds a ring of shared-memory slots by
+TMA, and two warpgroups consume it.  The ring runs on across tiles: the next tile's operands arrive
+during the epilogue.
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ def rows_and_tiles(shape: tuple[int, ...], dtype, divided: tuple[int, ...] = (),
 
 
 def rows_of_box(m: int, rows: int) -> int:
-    """Rows of x to copy for a tile of ``rows``, of which one that holds all of x needs no more
-    than there are: zeros for rows past the edge take longer than rows (4096 x 4096 in bf16: 15.8 us
-    for 8 rows, 12.4 for 64).  What the others hold reaches only rows that are not stored."""
+    """Rows of x to copy for a tile of ``rows``.
+
+    A tile that holds all of x needs no more rows than there are.  Zeros for rows past the edge take
+    longer than rows (4096 x 4096 in bf16: 15.8 us for 8 rows, 12.4 for 64).  The rows that are not
+    copied reach only results that are not stored.
+    """
     return rows if m > rows else min(rows, -(-m // 16) * 16)
 
 
@@ -133,20 +137,17 @@ def ring_next(at: jax.Array, by: int, stages: int) -> jax.Array:
     return jnp.where(at >= stages, at - stages, at)
 
 
-def feeder(wg: jax.Array, computing: int) -> Callable[[Callable[[], None]], None]:
-    """Runs a function in one warp of the last warpgroup: each of its four would arrive on a slot's
-    barrier for every copy."""
+def feed(warpgroup: jax.Array, computing: int, copy_tiles: Callable[[], None]) -> None:
+    """Run a function in one warp of the last warpgroup.
 
-    def run(copy_tiles):
-        @pl.when(wg == computing)
-        def feed():
-            plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+    Each of the four warps would arrive on a slot's barrier for every copy.
+    """
 
-            @plgpu.warp_map
-            def of_warp(warp):
-                pl.when(warp == 0)(copy_tiles)
+    def run() -> None:
+        plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+        plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy_tiles))
 
-    return run
+    pl.when(warpgroup == computing)(run)
 
 
 def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: None) -> None:

@@ -14,9 +14,9 @@ Operands are swapped.  64 rows of w are wgmma's register operand and the tokens 
 kernel dequantizes a weight once per 256 tokens and never writes it back.  The output tile is
 transposed on its way through shared memory.
 
-    Feeder.copy_tiles    TMA x, w, scales of slot i+1 | i+2 | ... | next tile's | ...
-    Multiplier 0         wait i, i+1 | dequantized | wgmma x 8 ............ | release i, i+1 |
-    Multiplier 1         ....... wgmma x 8 | release | wait | dequantized | wgmma x 8 ...
+    _Feeder.copy_tiles     TMA x, w, scales of slot i+1 | i+2 | ... | next tile's | ...
+    _Multiplier 0        wait i, i+1 | dequantized | wgmma x 8 ............ | release i, i+1 |
+    _Multiplier 1        ....... wgmma x 8 | release | wait | dequantized | wgmma x 8 ...
     both                 after the last step, finish: acc * row + bias -> 16 bits, transposed -> TMA
 
 The two warpgroups fall into step by themselves: while one dequantizes, the wgmmas of the other keep
@@ -30,8 +30,8 @@ warpgroups take turns at the slots.  ``split`` gives each of a cluster's two blo
 ``stored`` vectors come once a tile, in the layout of the QTensor.
 
 Floor: XLA's bfloat16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702
-in the same run).  Result: int4 in groups of 128 785, int8 758; M = 64 takes 21.9 us.  What was
-tried: ``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.prefill``.
+in the same run).  Result: int4 in groups of 128 785, int8 758; M = 64 takes 21.9 us.  Attempts:
+``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.prefill``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pallas_kernels.launch import Views
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
 from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
-from pallas_kernels.matmul.many_rows.weight_program import Block, WeightScheme
+from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
@@ -128,7 +128,7 @@ def weight_matmul(
 
 
 def _run(gmem, smem, barrier, **facts) -> None:
-    Block(gmem, smem, barrier, **facts).run()
+    WeightBlock(gmem, smem, barrier, **facts).run()
 
 
 def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dict:

@@ -1,7 +1,8 @@
-"""What a block of the weight-only product does: see ``weight`` for its contract and timeline.
+"""The program of a block of the weight-only product: see ``weight`` for its contract and timeline.
 
-``Block`` is what all of a block's warpgroups know.  ``Feeder`` is the warpgroup that copies,
-``Multiplier`` each of those that compute.  Everything is emitted while the kernel is traced.
+``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``_Feeder`` is the
+warpgroup that copies, ``_Multiplier`` each of those that compute.  Everything is emitted while the
+kernel is traced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pallas_kernels.matmul.many_rows import pipeline, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
-    feeder,
+    feed,
     meet_peer,
     my_tiles,
     ring_next,
@@ -54,7 +55,7 @@ class WeightScheme:
         return (j // self.slots_per_group) * self.groups_per_slot
 
 
-class Block:
+class WeightBlock:
     """A block's memory, its place in the grid, and the tiles that it computes."""
 
     def __init__(self, gmem, smem, barrier, *, tile: WeightTile, scheme: WeightScheme, shape):
@@ -90,14 +91,14 @@ class Block:
 
     def run(self) -> None:
         pipeline.await_kernel(self.gmem.w, self.tile.rows, self.tile, self.m)
-        feeder(self.warpgroup, self.computing)(Feeder(self).copy_tiles)
-        pl.when(self.warpgroup < self.computing)(lambda: Multiplier.started(self).compute_tiles())
+        feed(self.warpgroup, self.computing, _Feeder(self).copy_tiles)
+        pl.when(self.warpgroup < self.computing)(lambda: _Multiplier.started(self).compute_tiles())
 
 
-class Feeder:
+class _Feeder:
     """The copies: x, w and what comes with a slot into the ring, vectors once a tile."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: WeightBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
         self.box = pipeline.rows_of_box(block.m, block.tile.tokens)
         self.axes = "pair" if block.tile.cluster > 1 else None
@@ -152,18 +153,18 @@ class Feeder:
         return ring_next(at, 1, stages)
 
 
-class Multiplier:
+class _Multiplier:
     """A warpgroup that multiplies 64 rows of w by a tile's tokens, all slots or its turns of them.
 
     half: which 64 rows of the block's.  turn: which of ``tile.parts`` warpgroups that share them.
     """
 
     @classmethod
-    def started(cls, block: Block) -> Multiplier:
+    def started(cls, block: WeightBlock) -> _Multiplier:
         plgpu.set_max_registers(REGISTERS[block.computing][1], action="increase")
         return cls(block)
 
-    def __init__(self, block: Block):
+    def __init__(self, block: WeightBlock):
         self.block, self.tile, self.scheme, self.smem = block, block.tile, block.scheme, block.smem
         self.gmem, self.barrier = block.gmem, block.barrier
         self.half, self.turn = block.warpgroup % block.across, block.warpgroup // block.across
@@ -203,7 +204,7 @@ class Multiplier:
         return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
 
     def per_column(self, ref, t, j, at):
-        """What the groups' vectors say of each weight of the slot: [64, columns]."""
+        """The groups' vectors, spread over the slot's weights: [64, columns]."""
         scheme, shape = self.scheme, (64, self.scheme.block)
 
         def of_group(g):

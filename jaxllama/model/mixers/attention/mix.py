@@ -87,31 +87,19 @@ def mix(
     if cache is not None and at.rope is not None and cache.k.shape[-1] != cfg.head_dim:
         heads, cache = _in_wide_heads(cfg, p, qkv, cache, at, at.rope)
     else:
-        heads, cache = _attended(cfg, p, qkv, cache, at)
+        heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
     return finished(cfg, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
-
-
-def _attended(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
-) -> tuple[jax.Array, KVCache | None]:
-    """``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache)."""
-    if isinstance(at, Chunk):
-        return _extend(cfg, p, qkv, cache, at)
-    assert cache is not None
-    if isinstance(at, Step):
-        return _decode(cfg, p, qkv, cache, at)
-    return _verify(cfg, p, qkv, cache, at)
 
 
 def _in_wide_heads(
     cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, rope: Ropes
 ) -> tuple[jax.Array, KVCache | None]:
-    """``_attended`` over a cache of wider heads (``cache.cached_width``)."""
+    """Attention over a cache of wider heads (``cache.cached_width``)."""
     width = cache.k.shape[-1]
     heads, rope = widened(split_heads(cfg, p, qkv), rope, width)
     wide = cfg.replace(head_dim=width, qk_norm="none", latent=None)
     at = dataclasses.replace(at, rope=rope)
-    out, after = _attended(wide, p, heads.reshape(*qkv.shape[:2], -1), cache, at)
+    out, after = _ATTENDS[type(at)](wide, p, heads.reshape(*qkv.shape[:2], -1), cache, at)
     return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
@@ -319,6 +307,14 @@ def _verify(
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
+
+
+# By the record of the tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache).
+_ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
+    Chunk: _extend,
+    Step: _decode,
+    Draft: _verify,
+}
 
 
 def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
