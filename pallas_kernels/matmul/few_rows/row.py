@@ -192,15 +192,23 @@ class WeightRows:
 
 
 def run(
-    plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, scratch: Sequence[Value]
+    plan: RowPlan,
+    scheme: FewRowsScheme,
+    operands: FewRowsOperands,
+    scratch: Sequence[Value],
+    block: Value | None = None,
 ) -> None:
-    """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares."""
+    """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares.
+    block: its number, where it is not the grid's and the kernel before has ended
+    (``experts.kernel``)."""
     xs, squares = (p.shared_address(r) for r in scratch)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
     lane = arith.andi(thread, p.ci(31))
     # Neighbouring warps of a block have neighbouring rows.
-    first = p.add(p.mul(p.register("ctaid.x"), plan.warps), warp)
+    has_waited = block is not None
+    block = p.register("ctaid.x") if block is None else block
+    first = p.add(p.mul(block, plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
     loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
     source = Input(plan, operands, loop, thread, squares)
@@ -210,7 +218,8 @@ def run(
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
     rows.prefetch(start)
-    p.await_kernel()
+    if not has_waited:
+        p.await_kernel()
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
     source.store(asked, warp, lane)
