@@ -40,15 +40,19 @@ from benchmarks.offload_disk import from_disk
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.evaluation.plan import measure
 from jaxllama.evaluation.speed.harness import timed
+from jaxllama.executors.offloaded.executor import SCHEME, offloaded
+from jaxllama.executors.offloaded.room import cache_shapes
+from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
-from jaxllama.offload.model import SCHEME, OffloadedModel
-from jaxllama.offload.planner.accounting import cache_shapes, unit_shapes
-from jaxllama.offload.planner.cost import PlannerSettings, Task, need_of
-from jaxllama.offload.planner.trial import (
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import Store
+from jaxllama.planner.accounting import unit_shapes
+from jaxllama.planner.cost import PlannerSettings, Task, need_of
+from jaxllama.planner.trial import (
     Tell,
     random_tree,
     repeated_model,
@@ -56,8 +60,6 @@ from jaxllama.offload.planner.trial import (
     streamed_bytes,
     timed_step,
 )
-from jaxllama.offload.policy import Policy
-from jaxllama.offload.store import Store
 
 BUDGET = 16 * 10**9  # bytes of device memory for the 70B shape
 
@@ -80,19 +82,18 @@ def links(store: Store, sizes: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def stream(
-    lm: OffloadedModel, task: Task, settings: PlannerSettings, link: float
-) -> dict[str, Any]:
+def stream(lm: LanguageModel, task: Task, settings: PlannerSettings, link: float) -> dict[str, Any]:
     """How much of the link an overlapped step uses, and how much of the other work it hides.  The
     peak is known where it is above that of the process until now."""
-    before = _memory(lm.store, "peak_bytes_in_use")
+    before = _memory(offloaded(lm.executor).store, "peak_bytes_in_use")
     found, _ = measure(lm, task, settings)
     is_new = before is None or found["device_bytes"] > before
-    moved = streamed_bytes(lm.config, lm.policy, settings)
-    serial = dataclasses.replace(lm, policy=dataclasses.replace(lm.policy, overlap=False))
+    policy = offloaded(lm.executor).policy
+    moved = streamed_bytes(lm.config, policy, settings)
+    serial = dataclasses.replace(lm, executor=offloaded(lm.executor).with_policy(overlap=False))
     alone, _ = measure(serial, task, settings, steps=2)
     loading, computing = alone["lanes"]["load weights"], alone["lanes"]["compute"]
-    rows = min(lm.policy.block_size, task.rows)
+    rows = min(policy.block_size, task.rows)
     return {
         "step_seconds": found["step"],
         "tokens_per_second": rows / found["step"],
@@ -104,7 +105,7 @@ def stream(
         "computing_alone_seconds": computing,
         "serial_step_seconds": alone["step"],
         "peak_device_bytes": found["device_bytes"] if is_new else None,
-        "predicted_device_bytes": need_of(lm.config, lm.policy, task, settings).device,
+        "predicted_device_bytes": need_of(lm.config, policy, task, settings).device,
     }
 
 
@@ -114,7 +115,7 @@ def budget(
     """The large model under the budget: a whole run's rate, the peak and the bounds."""
     need, compiling = timed(need_of, cfg, policy, task, settings)
     lm, creating = timed(repeated_model, cfg, settings.dtype, policy, settings.scheme)
-    stats = functools.partial(_memory, lm.store)
+    stats = functools.partial(_memory, offloaded(lm.executor).store)
     about: dict[str, Any] = {
         "policy": str(policy),
         "weights_bytes": dataclasses.asdict(need.weights),
@@ -255,7 +256,9 @@ def main() -> None:
     one = stream(lm, Task(rows, prompt, new), plain, link)
     tell("stream", one)
     if args.only in (None, "zigzag"):
-        eight = dataclasses.replace(lm, policy=dataclasses.replace(host, num_gpu_batches=8))
+        eight = dataclasses.replace(
+            lm, executor=offloaded(lm.executor).with_policy(num_gpu_batches=8)
+        )
         found = stream(eight, Task(8 * rows, prompt, new), plain, link)
         gain = found["tokens_per_second"] / one["tokens_per_second"]
         tell("zigzag", {**found, "times_one_batch": gain})

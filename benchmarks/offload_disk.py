@@ -31,10 +31,14 @@ import jax
 
 from jaxllama.config import ModelConfig
 from jaxllama.evaluation.speed.harness import timed
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.language_model import LanguageModel
 from jaxllama.offload.disk import CHUNK, DiskFile, Extent
-from jaxllama.offload.model import OffloadedModel
-from jaxllama.offload.planner.cost import PlannerSettings, Task, need_of
-from jaxllama.offload.planner.trial import (
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import is_stored
+from jaxllama.offload.units import units_of
+from jaxllama.planner.cost import PlannerSettings, Task, need_of
+from jaxllama.planner.trial import (
     Tell,
     Watch,
     repeated_model,
@@ -42,9 +46,6 @@ from jaxllama.offload.planner.trial import (
     streamed_bytes,
     timed_step,
 )
-from jaxllama.offload.policy import Policy
-from jaxllama.offload.store import is_stored
-from jaxllama.offload.units import units_of
 
 POLICY = "0 0 100 0 100 0"
 RUNS = 3
@@ -57,7 +58,7 @@ def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> N
     policy, settings = Policy.parse(POLICY), PlannerSettings(dtype, dtype)
     begin = time.perf_counter()
     lm = repeated_model(cfg, dtype, policy)
-    disk = lm.store.disk
+    disk = offloaded(lm.executor).store.disk
     disk.drop_cache()
     written = disk.nbytes / (time.perf_counter() - begin)
     run = start_run(lm, task.rows, task, dtype)
@@ -124,7 +125,7 @@ def _read_file(disk: DiskFile, direct: bool, threads: int) -> None:
     os.close(file)
 
 
-def _extents(lm: OffloadedModel) -> Iterator[Extent]:
+def _extents(lm: LanguageModel) -> Iterator[Extent]:
     for unit in units_of(lm.config, False)[1:]:
         tree = unit.weights(lm.params)
         for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
@@ -132,21 +133,21 @@ def _extents(lm: OffloadedModel) -> Iterator[Extent]:
                 yield leaf.disk
 
 
-def _read_units(lm: OffloadedModel) -> None:
+def _read_units(lm: LanguageModel) -> None:
     ahead = None
     for extent in _extents(lm):
-        following = lm.store.disk.begin(extent)
+        following = offloaded(lm.executor).store.disk.begin(extent)
         if ahead is not None:
             ahead()
         ahead = following
     ahead()
 
 
-def _load_units(lm: OffloadedModel) -> None:
+def _load_units(lm: LanguageModel) -> None:
     previous = None
     for unit in units_of(lm.config, False)[1:]:
-        pending = lm.store.begin(unit.weights(lm.params))
+        pending = offloaded(lm.executor).store.begin(unit.weights(lm.params))
         if previous is not None:
-            jax.block_until_ready(lm.store.finish(previous))
+            jax.block_until_ready(offloaded(lm.executor).store.finish(previous))
         previous = pending
-    jax.block_until_ready(lm.store.finish(previous))
+    jax.block_until_ready(offloaded(lm.executor).store.finish(previous))

@@ -44,11 +44,13 @@ import numpy as np
 
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.evaluation.plan import held_on_device
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
-from jaxllama.offload.model import OffloadedModel
-from jaxllama.offload.planner.accounting import Footprint
-from jaxllama.offload.planner.calibrate import calibrate, lower
-from jaxllama.offload.planner.cost import (
+from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
+from jaxllama.planner.accounting import Footprint
+from jaxllama.planner.calibrate import calibrate, lower
+from jaxllama.planner.cost import (
     MemoryLimits,
     PlannerSettings,
     Task,
@@ -56,10 +58,9 @@ from jaxllama.offload.planner.cost import (
     predict,
     program_bytes,
 )
-from jaxllama.offload.planner.fitting import Calibration
-from jaxllama.offload.planner.solve import solve
-from jaxllama.offload.planner.trial import repeated_model, start_run, timed_step
-from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
+from jaxllama.planner.fitting import Calibration
+from jaxllama.planner.solve import solve
+from jaxllama.planner.trial import repeated_model, start_run, timed_step
 
 TASK = Task(32, 128, 16)
 STEPS = 4
@@ -95,7 +96,7 @@ def grid() -> Iterator[Policy]:
 class _Peak:
     """A recorder that looks at live device bytes whenever something ends."""
 
-    def __init__(self, lm: OffloadedModel) -> None:
+    def __init__(self, lm: LanguageModel) -> None:
         self.lm, self.bytes = lm, 0
 
     def _look(self) -> None:
@@ -113,14 +114,14 @@ class _Peak:
 
 
 def run_point(
-    lm: OffloadedModel, settings: PlannerSettings, before: int, is_new: bool
+    lm: LanguageModel, settings: PlannerSettings, before: int, is_new: bool
 ) -> dict[str, Any]:
     """Measured seconds of the prefill and of a step, tokens a second of the task, peak.
 
     before: the allocator's peak until now, that of making the model not counted.  is_new: run once
     before, so that nothing is left to be compiled.
     """
-    policy = lm.policy
+    policy = offloaded(lm.executor).policy
     rows = min(policy.block_size, TASK.rows)
     peak = _Peak(lm)
     if is_new:
@@ -204,14 +205,15 @@ class _Models:
 
     def __init__(self, cfg: ModelConfig, settings: PlannerSettings) -> None:
         self._cfg, self._settings = cfg, settings
-        self._last: OffloadedModel | None = None
+        self._last: LanguageModel | None = None
 
-    def __call__(self, policy: Policy) -> OffloadedModel:
-        if self._last is None or self._last.policy.weights != policy.weights:
+    def __call__(self, policy: Policy) -> LanguageModel:
+        if self._last is None or offloaded(self._last.executor).policy.weights != policy.weights:
             self._last = None
             gc.collect()
             self._last = repeated_model(self._cfg, self._settings.dtype, policy)
-        return dataclasses.replace(self._last, policy=policy)
+        executor = dataclasses.replace(offloaded(self._last.executor), policy=policy)
+        return dataclasses.replace(self._last, executor=executor)
 
 
 def allocator_peak() -> int:

@@ -42,7 +42,7 @@ from jaxllama.evaluation.speed.trace import profiled_graphs, step_parts
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
 from jaxllama.model.shardings import specs
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.progress import working
 from pallas_kernels.qtensor import packed_bytes
 

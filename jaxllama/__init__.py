@@ -62,9 +62,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'jaxllama' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"jaxllama.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    home = importlib.import_module(f"jaxllama.{_HOME[name]}")
+    globals().update({n: getattr(home, n) for n, module in _HOME.items() if module == _HOME[name]})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

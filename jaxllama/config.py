@@ -9,6 +9,7 @@ have no defaults here, so that no preset can forget them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 import types
 import typing
@@ -505,9 +506,9 @@ class ModelConfig:
         slides = self.window_rope is not None and self.window_of(layer) is not None
         return typing.cast(RopeConfig, self.window_rope) if slides else self.rope
 
-    @property
+    @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different ones of the attention layers."""
+        """The different positions of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
 
@@ -530,7 +531,7 @@ class ModelConfig:
         """Query heads per kv head (G)."""
         return self.n_heads // self.n_kv_heads
 
-    @property
+    @functools.cached_property
     def gla_head_dims(self) -> tuple[int, int]:
         """(Dk, Dv) of one GLA head."""
         assert self.gla is not None
@@ -631,7 +632,7 @@ T = typing.TypeVar("T")
 
 def from_dict(cls: type[T], data: dict[str, Any], prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
@@ -681,8 +682,13 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _check_literals(instance: Any) -> None:
-    for key, hint in typing.get_type_hints(type(instance)).items():
+    for key, hint in _type_hints(type(instance)).items():
         if typing.get_origin(hint) is Literal:
             _convert(hint, getattr(instance, key), key)
 

@@ -28,14 +28,16 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jaxllama.compiler_options import donated
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import (
     Params,
+    all_logits,
     check_room,
+    donated,
     fill,
-    forward,
     int32_ids,
+    or_nan,
+    possible_rows,
     scores_of,
     verify,
 )
@@ -63,7 +65,6 @@ def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
     ``lengths[B]`` (what stands there in the result means nothing).
@@ -72,11 +73,8 @@ def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Arr
     ``cfg.max_position``.  A row with a length outside of [1, T], or a valid id outside of the
     vocabulary, gets NaN logits.
     """
-    _check_prompts(cfg, tokens, lengths)
-    tokens, lengths = int32_ids(tokens, lengths)
-    possible = _possible(cfg, tokens, lengths)
-    hidden, _ = decoder.forward(cfg, params, tokens, lengths)
-    return _or_nan(possible, decoder.logits(cfg, params, hidden))
+    check_prompts(cfg, tokens, lengths)
+    return all_logits(cfg, params, tokens, lengths)
 
 
 @donated(4, static_argnums=0, static_argnames="chunk")
@@ -100,16 +98,16 @@ def prefill(
     what it holds gets those that do, and NaN logits.  A row with a length outside of [1, T], or a
     valid id outside of the vocabulary, stays as it is and gets NaN logits.
     """
-    _check_prompts(cfg, tokens, lengths)
+    check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
     if chunk is not None and chunk < 1:
         raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
     check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(tokens, lengths)
-    possible = _possible(cfg, tokens, lengths)
+    possible = possible_rows(cfg, tokens, lengths)
     lengths = jnp.where(possible, lengths, 0)
     scores, cache = fill(cfg, params, tokens, lengths, cache, chunk)
-    return _or_nan(possible, scores), cache
+    return or_nan(possible, scores), cache
 
 
 @donated(3, static_argnums=0)
@@ -130,8 +128,8 @@ def decode_step(
     (tokens,) = int32_ids(tokens)
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
     live = jnp.ones_like(cache.lengths) if cache.capacity is None else is_known.astype(jnp.int32)
-    hidden, after = forward(cfg, params, tokens[:, None], live, cache, sparse=True)
-    return _or_nan(is_known, scores_of(cfg, params, hidden[:, 0], cache, live)), after
+    hidden, after = decoder.forward(cfg, params, tokens[:, None], live, cache, sparse=True)
+    return or_nan(is_known, scores_of(cfg, params, hidden[:, 0], cache, live)), after
 
 
 @donated(4, static_argnums=0)
@@ -152,14 +150,14 @@ def verify_step(
     Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
     the tokens' k, v and decay beside them.
     """
-    _check_prompts(cfg, tokens, lengths)
+    check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
     check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(tokens, lengths)
-    possible = _possible(cfg, tokens, lengths)
+    possible = possible_rows(cfg, tokens, lengths)
     lengths = jnp.where(possible, lengths, 0)
     scores, proposal = verify(cfg, params, tokens, lengths, cache, exact=True)
-    return _or_nan(possible, scores), proposal
+    return or_nan(possible, scores), proposal
 
 
 def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
@@ -176,7 +174,7 @@ def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> C
     return decoder.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
 
 
-def _check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
+def check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
     """Raises JaxLlamaError for what are no tokens ``[B, T]`` and lengths ``[B]``."""
     _check_ints("tokens", tokens, "[B, T]")
     _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
@@ -210,20 +208,6 @@ def _check_cache(cfg: ModelConfig, cache: Any, batch: int) -> None:
         raise JaxLlamaError(f"cache: its layers are not those of {cfg.name}")
 
 
-def _possible(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary."""
-    is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
-    in_range = (lengths >= 1) & (lengths <= tokens.shape[1])
-    return in_range & jnp.all(is_known | ~is_valid, axis=1)
-
-
-def _or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
-    """``scores[B, ...]`` of the rows that are true in ``rows[B]``, NaN elsewhere."""
-    rows = rows.reshape(-1, *(1,) * (scores.ndim - 1))
-    return jnp.where(rows, scores, jnp.float32(jnp.nan))
-
-
 def generate(
     cfg: ModelConfig,
     params: Params,
@@ -248,7 +232,7 @@ def generate(
     ``lengths``, a length outside of [0, T] (0: an empty row) and a valid id outside of the
     vocabulary raise it, too.
     """
-    _check_prompts(cfg, tokens, lengths)
+    check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
     if max_new_tokens < 1:
         raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")

@@ -30,8 +30,8 @@ import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
-import jaxllama
 import pallas_kernels
+from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
@@ -62,7 +62,7 @@ class KeptPrograms:
         cfg: ModelConfig | None = None,
         static: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """What a jitted ``function(cfg, *arguments, **static)`` gives.
+        """Return what a jitted ``function(cfg, *arguments, **static)`` returns.
 
         cfg: its first argument, if it takes one.  key: its repr tells this program from all others
         of the model, so it names the arguments' shapes and everything static.
@@ -82,7 +82,7 @@ class KeptPrograms:
         return compiled(*arguments)
 
     def wait(self) -> None:
-        """Until what was kept for the first calls is ready, or cannot be used."""
+        """Return when the programs kept for the first calls are ready, or cannot be used."""
         self._index.result()
         wait(self._made.values())
 
@@ -117,7 +117,7 @@ class KeptPrograms:
         self._keep(name, blob)
 
     def _keep(self, name: str, blob: Any) -> None:
-        """Into the file, as the newest program there."""
+        """Write the program into the file, as the newest one there."""
         assert self._path is not None
         _, programs = _stored(self._path)
         programs.pop(name, None)
@@ -126,18 +126,8 @@ class KeptPrograms:
 
 
 def _compiled(lowered: Any) -> Any:
-    """A program that can be serialized: XLA has compiled it here.
-
-    A CPU's program that jax read from its own cache loses functions when it is serialized again.
-    So this one has a key of its own there, by an option that is XLA's default, and is not kept.
-    """
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, 1e9)
-    try:
-        return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})
-    finally:
-        jax.config.update(name, before)
+    """Return a program that can be serialized."""
+    return compiler_options.compiled_here(lowered)
 
 
 def signature(tree: Any) -> str:
@@ -156,7 +146,7 @@ def signature(tree: Any) -> str:
 
 
 def _settings() -> tuple[Any, ...]:
-    """All of jax's, but for those of its own cache."""
+    """All settings of jax, but for those of its own cache."""
     return tuple(item for item in jax.config.values.items() if "_cache_" not in item[0])
 
 
@@ -168,8 +158,8 @@ def _path(facts: Any) -> Path | None:
     if jax.default_backend() != "cpu" or not is_told or not known or not os.path.isdir(known):
         return None
     digest = hashlib.sha256()
-    for package in (jaxllama, pallas_kernels):
-        for line in sorted(_sources(package.__path__[0])):
+    for package in (Path(__file__).parent, pallas_kernels.__path__[0]):
+        for line in sorted(_sources(str(package))):
             digest.update(line.encode())
     where = jax.__version__, jaxlib.__version__, jit.identity(), len(jax.devices())
     flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))

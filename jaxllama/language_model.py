@@ -1,8 +1,8 @@
 """LanguageModel: config, params and tokenizer together, turning prompts into text.
 
-It is the convenient face of the pure functions in ``generation``: it tokenizes, pads
-to a few shape buckets so that a steady state compiles nothing, runs the device loop in slices where
-somebody watches the text (streaming, stop strings), and decodes.  It holds no state between calls.
+It tokenizes the prompts and pads them to a few shape buckets, so that a steady state compiles
+nothing.  Its executor runs them: in slices where a caller reads the text as it comes, or stop
+strings may end it.  Readers turn the tokens to text.  It holds no state between calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +24,23 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllama import generation
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.forward import Params, prefill_chunk
-from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.forward import Params
+from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import Sampling, SamplingParams, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
+from jaxllama.executors.executor import Alone, Call, DraftSource, Executor, Kept
+from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
-from jaxllama.model.cache import init_cache
-from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import for_rows
-from jaxllama.model.shardings import fetch, gather_params
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import mesh_of
+from jaxllama.model.shardings import fetch
+from jaxllama.text.reader import Reader
 from jaxllama.text.rows import (
     Generation,
-    Reader,
     ids_of,
     pad_rows,
     pieces_of,
@@ -86,6 +83,7 @@ class LanguageModel:
     exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
         the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
     programs: what earlier processes have compiled for this model; None for jax's own cache alone.
+    executor: where the model runs; by default on the devices that the parameters are on.
     """
 
     config: ModelConfig
@@ -97,18 +95,14 @@ class LanguageModel:
     exact: bool = False
     programs: KeptPrograms | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    # The loop's calls return before the device has done them.
-    _runs_ahead: ClassVar[bool] = True
+    executor: Executor = dataclasses.field(default=resident.Resident(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "executor", self.executor.with_params(self.params))
         if not self.exact:
-            object.__setattr__(self, "params", self._lay_out(self.params))
+            object.__setattr__(self, "params", self.executor.laid_out(self.params))
         # What else asks about the head (saving, byte counts, offloading) sees an untied model.
         object.__setattr__(self, "config", self.config.with_head_of(self.params))
-
-    def _lay_out(self, params: Params) -> Params:
-        """``params`` in the layout that they run in; offloading has its own."""
-        return lay_out(params)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -118,7 +112,7 @@ class LanguageModel:
     @property
     def mesh(self) -> Mesh | None:
         """The mesh that the parameters are on, None for one device."""
-        return mesh_of(self.params)
+        return self.executor.mesh
 
     def __repr__(self) -> str:
         return _described(self)
@@ -279,12 +273,9 @@ class LanguageModel:
         """
         if format not in (None, *SAVE_FORMATS):
             raise JaxLlamaError(f"format = {format!r}: is not one of {', '.join(SAVE_FORMATS)}")
-        params, mesh = self.params, self.mesh
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
-        if mesh is not None:
-            params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
-        params = restore_tree(params)
+        params = restore_tree(self.executor.whole(self.config, self.params))
         is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         format = format or ("native" if is_packed else "floats")
         cfg, sampling = self.config, self.sampling
@@ -328,15 +319,9 @@ class LanguageModel:
         self._check(rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
-        kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
-        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched, drafting, on_prompt)
+        cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
+        options = _Options(max_new_tokens, stops, cache_dtype, chunk, watched, drafting, on_prompt)
         return self._batches(rows, per_row, numbers, options)
-
-    def _cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None
-    ) -> tuple[DTypeLike, int | None]:
-        """The cache's dtype and the chunk, where the user named none; offloading has its own."""
-        return self.dtype if kv_dtype is None else kv_dtype, chunk
 
     def _batches(
         self,
@@ -384,10 +369,12 @@ class LanguageModel:
         return dataclasses.replace(self, params=params)
 
     def _groups(self, rows: list[list[int]], options: _Options) -> list[list[int]]:
-        """Indices of the rows that run together: all of them, or those whose programs have the same
-        shapes wherever else they run."""
+        """Indices of the rows that run together: as many as the executor takes, or those whose
+        programs have the same shapes wherever else they run."""
         if not self.deterministic:
-            return [list(range(len(rows)))]
+            count = len(rows)
+            size = self.executor.block_size or count
+            return [list(range(at, min(at + size, count))) for at in range(0, count, size)]
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, row in enumerate(rows):
             shapes = shapes_of([row], options.max_new_tokens)
@@ -409,7 +396,8 @@ class LanguageModel:
         """One batch, the rows ``members``, through prefill and the decode loop."""
         rows, sampling = [rows[i] for i in members], [sampling[i] for i in members]
         max_new_tokens, stops = options.max_new_tokens, options.stops
-        readers = [Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
+        eos = self.config.eos_token_ids
+        answers = [_Answer(Reader(self.tokenizer, eos, stops)) for _ in rows]
         if self.deterministic:
             empty = options.deterministic_rows - len(rows)
             rows, sampling = rows + [[]] * empty, sampling + [Sampling()] * empty
@@ -417,125 +405,74 @@ class LanguageModel:
         width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
         stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
-        state: Any = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
-        advance, drafting = self._advance, options.drafting
-        if drafting is not None:
-            state = drafting.begin(tokens, lengths, state, capacity)
-            advance = functools.partial(drafting.advance, self, limit=max_new_tokens)
+        call = Call(
+            tokens,
+            lengths,
+            params,
+            stop_ids,
+            capacity=capacity,
+            room=room,
+            limit=max_new_tokens,
+            kv_dtype=options.kv_dtype,
+            chunk=options.chunk,
+            alone=self._alone(lengths),
+            drafting=options.drafting,
+            on_prompt=None if self.deterministic else options.on_prompt,
+            kept=self._kept,
+        )
+        decoding = self.executor.begin(self.config, self.params, call)
         pace = _Pieces(max_new_tokens, is_read=options.watched or bool(stops))
-        counts, report = np.ones(len(rows), int), state.report
+        counts, report = np.ones(len(rows), int), decoding.report
         while True:
             ahead = None
             # The next call is handed to the device before this one is read, but for the first
             # piece: it does not wait for the loop to be compiled.
-            if self._runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
-                state, ahead = advance(state, params, stop_ids, pace.next(counts))
+            if self.executor.runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
+                ahead = decoding.advance(pace.next(counts))
             found: Report = fetch(report)
-            tokens, counts = found.tokens, found.counts
+            counts = found.counts
             pace.arrived()
-            for row, reader in enumerate(readers):
-                text = reader.read(tokens[row, : counts[row]])
+            for row, answer in enumerate(answers):
+                text = answer.read(found.tokens[row, : counts[row]])
                 if text and options.watched:
                     yield members[row], text
             ended = np.ones(len(rows), bool)
-            ended[: len(readers)] = [reader.finished for reader in readers]
+            ended[: len(answers)] = [answer.reader.stopped for answer in answers]
             if not (~ended & ~found.done & (counts < max_new_tokens)).any():
                 break
             if stops:
-                state = state.ended(ended)
+                decoding.end(ended)
             if ahead is None:
-                state, ahead = advance(state, params, stop_ids, pace.next(counts[~ended]))
+                ahead = decoding.advance(pace.next(counts[~ended]))
             report = ahead
-        logprobs, figures = found.logprobs, found.drafts
         results = []
-        for row, reader in enumerate(readers):
-            tail = reader.close()
+        for row, answer in enumerate(answers):
+            tail = answer.close()
             if tail and options.watched:
                 yield members[row], tail
-            results.append(reader.result(logprobs[row], *(int(of[row]) for of in figures)))
+            drafted, accepted = map(int, found.drafts[:, row])
+            results.append(answer.result(found.logprobs[row], drafted, accepted))
         return results
 
-    def _start(
-        self,
-        tokens: jax.Array,
-        lengths: jax.Array,
-        capacity: int,
-        room: int,
-        sampling: SamplingParams,
-        stop_ids: jax.Array,
-        options: _Options,
-    ) -> Rows:
-        """Prefill and the first token; offloading has its own."""
-        chunk, alone = options.chunk, None
-        if self.deterministic:
-            chunk, longest = None, int(jax.device_get(lengths).max())
-            alone = resident.Alone(DETERMINISTIC_ROWS, _pieces(longest))
-        elif chunk is None:
-            chunk = prefill_chunk(*tokens.shape)
-        new_cache = functools.partial(
-            init_cache, self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
-        )
-        on_prompt = None if self.deterministic else options.on_prompt
-        if on_prompt is not None and chunk is not None and chunk < tokens.shape[1]:
-            return resident.start_in_pieces(
-                self.config,
-                self.params,
-                tokens,
-                lengths,
-                new_cache(),
-                sampling,
-                stop_ids,
-                max_new_tokens=room,
-                chunk=chunk,
-                on_prompt=on_prompt,
-            )
-        static: dict[str, Any] = {"max_new_tokens": room, "alone": alone, "chunk": chunk}
-        programs = self._programs
-        if programs is None:
-            cache = new_cache()
-        else:
-            key = "cache", repr(new_cache.args[1:])
-            cache = programs.call(key, jax.jit(new_cache), cfg=None)
-        arguments = (
-            self.params,
-            tokens,
-            lengths,
-            cache.layers,
-            cache.lengths,
-            sampling,
-            stop_ids,
-        )
-        if programs is None:
-            return resident.start(self.config, *arguments, **static)
-        key = "start", self._signature, signature(arguments[1:]), static
-        return programs.call(key, resident.start, arguments, self.config, static)
+    def _alone(self, lengths: jax.Array) -> Alone | None:
+        """The shapes in which a deterministic model reads prompts of ``lengths[B]``."""
+        if not self.deterministic:
+            return None
+        return Alone(DETERMINISTIC_ROWS, _pieces(int(jax.device_get(lengths).max())))
 
     @property
-    def _programs(self) -> KeptPrograms | None:
-        """For the base model's rows on one device."""
-        return None if self.adapters or self.mesh is not None else self.programs
+    def _kept(self) -> Kept | None:
+        """Programs for the base model's rows on one device."""
+        if self.programs is None or self.adapters or self.mesh is not None:
+            return None
+        return Kept(self.programs, self._signature)
 
     @functools.cached_property
     def _signature(self) -> str:
         return signature(self.params)
 
-    def _advance(
-        self,
-        state: Rows,
-        sampling: SamplingParams,
-        stop_ids: jax.Array,
-        until: int,
-    ) -> tuple[Rows, Report]:
-        """The loop until ``until`` tokens are written; offloading has its own."""
-        loop, programs = resident.loop_for(self.params), self._programs
-        arguments = self.params, state, sampling, stop_ids, np.int32(until)
-        if programs is None:
-            return loop(self.config, *arguments)
-        key = "advance", self._signature, signature(arguments[1:])
-        return programs.call(key, loop, arguments, self.config)
-
     def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> DraftSource | None:
-        """``generate``'s two arguments, checked; offloading has its own."""
+        """``generate``'s two arguments, checked."""
         if draft is None:
             if draft_tokens:
                 raise JaxLlamaError(f"draft_tokens = {draft_tokens!r} needs a draft")
@@ -548,11 +485,13 @@ class LanguageModel:
             own = drafts.NGram(unsure=not draft_tokens)
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
-        return DraftSource(drafts.DraftPlan.of(own, draft_tokens, self.deterministic), params)
+        plan = drafts.DraftPlan.of(own, draft_tokens, self.deterministic)
+        self.executor.check_drafts()
+        return DraftSource(plan, params)
 
     def _check_draft(self, draft: LanguageModel) -> None:
         name = draft.config.name
-        if type(draft) is not LanguageModel:
+        if not draft.executor.on_device:
             raise JaxLlamaError(f"draft: {name} is offloaded, and a draft lies on the device")
         if draft.mesh != self.mesh:
             raise JaxLlamaError(f"draft: {name} is not on the mesh of {self.config.name}")
@@ -586,8 +525,9 @@ class LanguageModel:
         tokens, lengths = self._batch(tokens, lengths)
         numbers = self._numbers(adapter, tokens.shape[0])
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
+        check_prompts(self.config, tokens, lengths)
         parts = [
-            generation.logits(
+            self.executor.logits(
                 self.config,
                 self._for_rows(numbers[i : i + rows]).params,
                 tokens[i : i + rows],
@@ -745,42 +685,35 @@ class _Pieces:
         self._arrived = now
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftSource:
-    """Who drafts, with the parameters of a model that does."""
+@dataclasses.dataclass
+class _Answer:
+    """One row's tokens and text so far, as its reader gives them."""
 
-    plan: drafts.DraftPlan
-    params: Params | None
+    reader: Reader
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
 
-    def begin(
-        self,
-        tokens: jax.Array,
-        lengths: jax.Array,
-        state: Rows,
-        capacity: int,
-    ) -> Rows:
-        return drafts.begin(self.plan, self.params, tokens, lengths, state, capacity)
+    def read(self, written: np.ndarray) -> str:
+        """Take the row's tokens, of which the first are known; returns the new text."""
+        if self.reader.stopped:
+            return ""
+        new = written[len(self.tokens) :].tolist()
+        count, text = self.reader.read(new)
+        self.tokens += new[:count]
+        self.text += text
+        return text
 
-    def advance(
-        self,
-        lm: LanguageModel,
-        state: Rows,
-        sampling: SamplingParams,
-        stop_ids: jax.Array,
-        until: int,
-        limit: int,
-    ) -> tuple[Rows, Report]:
-        return resident.draft_loop_for(lm.params)(
-            lm.config,
-            self.plan,
-            lm.params,
-            self.params,
-            state,
-            sampling,
-            stop_ids,
-            np.int32(until),
-            np.int32(limit),
-        )
+    def close(self) -> str:
+        """The text that the reader held back."""
+        text = self.reader.close()
+        self.text += text
+        return text
+
+    def result(self, logprobs: np.ndarray, drafted: int, accepted: int) -> Generation:
+        """The answer, of a row with these log-probabilities."""
+        reason = "stop" if self.reader.stopped else "length"
+        known = logprobs[: len(self.tokens)].tolist()
+        return Generation(self.text, self.tokens, known, reason, drafted, accepted)
 
 
 def _weights(params: Params) -> list[Any]:

@@ -4,7 +4,7 @@
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id; with ":layers=N" behind it the model of
-its first N layers (a draft, see ``speculative``).  Weights are read, cast and placed one at
+its first N layers (a draft, see ``decoding.drafts``).  Weights are read, cast and placed one at
 a time: on one device, on a mesh's devices, each its own part (``model.shardings``), or where a
 policy says (``offload``).
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
 from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
-from jaxllama.model import flax_state, lora
+from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
 from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
@@ -49,11 +50,10 @@ from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
-from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
-    from jaxllama.offload.loading import Placement
     from jaxllama.offload.policy import Policy
+    from jaxllama.placement import Placement
 
 
 _SMALL = 1 << 16  # bytes
@@ -115,7 +115,10 @@ def load(
             merge=merge,
         )
         return lm.first_layers(layers)
-    flax_state.register()
+    if "flax.serialization" in sys.modules:
+        from jaxllama.model.flax_state import register
+
+        register()
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, policy is not None, mesh is not None)
     enable_compilation_cache()
@@ -138,7 +141,7 @@ def load(
     if policy is None and mesh is None and jax.default_backend() == "cpu":
         programs = KeptPrograms((str(source), revision, dtype.name, quantize, random, exact, merge))
     if policy is not None:
-        from jaxllama.offload.loading import Placement
+        from jaxllama.placement import Placement
 
         place = Placement(policy, dtype, quantize, deterministic, exact=exact)
     grid = None if mesh is None else make_mesh(mesh)
@@ -304,7 +307,7 @@ def _laid_out(_: Any, leaf: Any) -> Any:
     if isinstance(leaf, CpuWeight):
         return leaf
     leaf = prepare_tree(leaf)
-    if isinstance(leaf, CpuWeight) or tree_bytes(leaf) < _SMALL:
+    if isinstance(leaf, CpuWeight) or leaf.nbytes < _SMALL:
         return leaf
     return jax.block_until_ready(jax.device_put(leaf))
 

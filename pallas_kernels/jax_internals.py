@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jax._src.config import persistent_cache_min_compile_time_secs
 from jax._src.core import Primitive, get_opaque_trace_state, jaxpr_as_fun
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "jaxpr_as_fun",
     "llvm",
     "memref",
+    "persistent_cache_min_compile_time_secs",
     "scf",
     "vector",
 ]

@@ -1,8 +1,18 @@
-"""The one way in which a Mosaic GPU kernel is launched."""
+"""The one way in which a Mosaic GPU kernel is launched.
+
+A launch has three tables: operands, results and scratch memory, each a mapping from a name to what
+the name stands for.  The kernel's body gets references under the same names, grouped by place:
+
+    def body(gmem, smem, barrier): ...      gmem.q   gmem.out   smem.k   barrier.full
+
+so every name is written once, where its type is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,55 +20,153 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
+class Views(dict[str, Any]):
+    """One piece of shared memory under several names, each with a type of its own.
+
+    ``Views(rows=plgpu.SMEM(...), tiles=plgpu.SMEM(...))`` in a scratch table gives a body
+    ``smem.x.rows`` and ``smem.x.tiles``.
+    """
+
+
+class _Table:
+    """The leaves of a table in order, and the way back from references to names."""
+
+    def __init__(self, named: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None):
+        self.named = named
+        self.leaves, self.tree = jax.tree.flatten(list(named.values()), is_leaf=is_leaf)
+
+    def take(self, refs: Iterator[Any]) -> dict[str, Any]:
+        """Return the next references by name."""
+        values = self.tree.unflatten(itertools.islice(refs, len(self.leaves)))
+        return dict(zip(self.named, values, strict=True))
+
+
 def launch(
     body: Callable[..., None],
-    operands: Sequence[Any],
-    out: Any,
+    operands: Mapping[str, Any],
+    out: Mapping[str, Any],
     *,
     name: str,
     grid: int | Mapping[str, int],
-    cluster: int = 1,
+    cluster: int | Mapping[str, int] = 1,
     warpgroups: int | None = None,
-    scratch: Sequence[Any] = (),
+    scratch: Mapping[str, Any] | None = None,
     registers: bool = False,
-) -> Any:
-    """Results of a kernel, of the type or types ``out``; None among the operands is left out.
+    **compiler: Any,
+) -> list[Any]:
+    """Launch a kernel.
 
-    body: called with references to operands, results and scratch, in this order; registers: it is
-        written in ``pallas_kernels.ptx`` alone, its references are memrefs.
-    grid: blocks (where ``cluster`` of them are a cluster: clusters), axis "block", or by axis.
-        The axes "rank" and "warpgroup" number blocks of a cluster and warpgroups of a block.
-    warpgroups: of a block; None is one, which has no axis.
-    scratch: shared memory: a number of float32, or what ``plgpu.kernel`` takes.
+    Parameters
+    ----------
+    body : callable
+        ``body(gmem, smem, barrier)``; with ``registers``, ``body(gmem, smem)``.  gmem holds the
+        references to operands and results, smem and barrier those to scratch.  Each is a namespace
+        with the names of the tables.
+    operands : mapping
+        Arrays, references to arrays, or pytrees of them.  A name of None stays None in the body.
+    out : mapping
+        Types of the results, pytrees of them, or None.
+    name : str
+        The kernel's name in profiles.
+    grid : int or mapping
+        The number of blocks, with a cluster the number of clusters: axis "block", or by axis.
+    cluster : int or mapping
+        Blocks of a cluster: axis "rank", which 1 block does not have, or by axis.
+    warpgroups : int, optional
+        Warpgroups of a block: axis "warpgroup".  None is one warpgroup, which has no axis.
+    scratch : mapping, optional
+        Shared memory and barriers: types that ``plgpu.kernel`` takes, a number of float32,
+        ``Views``, or a list of these.  None allocates nothing and stays None in the body.
+    registers : bool
+        The body is written in ``pallas_kernels.ptx`` alone.  Its references are memrefs, and its
+        barriers are words of shared memory.
+    **compiler
+        Further fields of ``plgpu.CompilerParams``.
+
+    Returns
+    -------
+    list
+        The results, in the order of ``out``.
     """
+    inputs, results = _Table(operands), _Table(out)
+    memory = _Table(scratch or {}, is_leaf=lambda x: x is not None and not isinstance(x, list))
+
+    def named(*refs: Any) -> None:
+        rest = iter(refs)
+        gmem = SimpleNamespace(**inputs.take(rest), **results.take(rest))
+        held = {key: _by_view(memory.named[key], x) for key, x in memory.take(rest).items()}
+        if registers:
+            return body(gmem, SimpleNamespace(**held))
+        barriers = {key for key, kind in memory.named.items() if _is_barrier(kind)}
+        smem, barrier = (
+            SimpleNamespace(**{key: x for key, x in held.items() if (key in barriers) == wanted})
+            for wanted in (False, True)
+        )
+        return body(gmem, smem, barrier)
 
     def emit(ctx: Any, *refs: Any) -> None:
         del ctx
-        body(*refs)
+        named(*refs)
 
     def kernel(*refs: Any) -> None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
     grid = grid if isinstance(grid, Mapping) else {"block": grid}
-    return plgpu.kernel(
-        kernel if registers else body,
-        out_type=out,
+    if not isinstance(cluster, Mapping):
+        cluster = {"rank": cluster} if cluster > 1 else {}
+    found = plgpu.kernel(
+        kernel if registers else named,
+        out_type=tuple(results.leaves),
         kernel_name=name,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=("rank",) if cluster > 1 else (),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         num_threads=warpgroups,
         thread_name=None if warpgroups is None else "warpgroup",
-        scratch_types=[plgpu.SMEM((x,), jnp.float32) if isinstance(x, int) else x for x in scratch],
+        scratch_types=[_memory(x) for x in memory.leaves],
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            **compiler,
         ),
-    )(*[x for x in operands if x is not None])
+    )(*inputs.leaves)
+    return results.tree.unflatten(found)
+
+
+def _memory(kind: Any) -> Any:
+    """Return the type that ``plgpu.kernel`` takes for an entry of a scratch table."""
+    if isinstance(kind, int):
+        return plgpu.SMEM((kind,), jnp.float32)
+    return plgpu.RefUnion(*kind.values()) if isinstance(kind, Views) else kind
+
+
+def _is_barrier(kind: Any) -> bool:
+    """Return whether an entry of a scratch table is a barrier, or a list of them."""
+    first = kind[0] if isinstance(kind, list) and kind else kind
+    return isinstance(first, plgpu.Barrier | plgpu.ClusterBarrier)
+
+
+def _by_view(kind: Any, ref: Any) -> Any:
+    """Return the references of ``Views`` by name, and any other reference as it is."""
+    return SimpleNamespace(**dict(zip(kind, ref, strict=True))) if isinstance(kind, Views) else ref
 
 
 def in_place(kernel: Callable[[Any], Any], arrays: Any) -> tuple[Any, Any]:
-    """(what ``kernel`` of references to a pytree of arrays gives, the arrays after it)."""
+    """Update arrays in place.
+
+    Parameters
+    ----------
+    kernel : callable
+        Takes references to ``arrays``, in the same pytree, and returns results.
+    arrays : pytree
+        The arrays to be updated; a jitted caller who donates them pays for no copy.
+
+    Returns
+    -------
+    tuple
+        (the results of ``kernel``, the arrays after it).
+    """
     refs = jax.tree.map(jax.new_ref, arrays)
     out = kernel(refs)
     return out, jax.tree.map(jax.freeze, refs)

@@ -220,16 +220,13 @@ def _kernel_impl(*args: jax.Array, **params: Any) -> Any:
 
 @kernel_p.def_abstract_eval
 def _kernel_types(*args: Any, jaxpr: Any, call: _Call) -> list[Any]:
-    like = args[0]  # of the mesh, and varying as all operands do
-    return [
-        like.update(
-            shape=x.shape,
-            dtype=x.dtype,
-            weak_type=False,
-            sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in x.shape))),
-        )
-        for x in jaxpr.out_avals
-    ]
+    return [_result_type(args[0], x) for x in jaxpr.out_avals]
+
+
+def _result_type(operand: Any, x: Any) -> Any:
+    """Return the type of a result: on the operand's mesh, and varying as all operands do."""
+    sharding = operand.sharding.update(spec=PartitionSpec(*(None,) * len(x.shape)))
+    return operand.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding)
 
 
 def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
@@ -245,21 +242,29 @@ def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
 
 
 def _kernel_lowering(ctx: Any, *args: Any, jaxpr: Any, call: _Call) -> Any:
-    op, module = call.op, ctx.module_context
+    obstacle = _obstacle(call, ctx.module_context)
+    if obstacle is not None:
+        return _xla_lowering(ctx, args, call, obstacle)
+    plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
+
+
+def _obstacle(call: _Call, module: Any) -> tuple[str, ...] | None:
+    """Return why the kernel cannot be part of this module, and a remedy if it is an own one."""
     platform, device = _PLATFORMS[call.choice.implementation]
-    reason, no_kernel = None, functools.partial(op.no_kernel, call.choice)
     if _partitions(module.axis_context) > 1:
-        reason = no_kernel("under a jit over several devices, where XLA would gather operands")
-    elif module.lowering_parameters.for_export:
-        reason = no_kernel("in jax.export, which has no stable form of it", "jit it where it runs")
-    elif tuple(module.platforms) != (platform,) and not call.choice.named:
-        reason = no_kernel(f"for {', '.join(module.platforms)}", f"run it on {device}")
-    if reason is None:
-        plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
-    if call.choice.named or op.xla is None:
-        raise ValueError(reason)
-    form = lambda *leaves: jax.tree.leaves(call.run(op.xla, leaves))  # noqa: E731
+        return ("under a jit over several devices, where XLA would gather operands",)
+    if module.lowering_parameters.for_export:
+        return "in jax.export, which has no stable form of it", "jit it where it runs"
+    is_elsewhere = tuple(module.platforms) != (platform,) and not call.choice.named
+    return (f"for {', '.join(module.platforms)}", f"run it on {device}") if is_elsewhere else None
+
+
+def _xla_lowering(ctx: Any, args: Any, call: _Call, obstacle: tuple[str, ...]) -> Any:
+    """Lower the op's XLA form; ValueError if it has none, or the caller named the kernel."""
+    if call.choice.named or call.op.xla is None:
+        raise ValueError(call.op.no_kernel(call.choice, *obstacle))
+    form = lambda *leaves: jax.tree.leaves(call.run(call.op.xla, leaves))  # noqa: E731
     return mlir.lower_fun(form, multiple_results=True)(ctx, *args)
 
 

@@ -1,8 +1,26 @@
-"""Shared by all tests: strict numerics, the gpu marker, and Pallas's GPU interpreter."""
+"""Shared by all tests: strict numerics, the order of files, which cases can run here.
+
+Lanes, each usable alone:
+
+    pytest                      everything but slow tests, on all cores; before a commit
+    pytest -m core              identities and oracles; after each edit
+    pytest tests/kernels        on Python >= 3.12: the emulator runs the Mosaic kernels
+    pytest -m gpu               on a Hopper GPU: the kernels themselves
+    pytest -m slow PATH         minutes of evidence, a room at a time
+    python tests/faults.py      planted faults, when tests are removed or moved to slow (FAULTS.md)
+
+A test goes to ``slow`` where a default test covers the same behaviour. Nine tenths of the suite's
+time is tracing, lowering and compiling, so a new test shares a model, shapes and options with its
+neighbours, or computes its reference in numpy. Models of one layer are enough where layers are
+alike. Optimizing passes, kept programs and programs shared between modules were measured: none of
+them changes the time by more than a few percent. ``PYTHONDONTWRITEBYTECODE`` costs each process
+0.4 s.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +44,9 @@ if not os.path.exists("/dev/nvidiactl"):
     # CUDA's plugin without CUDA's libraries assembles kernels (tests/kernels/test_assembled.py).
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Tracing makes many objects. jax answers each of Python's collections with one of its own, which
+# takes 7% of a program's tracing and lowering at Python's default thresholds.
+gc.set_threshold(50_000, 10, 10)
 
 
 # Half of the suite's time, the longest first, so that no worker ends with one of them.
@@ -116,6 +137,19 @@ def forget_programs() -> Iterator[None]:
     system's limit of memory maps (65,530), and the next compilation is a segmentation fault."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def engines_of_one_size() -> Iterator[None]:
+    """Let engines decode in one size, ``max_slots``, which halves the programs they compile.
+
+    ``tests/engine/test_engine.py`` decodes in all sizes.
+    """
+    from jaxllama.engine.options import ResolvedOptions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))
+        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from jaxllama import kept, language_model
 from jaxllama.decoding.sampling import Sampling
+from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.kept import KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
@@ -84,9 +85,9 @@ def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monke
 def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch):
     """But for the first piece, which waits for no loop; a text is the same however it is cut."""
     monkeypatch.setattr(language_model, "PIECE_SECONDS", 0.0)
-    order, advance, fetch = [], LanguageModel._advance, language_model.fetch
+    order, advance, fetch = [], ResidentDecoding.advance, language_model.fetch
     monkeypatch.setattr(
-        LanguageModel, "_advance", lambda *args: order.append("call") or advance(*args)
+        ResidentDecoding, "advance", lambda *args: order.append("call") or advance(*args)
     )
     monkeypatch.setattr(language_model, "fetch", lambda tree: order.append("read") or fetch(tree))
     [want] = lm.generate("abc", 6)

@@ -15,6 +15,7 @@ from jaxllama import loading
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.shardings import shard_params
@@ -204,9 +205,9 @@ def test_a_stream_gives_the_text_and_stops_when_it_is_left(lm, monkeypatch):
     steps = []
     [out] = lm.generate("hello", NEW, HOT, seed=4)
     assert "".join(lm.stream("hello", NEW, HOT, seed=4)) == out.text
-    advance = LanguageModel._advance
+    advance = ResidentDecoding.advance
     monkeypatch.setattr(
-        LanguageModel, "_advance", lambda *args: steps.append(args[-1]) or advance(*args)
+        ResidentDecoding, "advance", lambda *args: steps.append(args[-1]) or advance(*args)
     )
     pieces = lm.stream(list(b"hello"), NEW, HOT, seed=4)
     assert not steps, "nothing runs before it is asked for"

@@ -327,7 +327,7 @@ def policy(args: argparse.Namespace) -> Policy | None:
         return None
     if getattr(args, "mesh", None) is not None:
         raise JaxLlamaError("--policy and --mesh exclude each other: one device offloads")
-    from jaxllama.offload.model import kv_dtype_of
+    from jaxllama.executors.offloaded.executor import kv_dtype_of
 
     chosen = also(chosen, args)
     kv_dtype_of(chosen, kv_dtype(args), None)

@@ -4,16 +4,16 @@
     rows = begin(plan, draft_params, tokens, lengths, rows, capacity)      after a prefill
     rows, draft = propose(plan, draft_params, rows, sampling, limit)       before each pass
 
-The tokens are those without a draft.  Every position of a draft is sampled by the model's own
-logits, penalties and bias, with the key that its position has anyway, and a drafted token stays
-where it is that token.  So no distribution is corrected and none changes (arXiv 2211.17192 corrects
+The tokens are those without a draft.  The model samples every position of a draft
+by its own logits, penalties and bias, with the key of that position.  A drafted token stays where
+it is the sampled one.  So no distribution is corrected and none changes (arXiv 2211.17192 corrects
 them; a draft that samples with the same keys agrees as often: Daliri et al., arXiv 2408.07978).
 Log-probabilities are the model's.  Roundings may differ as with another batch size.
 
 Drafts are pure functions on the device.  ``NGram`` finds the tokens that followed the last ones
 when they stood in the text before (prompt lookup).  ``ModelDraft`` is a smaller model with the same
-vocabulary.  Its cache holds accepted tokens only: each turn it reads the tokens that it has not
-seen, at once, and goes on from there in a copy of the states that it would have to take back.
+vocabulary.  Its cache holds accepted tokens only.  Each turn it reads the tokens that it has not
+seen, at once.  It goes on from there in a copy of the states that a wrong token would spoil.
 
 With ``draft_tokens`` 0 each row finds what pays.  It asks for four times as many tokens after a
 draft of which a token stayed, and for half after one of which none did.  After the last of those it
@@ -52,7 +52,10 @@ _CATCH_UP = 32  # tokens that a draft reads at once behind a pause
 
 
 class Drafted(NamedTuple):
-    """tokens int32 ``[B, most]``, of which ``lengths[B]`` are there; what the draft keeps."""
+    """Proposals: tokens int32 ``[B, most]``, of which row b's first ``lengths[b]`` are proposed.
+
+    kept: the draft's own state for its next call.
+    """
 
     tokens: jax.Array
     lengths: jax.Array
@@ -64,9 +67,12 @@ class Drafted(NamedTuple):
 
 
 class DraftContext(NamedTuple):
-    """What a draft may look at: text int32 ``[B, L]``, of which ``size[B]`` tokens are there; how
-    many are ``wanted[B]``, at most ``most``; how the model samples them, and what is called as
-    ``sample`` for it."""
+    """The inputs of a draft.
+
+    text int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
+    wanted int32 ``[B]``: number of tokens to propose, at most ``most``.
+    sampling, history: the model's own.  draw: called as ``sample``.
+    """
 
     text: jax.Array
     size: jax.Array
@@ -79,10 +85,13 @@ class DraftContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """What followed the longest suffix of the text, of up to ``longest`` and at least ``least``
-    tokens, where it stood last.  Where that is so near that the text ends, it goes round.
+    """Proposes the tokens that followed the text's last tokens where those stood before.
 
-    unsure: behind a suffix of just ``least`` tokens it proposes at most ``FEW``.
+    The match is the longest suffix of the text, of ``least`` to ``longest`` tokens, that stood
+    before, at its last place.  If the match is so close to the end that too few tokens follow it,
+    the proposal repeats from the match.
+
+    unsure: after a match of just ``least`` tokens it proposes at most ``FEW``.
     """
 
     longest: int = 8
@@ -117,8 +126,10 @@ class NGram:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft:
-    """What a model of this config would sample with the same keys, of the ``vocab_size`` tokens
-    that the verifying one has.  It keeps a cache."""
+    """Proposes the tokens that a model of this config samples with the same keys.
+
+    It samples of the ``vocab_size`` tokens that the verifying model has, and keeps a cache.
+    """
 
     cfg: ModelConfig
     vocab_size: int
@@ -229,8 +240,12 @@ class ModelDraft:
 
 @dataclasses.dataclass(frozen=True)
 class DraftPlan:
-    """Who drafts, at most how many tokens, and the widths of a pass; adaptive: or fewer; exact: in
-    the shapes of a decode step of as many rows as a pass has tokens."""
+    """How a loop drafts.
+
+    draft: an ``NGram`` or a ``ModelDraft``.  most: tokens of a proposal; a row may ask for fewer
+    where it is adaptive.  widths: tokens of a row that a pass may have.
+    exact: a pass has the shapes of a decode step of as many rows as it has tokens.
+    """
 
     draft: Any
     most: int
@@ -253,8 +268,10 @@ class DraftPlan:
 
 
 class Pace(NamedTuple):
-    """What a row asks for, int32 ``[B]`` each: tokens of its next draft; turns until that; how
-    long its last pause was."""
+    """The drafts that rows ask for, int32 ``[B]`` each.
+
+    tokens: of the next draft.  wait: turns until then.  pause: turns of the last pause.
+    """
 
     tokens: jax.Array
     wait: jax.Array

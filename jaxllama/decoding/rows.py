@@ -58,7 +58,7 @@ class Fields(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host reads of ``Rows``: ``ints`` and ``written``, on the device or fetched.
+    """The part of ``Rows`` that the host reads, on the device or fetched.
 
     The properties are those of a fetched report, numpy arrays.
     """

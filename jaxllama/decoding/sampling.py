@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllama.cutoff import cutoff
+from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
 from pallas_kernels.brief import short_repr
 
@@ -346,8 +346,8 @@ def _pick_likeliest(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, ja
 
 
 def _summed(logits: jax.Array) -> tuple[jax.Array, ...]:
-    """Of each row the largest logit, its token, and the sum of all exponentials relative to it, in
-    one reduction."""
+    """Each row's largest logit, its token, and the sum of all exponentials relative to it, in one
+    reduction."""
 
     def merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         (logit_a, id_a, sum_a), (logit_b, id_b, sum_b) = a, b
@@ -392,7 +392,7 @@ def _penalize(scores: jax.Array, params: SamplingParams, history: History) -> ja
 
 
 def _noisy(scores: jax.Array, params: SamplingParams, positions: jax.Array) -> jax.Array:
-    """What the argmax of a sampled row is taken over; greedy rows pass unchanged."""
+    """The scores whose argmax is a sampled row's token; greedy rows pass unchanged."""
     greedy = params.temperature == 0
     temperature = jnp.where(greedy, 1.0, params.temperature)[:, None]
     best = jnp.max(scores, axis=1, keepdims=True)

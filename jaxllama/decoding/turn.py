@@ -5,9 +5,8 @@
     rows, report = finish(rows, inputs, passed, draw, stop_ids)
 
 Plain decoding is a draft of zero tokens (None): each row that is live gets one token.  With a draft
-a row gets one token, and another for each token of its draft up to the first that differs from the
-model's own (arXiv 2211.17192, for sampling by position: no distribution is corrected, and none
-changes).
+a row gets another for each token of the draft, up to the first that differs from the model's own
+(arXiv 2211.17192).  Sampling goes by position, so no distribution is corrected, and none changes.
 
 ``generate``, drafts, the serving engine and offloading run these two.  The loop is ``loop.run``,
 or, where the layers are driven from the host, the host's.
@@ -30,7 +29,7 @@ from jaxllama.model.cache import Cache
 
 
 class Inputs(NamedTuple):
-    """What a turn begins with.
+    """The beginning of a turn.
 
     tokens int32 ``[B, T]``: each row's newest token and its draft, of which ``lengths[B]`` count.
     live int32 ``[B]``: 1 for a row that gets tokens.
@@ -55,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a pass over the model gives.
+    """The result of a pass over the model.
 
     scores: returns the float32 logits ``[B T, V]``.
     commit: returns the cache that keeps ``count[B]`` of the tokens.
@@ -68,7 +67,7 @@ class Pass(NamedTuple):
 
 
 class TurnReport(NamedTuple):
-    """What a turn has brought, for callers that keep more of it than ``Rows`` do.
+    """The result of a turn, for callers that keep more of it than ``Rows`` do.
 
     scores float32 ``[B T, V]``; is_new bool ``[B, T]``: tokens that the rows got.
     """
@@ -88,7 +87,7 @@ def start(
     width: int = 1,
     limit: jax.Array | int | None = None,
 ) -> Inputs:
-    """What the pass of a turn reads.
+    """The inputs of a turn's pass.
 
     width: tokens of a row.  limit: number of written tokens at which a row stands still, for all
     rows or one a row; None for none.

@@ -33,11 +33,13 @@ from jaxllama.engine.request import Request
 from jaxllama.engine.runner import Running, Written
 from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.errors import JaxLlamaError
-from jaxllama.offload import run as offload_run
-from jaxllama.offload import units
-from jaxllama.offload.model import OffloadedModel, chunk_of, kv_dtype_of
-from jaxllama.offload.planner.accounting import check_host
-from jaxllama.offload.run import OffloadRun
+from jaxllama.executors.executor import Call
+from jaxllama.executors.offloaded import programs as units
+from jaxllama.executors.offloaded import run as offload_run
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.executors.offloaded.room import check_host
+from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.language_model import LanguageModel
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
@@ -45,26 +47,28 @@ PAGE = 64  # tokens by which the cache's use is counted
 OPTIONS = ("max_len", "kv_dtype", "prefill_chunk", "max_queue")
 
 
-def options_of(lm: OffloadedModel, asked: dict[str, Any]) -> ResolvedOptions:
+def options_of(lm: LanguageModel, asked: dict[str, Any]) -> ResolvedOptions:
     """Raises JaxLlamaError naming an option that no block has."""
-    policy, cfg = lm.policy, lm.config
+    executor, cfg = offloaded(lm.executor), lm.config
+    policy = executor.policy
     for name, value in asked.items():
         if name not in OPTIONS and value is not None:
             rows = f"{policy.block_size} rows of a block" if name == "max_slots" else "blocks"
             raise JaxLlamaError(f"{name} = {value!r}: the policy has {rows}, and no such option")
     options = EngineOptions(**asked)
+    kv_dtype, chunk = executor.cache_options(options.kv_dtype, options.prefill_chunk, lm.dtype)
     max_len = options.max_len or cfg.max_position
     if max_len > cfg.max_position:
         raise JaxLlamaError(f"max_len = {max_len}: {cfg.name} has a context of {cfg.max_position}")
     return ResolvedOptions(
         max_slots=policy.block_size,
         max_len=max_len,
-        kv_dtype=jnp.dtype(kv_dtype_of(policy, options.kv_dtype, lm.dtype)).name,
+        kv_dtype=jnp.dtype(kv_dtype).name,
         cache_tokens=policy.block_size * -(-max_len // PAGE) * PAGE,
         memory_share=options.memory_share,
         page_size=PAGE,
         prefix_cache=False,
-        prefill_chunk=chunk_of(policy, options.prefill_chunk),
+        prefill_chunk=chunk,
         prefill_rows=policy.block_size,
         token_budget=policy.block_size * max_len,
         max_queue=options.max_queue,
@@ -94,7 +98,7 @@ class BlockShape(NamedTuple):
 class BlockScheduler(Scheduler):
     """Who is in the block that runs, and who in the next."""
 
-    def __init__(self, lm: OffloadedModel, options: ResolvedOptions) -> None:
+    def __init__(self, lm: LanguageModel, options: ResolvedOptions) -> None:
         super().__init__(
             max_slots=options.max_slots,
             pages=KVPages(options.pages, PAGE, share=False),
@@ -117,7 +121,7 @@ class BlockScheduler(Scheduler):
         shape = BlockShape.of(request)
         check_host(
             self._lm.config,
-            self._lm.policy,
+            offloaded(self._lm.executor).policy,
             (self.max_slots, shape.width),
             shape.capacity,
             self._options.kv_dtype,
@@ -152,7 +156,7 @@ class BlockScheduler(Scheduler):
 class BlockRunner:
     """The runner's part: each plan is a step of the run of its block, in a thread of its own."""
 
-    def __init__(self, lm: OffloadedModel, options: ResolvedOptions) -> None:
+    def __init__(self, lm: LanguageModel, options: ResolvedOptions) -> None:
         self._lm, self.options = lm, options
         self._rows: dict[Sequence, int] = {}
         self._run: OffloadRun | None = None
@@ -187,25 +191,26 @@ class BlockRunner:
         return self._written(self._run, wanted)
 
     def _begin(self, newcomers: list[Sequence]) -> OffloadRun:
-        lm, size = self._lm, self._lm.policy.gpu_batch_size
+        lm, executor = self._lm, offloaded(self._lm.executor)
+        size = executor.policy.gpu_batch_size
         requests = [sequence.request for sequence in newcomers]
         shape, empty = BlockShape.of(requests[0]), -len(requests) % size
         rows = [request.prompt for request in requests] + [()] * empty
         drawn = [request.sampling for request in requests] + [Sampling()] * empty
         tokens, lengths = pad_rows(rows, shape.width)
         stop_ids = () if shape.ignores_eos else lm.config.eos_token_ids
-        return OffloadRun(
-            lm,
+        call = Call(
             tokens,
             lengths,
             SamplingParams.stack(drawn, lm.config.vocab_size),
             jnp.asarray(np.array(stop_ids, np.int32)),
+            capacity=shape.capacity,
             room=shape.room,
             limit=max(request.max_new_tokens for request in requests),
-            capacity=shape.capacity,
             kv_dtype=self.options.kv_dtype,
             chunk=self.options.prefill_chunk,
         )
+        return executor.run(lm.config, lm.params, call)
 
     def _written(self, run: OffloadRun, wanted: list[Sequence]) -> dict[Sequence, Written]:
         report = run.report

@@ -44,16 +44,15 @@ from jaxllama.engine.admission import Admission
 from jaxllama.engine.grammar import Matcher, NextTokens
 from jaxllama.engine.inbox import Inbox
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, checked_names
-from jaxllama.engine.output import OnEvent, OutputReader, RequestOutput
+from jaxllama.engine.output import OnEvent, RequestOutput
 from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
 from jaxllama.engine.runner import Runner, Running, Written
 from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.model import OffloadedModel
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import mesh_of
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
+from jaxllama.text.reader import Reader
 
 _log = logging.getLogger("jaxllama.serving")
 # Most seconds that rows wait to be told, for the next step to be handed to the device first.
@@ -126,7 +125,7 @@ class Engine:
         self.lm = lm
         self.failure: str | None = None
         draft = draft(lm) if callable(draft) else draft
-        if isinstance(lm, OffloadedModel):
+        if lm.executor.block_size is not None:
             options |= {} if draft is None else {"draft": draft}
             self.options = blocks.options_of(lm, options)
             self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
@@ -358,7 +357,7 @@ class Engine:
     ) -> RequestOutput:
         request = sequence.request
         eos = () if request.ignore_eos else self.lm.config.eos_token_ids
-        reader = OutputReader(
+        reader = Reader(
             self.lm.tokenizer if with_text else None,
             (*eos, *request.stop_token_ids),
             request.stop if with_text else (),

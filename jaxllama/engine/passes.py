@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,10 @@ from jaxllama.decoding.drafts import DraftContext, Drafted, ModelDraft, NGram, P
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
+from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import commit, forward, logits, propose
-
-if TYPE_CHECKING:
-    from jaxllama.engine.slots import BatchState
 
 Params = dict[str, Any]
 # Branches of the sampler: greedy, greedy with edited logits, everything.

@@ -44,7 +44,6 @@ from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
-CACHE_HIT = "/jax/compilation_cache/cache_hits"  # jax's event
 PATIENCE = 1.0  # most seconds that a program waits for more urgent work before it is compiled
 LOOK = 0.01  # seconds between two looks at that work
 _log = logging.getLogger("jaxllama.serving")
@@ -91,22 +90,6 @@ class Kept(NamedTuple):
     programs: list[tuple[bytes, Any, Any]]
 
 
-class _Hits(threading.local):
-    """Number of programs that jax took from its cache in this thread."""
-
-    count = 0
-
-
-_hits = _Hits()
-
-
-def _count_hit(event: str, **_: Any) -> None:
-    _hits.count += event == CACHE_HIT
-
-
-jax.monitoring.register_event_listener(_count_hit)
-
-
 class Programs:
     """Compiled programs of an engine, by key.
 
@@ -125,11 +108,12 @@ class Programs:
         self._folder, self._device = folder, device
         self._made: dict[Hashable, Future[Any]] = {}
         self._claimed: set[Hashable] = set()
-        self._is_whole = True
         self._lock = threading.Lock()  # of the claims
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
         self._is_stopped = False
         self._path: Path | None = None
+        self._is_kept = False
+        self._keys: dict[bytes, Hashable] = {}  # by the lowered program
 
     def __len__(self) -> int:
         """Return the number of programs that are compiled."""
@@ -141,7 +125,7 @@ class Programs:
         if made is None:
             return wanted.run()
         if not made.done() and self._claim(key):
-            self._compile(key, self._lowered(wanted))
+            self._compile(key, self._lowered(key, wanted))
         return made.result()(*wanted.arguments)
 
     def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
@@ -178,24 +162,30 @@ class Programs:
             Called with the key of each of these programs once it is there.
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
-        is_kept = all(self._made[key].done() for key in wanted)
+
+        def made(key: Hashable) -> None:
+            if not self._is_stopped:
+                on_made(key)
 
         def wait() -> bool:
             until = time.monotonic() + PATIENCE
             while not self._is_stopped and is_busy() and time.monotonic() < until:
                 time.sleep(LOOK)
-            return not self._is_stopped
+            return not self._is_stopped and threading.main_thread().is_alive()
 
         def work() -> None:
             try:
-                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, on_made)
+                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, made)
             except Exception as error:  # the call that needs the program raises it again
                 _log.error("a program cannot be compiled", exc_info=error)
                 return
-            if not (is_kept or self._is_stopped):
-                self._keep(wanted)
+            if not all(self._made[key].done() for key in wanted):  # stopped
+                return
+            _log.info("all programs are compiled", extra={"fields": {"programs": len(wanted)}})
+            self._keep(wanted)
 
-        threading.Thread(target=work, name="jaxllama-warm-up", daemon=True).start()
+        # No daemon: a process that ends while this thread is in the compiler would crash.
+        threading.Thread(target=work, name="jaxllama-warm-up").start()
 
     def stop(self) -> None:
         """End the thread of ``add_rest`` after the programs that it compiles now."""
@@ -210,6 +200,7 @@ class Programs:
         if is_new and self._folder is not None:
             self._path = self._folder / name(wanted, self._device)
             kept = self._kept(self._path)
+            self._is_kept = kept is not None
             for key, program in zip(wanted, kept or (), strict=kept is not None):
                 if self._claim(key):
                     self._made[key].set_result(program)
@@ -222,27 +213,35 @@ class Programs:
             self._claimed.add(key)
             return is_free
 
-    def _lowered(self, wanted: Wanted) -> Any:
-        """Return the lowered program, or the exception of lowering it."""
+    def _lowered(self, key: Hashable, wanted: Wanted) -> Any:
+        """Return the lowered program, or the exception of lowering it, or None for a program that
+        another key has already."""
         with self._lowering:
             try:
-                return wanted.lower()
+                lowered = wanted.lower()
             except Exception as error:
                 return error
+            if self._device.platform != "cpu":
+                return lowered
+            # A prompt's first chunk and the following ones may be one program.
+            text = f"{lowered.in_tree}\n{lowered.as_text()}"
+            twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
+        if twin == key:
+            return lowered
+        self._made[twin].add_done_callback(lambda made: _copy(made, self._made[key]))
+        return None
 
     def _compile(self, key: Hashable, lowered: Any) -> None:
-        hits = _hits.count
+        if lowered is None:
+            return
+        is_cpu = self._device.platform == "cpu"
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = lowered.compile()
+            program = compiler_options.compiled_here(lowered) if is_cpu else lowered.compile()
         except Exception as error:
             self._made[key].set_exception(error)
             return
-        # A CPU's program that jax took from its cache lacks some of its functions when it is
-        # written once more, and the next start would fail as it runs.
-        if self._device.platform == "cpu" and _hits.count != hits:
-            self._is_whole = False
         self._made[key].set_result(program)
 
     def _compile_all(
@@ -263,7 +262,7 @@ class Programs:
                 if not wait():
                     return
                 if self._claim(key):
-                    lowered = self._lowered(one)
+                    lowered = self._lowered(key, one)
                     try:
                         pool.submit(self._compile, key, lowered)
                     except RuntimeError:  # the interpreter ends
@@ -294,8 +293,8 @@ class Programs:
             return None
 
     def _keep(self, wanted: Mapping[Hashable, Wanted]) -> None:
-        """Write the programs to their file, if they can be written."""
-        if self._path is None or not self._is_whole:
+        """Write the programs to their file, if they can be written and are not there."""
+        if self._path is None or self._is_kept:
             return
         made = [self._made[key].result() for key in wanted]
         try:
@@ -305,6 +304,15 @@ class Programs:
             warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
         else:
             keep(self._path, Kept(jit.registered(), programs))
+            self._is_kept = True
+
+
+def _copy(made: Future[Any], to: Future[Any]) -> None:
+    error = made.exception()
+    if error is None:
+        to.set_result(made.result())
+    else:
+        to.set_exception(error)
 
 
 def _tell_where_kernels_are() -> None:

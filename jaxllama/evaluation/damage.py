@@ -41,7 +41,6 @@ from jaxllama.model.decoder import (
 )
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
-from jaxllama.offload.model import OffloadedModel
 
 WORST = 10  # of every kind
 LENS = 128
@@ -100,7 +99,7 @@ def _worst(lm: LanguageModel, ids: np.ndarray, rows: np.ndarray) -> list[dict[st
 
 
 def _is_elsewhere(lm: LanguageModel) -> bool:
-    return isinstance(lm, OffloadedModel) or lm.mesh is not None
+    return not lm.executor.on_device or lm.mesh is not None
 
 
 def _layers(lm: LanguageModel, reference: LanguageModel, ids: np.ndarray) -> dict[str, list[float]]:

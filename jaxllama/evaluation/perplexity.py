@@ -39,10 +39,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.records import Hidden
-from jaxllama.offload.model import OffloadedModel, kv_dtype_of
 from jaxllama.progress import working
 
 BLOCK = 128
@@ -124,8 +122,7 @@ def predictions(
     if len(ids) < 2:
         raise JaxLlamaError(f"the text has {len(ids)} tokens: at least 2 are needed")
     models = [lm] if reference is None else [lm, reference]
-    if isinstance(lm, OffloadedModel):
-        kv_dtype = kv_dtype_of(lm.policy, kv_dtype, None)
+    kv_dtype, _ = lm.executor.cache_options(kv_dtype, None, None)
     if kv_dtype is None and lm.config.attn_sparsity < 1:
         kv_dtype = lm.dtype
     rows, parts = [], list(_windows(ids, window, stride))
@@ -187,18 +184,12 @@ def _read(
     lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, jax.Array, tuple[Params, ...]]]:
     """Each window, its length, hidden states ``[T, D]`` and the parameters that read them."""
-    size = lm.policy.block_size if isinstance(lm, OffloadedModel) else 1
+    size = lm.executor.block_size or 1
     while block := list(itertools.islice(windows, size)):
         rows = jnp.asarray(np.stack([tokens for tokens, _ in block]))
         lengths = jnp.asarray([np.count_nonzero(scored >= 0) for _, scored in block], jnp.int32)
-        if isinstance(lm, OffloadedModel):
-            states, params = lm.states(rows, lengths, kv_dtype)
-            hidden = [states[row] for row in range(len(block))]
-        else:
-            cache, params = None, lm.params
-            if kv_dtype is not None:
-                cache = init_cache(lm.config, 1, rows.shape[1], kv_dtype, mesh=lm.mesh)
-            hidden = [_hidden(lm.config, params, rows, lengths, cache)]
+        states, params = lm.executor.states(lm.config, lm.params, rows, lengths, kv_dtype)
+        hidden = [states[row] for row in range(len(block))]
         for i, (tokens, scored) in enumerate(block):
             yield tokens, scored, lengths[i : i + 1], hidden[i], (params,)
 

@@ -3,7 +3,7 @@
     run(source, ...) -> report (a dict)        table(report) -> text
 
 A task that fits on the device whole runs there, and only computation is calibrated for it.  Else
-the machine is calibrated for the model's layers once (``offload.planner.calibrate``), and the
+the machine is calibrated for the model's layers once (``planner.calibrate``), and the
 policy is solved for (``planner.solve``), unless it is given.  The model is loaded under it, and the
 task is run with every load, store and computation timed.  The figures are kept, and the same task
 is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
@@ -31,12 +31,16 @@ import numpy as np
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
 from jaxllama.model.flops import flops_per_token
-from jaxllama.offload.model import OffloadedModel
-from jaxllama.offload.planner.accounting import model_bytes
-from jaxllama.offload.planner.calibrate import Progress, calibrate, settings_of
-from jaxllama.offload.planner.cost import (
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import available_memory
+from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
+from jaxllama.planner.accounting import model_bytes
+from jaxllama.planner.calibrate import Progress, calibrate, settings_of
+from jaxllama.planner.cost import (
     LANES,
     MemoryLimits,
     PlannerSettings,
@@ -44,12 +48,9 @@ from jaxllama.offload.planner.cost import (
     need_of,
     predict,
 )
-from jaxllama.offload.planner.fitting import Calibration
-from jaxllama.offload.planner.solve import solve
-from jaxllama.offload.planner.trial import Watch, start_run, timed_step
-from jaxllama.offload.policy import Policy
-from jaxllama.offload.store import available_memory
-from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
+from jaxllama.planner.fitting import Calibration
+from jaxllama.planner.solve import solve
+from jaxllama.planner.trial import Watch, start_run, timed_step
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # decode steps that are timed
@@ -123,7 +124,6 @@ def run(
         progress(f"measuring: {policy}")
         rounding = None if policy.compress_weight else scheme
         lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
-        assert isinstance(lm, OffloadedModel)
         trial = shortened(cfg, policy, costs, task, settings)
         found, events = measure(lm, trial, settings)
         found["prompt_tokens"] = trial.prompt
@@ -213,12 +213,13 @@ def resident(
 
 
 def measure(
-    lm: OffloadedModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
+    lm: LanguageModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
 ) -> tuple[dict[str, Any], list[TimelineBar]]:
     """A block of the task: seconds of the prefill, of a step and of its lanes, device bytes (the
     allocator's peak; where it keeps no count, the most that live arrays had, so without what is
     inside programs); and the events of a step."""
-    rows = min(lm.policy.block_size, task.rows)
+    executor = offloaded(lm.executor)
+    rows = min(executor.policy.block_size, task.rows)
     warm = start_run(lm, rows, task, settings.kv_dtype)
     with Watch(functools.partial(held_on_device, lm)) as watch:
         for _ in range(min(3, task.new)):
@@ -232,7 +233,7 @@ def measure(
     timed_step(run)
     events, run.record = run.record.finish(), NO_RECORD
     lanes = {lane: sum(event.seconds for event in events if event.lane == lane) for lane in LANES}
-    disk = lm.store.disk.nbytes if need_disk(lm.policy) else 0
+    disk = executor.store.disk.nbytes if need_disk(executor.policy) else 0
     report = {
         "prefill": prefill,
         "step": step,
@@ -248,10 +249,10 @@ def need_disk(policy: Policy) -> bool:
     return any(share.disk > 0 for share in (policy.weights, policy.cache, policy.activations))
 
 
-def held_on_device(lm: OffloadedModel) -> int:
+def held_on_device(lm: LanguageModel) -> int:
     if sees_programs(lm):
-        return lm.store.device.memory_stats()["peak_bytes_in_use"]
-    kind = lm.store.on_device.memory_kind
+        return offloaded(lm.executor).store.device.memory_stats()["peak_bytes_in_use"]
+    kind = offloaded(lm.executor).store.on_device.memory_kind
     return sum(
         packed_bytes(array.size, array.dtype)
         for array in jax.live_arrays()
@@ -259,9 +260,9 @@ def held_on_device(lm: OffloadedModel) -> int:
     )
 
 
-def sees_programs(lm: OffloadedModel) -> bool:
+def sees_programs(lm: LanguageModel) -> bool:
     """Whether the measured bytes of the device count what is inside programs."""
-    return "peak_bytes_in_use" in (lm.store.device.memory_stats() or {})
+    return "peak_bytes_in_use" in (offloaded(lm.executor).store.device.memory_stats() or {})
 
 
 def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:

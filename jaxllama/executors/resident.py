@@ -1,4 +1,4 @@
-"""Resident programs: prompts and the loop of decoding where all parameters are on the device.
+"""Resident: the executor where all parameters are on one device or a mesh, and its programs.
 
     rows         = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)
     rows, report = advance(cfg, params, rows, sampling, stop_ids, until)
@@ -10,48 +10,202 @@ layers, or the rows, are donated, unless the call is traced.  The report never i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
-from jaxllama.compiler_options import donated
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts, loop
 from jaxllama.decoding.forward import (
     Params,
+    all_logits,
     check_room,
+    donated,
     fill_rows,
-    forward,
     int32_ids,
+    prefill_chunk,
     scores_of,
     verify,
 )
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, append, drawn_by
+from jaxllama.executors.executor import Alone, Call, Decoding, Executor
+from jaxllama.kept import signature
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache, LayerState
+from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.model.records import Hidden
+from jaxllama.model.shardings import gather_params
+from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from pallas_kernels.rows import greedy
 
 
-class Alone(NamedTuple):
-    """The shapes in which a deterministic model reads prompts, those of an engine.
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """All parameters are on one device, or split over those of ``mesh``.
 
-    rows: tokens of every decode step.  widths: tokens of the programs that read a row's prompt
-    without its last token, one after the other (``text.rows.pieces_of``).
+    The programs are the same: jax splits them by where their arguments are.
     """
 
-    rows: int
-    widths: tuple[int, ...]
+    mesh: Mesh | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        return None
+
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def runs_ahead(self) -> bool:
+        return True
+
+    def with_params(self, params: Params) -> Executor:
+        return Resident(mesh_of(params) if params else None)
+
+    def laid_out(self, params: Params) -> Params:
+        return lay_out(params)
+
+    def whole(self, cfg: ModelConfig, params: Params) -> Params:
+        if self.mesh is None:
+            return params
+        return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
+
+    def cache_options(
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
+    ) -> tuple[Any, int | None]:
+        return dtype if kv_dtype is None else kv_dtype, chunk
+
+    def check_drafts(self) -> None:
+        """A pass verifies any draft."""
+
+    def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
+        return ResidentDecoding(cfg, params, call, self._prefilled(cfg, params, call))
+
+    def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:
+        """The rows behind their prompts and first tokens."""
+        tokens, lengths = call.tokens, call.lengths
+        batch, width = tokens.shape
+        chunk = None if call.alone else call.chunk or prefill_chunk(batch, width)
+        new_cache = functools.partial(
+            init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
+        )
+        asked = call.sampling, call.stop_ids
+        if call.on_prompt is not None and chunk is not None and chunk < width:
+            return start_in_pieces(
+                cfg,
+                params,
+                tokens,
+                lengths,
+                new_cache(),
+                *asked,
+                max_new_tokens=call.room,
+                chunk=chunk,
+                on_prompt=call.on_prompt,
+            )
+        if call.kept is None:
+            cache = new_cache()
+        else:
+            key = "cache", repr(new_cache.args[1:])
+            cache = call.kept.programs.call(key, jax.jit(new_cache), cfg=None)
+        return _run(
+            call,
+            "start",
+            start,
+            cfg,
+            (params, tokens, lengths, cache.layers, cache.lengths, *asked),
+            {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk},
+        )
+
+    def logits(
+        self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        return all_logits(cfg, params, tokens, lengths)
+
+    def states(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        kv_dtype: DTypeLike | None = None,
+    ) -> tuple[Hidden, Params]:
+        cache = None
+        if kv_dtype is not None:
+            cache = init_cache(cfg, *tokens.shape, kv_dtype, mesh=self.mesh)
+        return _states(cfg, params, tokens, lengths, cache), params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _states(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache | None,
+) -> Hidden:
+    return decoder.forward(cfg, params, tokens, lengths, cache, sparse=cache is not None)[0]
+
+
+class ResidentDecoding:
+    """Rows of a resident model; ``advance`` donates their arrays to the next rows."""
+
+    def __init__(self, cfg: ModelConfig, params: Params, call: Call, rows: Rows) -> None:
+        self._cfg, self._params, self._call = cfg, params, call
+        self._rows = rows
+        if call.drafting is not None:
+            plan, draft_params = call.drafting
+            prompts = call.tokens, call.lengths
+            self._rows = drafts.begin(plan, draft_params, *prompts, rows, call.capacity)
+
+    @property
+    def report(self) -> Report:
+        return self._rows.report
+
+    def advance(self, until: int) -> Report:
+        call = self._call
+        rest = self._rows, call.sampling, call.stop_ids, np.int32(until)
+        if call.drafting is None:
+            loop = loop_for(self._params)
+            self._rows, report = _run(call, "advance", loop, self._cfg, (self._params, *rest))
+            return report
+        plan, draft_params = call.drafting
+        self._rows, report = draft_loop_for(self._params)(
+            self._cfg, plan, self._params, draft_params, *rest, np.int32(call.limit)
+        )
+        return report
+
+    def end(self, rows: np.ndarray) -> None:
+        self._rows = self._rows.ended(rows)
+
+
+def _run(
+    call: Call,
+    name: str,
+    program: Any,
+    cfg: ModelConfig,
+    arguments: tuple[Any, ...],
+    static: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """``program(cfg, *arguments, **static)``, compiled by an earlier process where one has."""
+    if call.kept is None:
+        return program(cfg, *arguments, **static)
+    key = name, call.kept.signature, signature(arguments[1:]), dict(static)
+    return call.kept.programs.call(key, program, arguments, cfg, static)
 
 
 def _prefill_alone(
@@ -93,7 +247,7 @@ def _prefill_alone(
     newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
     live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
     if width == 1:
-        hidden, after = forward(cfg, params, newest, live, cache)
+        hidden, after = decoder.forward(cfg, params, newest, live, cache)
         return scores_of(cfg, params, hidden[:, 0], cache, live), after
     # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
@@ -186,7 +340,7 @@ def _piece(
     last: Hidden,
 ) -> tuple[Hidden, Cache]:
     """A piece of every row's prompt; last: ``[B, D]`` of its last token so far."""
-    hidden, cache = forward(cfg, params, tokens, lengths, cache, total)
+    hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache, total)
     return hidden.last(lengths, last), cache
 
 
@@ -259,7 +413,7 @@ def _one_token(
     greedy_stops: the stop tokens where every row is greedy; else None.
     """
     before = rows.cache_of(inputs.fields.length)
-    hidden, after = forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
+    hidden, after = decoder.forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
     plan = None if greedy_stops is None else _own_end(cfg, params, hidden, greedy_stops)
 
     def in_one_kernel(ints: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:

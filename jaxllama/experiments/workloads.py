@@ -55,8 +55,8 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
-    from jaxllama.offload.planner.accounting import Footprint
     from jaxllama.offload.policy import Policy
+    from jaxllama.planner.accounting import Footprint
     from jaxllama.training import TrainConfig
 
 Results = dict[str, Any]
@@ -216,9 +216,9 @@ def offload_need(experiment: Experiment, settings: OffloadSettings) -> Footprint
 
 
 def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> Footprint:
-    from jaxllama.offload.loading import scheme_of
-    from jaxllama.offload.planner.accounting import footprint
     from jaxllama.offload.policy import Policy
+    from jaxllama.placement import scheme_of
+    from jaxllama.planner.accounting import footprint
 
     policy = Policy.parse(settings.policy)
     return footprint(
@@ -405,7 +405,7 @@ def _model(
     if policy is None:
         params = random_params(cfg, key, dtype, scheme)
         return LanguageModel(cfg, params, tokenizer, exact=exact)
-    from jaxllama.offload.loading import Placement
+    from jaxllama.placement import Placement
 
     place = Placement(policy, dtype, scheme)
     return place.model(cfg, random_params(cfg, key, dtype, scheme, place), tokenizer)

@@ -29,10 +29,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import row_axis
-from pallas_kernels.attention.blockwise import capacity_of
-from pallas_kernels.attention.rope_cache import WIDTHS
+from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import tree_bytes

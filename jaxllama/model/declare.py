@@ -30,7 +30,7 @@ from jaxllama.model.param import Param
 from jaxllama.model.params import nested, param_table
 from jaxllama.model.records import At, new_tokens
 from jaxllama.model.split import split_axis
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 
 register()
 

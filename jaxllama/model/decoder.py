@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -49,8 +50,7 @@ from jaxllama.model.params import check
 from jaxllama.model.records import At, Chunk, Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import traced_mesh
+from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
@@ -147,30 +147,17 @@ def walk(
     return stream, tuple(new)
 
 
-def block_once(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _block_once(
     cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At
 ) -> tuple[Stream, LayerState]:
-    """``block``, traced and lowered once for all layers that are alike; the compiler inlines it.
-    Where the choices of ops are recorded every layer makes its own."""
-    if is_recording():
-        return block(cfg, kind, p, stream, state, at)
-    static = {name: value for name, value in at._asdict().items() if isinstance(value, int)}
-    rest = at._replace(**dict.fromkeys(static))
-    return _block_once(cfg, kind, p, stream, state, rest, tuple(static.items()))
+    """``block``, traced and lowered once for all layers that are alike; the compiler inlines it."""
+    return block(cfg, kind, p, stream, state, at)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 6))
-def _block_once(
-    cfg: ModelConfig,
-    kind: str,
-    p: Params,
-    stream: Stream,
-    state: LayerState,
-    at: At,
-    static: tuple[tuple[str, int], ...],
-) -> tuple[Stream, LayerState]:
-    """static: what ``at`` says in plain booleans and numbers."""
-    return block(cfg, kind, p, stream, state, at._replace(**dict(static)))
+def _block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
+    """Return ``block`` for a program; where choices are recorded, every layer makes its own."""
+    return block if is_recording() else _block_once
 
 
 # What is around the layers
@@ -237,6 +224,30 @@ def activation_dtype(params: Params) -> jnp.dtype:
 # The model
 
 
+@overload
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: None = ...,
+    total_lengths: jax.Array | None = ...,
+    *,
+    sparse: bool | jax.Array = ...,
+    fresh: bool = ...,
+) -> tuple[Hidden, None]: ...
+@overload
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total_lengths: jax.Array | None = ...,
+    *,
+    sparse: bool | jax.Array = ...,
+    fresh: bool = ...,
+) -> tuple[Hidden, Cache]: ...
 def forward(
     cfg: ModelConfig,
     params: Params,
@@ -263,33 +274,42 @@ def forward(
     """
     mesh = traced_mesh(params)
     if mesh is not None:
-        return over_mesh(
-            forward,
-            mesh,
-            cfg,
-            params,
-            tokens,
-            lengths,
-            cache,
-            total_lengths,
-            sparse=sparse,
-            fresh=fresh,
-            out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
-        )
+        rows = tokens, lengths, cache, total_lengths
+        return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
-    params = chosen(params)
+    params = chosen(params) if ROWS in params else params
     start = jnp.zeros_like(lengths) if cache is None else cache.lengths
     if cache is not None and cache.capacity is not None:
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    table = None if cache is None else cache.table
-    at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
-    states = None if cache is None else cache.layers
-    stream, states = walk(cfg, params, stream, states, at, block_once)
-    hidden = Hidden(stream.total)
-    return hidden, None if cache is None else Cache(states, start + lengths, cache.table)
+    if cache is None:
+        at = new_tokens(positions, lengths, rope, sparse, fresh=fresh, cached=False)
+        stream, _ = walk(cfg, params, stream, None, at, _block_of_a_program())
+        return Hidden(stream.total), None
+    at = new_tokens(positions, lengths, rope, sparse, cache.table, fresh, cached=True)
+    stream, states = walk(cfg, params, stream, cache.layers, at, _block_of_a_program())
+    return Hidden(stream.total), Cache(states, start + lengths, cache.table)
+
+
+def _forward_over(
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache | None,
+    total_lengths: jax.Array | None,
+    **options: bool | jax.Array,
+) -> tuple[Hidden, Cache | None]:
+    """``forward`` of parameters on a mesh."""
+
+    def specs(rows: str | None) -> tuple[P, Cache | None]:
+        return P(rows), None if cache is None else cache_specs(cache, rows)
+
+    arrays = tokens, lengths, cache, total_lengths
+    return over_mesh(forward, mesh, cfg, params, *arrays, out=specs, **options)
 
 
 def propose(
@@ -333,7 +353,7 @@ def propose(
     positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
     at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
-    stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
+    stream, states = walk(cfg, params, stream, cache.layers, at, _block_of_a_program())
     hidden = Hidden(stream.total.reshape(batch, width, -1))
     kept = tuple(None if isinstance(state, KVCache) else state for state in states)
     layers: Any = tuple(
@@ -364,16 +384,17 @@ def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
     """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
     mesh = traced_mesh(params)
     if mesh is not None:
-        scores = over_mesh(
-            logits,
-            mesh,
-            cfg,
-            params,
-            hidden,
-            out=lambda rows: P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS),
-        )
-        return scores[..., : cfg.vocab_size]
+        return _logits_over(mesh, cfg, params, hidden)
     return capped(cfg, head_product(cfg, params, hidden))
+
+
+def _logits_over(mesh: AbstractMesh, cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
+    """``logits`` of parameters on a mesh, without the rows that pad the vocabulary."""
+
+    def spec(rows: str | None) -> P:
+        return P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS)
+
+    return over_mesh(logits, mesh, cfg, params, hidden, out=spec)[..., : cfg.vocab_size]
 
 
 def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
@@ -388,13 +409,15 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:
     """Whether a CPU's handler takes the head: of floats, where the layers' weights are in codes."""
     own = head(params)
-    weight = own["weight"]
-    if set(own) != {"weight"} or cfg.norm != "rms" or not isinstance(weight, jax.Array):
+    is_plain = own.keys() == {"weight"} and isinstance(own["weight"], jax.Array)
+    if not is_plain or cfg.norm != "rms" or not _has_prepared_weights(params):
         return False
+    return isinstance(head_plan(x, own["weight"]), CpuPlan)
+
+
+def _has_prepared_weights(params: Params) -> bool:
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
-    if not any(isinstance(leaf, CpuWeight) for leaf in leaves):
-        return False
-    return isinstance(head_plan(x, weight), CpuPlan)
+    return any(isinstance(leaf, CpuWeight) for leaf in leaves)
 
 
 def capped(cfg: ModelConfig, scores: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ Activations keep the dtype they come in; every sum is accumulated in float32.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,11 +33,14 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.lora import Lora
-from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
+from jaxllama.parallel.collectives import lookup_rows, row_parallel_matmul
+from jaxllama.parallel.mesh import is_split
 from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
-from pallas_kernels.matmul.op import fused_matmul, quantized_matmul
+from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -96,57 +100,84 @@ def norm_linear(
     """
     if not isinstance(linear, Mapping):
         return _norm_linears(stream, scale, linear, cfg)
-    weight, bias = linear["weight"], linear.get("bias")
-    codes, dtype = input_codes(linear), stream.x.dtype
-    inner = _is_inner(into, cfg)
-    if scale is None or cfg.norm != "rms" or _lora(linear) is not None:
-        normed, stream = norm(stream, scale, cfg, codes, _lora(linear))
-        return product(normed, linear, dtype, cfg, into=into), stream
-    gamma = scale["weight"], cfg.norm_eps
-    around: dict[str, Any] = {"bias": bias, "out_dtype": dtype, "norm": gamma}
-    around |= {"swiglu": True, "activation": cfg.activation} if inner else {}
-    if codes is None and stream.pending is not None:
+    codes, lora = input_codes(linear), _lora(linear)
+    has_kernel = codes is lora is None and _has_kernels(stream.x, linear["weight"])
+    if has_kernel and scale is not None and cfg.norm == "rms":
+        made = _fused_norm_linear(stream, scale, linear, cfg, into)
+        if made is not None:
+            return made
+    normed, stream = norm(stream, scale, cfg, codes, lora)
+    return product(normed, linear, stream.x.dtype, cfg, into=into), stream
+
+
+def _fused_norm_linear(
+    stream: Stream, scale: Params, linear: Params, cfg: ModelConfig, into: Params | None
+) -> tuple[Input, Stream] | None:
+    """Return ``norm_linear`` of float inputs if one kernel does all of it, else None."""
+    weight, around = linear["weight"], {"norm": (scale["weight"], cfg.norm_eps)}
+    around |= {"bias": linear.get("bias"), "out_dtype": stream.x.dtype}
+    if _is_inner(into, cfg):
+        around |= {"swiglu": True, "activation": cfg.activation}
+    if stream.pending is not None:
         made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
         if made is not None:
             return _gated(made[0], into, cfg), Stream(made[1])
     stream = _rounded(stream)
-    if codes is None and stream.pending is None:
-        y = fused_matmul(stream.x, weight, **around)
-        if y is not None:
-            return _gated(y, into, cfg), stream
-    normed, stream = norm(stream, scale, cfg, codes)
-    return product(normed, linear, dtype, cfg, into=into), stream
+    y = fused_matmul(stream.x, weight, **around) if stream.pending is None else None
+    return None if y is None else (_gated(y, into, cfg), stream)
+
+
+def _has_kernels(x: Input, weight: Weight) -> bool:
+    """Whether a kernel may join a product with what stands around it, here."""
+    return isinstance(weight, CpuWeight) or wants_kernel(None, x, weight)
 
 
 def _norm_linears(
     stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: ModelConfig
 ) -> tuple[list[Columns], Stream]:
-    if any(_lora(linear) is not None for linear in linears):
-        normed, stream = norm(stream, scale, cfg)
-        return columns(normed, linears), stream
-    if scale is not None and cfg.norm == "rms":
-        stream, gamma = _rounded(stream), (scale["weight"], cfg.norm_eps)
-        weights = tuple(linear["weight"] for linear in linears)
-        plan = None
-        if stream.pending is None:
-            plan = own_blocks(stream.x, weights, norm=gamma)
-        if plan is not None:
-            made = blocks_matmul(stream.x, weights, norm=gamma, plan=plan)
-            biased = (linear.get("bias") for linear in linears)
-            return list(map(_biased, made, biased)), stream
+    weights = [linear["weight"] for linear in linears]
+    has_lora = any(_lora(linear) is not None for linear in linears)
+    has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
+    if has_kernel and scale is not None and cfg.norm == "rms":
+        made = _fused_norm_linears(_rounded(stream), scale, linears, cfg)
+        if made is not None:
+            return made
+    wanted = [None if has_lora else input_codes(linear) for linear in linears]
+    if len(set(wanted)) > 1:
+        return _by_codes(stream, scale, linears, wanted, cfg)
     # The input is quantized once for all that want the same codes.
-    wanted, dtype = [input_codes(linear) for linear in linears], stream.x.dtype
-    if len(set(wanted)) == 1:
-        normed, stream = norm(stream, scale, cfg, wanted[0])
-        return columns(normed, linears, dtype), stream
+    dtype = None if has_lora else stream.x.dtype
+    normed, stream = norm(stream, scale, cfg, wanted[0])
+    return columns(normed, linears, dtype), stream
+
+
+def _fused_norm_linears(
+    stream: Stream, scale: Params, linears: Sequence[Params], cfg: ModelConfig
+) -> tuple[list[Columns], Stream] | None:
+    """Return the norm and all products if one kernel does them, else None."""
+    weights, gamma = tuple(linear["weight"] for linear in linears), scale["weight"]
+    norm = gamma, cfg.norm_eps
+    plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
+    if plan is None:
+        return None
+    made = blocks_matmul(stream.x, weights, norm=norm, plan=plan)
+    return list(map(_biased, made, (linear.get("bias") for linear in linears))), stream
+
+
+def _by_codes(
+    stream: Stream,
+    scale: Params | None,
+    linears: Sequence[Params],
+    wanted: Sequence[str | None],
+    cfg: ModelConfig,
+) -> tuple[list[Columns], Stream]:
+    """The products of an input that they want in several codes, each of which is made once."""
+    dtype = stream.x.dtype
     normed, stream = norm(stream, scale, cfg)
     assert isinstance(normed, jax.Array)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
-    made = [
-        columns(inputs[codes], [linear], dtype)[0]
-        for codes, linear in zip(wanted, linears, strict=True)
-    ]
-    return made, stream
+    pairs = zip(wanted, linears, strict=True)
+    return [columns(inputs[codes], [linear], dtype)[0] for codes, linear in pairs], stream
 
 
 def _biased(y: Columns, bias: jax.Array | None) -> Columns:
@@ -165,19 +196,17 @@ def linear_add(
     weight, bias, dtype = linear["weight"], linear.get("bias"), stream.x.dtype
     if stream.pending is not None:  # the other sublayer's of a parallel block
         stream = Stream(stream.total)
-    if _lora(linear) is not None:
+    is_plain = _lora(linear) is None
+    if is_plain and is_split():
+        y = row_parallel_matmul(x, weight, bias, dtype)
+    elif is_plain and scale is None and _has_kernels(x, weight):
+        total = fused_matmul(x, weight, bias=bias, out_dtype=dtype, residual=stream.x)
+        if total is not None:
+            return Stream(total)
+        y = _matmul(x, weight, bias, dtype)
+    else:
         y = product(x, linear, dtype, cfg)
-        return Stream(stream.x, y if scale is None else norm(Stream(y), scale, cfg)[0])
-    if scale is not None:
-        add = row_parallel_matmul if is_split() else _matmul
-        y = add(x, weight, bias, dtype).astype(dtype)
-        return Stream(stream.x, norm(Stream(y), scale, cfg)[0])
-    if is_split():
-        return Stream(stream.x, row_parallel_matmul(x, weight, bias, dtype))
-    total = fused_matmul(x, weight, bias=bias, out_dtype=dtype, residual=stream.x)
-    if total is not None:
-        return Stream(total)
-    return Stream(stream.x, _matmul(x, weight, bias, dtype))
+    return Stream(stream.x, y if scale is None else norm(Stream(y.astype(dtype)), scale, cfg)[0])
 
 
 class Observer:
@@ -229,19 +258,16 @@ def norm(
     """(the norm of the stream, the stream added up); codes: the dtype to quantize it to, lora: of
     the layer that reads the codes."""
     if scale is None or cfg.norm == "layer":
-        x = stream.total
-        y = x if scale is None else _layer_norm(x, scale, cfg.norm_eps)
-        return _quantized(y, codes, lora), Stream(x)
-    stream, weight, eps = _rounded(stream), scale["weight"], cfg.norm_eps
+        x = Stream(stream.total)
+        return _quantized(_layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
+    stream, weight = _rounded(stream), scale["weight"]
     x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
-    if codes is None or lora is None:
-        normed = rms_norm(x, weight, eps, residual=residual, quantize=codes)
-        normed, *total = (normed,) if residual is None else normed
-    else:
+    if codes is not None and lora is not None:
         of = lora.a, lora.of(x), codes
-        q, inner, *total = quantize_adapted(x, *of, norm=(weight, eps), residual=residual)
-        normed = Adapted(q, inner)
-    return normed, Stream(*total) if total else stream
+        q, inner, *total = quantize_adapted(x, *of, norm=(weight, cfg.norm_eps), residual=residual)
+        return Adapted(q, inner), Stream(*total) if total else stream
+    made = rms_norm(x, weight, cfg.norm_eps, residual=residual, quantize=codes)
+    return (made, stream) if residual is None else (made[0], Stream(made[1]))
 
 
 def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Input:
@@ -253,8 +279,10 @@ def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Inp
     return Adapted(*quantize_adapted(x, lora.a, lora.of(x), codes))
 
 
-def _layer_norm(x: jax.Array, scale: Params, eps: float) -> jax.Array:
-    """LayerNorm (arXiv 1607.06450) in float32, cast once."""
+def _layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
+    """LayerNorm (arXiv 1607.06450) in float32, cast once; without parameters x itself."""
+    if scale is None:
+        return x
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
@@ -295,13 +323,12 @@ def product(
     into: Params | None = None,
 ) -> Input:
     """``linear``, and with ``into`` what ``norm_linear`` does with it."""
-    inner = _is_inner(into, cfg)
-    if _lora(params) is None:
-        gate_by = cfg.activation if inner else None
-        y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
-    else:
+    gate_by = cfg.activation if _is_inner(into, cfg) else None
+    if _lora(params) is not None:
         y = linear(x, params, dtype)
-        y = gate(y, cfg.activation) if inner else y
+        y = y if gate_by is None else gate(y, gate_by)
+    else:
+        y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
 
 
@@ -313,7 +340,7 @@ def grouped(x: jax.Array, params: Params, experts: jax.Array, **options: Any) ->
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
     """``linear`` of several, each in an array of its own."""
-    products = [linear(x, params, dtype) for params in linears]
+    products = list(map(functools.partial(linear, x, dtype=dtype), linears))
     return [Columns(y, 0, y.shape[-1]) for y in products]
 
 
@@ -325,20 +352,35 @@ def _matmul(
     gate_by: str | None = None,
 ) -> jax.Array:
     """gate_by: the weight is gate and up, and the activation of the one."""
-    if isinstance(weight, RowBlocks):
-        ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
-        biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
-        parts = [_matmul(x, *part, dtype) for part in zip(weight.blocks, biases, strict=True)]
-        out = jnp.concatenate(parts, axis=-1)
-    elif isinstance(weight, QTensor) and weight.activations is not None:
-        dtype = x.dtype if dtype is None else dtype
-        if not isinstance(x, QTensor):
-            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
-        out = quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
+    if isinstance(weight, QTensor) and weight.activations is not None:
+        out = _codes_matmul(x, weight, bias, dtype)
+    elif isinstance(weight, RowBlocks):
+        out = _by_blocks(x, weight, bias, dtype)
     else:
-        how = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
-        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **how)
+        gated = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
+        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **gated)
     return out if gate_by is None else gate(out, gate_by)
+
+
+def _codes_matmul(
+    x: jax.Array | QTensor, weight: QTensor, bias: jax.Array | None, dtype: DTypeLike | None
+) -> jax.Array:
+    """The product with a weight that wants its input quantized."""
+    dtype = x.dtype if dtype is None else dtype
+    if not isinstance(x, QTensor):
+        assert weight.activations is not None
+        x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+    return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
+
+
+def _by_blocks(
+    x: jax.Array | QTensor, weight: RowBlocks, bias: jax.Array | None, dtype: DTypeLike | None
+) -> jax.Array:
+    """The products with the weight's blocks, one behind the other."""
+    ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
+    biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
+    parts = [_matmul(x, *part, dtype) for part in zip(weight.blocks, biases, strict=True)]
+    return jnp.concatenate(parts, axis=-1)
 
 
 def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
@@ -348,8 +390,11 @@ def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
 
 def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> Input:
     """``activation(gate) * up`` where the product did not do it itself."""
-    if into is None or _is_inner(into, cfg):
-        return y
+    return y if into is None or _is_inner(into, cfg) else _gate_for(y, into, cfg)
+
+
+def _gate_for(y: jax.Array, into: Params, cfg: ModelConfig) -> Input:
+    """``activation(gate) * up`` as the layer ``into`` wants it."""
     codes, lora = input_codes(into), _lora(into)
     if codes is not None and is_split():  # the token's scale needs the other shards
         y, codes = y.astype(jnp.float32), None
@@ -370,14 +415,12 @@ def input_codes(linear: Params) -> str | None:
     """The dtype to which the layer wants its input quantized token by token, so that whoever
     computes that input can do it in the same pass; None for floats."""
     weight = linear["weight"]
-    if _lora(linear) is not None and not isinstance(weight, QTensor):
-        return None
-    blocks = weight.blocks if isinstance(weight, RowBlocks) else (weight,)
-    wanted = {
-        block.activations if isinstance(block, QTensor) and block.input_scale is None else None
-        for block in blocks
-    }
-    return wanted.pop() if len(wanted) == 1 else None
+    if isinstance(weight, RowBlocks) and _lora(linear) is None:
+        wanted = {input_codes({"weight": block}) for block in weight.blocks}
+        return wanted.pop() if len(wanted) == 1 else None
+    if isinstance(weight, QTensor) and weight.input_scale is None:
+        return weight.activations
+    return None
 
 
 def embed(weight: Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -6,9 +6,13 @@
     hidden, cache = Decoder(cfg)(tokens, lengths, cache)         is ``decoder.forward``
 
 Each module reads its parameters' shapes, initializers and split axes from the parameter table
-(``declare``) and calls the functions that decoding and training call, so its numbers are theirs.
+(``declare``).  It calls the functions that decoding and training call, so its numbers are theirs.
 ``nn.tabulate``, ``nn.remat``, ``nn.scan`` and ``nn.get_partition_spec`` work as on other modules.
 Users import these names from ``jaxllama.modules``.
+
+On a mesh the parameters lie as their metadata says, in the table's order, and XLA partitions the
+computation.  The trees of ``shard_params``, whose fused rows stand shard by shard, are for the
+functions (``jl.prefill``, ``jl.logits``) and not for these modules.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, t
 from jaxllama.model.decoder import (
     activation_dtype,
     block,
+    capped,
     embed_tokens,
     forward,
+    head_product,
     layer_config,
-    logits,
 )
 from jaxllama.model.experts.feed import mixture
 from jaxllama.model.linear import Stream
@@ -41,6 +46,7 @@ from jaxllama.model.mixers.gla.module import GatedLinearAttention
 from jaxllama.model.mixers.short_conv.module import ShortConvolution
 from jaxllama.model.records import Hidden
 from jaxllama.model.stacked import recomputed_block, runs, walk
+from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 
 __all__ = [
     "Attention",
@@ -95,7 +101,7 @@ class SwiGLU(nn.Module):
         params, cfg = self.tree(), self.cfg
         gate_up, down = params["gate_up"], params["down"]
         y, _ = linear.norm_linear(Stream(x), None, gate_up, cfg, into=down)
-        return linear.product(y, down, x.dtype, cfg)
+        return linear.linear(y, down, x.dtype)
 
 
 class MixtureOfExperts(SwiGLU):
@@ -152,8 +158,6 @@ class Decoder(nn.Module):
     model compiles as fast as a shallow one.  remat: the backward pass keeps each layer's input and
     recomputes the rest.  Both are for whole sequences; decoding takes the per-layer tree, which
     ``unstack_layers`` makes of a stacked one.
-
-    Parameters on a mesh are ``shard_params``'s, whose fused rows stand in the order of the shards.
     """
 
     cfg: ModelConfig
@@ -190,17 +194,20 @@ class Decoder(nn.Module):
         """Run ``decoder.forward``: ``tokens[B, T]`` -> (hidden states ``[B, T, D]``, cache).
 
         lengths int32 ``[B]``: valid tokens of each row, T if omitted.  options: ``forward``'s.
-        Raises ValueError for a cache or options where ``scan`` or ``remat`` is set.
+        Raises ValueError for a cache or options where ``scan`` or ``remat`` is set, or where the
+        parameters are split over a mesh.
         """
         batch, width = tokens.shape
         lengths = jnp.full((batch,), width, jnp.int32) if lengths is None else lengths
         params = self.tree()
-        if not (self.scan or self.remat):
+        mesh = traced_mesh(params)
+        is_split = mesh is not None and mesh.shape[MODEL_AXIS] > 1
+        if not (self.scan or self.remat or is_split):
             return forward(self.cfg, params, tokens, lengths, cache, **options)
         if cache is not None or options:
             raise ValueError(
-                "a Decoder with scan or remat takes whole sequences; decode with Decoder(cfg), "
-                "whose parameters are unstack_layers(params)"
+                "a Decoder with scan or remat, or split over a mesh, takes whole sequences; decode "
+                "with Decoder(cfg) and unstack_layers(params), on a mesh with jl.prefill"
             )
         at = tokens_at(self.cfg, tokens, None, lengths, None)
         stream = Stream(embed_tokens(self.cfg, params, tokens, activation_dtype(params)))
@@ -209,7 +216,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Hidden) -> jax.Array:
         """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
-        return logits(self.cfg, self.tree(), hidden)
+        return capped(self.cfg, head_product(self.cfg, self.tree(), hidden))
 
 
 def _stacked(table: Any, count: int) -> Any:

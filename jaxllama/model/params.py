@@ -8,8 +8,8 @@ directions.  A mixer's parameters are its own (``mixers/<kind>/parameters.py``).
 names is another ``Names``; models with GLA layers have those of flash-linear-attention.  Along
 which axis a mesh splits a parameter is a rule of its path (``split.split_axis``).
 
-``module.Parameters`` are the linen modules that declare them.  This file imports no jax: who only
-reads a checkpoint does without.
+Flax modules declare them (``model.declare``).  This file imports no jax: who only reads a
+checkpoint does without.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ tokens of each row that may not stay.  A mixer asks which of them it has, never 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,40 +19,62 @@ import jax.numpy as jnp
 from jaxllama.model.rope import Ropes
 
 
-class Chunk(NamedTuple):
+def _static(default: Any) -> Any:
+    """A field that is part of a record's type, not one of its arrays."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
     """Consecutive tokens of every row.
 
-    positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope: tables
-    for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
-    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
-    fresh: every row begins here, so its cache need not be read.
+    Attributes
+    ----------
+    positions, lengths
+        int32 ``[B, T]``, and int32 ``[B]``, the number of valid new tokens of each row.
+    rope
+        Tables for the layers' kinds of positions, None if no layer is attention.
+    table
+        The cache's table of pages.
+    sparse_tokens
+        Which tokens read the share ``cfg.attn_sparsity`` of V, bool ``[B, T]``. None if all tokens
+        are alike; ``sparse`` then says whether they do.
+    fresh
+        Every row begins here, so its cache need not be read.
     """
 
     positions: jax.Array
     lengths: jax.Array
     rope: Ropes | None
-    sparse: bool | jax.Array = False
     table: jax.Array | None = None
-    fresh: bool = False
+    sparse_tokens: jax.Array | None = None
+    sparse: bool = _static(False)
+    fresh: bool = _static(False)
 
     def row_lengths(self) -> jax.Array:
-        """Valid tokens of each row of the cache, int32 ``[B]``."""
+        """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
         return self.lengths
 
     def by_row(self, x: jax.Array) -> jax.Array:
-        """``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
+        """Return ``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
         return x
 
 
-class Step(NamedTuple):
-    """One token of every row, behind its cache: a ``Chunk``'s fields with T = 1.  lengths: 1 where
-    a row has a token, else 0."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One token of every row, behind its cache: a ``Chunk``'s fields with T = 1.
+
+    ``lengths`` is 1 if the row has a token, else 0.
+    """
 
     positions: jax.Array
     lengths: jax.Array
     rope: Ropes | None
-    sparse: bool | jax.Array = True
     table: jax.Array | None = None
+    sparse_tokens: jax.Array | None = None
+    sparse: bool = _static(True)
 
     def row_lengths(self) -> jax.Array:
         """As ``Chunk``'s."""
@@ -63,23 +85,27 @@ class Step(NamedTuple):
         return x
 
 
-class Draft(NamedTuple):
-    """``width`` tokens of every row of the cache that ``decoder.commit`` may keep: each is a row of
-    the batch, ``positions[B width, 1]`` and ``lengths[B width]``, as in a step of so many rows.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """``width`` tokens of every row of the cache that ``decoder.commit`` may keep.
 
-    exact: with the bits of such a step; sparse: whether they read V sparsely (``decoder.propose``).
+    Each is a row of the batch, ``positions[B width, 1]`` and ``lengths[B width]``, as in a step of
+    so many rows. exact: with the bits of such a step. sparse: whether they read V sparsely
+    (``decoder.propose``).
     """
 
     positions: jax.Array
     lengths: jax.Array
     rope: Ropes | None
-    width: int
+    width: int = dataclasses.field(metadata={"static": True})
     table: jax.Array | None = None
-    exact: bool = False
-    sparse: bool = True
+    exact: bool = _static(False)
+    sparse: bool = _static(True)
+    sparse_tokens: ClassVar[None] = None
 
     def row_lengths(self) -> jax.Array:
-        """Tokens of each row of the cache, int32 ``[B]``; those of a row stand first."""
+        """Return the tokens of each row of the cache, int32 ``[B]``; a row's stand first."""
         return self.lengths.reshape(-1, self.width).sum(axis=1, dtype=self.lengths.dtype)
 
     def by_row(self, x: jax.Array) -> jax.Array:
@@ -100,11 +126,15 @@ def new_tokens(
     *,
     cached: bool,
 ) -> Chunk | Step:
-    """The record of ``T`` new tokens a row.  cached: they stand behind a cache; there one token is
-    a ``Step``, whatever it came from."""
+    """Return the record of ``T`` new tokens a row.
+
+    cached: they stand behind a cache; there one token is a ``Step``, whatever it came from.
+    sparse: which tokens read V sparsely: none, all, or bool ``[B, T]``.
+    """
+    tokens, every = (None, sparse) if isinstance(sparse, bool) else (sparse, True)
     if cached and positions.shape[1] == 1:
-        return Step(positions, lengths, rope, sparse, table)
-    return Chunk(positions, lengths, rope, sparse, table, fresh)
+        return Step(positions, lengths, rope, table, tokens, every)
+    return Chunk(positions, lengths, rope, table, tokens, every, fresh)
 
 
 @jax.tree_util.register_dataclass

@@ -19,8 +19,7 @@ from jaxllama.model.cache import Cache, cache_specs
 from jaxllama.model.linear import Params
 from jaxllama.model.shardings import specs
 from jaxllama.model.split import local_config
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.mesh import row_axis
+from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
 
 
 def over_mesh(

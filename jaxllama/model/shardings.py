@@ -37,7 +37,7 @@ from jaxllama.model.split import (
     row_order,
     split_axis,
 )
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 # read(start, out): fill the flat ``out`` with the parameter's elements from ``start`` on.

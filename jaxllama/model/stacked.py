@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
 from jaxllama.model.decoder import LayerState, block, layer_config
 from jaxllama.model.linear import Params, Stream
@@ -95,7 +96,7 @@ def stack_layers(cfg: ModelConfig, tree: Any) -> Any:
 
     Raises
     ------
-    ValueError
+    JaxLlamaError
         If alike layers are stored differently, one quantized and one not, say.
     """
 
@@ -116,9 +117,9 @@ def _joined(params: Mapping[str, Any], indices: range) -> Any:
         return layers[0]
     for index, layer in zip(indices, layers, strict=True):
         if jax.tree.structure(layer) != jax.tree.structure(layers[0]):
-            raise ValueError(
+            raise JaxLlamaError(
                 f"layer_{index}: its parameters are not stored as layer_{indices[0]}'s are, "
-                "so one loop cannot run both"
+                "so one loop (scan) cannot run both"
             )
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 

@@ -1,6 +1,7 @@
 """Recorder: when each load, computation and store of an offloaded run began and ended.
 
-    recorder = Recorder();  lm = dataclasses.replace(lm, recorder=recorder);  lm.generate(...)
+    executor = dataclasses.replace(lm.executor, recorder=(recorder := Recorder()))
+    dataclasses.replace(lm, executor=executor).generate(...)
     recorder.events;  draw(recorder.events, "timeline.png")
 
 Most loads and stores are timed where they run.  A computation or a load of weights is dispatched

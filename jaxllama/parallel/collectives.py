@@ -4,7 +4,7 @@ Inside a ``shard_map`` over the mesh's "model" axis (``model.sharded``) a layer 
 arrays, and three things need the other shards: a matmul whose inputs are split ends in a sum
 (``row_parallel_matmul``), a lookup in a split embedding does too (``lookup_rows``), and activations
 that are quantized per token take the scale of the whole token.  (A weight with act-order columns
-also gathers its input.)  ``is_split()`` asks the trace itself whether this is such a place, so
+also gathers its input.)  ``mesh.is_split()`` asks the trace itself whether this is such a place, so
 outside of one nothing changes.
 
 Partial sums are added in float32 and rounded once, as one long sum would be, and a token's int8
@@ -22,18 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.dispatch import named_plan, wants_kernel
-from pallas_kernels.matmul.op import fused_matmul, product_plan, quantized_matmul
+from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
-
-MODEL_AXIS = "model"
-
-
-def is_split() -> bool:
-    """Is this traced inside a shard_map over a model axis of two or more?"""
-    mesh = jax.sharding.get_abstract_mesh()
-    return MODEL_AXIS in mesh.manual_axes and mesh.shape[MODEL_AXIS] > 1
 
 
 def row_parallel_matmul(

@@ -30,9 +30,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.parallel.collectives import MODEL_AXIS
 
-DATA_AXIS = "data"
+DATA_AXIS, MODEL_AXIS = "data", "model"
 AXES = (DATA_AXIS, MODEL_AXIS)
 
 
@@ -110,6 +109,12 @@ def traced_mesh(params: Any) -> AbstractMesh | None:
     are one shard's."""
     mesh = jax.typeof(jax.tree.leaves(params)[0]).sharding.mesh
     return mesh if mesh.axis_names == AXES and not mesh.manual_axes else None
+
+
+def is_split() -> bool:
+    """Is this traced inside a shard_map over a model axis of two or more?"""
+    mesh = jax.sharding.get_abstract_mesh()
+    return MODEL_AXIS in mesh.manual_axes and mesh.shape[MODEL_AXIS] > 1
 
 
 # Rows

@@ -32,7 +32,7 @@ from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.shardings import computed_leaf
 from jaxllama.model.split import check_shards
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, tree_bytes

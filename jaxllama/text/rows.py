@@ -1,4 +1,4 @@
-"""The rows of one call of ``generate``: prompts to padded tokens, and tokens back to text.
+"""The rows of one call of ``generate``: prompts to padded tokens.
 
 Widths are buckets, so that a steady state compiles nothing.  What a user passes for every row or
 for each is made one a row here, or refused by name.
@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
-from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,57 +31,6 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     drafted: int = 0
     accepted: int = 0
-
-
-class Reader:
-    """Follows one row's tokens: text, stop strings, what to keep."""
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, eos: tuple[int, ...], stops: tuple[str, ...]
-    ) -> None:
-        self.tokens: list[int] = []
-        self.finished = False
-        self._eos = frozenset(eos)
-        self._stream = TextStream(tokenizer) if tokenizer else None
-        self._stops = StopStrings(stops) if stops else None
-        self._text: list[str] = []
-
-    def read(self, tokens: np.ndarray) -> str:
-        """Take the tokens not yet seen; returns text that is safe to show."""
-        shown = []
-        for token in tokens[len(self.tokens) :].tolist():
-            if self.finished:
-                break
-            self.tokens.append(token)
-            if token in self._eos:
-                self.finished = True
-            elif self._stream is not None:
-                shown.append(self._pass(self._stream.feed(token)))
-        return "".join(shown)
-
-    def _pass(self, text: str) -> str:
-        if self._stops is not None:
-            text = self._stops.feed(text)
-            self.finished |= self._stops.found
-        self._text.append(text)
-        return text
-
-    def close(self) -> str:
-        """What was held back: an incomplete character, the beginning of a stop string."""
-        if self._stream is None or (self._stops is not None and self._stops.found):
-            return ""
-        text = self._pass(self._stream.flush())
-        if self._stops is not None and not self._stops.found:
-            held = self._stops.flush()
-            self._text.append(held)
-            text += held
-        return text
-
-    def result(self, logprobs: np.ndarray, drafted: int = 0, accepted: int = 0) -> Generation:
-        n = len(self.tokens)
-        reason: Literal["stop", "length"] = "stop" if self.finished else "length"
-        text, logs = "".join(self._text), logprobs[:n].tolist()
-        return Generation(text, self.tokens, logs, reason, drafted, accepted)
 
 
 def pad_rows(

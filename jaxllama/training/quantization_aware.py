@@ -62,7 +62,7 @@ def rounded(params: Params) -> Params:
     """Floats for the model; grids of stacked layers give stacked weights."""
 
     def one(grid: GridWeight) -> jax.Array:
-        if grid.w.ndim == 3:
+        if grid.w.ndim > 2:
             return jax.vmap(one)(grid)
         return fake_quantize(grid.w, grid.scale, grid.zero, grid.code_dtype)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.qtensor import QTensor, dequantize
 
 KEY_BLOCK = 512
@@ -143,11 +144,6 @@ def is_visible(q_positions: jax.Array, k_positions: jax.Array, window: int | Non
     q_pos, k_pos = q_positions[:, :, None], k_positions[:, None, :]
     visible = k_pos <= q_pos
     return visible if window is None else visible & (k_pos > q_pos - window)
-
-
-def capacity_of(kv: jax.Array | QTensor, table: jax.Array | None) -> int:
-    """Tokens that a row can hold: S."""
-    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
 
 
 def load(

@@ -4,16 +4,16 @@
     warp     16 tokens of keys and values at a time, straight into registers | query heads
              [RoPE: norms and rotates them; the new token's tile takes it from the projection and
               stores it]
-             scores | maximum, exp2 | out^T += V^T weights | the next tile's words, where used
+    step     scores | maximum, exp2 | out^T += V^T weights | the next tile's words, where used
     end      the warps' parts through shared memory, the blocks' through that of the cluster
              (``attention.gather``), in a fixed order, float32
 
-A row that is over in microseconds has no use for a ring: its bytes are asked for at once, and what
-costs are the launches.  A row's result depends on nothing but the row.
+Such a row takes microseconds, so it needs no ring: all its bytes are requested at once, and the
+launches are the cost.  A row's result depends on nothing but the row.
 
 Floor at 1152 tokens: 4.3 MB, 1.0 us, beside a launch.  Result, one H200, 32/8 heads of 128,
-bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8; with RoPE and the cache write 4.9 in a
-decode step, where three kernels took 7.2.  More, and what was tried, in NOTES.md.  Command:
+bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8.  With RoPE and the cache write it takes 4.9
+in a decode step, where three kernels took 7.2.  More, and attempts: NOTES.md.  Command:
 ``python -m benchmarks.kernels.attention``.
 """
 
@@ -27,10 +27,10 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
-from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.pages import Paging
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.dispatch import Reason
@@ -80,17 +80,12 @@ def plan(call) -> DirectPlan | Reason:
 
 
 class _Kernel:
-    """One warp's program.  Everything it does is emitted while the kernel is traced."""
+    """The program of one warp.  Everything is emitted while the kernel is traced."""
 
-    def __init__(self, refs, *, plan, codes, shape, paging, window, scale, eps, kind):
+    def __init__(self, gmem, smem, *, plan, codes, shape, paging, window, scale, eps, kind):
         self.plan, self.codes, self.window, self.scale = plan, codes, window, scale
-        self.kind, self.shape, self.paging = kind, shape, paging
-        staged = None
-        if eps is not None:
-            *refs, staged = refs
-            staged = eps, p.shared_address(staged)
-        self.staged = staged
-        *self.inputs, self.out, parts, shares, barriers = refs
+        self.kind, self.shape, self.paging, self.gmem = kind, shape, paging, gmem
+        self.staged = None if eps is None else (eps, p.shared_address(smem.staged))
         thread = p.register("tid.x")
         self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
         self.g, self.quad = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
@@ -101,7 +96,7 @@ class _Kernel:
         self.group = n // n_kv
         self.row, self.head = (f(block, p.ci(n_kv)) for f in (arith.divui, arith.remui))
         gather = plan.gather(self.group, codes)
-        self.gathering = gather.on(parts, shares, barriers, thread, self.rank)
+        self.gathering = gather.on(smem.parts, smem.shares, smem.arrivals, thread, self.rank)
 
     def run(self) -> None:
         self.gathering.start()
@@ -109,7 +104,7 @@ class _Kernel:
             self.prefetch()
         p.await_kernel()
         source = HeadWords(
-            self.inputs,
+            self.gmem,
             self.codes,
             self.shape,
             self.paging,
@@ -131,13 +126,13 @@ class _Kernel:
         _, _, _, n, h = self.shape
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
         line = functools.partial(p.add, first)
-        self.gathering.finish(write_heads(self.out, line, self.lane, self.kind, h))
+        self.gathering.finish(write_heads(self.gmem.out, line, self.lane, self.kind, h))
 
     def prefetch(self) -> None:
         """Asks for the warp's first tile: a lane for a token's keys, a lane for its values."""
         _, capacity, n_kv, _, _ = self.shape
-        arrays, size = 1 + self.codes.quantized + self.codes.zeros, self.codes.row_bytes
-        keys, values = (p.address(self.inputs[-i]) for i in (2 * arrays, arrays))
+        size = self.codes.row_bytes
+        keys, values = (p.address(refs[0]) for refs in (self.gmem.k, self.gmem.v))
         place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
         token = p.minimum(p.add(p.mul(place, TILE), p.masked(self.lane, TILE - 1)), capacity - 1)
         base = arith.select(p.less(self.lane, TILE), keys, values)
@@ -259,11 +254,18 @@ def attend(
     n = heads - 2 * n_kv if tables else heads
     kind = KIND[q.dtype.name]
     codes = Codes.of(q, k)
-    scratch = [*plan.gather(n // n_kv, codes).floats, *([] if eps is None else [staged_floats(h)])]
+    parts, shares, arrivals = plan.gather(n // n_kv, codes).floats
+    scratch = {
+        "parts": parts,
+        "shares": shares,
+        "arrivals": arrivals,
+        "staged": None if eps is None else staged_floats(h),
+    }
 
-    def body(*refs):
+    def body(gmem, smem):
         _Kernel(
-            refs,
+            gmem,
+            smem,
             plan=plan,
             codes=codes,
             shape=(batch, capacity, n_kv, n, h),
@@ -275,10 +277,18 @@ def attend(
         ).run()
 
     def run(cache):
-        return launch(
+        k, v = (jax.tree.leaves(x) for x in cache)
+        (out,) = launch(
             body,
-            (q, *(tables or ()), lengths, table, *jax.tree.leaves(cache)),
-            jax.ShapeDtypeStruct((batch, n, h), q.dtype),
+            {
+                "q": q,
+                "tables": list(tables or ()),
+                "lengths": lengths,
+                "table": table,
+                "k": k,
+                "v": v,
+            },
+            {"out": jax.ShapeDtypeStruct((batch, n, h), q.dtype)},
             name="decode_attention_direct",
             grid=batch * n_kv,
             cluster=plan.cluster,
@@ -286,6 +296,7 @@ def attend(
             scratch=scratch,
             registers=True,
         )
+        return out
 
     if not tables:
         return run((k, v))

@@ -1,9 +1,10 @@
-"""The parts of an attention's output that a cluster of blocks holds, into one, without a kernel.
+"""Sum the parts of an attention's output that a cluster of blocks holds, without a second kernel.
 
     out = sum_i 2^(top_i - top) out_i / sum_i 2^(top_i - top) sum_i        top = max_i top_i
 
-Each block sums its own parts, through its shared memory; sends the sums to the block that owns the
-query head (st.async, counted by a barrier there); the owner sums those.  Always in the same order.
+Each block sums its own parts through its shared memory.  It sends the sums to the block that owns
+the query head (st.async, counted by a barrier there), and the owner sums those.  The order is
+always the same.
 
     part     [part][head] out | padding, then [part][head] (maximum, sum)    written by the warps
     share    [owned head][block] out, maximum, sum                           by all blocks
@@ -41,7 +42,7 @@ class Gather:
 
     @property
     def floats(self) -> tuple[int, int, int]:
-        """Of shared memory: parts, shares, barriers."""
+        """Floats of shared memory: parts, shares, barriers."""
         parts = self.parts * self.heads * (self.head_dim + PAD + 2)
         if self.cluster == 1:
             return parts, 4, 4
@@ -123,52 +124,49 @@ class Gathering:
     def finish(self, write: Callable) -> None:
         """By all threads; write(head, this lane's columns).  A head that has seen no key gives
         zeros."""
-        plan = self.plan
-        vector = min(self.columns, 4)
-
-        def done(head, whole, x):
-            inverse, some = p.divide(p.cf(1.0), whole), p.less(p.ci(0), p.bits(whole))
-            x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
-            write(head, hadamard_of_lanes(x, self.lane, 32) if plan.rotated else x)
-
-        def over_parts(head):
-            step = plan.heads * self.line
-            peak, whole, x = self._combined(
-                *self.part(p.ci(0), head), step, 8 * plan.heads, plan.parts
-            )
-            if plan.cluster == 1:
-                return done(head, whole, x)
-            owner = arith.remui(head, p.ci(plan.cluster))
-            slot = arith.divui(head, p.ci(plan.cluster))
-            at = p.add(p.mul(slot, plan.cluster), self.rank)
-            to = p.peer_address(p.add(self.shares, p.mul(at, self.share_line)), owner)
-            barrier = p.peer_address(p.add(self.barriers, p.mul(slot, 8)), owner)
-            mine = p.add(to, p.mul(self.lane, 4 * self.columns))
-            for c in range(0, self.columns, vector):
-                p.send_peer(mine, x[c : c + vector], barrier, 4 * c)
-            stats = [peak, whole]
-            p.when(p.less(self.lane, 1), lambda: p.send_peer(to, stats, barrier, 4 * plan.head_dim))
-
-        def over_blocks(slot):
-            head = p.add(p.mul(slot, plan.cluster), self.rank)
-
-            def sum_up():
-                p.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
-                at = p.add(self.shares, p.mul(slot, plan.cluster * self.share_line))
-                line = self.share_line
-                _, whole, x = self._combined(
-                    at, p.add(at, 4 * plan.head_dim), line, line, plan.cluster
-                )
-                done(head, whole, x)
-
-            p.when(p.less(head, plan.heads), sum_up)
-
+        plan, self.write = self.plan, write
         p.barrier()
         if plan.cluster > 1:
             p.cluster_wait()
-        self._each(plan.heads, over_parts)
+        self._each(plan.heads, self._over_parts)
         if plan.cluster > 1:
-            self._each(plan.owned, over_blocks)
+            self._each(plan.owned, self._over_blocks)
+
+    def _over_parts(self, head) -> None:
+        """Sum the block's parts of a head, and send the sum to the block that owns it."""
+        plan, vector = self.plan, min(self.columns, 4)
+        step = plan.heads * self.line
+        first = self.part(p.ci(0), head)
+        peak, whole, x = self._combined(*first, step, 8 * plan.heads, plan.parts)
+        if plan.cluster == 1:
+            return self._done(head, whole, x)
+        owner = arith.remui(head, p.ci(plan.cluster))
+        slot = arith.divui(head, p.ci(plan.cluster))
+        at = p.add(p.mul(slot, plan.cluster), self.rank)
+        to = p.peer_address(p.add(self.shares, p.mul(at, self.share_line)), owner)
+        barrier = p.peer_address(p.add(self.barriers, p.mul(slot, 8)), owner)
+        mine = p.add(to, p.mul(self.lane, 4 * self.columns))
+        for c in range(0, self.columns, vector):
+            p.send_peer(mine, x[c : c + vector], barrier, 4 * c)
+        stats, first = [peak, whole], p.less(self.lane, 1)
+        return p.when(first, lambda: p.send_peer(to, stats, barrier, 4 * plan.head_dim))
+
+    def _over_blocks(self, slot) -> None:
+        """Sum the blocks' shares of an owned head."""
+        head = p.add(p.mul(slot, self.plan.cluster), self.rank)
+        p.when(p.less(head, self.plan.heads), lambda: self._sum_shares(slot, head))
+
+    def _sum_shares(self, slot, head) -> None:
+        plan, line = self.plan, self.share_line
+        p.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
+        at = p.add(self.shares, p.mul(slot, plan.cluster * line))
+        _, whole, x = self._combined(at, p.add(at, 4 * plan.head_dim), line, line, plan.cluster)
+        self._done(head, whole, x)
+
+    def _done(self, head, whole, x) -> None:
+        inverse, some = p.divide(p.cf(1.0), whole), p.less(p.ci(0), p.bits(whole))
+        x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
+        self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
 
 
 def write_heads(out_ref, line: Callable, lane, kind: str, head_dim: int) -> Callable:

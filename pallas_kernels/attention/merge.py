@@ -51,24 +51,22 @@ def merge_chunks(
         warps=warps,
         rotated=rotated,
     )
-    return launch(
+    (out,) = launch(
         merge,
-        (parts, stats, lengths),
-        jax.ShapeDtypeStruct((batch, n, h), out_dtype),
+        {"parts": parts, "stats": stats, "lengths": lengths},
+        {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
         name="decode_attention_merge",
         grid=batch * n,
         warpgroups=warps // 4,
-        scratch=[warps * 32 * (2 + h // 32)],
+        scratch={"sums": warps * 32 * (2 + h // 32)},
         registers=True,
     )
+    return out
 
 
 def _merge(
-    part_ref,
-    stats_ref,
-    lengths_ref,
-    out_ref,
-    sums_ref,
+    gmem,
+    smem,
     *,
     chunk,
     shape,
@@ -87,16 +85,16 @@ def _merge(
     row, head = arith.divui(block, p.ci(n)), arith.remui(block, p.ci(n))
     own = arith.divui(block, p.ci(heads))
     p.await_kernel()
-    (length,) = p.load_global(p.offset(p.address(lengths_ref), own, 4), 1)
+    (length,) = p.load_global(p.offset(p.address(gmem.lengths), own, 4), 1)
     length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     first = p.ci(0)
     if window is not None:
         first = arith.divui(p.larger(p.add(length, -window), p.ci(0)), p.ci(chunk))
     stop = arith.divui(p.add(length, chunk - 1), p.ci(chunk))
     line = p.add(p.mul(p.mul(row, splits), n), head)
-    stats = p.offset(p.address(stats_ref), line, 8)
+    stats = p.offset(p.address(gmem.stats), line, 8)
     columns = h // 32
-    part = p.offset(p.offset(p.address(part_ref), line, 4 * h), lane, 4 * columns)
+    part = p.offset(p.offset(p.address(gmem.parts), line, 4 * h), lane, 4 * columns)
 
     batch_of = min(8, -(-splits // warps))
     vector = min(columns, 4)
@@ -119,7 +117,7 @@ def _merge(
 
     start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
     sums = p.loop(p.add(first, warp), stop, warps * batch_of, start, add)
-    table = p.add(p.shared_address(sums_ref), p.mul(lane, 4))
+    table = p.add(p.shared_address(smem.sums), p.mul(lane, 4))
     here = p.add(table, p.mul(warp, 4 * 32 * len(sums)))
     for i, x in enumerate(sums):
         p.store_shared(here, [x], 128 * i)
@@ -136,7 +134,7 @@ def _merge(
         values = [arith.mulf(x, inverse) for x in total]
         if rotated:
             values = hadamard_of_lanes(values, lane, 32)
-        base = p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h)
+        base = p.offset(p.address(gmem.out), p.add(p.mul(row, n), head), 2 * h)
         base = p.offset(base, lane, 2 * columns)
         p.store_global(base, packed(values, kind))
 

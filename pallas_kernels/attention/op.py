@@ -27,11 +27,17 @@ from jax import lax
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     blockwise_attention,
-    capacity_of,
     is_visible,
     load,
 )
-from pallas_kernels.attention.rope_cache import PAGED, WIDTHS, Cached, from_cache_basis, unusual
+from pallas_kernels.attention.rope_cache import (
+    PAGED,
+    WIDTHS,
+    Cached,
+    capacity_of,
+    from_cache_basis,
+    unusual,
+)
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check

@@ -1,18 +1,19 @@
-"""What the decode kernel keeps in shared memory: a team's ring of keys and values, and scales.
+"""Shared memory of the decode kernel: a team's ring of keys and values, and its scales.
 
-A step of a team is 8 runs of neighbouring tokens, one run for each row of an mma's 8 x 8 block, so
-that most copies are one run of memory: 2 KB of int4 with 8 heads of 128.  Runs are shared out among
-the team's warps and lie 32 bytes apart in the banks; with ``Ring.order`` no read has a conflict.
+A step of a team is 8 runs of neighbouring tokens, one run for each row of an mma's 8 x 8 block.  So
+most copies are one run of memory: 2 KB of int4 with 8 heads of 128.  The team's warps share out the
+runs, which lie 32 bytes apart in the banks; with ``Ring.order`` no read has a conflict.
 
     slot   run 0 | pad | run 1 | pad | ...     token (run, i) at order(run) * stride + i * token
     full   8 arrivals, a run each, and the runs' bytes          empty   one arrival per warp
 
-Scales are read a step ahead into registers, a lane per token, and put into shared memory as the
-float32 numbers that the products will want: every warp its own, no barrier but the warp's.
+Scales are read a step ahead into registers, a lane per token.  They are put into shared memory as
+the float32 numbers that the products take.  Every warp has its own, so only its lanes wait.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels import ptx as p
@@ -25,12 +26,12 @@ PAD = 32  # bytes between two runs in shared memory
 
 
 def ring_bytes(plan, heads: int, codes: Codes) -> int:
-    """Of one team: keys and values, every step of the ring."""
+    """Shared memory of a team: keys and values, every step of the ring."""
     return 2 * plan.depth * RUNS * (2 * plan.tiles * heads * codes.row_bytes + PAD)
 
 
 def scale_bytes(plan, codes: Codes) -> int:
-    """Of one warp: keys and values of one step."""
+    """Shared memory of a warp: scales of keys and values of one step."""
     return 2 * RUNS * 2 * plan.tiles * 4 * codes.staged if codes.quantized else 0
 
 
@@ -95,43 +96,43 @@ class Ring:
             turn = arith.remui(self.lane, p.ci(self.members))
             mine = arith.andi(mine, p.equal(turn, self.member))
 
-        def run():
-            to = p.add(
-                self.ring,
-                p.mul(slot, self.slot_bytes),
-                p.mul(self.lane, self.stride),
-                self.depth * self.slot_bytes if values else 0,
-            )
-            first = p.add(token0, p.mul(self.lane, self.per_run))
-            size = self.per_run * self.token_bytes
-            p.barrier_expect(full, size)
-            shift = self.pages.shift(token0, entry) if self.pages else None
+        p.when(mine, lambda: self.fill_run(token0, slot, values, entry, full))
 
-            def source_of(token):
-                token = p.add(token, shift) if self.pages else token
-                return p.offset_rows(self.bases[values], token, self.from_bytes)
+    def fill_run(self, token0, slot, values: bool, entry, full) -> None:
+        """Copy the lane's run, as one piece where its tokens are neighbours in memory."""
+        to = p.add(
+            self.ring,
+            p.mul(slot, self.slot_bytes),
+            p.mul(self.lane, self.stride),
+            self.depth * self.slot_bytes if values else 0,
+        )
+        first = p.add(token0, p.mul(self.lane, self.per_run))
+        size = self.per_run * self.token_bytes
+        p.barrier_expect(full, size)
+        shift = self.pages.shift(token0, entry) if self.pages else None
+        one_by_one = functools.partial(self.copy_tokens, first, shift, values, to, full)
+        if self.heads < self.n_kv:
+            one_by_one()
+            return
+        whole = p.below(p.add(first, self.per_run - 2), self.last)
+        p.when(whole, lambda: p.copy_bulk(to, self.source(first, shift, values), size, full))
+        p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), one_by_one)
 
-            def tokens():
-                def one(i, _):
-                    source = source_of(p.smaller(p.add(first, i), self.last))
-                    at = p.add(to, p.mul(i, self.token_bytes))
-                    p.copy_bulk(at, source, self.token_bytes, full)
-                    return []
+    def source(self, token, shift, values: bool):
+        """The address of a token's keys or values in the cache."""
+        token = p.add(token, shift) if self.pages else token
+        return p.offset_rows(self.bases[values], token, self.from_bytes)
 
-                p.loop(0, self.per_run, 1, [], one)
+    def copy_tokens(self, first, shift, values: bool, to, full) -> None:
+        """Copy a run token by token; past the last token that one is copied once more."""
 
-            if self.heads < self.n_kv:
-                tokens()
-                return
-            whole = p.below(p.add(first, self.per_run - 2), self.last)
+        def copy(i, _):
+            source = self.source(p.smaller(p.add(first, i), self.last), shift, values)
+            at = p.add(to, p.mul(i, self.token_bytes))
+            p.copy_bulk(at, source, self.token_bytes, full)
+            return []
 
-            def together():
-                p.copy_bulk(to, source_of(first), size, full)
-
-            p.when(whole, together)
-            p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
-
-        p.when(mine, run)
+        p.loop(0, self.per_run, 1, [], copy)
 
     def neighbour(self, slot, parity, step: int):
         """The slot and the parity of the next (1) or the last (-1) step."""
@@ -180,7 +181,7 @@ class TokenWords:
         ]
 
     def keys(self, slot, tile: int) -> list[list]:
-        """Of the tile's rows g and g + 8."""
+        """The words of the tile's rows g and g + 8."""
         codes, at = self.codes, p.add(self.k_at, p.mul(slot, self.slot_bytes))
         return [
             [
@@ -196,7 +197,7 @@ class TokenWords:
         ]
 
     def values(self, slot, tile: int) -> list[list]:
-        """Of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
+        """The words of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
         codes, at = self.codes, p.mul(slot, self.slot_bytes)
         return [
             [

@@ -280,6 +280,11 @@ def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None 
     return _stored(kv, rows, slots, new.astype(kv.dtype))
 
 
+def capacity_of(kv: Cached, table: jax.Array | None) -> int:
+    """Return the number of tokens that a row can hold, S."""
+    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
+
+
 def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(page, place in the page) of ``slots[B, T]``; page P where nothing is to be written."""
     pages, page = kv.shape[:2]

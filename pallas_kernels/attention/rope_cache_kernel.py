@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.pages import BlockTable, Paging
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
@@ -53,8 +53,11 @@ class _Heads:
         return i // self.runs * self.half + 64 * (i % self.runs)
 
     def group_of(self, i):
-        """Of word i: a group is at least 64 features, so a word's lanes lie in one; with heads of
-        64 one group holds both halves."""
+        """The group of word i.
+
+        A group has at least 64 features, so a word's lanes lie in one.  With heads of 64 one group
+        holds both halves.
+        """
         return self.feature(i) * self.groups // self.h
 
     def load(self, base):
@@ -68,7 +71,7 @@ class _Heads:
             p.store_global(base, [word], 2 * self.feature(i))
 
     def load_table(self, ref, row):
-        """What the lane's features turn by."""
+        """The angles' cos or sin of the lane's features."""
         base = p.offset(p.offset(p.address(ref), row, 4 * self.half), self.pair, 4)
         return [x for r in range(self.runs) for x in p.load_global(base, 2, 256 * r, "f32")]
 
@@ -199,28 +202,27 @@ def _unit(total):
     return p.minimum(p.add(p.mul(p.register("ctaid.x"), WARPS), warp), total - 1)
 
 
-def _write(*refs, shape, paging, dtype, groups, kind):
+def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
+    """One token of a row: a warp has one head."""
+    del smem
     batch, n, n_kv, h, capacity = shape
-    (qkv_ref, cos_ref, sin_ref, slots_ref), rest, out_ref = refs[:4], list(refs[4:-1]), refs[-1]
-    pages_ref = [rest.pop(0)] if paging else []
-    k_refs, v_refs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     heads = n + 2 * n_kv
 
     unit = _unit(batch * heads)
     p.await_kernel()
     row, head = arith.divui(unit, p.ci(heads)), arith.remui(unit, p.ci(heads))
     own = _Heads(h, dtype, groups, kind)
-    (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1)
-    pages = BlockTable(*pages_ref, row, paging) if paging else None
+    (slot,) = p.load_global(p.offset(p.address(gmem.slots), row, 4), 1)
+    pages = BlockTable(gmem.table, row, paging) if paging else None
     place = _Place(slot, row, n_kv, capacity, pages)
-    raw = own.load(p.offset(p.address(qkv_ref), unit, 2 * h))
-    tables = [own.load_table(ref, row) for ref in (cos_ref, sin_ref)]
+    raw = own.load(p.offset(p.address(gmem.qkv), unit, 2 * h))
+    tables = [own.load_table(ref, row) for ref in (gmem.cos, gmem.sin)]
     is_v = arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n + n_kv))
     turned = own.turned(raw, *tables)
     words = own.in_basis([arith.select(is_v, w, t) for w, t in zip(raw, turned, strict=True)])
 
     def write_query():
-        own.put(p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h), words)
+        own.put(p.offset(p.address(gmem.q), p.add(p.mul(row, n), head), 2 * h), words)
 
     p.when(p.less(head, n), write_query)
 
@@ -230,16 +232,14 @@ def _write(*refs, shape, paging, dtype, groups, kind):
 
     there = place.exists()
     is_k = arith.andi(p.less(head, n + n_kv), arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n)))
-    p.when(arith.andi(there, is_k), lambda: write_cache(k_refs, n))
-    p.when(arith.andi(there, is_v), lambda: write_cache(v_refs, n + n_kv))
+    p.when(arith.andi(there, is_k), lambda: write_cache(gmem.k, n))
+    p.when(arith.andi(there, is_v), lambda: write_cache(gmem.v, n + n_kv))
 
 
-def _write_tokens(*refs, shape, paging, dtype, groups, kind):
+def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
+    """Many tokens of a row: a warp has the heads of one kv head."""
+    del smem
     batch, width, n, n_kv, h, capacity = shape
-    (qkv_ref, cos_ref, sin_ref, slots_ref), rest = refs[:4], list(refs[4:-3])
-    pages_ref = [rest.pop(0)] if paging else []
-    of_cache = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    q_ref, *kv_refs = refs[-3:]
     heads, team = n + 2 * n_kv, n // n_kv
 
     unit = _unit(batch * width * n_kv)
@@ -247,24 +247,25 @@ def _write_tokens(*refs, shape, paging, dtype, groups, kind):
     token, kv_head = arith.divui(unit, p.ci(n_kv)), arith.remui(unit, p.ci(n_kv))
     row, first = arith.divui(token, p.ci(width)), p.mul(kv_head, team)
     own = _Heads(h, dtype, groups, kind)
-    (slot,) = p.load_global(p.offset(p.address(slots_ref), token, 4), 1)
-    pages = BlockTable(*pages_ref, row, paging) if paging else None
+    (slot,) = p.load_global(p.offset(p.address(gmem.slots), token, 4), 1)
+    pages = BlockTable(gmem.table, row, paging) if paging else None
     place = _Place(slot, row, n_kv, capacity, pages)
-    source = p.offset(p.address(qkv_ref), token, 2 * h * heads)
+    source = p.offset(p.address(gmem.qkv), token, 2 * h * heads)
 
     def load(head):
         return own.load(p.offset(source, head, 2 * h))
 
     k, v = (load(p.add(kv_head, past)) for past in (n, n + n_kv))
-    tables = [own.load_table(ref, token) for ref in (cos_ref, sin_ref)]
-    to = p.offset(p.offset(p.address(q_ref), token, 2 * h * n), first, 2 * h)
+    tables = [own.load_table(ref, token) for ref in (gmem.cos, gmem.sin)]
+    to = p.offset(p.offset(p.address(gmem.q), token, 2 * h * n), first, 2 * h)
     for begin in range(0, team, TEAM):
         some = range(begin, min(begin + TEAM, team))
         loaded = [load(p.add(first, i)) for i in some]
         for i, words in zip(some, loaded, strict=True):
             own.put(p.offset(to, p.ci(i), 2 * h), own.in_basis(own.turned(words, *tables)))
     there = place.exists()
-    for words, of, ref in zip((own.turned(k, *tables), v), of_cache, kv_refs, strict=True):
+    of_cache, new = (gmem.k, gmem.v), (gmem.new_k, gmem.new_v)
+    for words, of, ref in zip((own.turned(k, *tables), v), of_cache, new, strict=True):
         words = own.in_basis(words)
         rounded = own.rounded(words) if own.quantized else None
 
@@ -314,9 +315,9 @@ def rope_and_write(
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """See ``pallas_kernels.attention.rope_cache``."""
     batch, heads, h = qkv.shape
-    shape = jax.ShapeDtypeStruct((batch, heads - 2 * k.shape[2], h), qkv.dtype)
-    units = batch * heads
-    q, cache = _run(_write, (batch,), units, shape, (qkv, cos, sin, slots, table), (k, v))
+    out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * k.shape[2], h), qkv.dtype)}
+    operands = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "table": table}
+    (q,), cache = _run(_write, (batch,), batch * heads, out, operands, (k, v))
     return q, *cache
 
 
@@ -332,19 +333,19 @@ def rope_and_write_tokens(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """See ``pallas_kernels.attention.rope_tokens``."""
     (batch, width, heads, h), n_kv = qkv.shape, k.shape[2]
-    shapes = tuple(
-        jax.ShapeDtypeStruct((batch, width, n, h), qkv.dtype)
-        for n in (heads - 2 * n_kv, n_kv, n_kv)
-    )
+    out = {
+        name: jax.ShapeDtypeStruct((batch, width, n, h), qkv.dtype)
+        for name, n in (("q", heads - 2 * n_kv), ("new_k", n_kv), ("new_v", n_kv))
+    }
     units = batch * width * n_kv
-    operands = qkv, cos, sin, slots, table
-    new, cache = _run(_write_tokens, (batch, width), units, shapes, operands, (k, v))
+    operands = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "table": table}
+    new, cache = _run(_write_tokens, (batch, width), units, out, operands, (k, v))
     return *new, *cache
 
 
 def _run(body, tokens, units, out, operands, cache):
     """``units``: warps' worth of work."""
-    (qkv, *_, table), (k, _) = operands, cache
+    qkv, table, (k, _) = operands["qkv"], operands["table"], cache
     heads, h = qkv.shape[-2:]
     n_kv = k.shape[2]
     body = functools.partial(
@@ -357,9 +358,10 @@ def _run(body, tokens, units, out, operands, cache):
     )
 
     def run(cache):
+        k, v = (jax.tree.leaves(x) for x in cache)
         return launch(
             body,
-            (*operands, *jax.tree.leaves(cache)),
+            {**operands, "k": k, "v": v},
             out,
             name="rope_and_cache_write",
             grid=-(-units // WARPS),

@@ -1,16 +1,18 @@
-"""Where a warp of the direct decode attention gets its words: cache and queries, or projection.
+"""Words of a warp of the direct decode attention: of the cache and the queries, or the projection.
 
 Without RoPE q ``[B, N, H]`` comes as it is, beside the row's length.  With RoPE q is the projection
-``[B, N + 2K, H]``, beside the new token's slot: queries are rotated, and the new token, not in the
-cache yet, is taken from the projection and stored there by the tile that it belongs to.  Where q's
-and k's heads have a norm, the four lanes that share one sum its squares first; its weights, and the
-tables, are then read out of shared memory, because registers would not hold them.  Tokens past the
-row's end are the last one again.
+``[B, N + 2K, H]``, beside the new token's slot.  Queries are rotated.  The new token is not in the
+cache yet: the tile that it belongs to takes it from the projection and stores it.  If q's and k's
+heads have a norm, the four lanes that share one first sum its squares.  Its weights and the tables
+are then read from shared memory, because registers would not hold them.  Tokens past the row's end
+are the last one again.
 
 With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 
@@ -24,21 +26,22 @@ from pallas_kernels.jax_internals import arith
 
 
 def staged_floats(head_dim: int) -> int:
-    """Of shared memory: cos and sin of half a head, and the norms' weights in 16 bits."""
+    """Floats of shared memory: cos and sin of half a head, the norms' weights in 16 bits."""
     return 2 * head_dim
 
 
 class HeadWords:
     """A lane's words of one kv head of a row; everything is emitted while a kernel is traced.
 
-    refs: q, [cos, sin, [norm of q, of k]], lengths or slots, [table], leaves of k, leaves of v.
+    gmem: q; tables, a list of cos, sin and the norms' weights of q and of k, or the start of it;
+    lengths, with tables the slots; table or None; k and v, lists of their leaves.
     end: the row's length.  Keys and values of a tile are (words of each token, its scales and zero
     points).  staged: (eps of the norm, shared memory of ``staged_floats``), or None.
     """
 
     def __init__(
         self,
-        refs,
+        gmem,
         codes: Codes,
         shape,
         paging: Paging | None,
@@ -51,15 +54,12 @@ class HeadWords:
         self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
         self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
-        arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
-        self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
-        self.q, *self.tables = refs[: -2 * arrays]
-        self.pages = BlockTable(self.tables.pop(), row, paging) if paging else None
-        lengths = self.tables.pop()
+        self.q, self.tables, self.k, self.v = gmem.q, gmem.tables, gmem.k, gmem.v
+        self.pages = BlockTable(gmem.table, row, paging) if paging else None
         self.eps, self.staged = staged or (None, None)
         if self.staged is not None:
             self.stage()
-        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1)
+        (number,) = p.load_global(p.offset(p.address(gmem.lengths), row, 4), 1)
         group = self.n // self.n_kv
         mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
         self.raw_query = self.projected(mine)
@@ -107,7 +107,7 @@ class HeadWords:
     # --- the cache ---
 
     def entry(self, token0):
-        """Of the tile's page; None without a table."""
+        """The table's entry for the tile's page; None without a table."""
         return self.pages.entry(p.smaller(token0, self.last)) if self.pages else None
 
     def shift(self, token0, entry):
@@ -302,17 +302,15 @@ class HeadWords:
         )
 
     def with_new(self, token0, held, tokens, new, own, at, apart: int):
-        """What is held of ``tokens``, the new one's words put in and stored: by lanes ``own``, four
-        words at ``at`` and on, ``apart`` bytes."""
+        """Return the held words of ``tokens`` with those of the new token, and store these.
+
+        Lanes ``own`` store four words at ``at`` and every four ``apart`` bytes on.
+        """
 
         def replaced():
             fresh = new()
-
-            def store():
-                for i in range(0, len(fresh), 4):
-                    p.store_global(at, fresh[i : i + 4], i // 4 * apart)
-
-            p.when(arith.andi(own, p.at_most(token0, self.slot)), store)
+            is_own = arith.andi(own, p.at_most(token0, self.slot))
+            p.when(is_own, functools.partial(_store_words, at, fresh, apart))
             return [
                 arith.select(p.equal(t, self.slot), y, x)
                 for t, old in zip(tokens, held[0], strict=True)
@@ -323,3 +321,9 @@ class HeadWords:
         reached = arith.andi(self.there, p.below(self.slot, p.add(token0, TILE)))
         flat, tree = jax.tree.flatten(held)  # no scales: the words alone
         return jax.tree.unflatten(tree, p.choose(reached, replaced, flat))
+
+
+def _store_words(at, words, apart: int) -> None:
+    """Store words, four together, ``apart`` bytes from one four to the next."""
+    for i in range(0, len(words), 4):
+        p.store_global(at, words[i : i + 4], i // 4 * apart)

@@ -63,7 +63,13 @@ def _unavailable(isa: str) -> Reason | None:
 
 
 def host() -> Target:
-    """What programs are compiled for.  Raises RuntimeError with ``unavailable``'s reason."""
+    """The target of this process's programs.  Raises RuntimeError with ``unavailable``'s reason."""
+    return _host(os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _host(isa: str) -> Target:
+    del isa
     found = target()
     if isinstance(found, Reason):
         raise RuntimeError(found.text)
@@ -87,7 +93,7 @@ def register(program: Program) -> str:
 
 
 def identity() -> str:
-    """What code for this machine's CPU, XLA's too, follows from beside its source."""
+    """Facts that machine code depends on beside its source: the target and the CPU's model."""
     return repr((host(), host_cpu().identity))
 
 
@@ -98,7 +104,7 @@ def registered() -> tuple[Program, ...]:
 
 @functools.cache
 def _registered(program: Program, on: Target) -> Compiled:
-    """Kept for good, for XLA has its address."""
+    """The handler, known to XLA by name.  It is kept for good, because XLA has its address."""
     made = compiled(program, on)
     jax.ffi.register_ffi_target(made.name, jax.ffi.pycapsule(made.address), platform="cpu")
     return made
@@ -194,7 +200,7 @@ def _version() -> str:
 
 @functools.cache
 def _sources(module: str) -> bytes:
-    """Of this folder and of the program's module."""
+    """A hash of the sources of this folder and of the program's module."""
     digest = hashlib.sha256()
     for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(module)):
         digest.update(path.read_bytes())

@@ -61,6 +61,7 @@ class HostCpu:
     """The CPU of this machine.  arch and features: by LLVM's names.  identity: tells it from other
     models."""
 
+    name: str
     arch: str
     features: frozenset[str]
     identity: tuple[str, ...]
@@ -84,7 +85,7 @@ def host_cpu() -> HostCpu:
     features = {feature for feature, is_there in found.items() if is_there}
     if name.startswith("apple-m"):  # where LLVM asks the system for less
         features.add("dotprod")
-    return HostCpu(arch, frozenset(features), (name, found.flatten()))
+    return HostCpu(name, arch, frozenset(features), (name, found.flatten()))
 
 
 def _from_linux(cpuinfo: str) -> HostCpu:
@@ -92,7 +93,8 @@ def _from_linux(cpuinfo: str) -> HostCpu:
     pairs = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     facts = {name.strip(): value.strip() for name, _, value in pairs}
     features = frozenset(_LLVM_NAMES.get(name, name) for name in facts["flags"].split())
-    return HostCpu("x86_64", features, tuple(facts[name] for name in _IDENTITY))
+    identity = tuple(facts[name] for name in _IDENTITY)
+    return HostCpu(facts["model name"], "x86_64", features, identity)
 
 
 @functools.cache
@@ -106,4 +108,4 @@ def _of_host(wanted: str) -> Target | Reason:
     for one in TARGETS:
         if wanted in ("", one.name) and one.arch == host.arch and host.features >= {*one.needs}:
             return one
-    return Reason(f"this CPU ({host.arch}) has none of {wanted or names}")
+    return Reason(f"this CPU ({host.name}) has none of {wanted or names}")

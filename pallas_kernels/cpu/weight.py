@@ -2,7 +2,6 @@
 
     prepare(QTensor) -> CpuWeight | Reason        once, where a model is loaded
     restore(CpuWeight) -> QTensor                 its inverse, to the bit
-    from_blocks(bytes, ...) -> CpuWeight | None   the same from a file's blocks, without a QTensor
     prepare_tree(params) -> params                every QTensor that has a form, in RowBlocks too;
                                                   large float arrays move to large pages
 
@@ -18,7 +17,6 @@ targets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +32,6 @@ from pallas_kernels.qtensor import QTensor, RowBlocks, tree_bytes
 TILE = 16
 _INT4 = np.dtype(ml_dtypes.int4)
 _ROWS = 1 << 10  # of a weight that are laid out at a time
-_BLOCKS = 1 << 12  # of a file that are laid out at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +138,7 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     assert q is not None and scale is not None
     form, kept_scale, kept_zero = _numbers(w, scale, zero)
     parts: list[Any] = [_packed(q, form, scale.shape[-1])]
-    parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
+    parts += [None if v is None else by_tile(v) for v in (kept_scale, kept_zero)]
     parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
         parts = [None if v is None else jax.device_put(v) for v in parts]
@@ -156,86 +153,6 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
 
 def _rows(v: np.ndarray) -> np.ndarray:
     return v.reshape(-1, v.shape[-1])
-
-
-def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight | None:
-    """The weight that a file stores in blocks of 32 columns, in the handler's layout.
-
-    ``prepare`` gives the same bits from a QTensor of these codes.  Most files hold such blocks, and
-    a process waits for them before its first text.  So the codes of 4 bits are never unpacked.
-
-    Parameters
-    ----------
-    blocks: uint8 ``[n, groups, bytes]``.  A block is a float16 scale, a float16 minimum if
-        ``has_minimum``, and 32 codes.  Byte i of 4-bit codes has column i in its low half and
-        column i + 16 in its high half.  A weight is ``(code - 8) * scale``, or
-        ``code * scale + minimum``.
-    bits: 4, or 8 for signed codes (``code * scale``), which have no minimum.
-
-    Returns
-    -------
-    None if a scale or a minimum is not finite, or if ``minimum + 8 * scale``, which is the zero of
-    a QTensor, is not exact in float32.
-    """
-    n, groups, _ = blocks.shape
-    if n % TILE:
-        more = np.zeros((-n % TILE, *blocks.shape[1:]), np.uint8)
-        more[..., 4 if has_minimum else 2 :] = 0x88 if bits == 4 else 0  # codes 0
-        blocks = np.concatenate((blocks, more))
-    heads = [blocks[..., at : at + 2].view(np.uint16)[..., 0] for at in range(0, 4, 2)]
-    heads = [np.ascontiguousarray(head) for head in heads[: 1 + has_minimum]]
-    if any(((head & 0x7C00) == 0x7C00).any() for head in heads):
-        return None
-    zero = None
-    if has_minimum:
-        scale, minimum = (head.view(np.float16).astype(np.float32) for head in heads)
-        shifted = minimum + np.float32(8) * scale
-        if (shifted.astype(np.float64) != minimum.astype(np.float64) + 8.0 * scale).any():
-            return None
-        heads[1][heads[1] == 0x8000] = 0  # -0, as a difference of equal numbers
-        zero = _by_tile(heads[1]).view(np.float16) if shifted.any() else None
-    q = _tiled(blocks[..., 2 * len(heads) :], bits)
-    dtype, zero_dtype = "int4" if bits == 4 else "int8", None if zero is None else "float32"
-    form = WeightForm(n, 32 * groups, dtype, "float32", zero_dtype, zero is not None, None)
-    scale = _by_tile(heads[0]).view(np.float16)
-    return CpuWeight(q, scale, zero, None, None, None, form)
-
-
-def _tiled(codes: np.ndarray, bits: int) -> np.ndarray:
-    """``from_blocks``'s codes ``[n, groups, bytes]`` as ``CpuWeight.q``.
-
-    Some thousand blocks are handled at a time, in one buffer, so that they stay in the cache.
-    """
-    n, groups, size = codes.shape
-    out = pages.empty((n // TILE, groups, size // 4, TILE), np.uint32)
-    step = max(1, _BLOCKS // groups // TILE) * TILE
-    buffer = np.empty((2, 4, min(step, n), groups), np.uint32)
-    for first in range(0, n, step):
-        rows = codes[first : first + step]
-        words = [rows[..., at : at + 4].view(np.uint32)[..., 0] for at in range(0, size, 4)]
-        if bits == 4:
-            words = _in_order(words, buffer[:, :, : len(rows)])
-        tiles = out[first // TILE : (first + step) // TILE]
-        for i, word in enumerate(words):
-            tiles[:, :, i] = word.reshape(-1, TILE, groups).swapaxes(1, 2)
-    return out.view(np.uint8).reshape(n // TILE, -1)
-
-
-def _in_order(words: Sequence[np.ndarray], buffer: np.ndarray) -> list[np.ndarray]:
-    """The layout's words of 4-bit codes, in ``buffer[2, 4, ...]``.
-
-    A file's words have four columns in their low halves, and the four columns 16 behind them in
-    their high halves.
-    """
-    for word, to in zip(words, buffer[1], strict=True):
-        to[...] = word
-    np.bitwise_and(buffer[1], np.uint32(0x0F0F0F0F), out=buffer[0])
-    buffer[1] ^= buffer[0]
-    buffer[1] >>= np.uint32(4)
-    columns, behind = buffer[:, ::2], buffer[:, 1::2]
-    behind <<= np.uint32(4)
-    columns |= behind
-    return [*columns[0], *columns[1]]
 
 
 def restore(w: CpuWeight) -> QTensor:
@@ -370,7 +287,7 @@ def _aligned_copy(v: np.ndarray) -> np.ndarray:
     return out
 
 
-def _by_tile(v: np.ndarray) -> np.ndarray:
+def by_tile(v: np.ndarray) -> np.ndarray:
     """``[N, groups]`` -> ``[tiles, groups, 16]``."""
     n, groups = v.shape
     tiles = -(-n // TILE)

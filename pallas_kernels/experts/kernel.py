@@ -53,7 +53,6 @@ def grouped_rows(
     scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
-    inputs = {name: v for name, v in inputs.items() if v is not None}
     n_out = n if activation is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), jnp.float32)
     kinds = kinds_of({**inputs, "out": out})
@@ -64,11 +63,11 @@ def grouped_rows(
         if jnp.issubdtype(v.dtype, jnp.integer)
         else v.size // w.shape[0] * v.dtype.itemsize
         for name, v in inputs.items()
-        if name not in ("x", "experts")
+        if v is not None and name not in ("x", "experts")
     }
 
-    def body(*refs):
-        memory = dict(zip([*inputs, "out"], refs, strict=False))
+    def body(gmem, smem):
+        memory = dict(vars(gmem))
         chosen = p.address(memory.pop("experts"))
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gate)
         pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
@@ -79,18 +78,20 @@ def grouped_rows(
         moved["x"] = p.offset(operands.x, token, 2 * k)
         moved["out"] = p.offset(operands.out, pair, 4 * n_out)
         operands = dataclasses.replace(operands, **moved)
-        row.run(plan.row, scheme, operands, refs[len(memory) + 1 :], block)
+        row.run(plan.row, scheme, operands, smem, block)
 
-    return launch(
+    sizes_of_scratch = [size // 4 for size in plan.row.scratch_sizes(normed=False)]
+    (found,) = launch(
         body,
-        list(inputs.values()),
-        out,
+        inputs,
+        {"out": out},
         name=plan.kernel.removesuffix("_mosaic"),
         grid=plan.row.blocks * plan.pairs,
         warpgroups=plan.row.warps // 4,
-        scratch=[size // 4 for size in plan.row.scratch_sizes(normed=False)],
+        scratch=dict(zip(row.SCRATCH, sizes_of_scratch, strict=True)),
         registers=True,
     )
+    return found
 
 
 def divided(index: Value, by: int) -> tuple[Value, Value]:

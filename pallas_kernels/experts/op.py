@@ -129,7 +129,7 @@ def _row_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -
 
 def _activation(gated: Gate | None) -> str | None:
     """The gate's activation that the Mosaic kernel has."""
-    return gated if gated in ("silu", "gelu_tanh") else None
+    return gated if isinstance(gated, str) and gated in ("silu", "gelu_tanh") else None
 
 
 def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
@@ -209,10 +209,7 @@ def _sums_backward(
     choice: OpChoice, fan: int, operands: Any, saved: Any, dy: jax.Array
 ) -> tuple[Any, ...]:
     x, w, experts = operands
-    dx, dw = xla.backward(x, w, experts, dy, fan)
-    if isinstance(w, QTensor):
-        dw = QTensor(*dw)
-    return dx, dw, None
+    return *xla.backward(x, w, experts, dy, fan), None
 
 
 _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
@@ -267,7 +264,7 @@ def _planned_xla(
     bias: jax.Array | None,
 ) -> jax.Array:
     """By the weight that a prepared one stands for."""
-    plain = _weight_only("grouped_matmul", restore(w)) if isinstance(w, CpuWeight) else w
+    plain: Any = _weight_only("grouped_matmul", restore(w)) if isinstance(w, CpuWeight) else w
     return _composed(static, x, plain, experts, weights, bias)
 
 

@@ -1,8 +1,8 @@
-"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: dq,
-dk and dlog_decay from the products of ``gradients_channels_products``.
+"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel.
 
-With G_i the sums of log_decay from the chunk's start, dP on and below the diagonal, dN below it,
-and a, s and e what came through the states,
+dq, dk and dlog_decay come from the products of ``gradients_channels_products``.  G_i are the sums
+of log_decay from the chunk's start.  dP is on and below the diagonal, dN below it.  a, s and e are
+the terms that came through the states.
 
     dq_i = exp(G_i) a_i + sum_{j <= i} dP_ij exp(G_i - G_j) k_j
     dk_i = exp(G_i) s_i + sum_{j < i} dN_ij exp(G_i - G_j) k_j
@@ -10,23 +10,22 @@ and a, s and e what came through the states,
     dlog_decay_t = exp(G_64) <S, E> + sum_j k_j e_j exp(G_64 - G_j)
            + sum_{l >= t} (q_l dq_l + k_l (first line of dk_l) - k_l (second line of dk_l))
 
-the last sum without the diagonal, which has no decay.  That is ``gla.gradients`` with two readings
-of the keys, and is done as there: level by level of a binary tree, whose factors are products of
-numbers in [0, 1], with every pair entering dlog_decay's sum and leaving it as the same number.
+The last sum leaves out the diagonal, which has no decay.  That is ``gla.gradients`` with two
+readings of the keys, and is done in the same way: level by level of a binary tree, whose factors
+are products of numbers in [0, 1].  Every pair enters and leaves dlog_decay's sum as the same
+number.
 
 Two workers (warpgroups) of a block, one block to an SM, each walk their own list of slices of 64
 key channels:
 
-    TMA a s e | six levels    | what came through the states | sums from the end | TMA out
+    TMA a s e | six levels    | terms through the states       | sums from the end | TMA out
                        dP dN g of the next <- TMA                  q k of the next <- TMA
 
 Floor: 30 bytes per element of q at Dk = 128, 0.47 ms at (1, 8192, 64, 128, 128).  Result: 0.866 on
-one H200.  What was tried: NOTES.md.
+one H200.  Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
 from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -74,93 +73,92 @@ def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> Non
     registers.finish(*map(p.shared_address, refs), state)
 
 
-def _body(
-    q,
-    k,
-    g,
-    pairs_in,
-    diagonal_in,
-    asked,
-    seen,
-    keys,
-    through_in,
-    d_q,
-    d_k,
-    d_g,
-    unions,
-    pairs_all,
-    states_all,
-    gates_outs,
-    diagonals,
-    throughs,
-    bar_words,
-    bar_pairs,
-    bar_states,
-    *,
-    group: int,
-    sizes: tuple[int, int, int, int],
-):
-    n_slices, n_chunks, n_heads, n_rows = sizes
-    wg, n_items, item_of = worker_items(n_slices * n_chunks * n_heads * n_rows, WARPGROUPS)
-    words, gates = (x.at[wg] for x in unions)
-    pairs, states, gates_out, diagonal, through = (
-        x.at[wg] for x in (pairs_all, states_all, gates_outs, diagonals, throughs)
-    )
-    words_ready, pairs_ready, states_ready = (x.at[wg] for x in (bar_words, bar_pairs, bar_states))
+class _Worker:
+    """The program of a warpgroup: slices of 64 key channels of a chunk and value head."""
 
-    def place(i):
-        s, c, head, b = digits(item_of(i), n_slices, n_chunks, n_heads)
+    def __init__(self, gmem, smem, barrier, *, group: int, sizes: tuple[int, int, int, int]):
+        self.gmem, self.group = gmem, group
+        self.n_slices, self.n_chunks, self.n_heads, n_rows = sizes
+        n_work = self.n_slices * self.n_chunks * self.n_heads * n_rows
+        own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
+        self.words, self.gates = smem.words.words.at[own], smem.words.gates.at[own]
+        self.pairs, self.states, self.gates_out, self.diagonal, self.through = (
+            x.at[own]
+            for x in (smem.pairs, smem.states, smem.gates_out, smem.diagonal, smem.through)
+        )
+        self.words_ready, self.pairs_ready, self.states_ready = (
+            x.at[own] for x in (barrier.words_ready, barrier.pairs_ready, barrier.states_ready)
+        )
+
+    def run(self) -> None:
+        pl.when(self.n_items > 0)(self.load_first)
+        lax.fori_loop(0, self.n_items, self.item, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def place(self, i):
+        """(slice, chunk, head, row, tokens, channels) of item i."""
+        s, c, head, b = digits(self.item_of(i), self.n_slices, self.n_chunks, self.n_heads)
         return s, c, head, b, pl.ds(c * CHUNK, CHUNK), pl.ds(s * SLICE, SLICE)
 
-    def gate_columns(s):
+    def gate_columns(self, s):
         return [pl.ds(s * SLICE + 32 * half, 32) for half in range(2)]
 
-    def load_words(i):
-        _, _, head, b, rows, at = place(i)
-        for n, x in enumerate((q, k)):
-            plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], words.at[n], words_ready)
+    # --- copies ---
 
-    def load_pairs(i):
-        s, c, head, b, rows, _ = place(i)
-        for half, columns in enumerate(gate_columns(s)):
-            to = gates.at[registers.GATES + half]
-            plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], to, pairs_ready)
+    def load_first(self) -> None:
+        self.load_pairs(0)
+        self.load_words(0)
+
+    def load_words(self, i) -> None:
+        """q and k."""
+        _, _, head, b, rows, at = self.place(i)
+        for n, x in enumerate((self.gmem.q, self.gmem.k)):
+            source = x.at[b, rows, head // self.group, at]
+            plgpu.copy_gmem_to_smem(source, self.words.at[n], self.words_ready)
+
+    def load_pairs(self, i) -> None:
+        """log_decay, dP and dN."""
+        gmem, (s, c, head, b, rows, _) = self.gmem, self.place(i)
+        for half, columns in enumerate(self.gate_columns(s)):
+            to = self.gates.at[registers.GATES + half]
+            plgpu.copy_gmem_to_smem(gmem.g.at[b, rows, head, columns], to, self.pairs_ready)
         for n in range(4):
-            plgpu.copy_gmem_to_smem(pairs_in.at[b, head, c, n], pairs.at[n], pairs_ready)
+            source = gmem.pairs.at[b, head, c, n]
+            plgpu.copy_gmem_to_smem(source, self.pairs.at[n], self.pairs_ready)
 
-    def load_states(i):
-        _, c, head, b, rows, at = place(i)
-        for n, x in enumerate((asked, seen, keys)):
-            plgpu.copy_gmem_to_smem(x.at[b, head, rows, at], states.at[n], states_ready)
-        plgpu.copy_gmem_to_smem(diagonal_in.at[b, head, c], diagonal, states_ready)
-        plgpu.copy_gmem_to_smem(through_in.at[b, head, c, at], through, states_ready)
+    def load_states(self, i) -> None:
+        """a, s and e, which came through the states, dP's diagonal and <S, E>."""
+        gmem, ready, (_, c, head, b, rows, at) = self.gmem, self.states_ready, self.place(i)
+        for n, x in enumerate((gmem.asked, gmem.seen, gmem.keys)):
+            plgpu.copy_gmem_to_smem(x.at[b, head, rows, at], self.states.at[n], ready)
+        plgpu.copy_gmem_to_smem(gmem.diagonal.at[b, head, c], self.diagonal, ready)
+        plgpu.copy_gmem_to_smem(gmem.through.at[b, head, c, at], self.through, ready)
 
-    @pl.when(n_items > 0)
-    def _():
-        load_pairs(0)
-        load_words(0)
+    # --- computing ---
 
-    def item(i, _):
-        more = i + 1 < n_items
+    def item(self, i, _) -> None:
+        """six levels | what came through the states | sums from the end | TMA out"""
+        more = i + 1 < self.n_items
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last results have left their places
-        load_states(i)
-        plgpu.barrier_wait(pairs_ready)
-        plgpu.barrier_wait(words_ready)
-        state = _levels_call(words, pairs)
+        self.load_states(i)
+        plgpu.barrier_wait(self.pairs_ready)
+        plgpu.barrier_wait(self.words_ready)
+        state = _levels_call(self.words, self.pairs)
         plgpu.commit_smem()  # all warps have read the pairs
-        pl.when(more)(lambda: load_pairs(i + 1))
-        plgpu.barrier_wait(states_ready)
-        _finish_call(words, states, gates_out, diagonal, through, state)
+        pl.when(more)(lambda: self.load_pairs(i + 1))
+        plgpu.barrier_wait(self.states_ready)
+        outs = self.states, self.gates_out
+        _finish_call(self.words, *outs, self.diagonal, self.through, state)
         plgpu.commit_smem()
-        pl.when(more)(lambda: load_words(i + 1))
-        s, _, head, b, rows, at = place(i)
-        for n, out in enumerate((d_q, d_k)):
-            plgpu.copy_smem_to_gmem(states.at[n], out.at[b, rows, head, at])
-        for half, columns in enumerate(gate_columns(s)):
-            plgpu.copy_smem_to_gmem(gates_out.at[half], d_g.at[b, rows, head, columns])
+        pl.when(more)(lambda: self.load_words(i + 1))
+        self.store(i)
 
-    lax.fori_loop(0, n_items, item, None)
-    plgpu.wait_smem_to_gmem(0)
+    def store(self, i) -> None:
+        gmem, (s, _, head, b, rows, at) = self.gmem, self.place(i)
+        for n, out in enumerate((gmem.d_q, gmem.d_k)):
+            plgpu.copy_smem_to_gmem(self.states.at[n], out.at[b, rows, head, at])
+        for half, columns in enumerate(self.gate_columns(s)):
+            plgpu.copy_smem_to_gmem(self.gates_out.at[half], gmem.d_g.at[b, rows, head, columns])
 
 
 def chunk_gradients(
@@ -195,23 +193,43 @@ def _gradients(q, k, log_decay, products, through):
     def rows(*shape, dtype=half):
         return plgpu.SMEM((n, *shape), dtype, transforms=ROWS)
 
-    words = rows(registers.TILES, CHUNK, SLICE), rows(registers.TILES, CHUNK, 32, dtype=jnp.float32)
+    def body(gmem, smem, barrier):
+        _Worker(gmem, smem, barrier, group=h // q.shape[2], sizes=sizes).run()
+
+    pairs, diagonal, asked, seen, keys = products
     return launch(
-        functools.partial(_body, group=h // q.shape[2], sizes=sizes),
-        (q, k, log_decay, *products, through),
-        (per_head, per_head, jax.ShapeDtypeStruct(log_decay.shape, jnp.float32)),
+        body,
+        {
+            "q": q,
+            "k": k,
+            "g": log_decay,
+            "pairs": pairs,
+            "diagonal": diagonal,
+            "asked": asked,
+            "seen": seen,
+            "keys": keys,
+            "through": through,
+        },
+        {
+            "d_q": per_head,
+            "d_k": per_head,
+            "d_g": jax.ShapeDtypeStruct(log_decay.shape, jnp.float32),
+        },
         name="gated_delta_gradients",
         grid=blocks_for(n_slices * nc * h * b, n),
         warpgroups=n,
-        scratch=[
-            plgpu.RefUnion(*words),
-            rows(4, CHUNK, CHUNK),
-            rows(3, CHUNK, SLICE),
-            rows(2, CHUNK, 32, dtype=jnp.float32),
-            plgpu.SMEM((n, CHUNK), jnp.float32),
-            plgpu.SMEM((n, SLICE), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=n),
-            plgpu.Barrier(num_arrivals=6, num_barriers=n),
-            plgpu.Barrier(num_arrivals=5, num_barriers=n),
-        ],
+        scratch={
+            "words": Views(
+                words=rows(registers.TILES, CHUNK, SLICE),
+                gates=rows(registers.TILES, CHUNK, 32, dtype=jnp.float32),
+            ),
+            "pairs": rows(4, CHUNK, CHUNK),
+            "states": rows(3, CHUNK, SLICE),
+            "gates_out": rows(2, CHUNK, 32, dtype=jnp.float32),
+            "diagonal": plgpu.SMEM((n, CHUNK), jnp.float32),
+            "through": plgpu.SMEM((n, SLICE), jnp.float32),
+            "words_ready": plgpu.Barrier(num_arrivals=2, num_barriers=n),
+            "pairs_ready": plgpu.Barrier(num_arrivals=6, num_barriers=n),
+            "states_ready": plgpu.Barrier(num_arrivals=5, num_barriers=n),
+        },
     )

@@ -1,29 +1,30 @@
-"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: all
-that takes whole matrices, before ``gradients_channels`` multiplies decays in.
+"""Products for the gated delta rule's gradients inside a chunk on Hopper, a decay every key
+channel.
 
-What tokens write, U = X R with R = V - K S, makes the delta rule two of GLA's readings of the same
-decayed sum of k_j u_j^T: one by q, whose output has the gradient do, and one by k, strictly before
-the token, whose output is taken off the value and has -dv.  So no gradient of X is needed:
+These are products of whole matrices, before ``gradients_channels`` multiplies decays in.  Tokens
+write U = X R with R = V - K S.  With U, the delta rule is two of GLA's readings of the same decayed
+sum of k_j u_j^T.  One reading is by q, and its output has the gradient do.  The other is by k,
+strictly before the token; its output is taken off the value and has -dv.  So no gradient of X is
+needed:
 
     dP = scale do U^T, with the diagonal    dN = -dv U^T, below it    dbeta_i = u_i dv_i / beta_i^2
     scale do S^T, -dv S^T of rows i         U E^T of rows j           <S, E> of a key channel
 
-and dbeta divides u_i and dv_i, which both have beta_i as a factor, before they meet (``kernel``
-keeps it off zero).  X, and R before X, have two bf16 parts.
+u_i and dv_i both have beta_i as a factor, and dbeta divides both by it before they meet (``kernel``
+keeps beta off zero).  X, and R before X, have two bf16 parts.
 
 Two workers of a block, one block to an SM, each walk their own list of chunks and value heads.  A
-worker is two warpgroups (four in all keep the compiler to 128 registers); one has half of the value
-channels up to U, then half of the key channels, and dP or dN:
+worker is two warpgroups (four in all keep the compiler to 128 registers).  A warpgroup has half of
+the value channels up to U, then half of the key channels, and dP or dN:
 
-    TMA V K S X do dv | R | U, dbeta | TMA E | do S^T, dv S^T | S E, U E^T -> TMA | dP, dN -> TMA
+    TMA V K S X do dv | form_writes: R | U, dbeta | TMA E | through_states: do S^T, dv S^T
+    | S E, U E^T -> TMA | form_pairs: dP, dN -> TMA
 
-Floor: 224 KB a chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
-What was tried: NOTES.md.
+Floor: 224 KB per chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
+Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
@@ -59,6 +60,7 @@ _S = 6
 _O, _DV = 10, 12
 _E = _K  # and those of X
 _TILES = 14
+_HALVES = 0xFFFF, 0xFFFF0000  # of a word of two columns
 
 
 def _product(*steps):
@@ -101,51 +103,69 @@ def _symmetric(tiles, lower, upper) -> None:
     """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
     and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
     16 x 16 blocks on the diagonal."""
-    rows, zero = inverse.InverseRows(), p.ci(0)
-    halves = 0xFFFF, 0xFFFF0000
+    symmetric = _Symmetric(lower, upper)
+    symmetric.rows.store_tile(tiles, symmetric.whole())
+    levels = symmetric.levels()
+    symmetric.rows.store_tile(p.add(tiles, TILE), levels)
 
-    def column(tile: int, e: int):
-        return p.add(p.shift_left(rows.c, 1), 8 * tile + e)
 
-    def of_each(word):
-        """The pair of what ``word`` gives for its two columns."""
-        return arith.ori(*[p.masked(word(e), mask) for e, mask in enumerate(halves)])
+class _Symmetric:
+    """Words of two columns each, [tile of 8 columns][half of 16 rows]."""
 
-    def merged(row, tile: int, x, y):
-        def word(e):
-            j = column(tile, e)
-            above = arith.select(p.equal(j, row), zero, y)
-            return arith.select(p.less(j, row), x, above)
+    def __init__(self, lower, upper):
+        self.rows, self.zero = inverse.InverseRows(), p.ci(0)
+        self.lower, self.upper = lower, upper
 
-        return of_each(word)
-
-    rows.store_tile(
-        tiles,
-        [
+    def whole(self) -> list:
+        """G + G^T."""
+        return [
             [
-                merged(p.add(rows.first, 8 * half), tile, lower[tile][half], upper[tile][half])
+                self.merged(
+                    p.add(self.rows.first, 8 * half),
+                    tile,
+                    self.lower[tile][half],
+                    self.upper[tile][half],
+                )
                 for half in range(2)
             ]
             for tile in range(8)
-        ],
-    )
-    levels = [[None, None] for _ in range(8)]
-    for tile in range(2):
-        for half in range(2):
-            row = p.add(rows.g, 8 * half)
-            x, y = (
-                inverse._of_warp(rows, [part[2 * w + tile][half] for w in range(4)])
-                for part in (lower, upper)
-            )
-            both = merged(row, tile, x, y)
-            for n in range(4):
+        ]
 
-                def met(e, n=n, row=row, tile=tile, both=both):
-                    differ = arith.xori(row, column(tile, e))
-                    return arith.select(p.equal(p.shift_right(differ, n), 1), both, zero)
+    def levels(self) -> list:
+        """The pairs of the levels 1 to 8, side by side, of the 16 x 16 block on the diagonal."""
+        levels = [[None, None] for _ in range(8)]
+        for tile in range(2):
+            for half in range(2):
+                row = p.add(self.rows.g, 8 * half)
+                x, y = (
+                    inverse._of_warp(self.rows, [part[2 * w + tile][half] for w in range(4)])
+                    for part in (self.lower, self.upper)
+                )
+                both = self.merged(row, tile, x, y)
+                for n in range(4):
+                    levels[2 * n + tile][half] = self.met(row, tile, n, both)
+        return levels
 
-                levels[2 * n + tile][half] = of_each(met)
-    rows.store_tile(p.add(tiles, TILE), levels)
+    def column(self, tile: int, e: int):
+        return p.add(p.shift_left(self.rows.c, 1), 8 * tile + e)
+
+    def merged(self, row, tile: int, x, y):
+        """x below the diagonal, y above it, and zero on it."""
+        words = []
+        for e in range(2):
+            j = self.column(tile, e)
+            above = arith.select(p.equal(j, row), self.zero, y)
+            words.append(p.masked(arith.select(p.less(j, row), x, above), _HALVES[e]))
+        return arith.ori(*words)
+
+    def met(self, row, tile: int, n: int, both):
+        """``both`` where a row and a column meet on level 2^n, else zero."""
+        words = []
+        for e in range(2):
+            differ = arith.xori(row, self.column(tile, e))
+            word = arith.select(p.equal(p.shift_right(differ, n), 1), both, self.zero)
+            words.append(p.masked(word, _HALVES[e]))
+        return arith.ori(*words)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
@@ -185,115 +205,126 @@ def _sum_states_call(ctx, tiles, out) -> None:
     _sum_states(p.shared_address(tiles), p.address(out))
 
 
-def _body(
-    k,
-    v,
-    writers,
-    d_out,
-    d_v,
-    states,
-    ends,
-    pairs_out,
-    diagonals,
-    asked_out,
-    seen_out,
-    keys_out,
-    state_sums,
-    beta_sums,
-    unions,
-    diagonals_all,
-    tables,
-    bars_ready,
-    bars_ended,
-    bars_met,
-    *,
-    scale: float,
-    sizes: tuple[int, int, int],
-):
-    n_heads, n_chunks, n_rows = sizes
-    place, wg = lax.axis_index("warpgroup") // 2, lax.axis_index("warpgroup") % 2
-    stride = 2 * blocks_for(n_heads * n_chunks * n_rows, 2)
-    first = 2 * lax.axis_index("block") + place
-    diagonal, table = diagonals_all.at[place], tables.at[place]
-    ready, ended, met = (x.at[place] for x in (bars_ready, bars_ended, bars_met))
-    halves = [pl.ds(PART * n, PART) for n in range(2)]
+class _Worker:
+    """The program of a warpgroup, one of the two that share chunks and value heads.
 
-    def meet():
-        """Of the two warpgroups of a chunk."""
-        plgpu.barrier_arrive(met)
-        plgpu.barrier_wait(met)
+    half: which of the two.  It has half of the value channels up to U, then half of the key
+    channels, and dP (0) or dN (1).
+    """
 
-    def where(i):
-        head, c, b = digits(first + i * stride, n_heads, n_chunks)
+    def __init__(self, gmem, smem, barrier, *, scale: float, sizes: tuple[int, int, int]):
+        self.gmem, self.smem, self.scale = gmem, smem, scale
+        self.n_heads, self.n_chunks, n_rows = sizes
+        worker, self.half = lax.axis_index("warpgroup") // 2, lax.axis_index("warpgroup") % 2
+        n_work = self.n_heads * self.n_chunks * n_rows
+        self.stride, self.worker = 2 * blocks_for(n_work, 2), worker
+        self.first = 2 * lax.axis_index("block") + worker
+        self.diagonal, self.table = smem.diagonals.at[worker], smem.tables.at[worker]
+        self.ready, self.ended, self.met = (
+            x.at[worker] for x in (barrier.ready, barrier.ended, barrier.met)
+        )
+        self.channels = [pl.ds(PART * n, PART) for n in range(2)]
+        self.n_work = n_work
+
+    def run(self) -> None:
+        n_items = (self.n_work - self.first + self.stride - 1) // self.stride
+        lax.fori_loop(0, n_items, self.item, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def meet(self) -> None:
+        """A barrier of the worker's two warpgroups."""
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+
+    def place(self, i):
+        """(head, chunk, row, tokens) of item i."""
+        head, c, b = digits(self.first + i * self.stride, self.n_heads, self.n_chunks)
         return head, c, b, pl.ds(c * CHUNK, CHUNK)
 
-    def load(i, rows_of):
-        head, c, b, rows = where(i)
-        for n, at in enumerate(halves):
-            for x, to in ((v, _V), (k, _K), (d_out, _O), (d_v, _DV)):
-                plgpu.copy_gmem_to_smem(x.at[b, rows, head, at], rows_of.at[to + n], ready)
-            plgpu.copy_gmem_to_smem(writers.at[b, head, n, rows], rows_of.at[_X + n], ready)
-            for m in range(2):
-                source = states.at[b, head, c, at, halves[m]]
-                plgpu.copy_gmem_to_smem(source, rows_of.at[_S + 2 * n + m], ready)
+    # --- copies ---
 
-    def load_ends(i, rows_of):
-        head, c, b, _ = where(i)
-        for n, at in enumerate(halves):
-            for m in range(2):
-                source = ends.at[b, head, c, at, halves[m]]
-                plgpu.copy_gmem_to_smem(source, rows_of.at[_E + 2 * n + m], ended)
+    def load(self, i, rows_of) -> None:
+        """V, K, do, dv, X and S."""
+        gmem, (head, c, b, rows) = self.gmem, self.place(i)
+        for n, at in enumerate(self.channels):
+            for x, to in ((gmem.v, _V), (gmem.k, _K), (gmem.d_out, _O), (gmem.d_v, _DV)):
+                plgpu.copy_gmem_to_smem(x.at[b, rows, head, at], rows_of.at[to + n], self.ready)
+            source = gmem.writers.at[b, head, n, rows]
+            plgpu.copy_gmem_to_smem(source, rows_of.at[_X + n], self.ready)
+            for m, columns in enumerate(self.channels):
+                source = gmem.states.at[b, head, c, at, columns]
+                plgpu.copy_gmem_to_smem(source, rows_of.at[_S + 2 * n + m], self.ready)
 
-    def item(i, _):
-        head, c, b, rows = where(i)
+    def load_ends(self, i, rows_of) -> None:
+        """E."""
+        head, c, b, _ = self.place(i)
+        for n, at in enumerate(self.channels):
+            for m, columns in enumerate(self.channels):
+                source = self.gmem.ends.at[b, head, c, at, columns]
+                plgpu.copy_gmem_to_smem(source, rows_of.at[_E + 2 * n + m], self.ended)
+
+    # --- computing ---
+
+    def item(self, i, _) -> None:
+        at = self.place(i)
         # Zero, which the compiler does not know: it would carry every address through the loop.
-        slot = place + lax.shift_right_logical(i, 30)
-        rows_of, tiles_of = (x.at[slot] for x in unions)
+        slot = self.worker + lax.shift_right_logical(i, 30)
+        rows_of, tiles_of = (x.at[slot] for x in (self.smem.tiles.rows, self.smem.tiles.tiles))
+        pl.when(self.half == 0)(lambda: self.load(i, rows_of))
+        plgpu.barrier_wait(self.ready)
+        self.form_writes(tiles_of)
+        pl.when(self.half == 0)(lambda: self.load_ends(i, rows_of))
+        self.through_states(at, rows_of, tiles_of)
+        self.form_pairs(at, rows_of, tiles_of)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.meet()  # all results have left
 
-        def tile(n):
-            return tiles_of.at[n]
-
-        def flipped(n):
-            return tiles_of.at[n].transpose((1, 0))
-
-        pl.when(wg == 0)(lambda: load(i, rows_of))
-        plgpu.barrier_wait(ready)
-        seen = _product(*[(tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
-        rest = plgpu.load(tile(_V + wg), layout=_WGMMA).astype(jnp.float32) - seen
-        meet()  # K is read
-        tiles_of[_R + wg], tiles_of[_R_LOW + wg] = high_low(rest)
+    def form_writes(self, tiles_of) -> None:
+        """R, then U and dbeta's sums, of half of the value channels."""
+        half, tile, flipped = self.half, *_readers(tiles_of)
+        seen = _product(*[(tile(_K + n), flipped(_S + 2 * half + n)) for n in range(2)])
+        rest = plgpu.load(tile(_V + half), layout=_WGMMA).astype(jnp.float32) - seen
+        self.meet()  # K is read
+        tiles_of[_R + half], tiles_of[_R_LOW + half] = high_low(rest)
         plgpu.commit_smem()
         factors = ((_X, _R), (_X, _R_LOW), (_X + 1, _R))
-        writes = _product(*[(flipped(x), tile(r + wg)) for x, r in factors])
-        given = plgpu.load(tile(_DV + wg), layout=_WGMMA).astype(jnp.float32)
-        sums.sum_rows(table.at[wg], writes * given)
+        writes = _product(*[(flipped(x), tile(r + half)) for x, r in factors])
+        given = plgpu.load(tile(_DV + half), layout=_WGMMA).astype(jnp.float32)
+        sums.sum_rows(self.table.at[half], writes * given)
         plgpu.commit_smem()  # R is read
-        tiles_of[_U + wg] = writes.astype(jnp.bfloat16)
+        tiles_of[_U + half] = writes.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        meet()  # U is there; X and R's low part are free
-        pl.when(wg == 0)(lambda: load_ends(i, rows_of))
-        asked = _product(*[(tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)])
-        asked = (asked * scale).astype(jnp.bfloat16)
-        seen = _product(*[(tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)])
-        seen = (-seen).astype(jnp.bfloat16)
-        plgpu.barrier_wait(ended)
-        keys = _product(*[(tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
-        keys = keys.astype(jnp.bfloat16)
-        _sum_states_call(rows_of.at[wg], state_sums.at[b, head, c, wg])
-        meet()  # S and E are read
-        results = ((asked, _S), (seen, _S + 2), (keys, _E))
-        for x, to in results:
-            tiles_of[to + wg] = x
-        plgpu.commit_smem()
-        at = pl.ds(PART * wg, PART)
-        for out, (_, to) in zip((asked_out, seen_out, keys_out), results, strict=True):
-            plgpu.copy_smem_to_gmem(rows_of.at[to + wg], out.at[b, head, rows, at])
-        plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
+        self.meet()  # U is there; X and R's low part are free
 
-        given, factor = _O + 2 * wg, jnp.where(wg == 0, scale, -1.0)
+    def through_states(self, at, rows_of, tiles_of) -> None:
+        """do S^T, dv S^T, U E^T and <S, E> of half of the key channels."""
+        gmem, half, (tile, _), (head, c, b, rows) = self.gmem, self.half, _readers(tiles_of), at
+        asked = _product(*[(tile(_O + n), tile(_S + 2 * n + half)) for n in range(2)])
+        asked = (asked * self.scale).astype(jnp.bfloat16)
+        seen = _product(*[(tile(_DV + n), tile(_S + 2 * n + half)) for n in range(2)])
+        seen = (-seen).astype(jnp.bfloat16)
+        plgpu.barrier_wait(self.ended)
+        keys = _product(*[(tile(_U + n), tile(_E + 2 * n + half)) for n in range(2)])
+        keys = keys.astype(jnp.bfloat16)
+        _sum_states_call(rows_of.at[half], gmem.state_sums.at[b, head, c, half])
+        self.meet()  # S and E are read
+        places = _S, _S + 2, _E
+        for x, to in zip((asked, seen, keys), places, strict=True):
+            tiles_of[to + half] = x
+        plgpu.commit_smem()
+        channels = pl.ds(PART * half, PART)
+        for out, to in zip((gmem.asked, gmem.seen, gmem.keys), places, strict=True):
+            plgpu.copy_smem_to_gmem(rows_of.at[to + half], out.at[b, head, rows, channels])
+        plgpu.copy_smem_to_gmem(self.table.at[half], gmem.beta_sums.at[b, head, c, half])
+
+    def form_pairs(self, at, rows_of, tiles_of) -> None:
+        """dP or dN, as ``_symmetric`` has them, and dP's diagonal."""
+        gmem, half, (tile, flipped) = self.gmem, self.half, _readers(tiles_of)
+        head, c, b, _ = at
+        given, factor = _O + 2 * half, jnp.where(half == 0, self.scale, -1.0)
         lower = _product(*[(tile(given + m), flipped(_U + m)) for m in range(2)])
         lower = lower * factor
-        _diagonal_call(diagonal.at[wg], lower)
+        _diagonal_call(self.diagonal.at[half], lower)
         lower = lower.astype(jnp.bfloat16)
         upper = _product(*[(tile(_U + m), flipped(given + m)) for m in range(2)])
         upper = (upper * factor).astype(jnp.bfloat16)
@@ -301,22 +332,21 @@ def _body(
         _symmetric_call(rows_of.at[given], lower, upper)
         plgpu.commit_smem()
         for m in range(2):
-            plgpu.copy_smem_to_gmem(rows_of.at[given + m], pairs_out.at[b, head, c, 2 * wg + m])
+            source = rows_of.at[given + m]
+            plgpu.copy_smem_to_gmem(source, gmem.pairs.at[b, head, c, 2 * half + m])
 
-        @pl.when(wg == 0)
+        @pl.when(half == 0)
         def _():
-            plgpu.copy_smem_to_gmem(diagonal.at[0], diagonals.at[b, head, c])
+            plgpu.copy_smem_to_gmem(self.diagonal.at[0], gmem.diagonals.at[b, head, c])
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        meet()  # all results have left
 
-    n_items = (n_heads * n_chunks * n_rows - first + stride - 1) // stride
-    lax.fori_loop(0, n_items, item, None)
-    plgpu.wait_smem_to_gmem(0)
+def _readers(tiles_of):
+    """(n -> tile n, n -> tile n transposed)."""
+    return (lambda n: tiles_of.at[n]), (lambda n: tiles_of.at[n].transpose((1, 0)))
 
 
 def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
-    """What ``gradients_channels`` takes, for Dk = Dv = 128:
+    """The operands of ``gradients_channels``, for Dk = Dv = 128:
 
     dP and dN, for each the two tiles of ``_symmetric``, bf16 [B, H, NC, 4, 64, 64]; dP's diagonal,
     f32 [B, H, NC, 64]; scale do S^T, -dv S^T and U E^T, bf16 [B, H, NC*64, 128]; and in parts that
@@ -329,28 +359,43 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
     assert dk == v.shape[-1] == CHANNELS
     nc, half = -(-t // CHUNK), jnp.bfloat16
     per_channel = jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half)
+
+    def body(gmem, smem, barrier):
+        _Worker(gmem, smem, barrier, scale=scale, sizes=(h, nc, b)).run()
+
+    spec = jax.ShapeDtypeStruct
     return launch(
-        functools.partial(_body, scale=scale, sizes=(h, nc, b)),
-        (k, v, writers, d_out, d_v, states, ends),
-        (
-            jax.ShapeDtypeStruct((b, h, nc, 4, CHUNK, CHUNK), half),
-            jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
-            *[per_channel] * 3,
-            jax.ShapeDtypeStruct((b, h, nc, 2, 4, 64), jnp.float32),
-            jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
-        ),
+        body,
+        {
+            "k": k,
+            "v": v,
+            "writers": writers,
+            "d_out": d_out,
+            "d_v": d_v,
+            "states": states,
+            "ends": ends,
+        },
+        {
+            "pairs": spec((b, h, nc, 4, CHUNK, CHUNK), half),
+            "diagonals": spec((b, h, nc, CHUNK), jnp.float32),
+            "asked": per_channel,
+            "seen": per_channel,
+            "keys": per_channel,
+            "state_sums": spec((b, h, nc, 2, 4, 64), jnp.float32),
+            "beta_sums": spec((b, h, nc, 2, CHUNK), jnp.float32),
+        },
         name="gated_delta_products",
         grid=blocks_for(h * nc * b, 2),
         warpgroups=4,
-        scratch=[
-            plgpu.RefUnion(
-                plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=ROWS),
-                plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=BF16_TILE),
+        scratch={
+            "tiles": Views(
+                rows=plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=ROWS),
+                tiles=plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=BF16_TILE),
             ),
-            plgpu.SMEM((2, 2, CHUNK), jnp.float32),
-            plgpu.SMEM((2, 2, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=14, num_barriers=2),
-            plgpu.Barrier(num_arrivals=4, num_barriers=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        ],
+            "diagonals": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+            "tables": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=14, num_barriers=2),
+            "ended": plgpu.Barrier(num_arrivals=4, num_barriers=2),
+            "met": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        },
     )

@@ -2,12 +2,16 @@
 
     dR = M^T do + K' E        E <- e_64 E + scale Q^T diag(e) do - K^T diag(e) dR
 
-with E the gradient of the state at a chunk's end, ``kernel_chunks``'s M, K' and e = exp(G); dR is
-the gradient of V.  Mirrored, it is ``kernel_scan``: the same blocks, slots and registers.  What E
-is multiplied by cancels where keys are parallel, so products take E and dR in two bf16 parts.
+E is the gradient of the state at a chunk's end, and dR is the gradient of V.  M, K' and e = exp(G)
+are those of ``kernel_chunks``.  This is ``kernel_scan`` mirrored: the same blocks, slots and
+registers.  The factors of E cancel where keys are parallel, so the products take E and dR in two
+bf16 parts.
 
-With ``kernel_channels``'s operands, a decay a key channel, Q and K are from the chunk's start on
-and E <- diag(exp(G_64)) E + Q^T do - K^T dR; what is local to a chunk needs one part of E then.
+    wait c | E -> two bf16 | wgmma dR | borders, dR -> TMA | wgmma E | slot of c+1 <- TMA c-2
+
+With ``kernel_channels``'s operands, for a decay of every key channel, Q and K hold their decay from
+the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR.  The kernels inside a chunk then
+need only one part of E.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -21,141 +25,159 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
-from pallas_kernels.gated_delta.kernel_scan import (
-    STAGES,
-    by_token,
-    read_transposed,
-    store_transposed,
-    tiles,
-    tokens,
-)
+from pallas_kernels.gated_delta.kernel_scan import STAGES
+from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import CHUNK
+from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
 
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def _reverse_body(
-    q,
-    k,
-    keys,
-    weights,
-    decays,
-    d_out,
-    *rest,
-    dk: int,
-    dv: int,
-    n_chunks: int,
-    group: int,
-    by_channel: bool,
-    segments: int,
-    want_out: bool,
-    given: bool,
-):
-    rest = list(rest)
-    d_state = rest.pop(0) if given else None
-    d_v, borders = (rest.pop(0), rest.pop(0)) if want_out else (None, None)
-    first, q_union, k_union, kt_sm, m_sm, d_union, e_sm, full, empty = rest
-    (q_rows, q_sm), (k_rows, k_sm), (d_rows, d_sm) = q_union, k_union, d_union
-    parts = dk // PART
-    j, b = lax.axis_index("values"), lax.axis_index("row")
-    head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
-    wg = lax.axis_index("warpgroup")
-    per = -(-n_chunks // segments)
-    last = jnp.minimum((segment + 1) * per, n_chunks)
-    steps = jnp.maximum(last - segment * per, 0)
+class _Reverse:
+    """The program of a warpgroup: 64 value channels of a segment's chunks, from the last on.
 
-    def load(i):
-        c, slot = last - 1 - i, i % STAGES
-        rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            for x, to in ((k, k_rows), (q, q_rows)):
-                plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
-            plgpu.copy_gmem_to_smem(keys.at[b, head, rows, at], kt_sm.at[slot, part], bar)
-        for w in range(2):
-            at = pl.ds(j * VALUE_BLOCK + w * 64, 64)
-            plgpu.copy_gmem_to_smem(d_out.at[b, rows, head, at], d_rows.at[slot, w], bar)
-        plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
-        plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
+    gmem.d_state, gmem.d_v and gmem.borders may be None.
+    """
 
-    @pl.when(wg == 0)
-    def _():
-        lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
-
-    columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
-    channels = [pl.ds(part * PART, PART) for part in range(parts)]
-    if given:
-        place = d_state.at[b, head, segment]
-        state = tuple(read_state(PART, dv)(place.at[at, columns]) for at in channels)
-    else:
-        zero = jnp.zeros((64, PART), jnp.float32)
-        state = tuple(plgpu.layout_cast(zero, _WGMMA) for _ in channels)
-    mask = jnp.full((128,), -1, jnp.int32)
-
-    def body(i, state):
-        c, slot = last - 1 - i, i % STAGES
-        rows = pl.ds(c * CHUNK, CHUNK)
-        plgpu.barrier_wait(full.at[slot])
-        ends = [high_low(x) for x in state]
-        d_o = read_transposed(d_rows.at[slot, wg], mask)
-
-        def found(acc):
-            plgpu.wgmma(acc, d_o, m_sm.at[slot].transpose((1, 0)))
-            for part in range(parts):
-                for x in ends[part]:
-                    plgpu.wgmma(acc, x, kt_sm.at[slot, part].transpose((1, 0)))
-            return acc[...]
-
-        d_rest = pl.run_scoped(found, plgpu.ACC((64, CHUNK), jnp.float32))
-        if want_out:
-            for part, at in enumerate(channels):
-                for n, x in enumerate(ends[part][: 1 if by_channel else 2]):
-                    kept = borders.at[b, head, c] if by_channel else borders.at[b, head, c, n]
-                    write_rows(PART, dk)(kept.at[columns, at], x)
-        if by_channel:
-            asked, seen = d_o, high_low(-d_rest)
-        else:
-            asked = (d_o.astype(jnp.float32) * by_token(e_sm, slot, 1)).astype(jnp.bfloat16)
-            seen = high_low(d_rest * -by_token(e_sm, slot, 0))
-
-        def update(accs):
-            for part, acc in enumerate(accs):
-                plgpu.wgmma(acc, asked, q_sm.at[slot, part])
-                for x in seen:
-                    plgpu.wgmma(acc, x, k_sm.at[slot, part])
-
-        if by_channel:
-            rows_of = [plgpu.load(e_sm.at[slot, at], layout=_WGMMA.reduce(0)) for at in channels]
-            decay = [lax.broadcast_in_dim(e, (64, PART), [1]) for e in rows_of]
-        else:
-            decay = [e_sm[slot, 0, CHUNK - 1]] * parts
-        state = pl.run_state(update)(
-            tuple(plgpu.ACC.init(x * e) for x, e in zip(state, decay, strict=True))
+    def __init__(
+        self, gmem, smem, barrier, *, dk, dv, n_chunks, group, by_channel: bool, segments: int
+    ):
+        self.gmem, self.smem, self.barrier = gmem, smem, barrier
+        self.dk, self.dv, self.group, self.by_channel = dk, dv, group, by_channel
+        self.channels = [pl.ds(at, PART) for at in range(0, dk, PART)]
+        self.block, self.row = lax.axis_index("values"), lax.axis_index("row")
+        self.head, self.segment = (
+            lax.axis_index("head") // segments,
+            lax.axis_index("head") % segments,
         )
-        if want_out:
-            store_transposed(d_sm.at[slot, wg], d_rest)  # in the place of d_out
+        self.warpgroup = lax.axis_index("warpgroup")
+        per = -(-n_chunks // segments)
+        self.last = jnp.minimum((self.segment + 1) * per, n_chunks)
+        self.steps = jnp.maximum(self.last - self.segment * per, 0)
+
+    def run(self) -> None:
+        pl.when(self.warpgroup == 0)(self.fill_ring)
+        self.columns = pl.ds(self.block * VALUE_BLOCK + self.warpgroup * 64, 64)
+        state = self.first_state()
+        self.mask = jnp.full((128,), -1, jnp.int32)
+        state = lax.fori_loop(0, self.steps, self.chunk, state)
+        for part, at in enumerate(self.channels):
+            to = self.gmem.first.at[self.row, self.head, self.segment, at, self.columns]
+            write_state(self.dv)(to, state[part])
+        plgpu.wait_smem_to_gmem(0)
+
+    def first_state(self):
+        """E at the segment's end, by parts of the key channels."""
+        if self.gmem.d_state is not None:
+            place = self.gmem.d_state.at[self.row, self.head, self.segment]
+            return tuple(
+                read_state(PART, self.dv)(place.at[at, self.columns]) for at in self.channels
+            )
+        zero = jnp.zeros((64, PART), jnp.float32)
+        return tuple(plgpu.layout_cast(zero, _WGMMA) for _ in self.channels)
+
+    # --- copies ---
+
+    def fill_ring(self) -> None:
+        lax.fori_loop(0, jnp.minimum(2, self.steps), lambda i, _: self.load(i), None)
+
+    def load(self, i) -> None:
+        gmem, smem, b, head = self.gmem, self.smem, self.row, self.head
+        c, slot = self.last - 1 - i, i % STAGES
+        rows, bar = pl.ds(c * CHUNK, CHUNK), self.barrier.full.at[slot]
+        for part, _ in enumerate(self.channels):
+            at = pl.ds(part * PART, PART)
+            for x, to in ((gmem.k, smem.k), (gmem.q, smem.q)):
+                source = x.at[b, rows, head // self.group, at]
+                plgpu.copy_gmem_to_smem(source, to.rows.at[slot, part], bar)
+            plgpu.copy_gmem_to_smem(gmem.keys.at[b, head, rows, at], smem.keys.at[slot, part], bar)
+        for w in range(2):
+            at = pl.ds(self.block * VALUE_BLOCK + w * 64, 64)
+            source = gmem.d_out.at[b, rows, head, at]
+            plgpu.copy_gmem_to_smem(source, smem.d_out.rows.at[slot, w], bar)
+        plgpu.copy_gmem_to_smem(gmem.decays.at[b, head, c], smem.decays.at[slot], bar)
+        plgpu.copy_gmem_to_smem(gmem.weights.at[b, head, rows], smem.weights.at[slot], bar)
+
+    def release(self, i) -> None:
+        """Give up the slot before, and start the copies into it."""
+        barrier = self.barrier
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(barrier.empty.at[(i - 1) % STAGES]))
+        pl.when((self.warpgroup == 0) & (i + 2 < self.steps))(lambda: self.refill(i))
+
+    def refill(self, i) -> None:
+        empty = self.barrier.empty
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
+        self.load(i + 2)
+
+    # --- a chunk ---
+
+    def chunk(self, i, state):
+        """wait | E -> two bf16 | wgmma dR | borders, dR -> TMA | wgmma E | slot <- TMA"""
+        gmem, smem, own = self.gmem, self.smem, self.warpgroup
+        c, slot = self.last - 1 - i, i % STAGES
+        rows = pl.ds(c * CHUNK, CHUNK)
+        plgpu.barrier_wait(self.barrier.full.at[slot])
+        ends = [high_low(x) for x in state]
+        d_o = read_transposed(smem.d_out.rows.at[slot, own], self.mask)
+        found = functools.partial(self.d_rest, slot, d_o, ends)
+        d_rest = pl.run_scoped(found, plgpu.ACC((64, CHUNK), jnp.float32))
+        if gmem.d_v is not None:
+            self.store_borders(c, ends)
+        state = self.update(slot, state, d_o, d_rest)
+        if gmem.d_v is not None:
+            store_transposed(smem.d_out.tiles.at[slot, own], d_rest)  # in the place of d_out
         plgpu.commit_smem()
-        if want_out:
-            plgpu.copy_smem_to_gmem(d_rows.at[slot, wg], d_v.at[b, rows, head, columns])
+        if gmem.d_v is not None:
+            to = gmem.d_v.at[self.row, rows, self.head, self.columns]
+            plgpu.copy_smem_to_gmem(smem.d_out.rows.at[slot, own], to)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(empty.at[(i - 1) % STAGES])
-
-        @pl.when((wg == 0) & (i + 2 < steps))
-        def _():
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
-            load(i + 2)
-
+        self.release(i)
         return tuple(state)
 
-    state = lax.fori_loop(0, steps, body, state)
-    for part, at in enumerate(channels):
-        write_state(dv)(first.at[b, head, segment, at, columns], state[part])
-    plgpu.wait_smem_to_gmem(0)
+    def d_rest(self, slot, d_o, ends, acc):
+        """dR^T = do^T M + E^T K'^T"""
+        plgpu.wgmma(acc, d_o, self.smem.weights.at[slot].transpose((1, 0)))
+        for part, both in enumerate(ends):
+            for x in both:
+                plgpu.wgmma(acc, x, self.smem.keys.at[slot, part].transpose((1, 0)))
+        return acc[...]
+
+    def store_borders(self, c, ends) -> None:
+        """E^T at the chunk's end; with a decay a channel rounded, else in two parts."""
+        borders = self.gmem.borders
+        for part, at in enumerate(self.channels):
+            for n, x in enumerate(ends[part][: 1 if self.by_channel else 2]):
+                place = self.row, self.head, c
+                kept = borders.at[place] if self.by_channel else borders.at[*place, n]
+                write_rows(PART, self.dk)(kept.at[self.columns, at], x)
+
+    def update(self, slot, state, d_o, d_rest):
+        """E at the chunk's start."""
+        smem = self.smem
+        if self.by_channel:
+            asked, seen = d_o, high_low(-d_rest)
+        else:
+            asked = (d_o.astype(jnp.float32) * by_token(smem.decays, slot, 1)).astype(jnp.bfloat16)
+            seen = high_low(d_rest * -by_token(smem.decays, slot, 0))
+
+        def products(accs):
+            for part, acc in enumerate(accs):
+                plgpu.wgmma(acc, asked, smem.q.tiles.at[slot, part])
+                for x in seen:
+                    plgpu.wgmma(acc, x, smem.k.tiles.at[slot, part])
+
+        if self.by_channel:
+            rows_of = [
+                plgpu.load(smem.decays.at[slot, at], layout=_WGMMA.reduce(0))
+                for at in self.channels
+            ]
+            decay = [lax.broadcast_in_dim(e, (64, PART), [1]) for e in rows_of]
+        else:
+            decay = [smem.decays[slot, 0, CHUNK - 1]] * len(self.channels)
+        return pl.run_state(products)(
+            tuple(plgpu.ACC.init(x * e) for x, e in zip(state, decay, strict=True))
+        )
 
 
 def reverse_scan(
@@ -169,37 +191,48 @@ def reverse_scan(
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]
     nc, parts, by_channel = -(-t // CHUNK), dk // PART, decays.ndim == 4
-    body = functools.partial(
-        _reverse_body,
-        dk=dk,
-        dv=dv,
-        n_chunks=nc,
-        group=h // hk,
-        by_channel=by_channel,
-        segments=segments,
-        want_out=want_out,
-        given=d_state is not None,
-    )
-    out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, dv), jnp.float32)]
-    if want_out:
-        kept = () if by_channel else (2,)
-        borders = jax.ShapeDtypeStruct((b, h, nc, *kept, dv, dk), jnp.bfloat16)
-        out_type = [jax.ShapeDtypeStruct((b, t, h, dv), d_out.dtype), borders, *out_type]
-    return launch(
+    options = {
+        "dk": dk,
+        "dv": dv,
+        "n_chunks": nc,
+        "group": h // hk,
+        "by_channel": by_channel,
+        "segments": segments,
+    }
+
+    def body(gmem, smem, barrier):
+        _Reverse(gmem, smem, barrier, **options).run()
+
+    spec = jax.ShapeDtypeStruct
+    borders = (b, h, nc, *(() if by_channel else (2,)), dv, dk)
+    results = launch(
         body,
-        (q, k, keys, weights, decays, d_out, d_state),
-        tuple(out_type),
+        {
+            "q": q,
+            "k": k,
+            "keys": keys,
+            "weights": weights,
+            "decays": decays,
+            "d_out": d_out,
+            "d_state": d_state,
+        },
+        {
+            "d_v": spec((b, t, h, dv), d_out.dtype) if want_out else None,
+            "borders": spec(borders, jnp.bfloat16) if want_out else None,
+            "first": spec((b, h, segments, dk, dv), jnp.float32),
+        },
         name="gated_delta_reverse",
         grid={"values": dv // VALUE_BLOCK, "head": h * segments, "row": b},
         warpgroups=2,
-        scratch=[
-            tokens(STAGES, parts, CHUNK, PART),
-            tokens(STAGES, parts, CHUNK, PART),
-            tiles(STAGES, parts, CHUNK, PART),
-            tiles(STAGES, CHUNK, CHUNK),
-            tokens(STAGES, 2, CHUNK, 64),
-            plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
-            plgpu.Barrier(num_arrivals=3 * parts + 2 + 2, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        ],
+        scratch={
+            "q": tokens(STAGES, parts, CHUNK, PART),
+            "k": tokens(STAGES, parts, CHUNK, PART),
+            "keys": tiles(STAGES, parts, CHUNK, PART),
+            "weights": tiles(STAGES, CHUNK, CHUNK),
+            "d_out": tokens(STAGES, 2, CHUNK, 64),
+            "decays": plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=3 * parts + 2 + 2, num_barriers=STAGES),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        },
     )
+    return [result for result in results if result is not None]

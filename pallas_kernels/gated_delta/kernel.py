@@ -79,10 +79,10 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 12
     blocks = n_rows * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
     of_identity = n_rows * n_heads * (1 + wide) ** 2
 
-    def microseconds(n: int) -> float:
-        def chunk(blocks: int, at_rate: float) -> float:
-            return max((2.0 if wide else 1.4) * -(-blocks // gpu().sms), at_rate * blocks)
+    def chunk(blocks: int, at_rate: float) -> float:
+        return max((2.0 if wide else 1.4) * -(-blocks // gpu().sms), at_rate * blocks)
 
+    def microseconds(n: int) -> float:
         scans = chunk(n * blocks, 0.021)
         if n > 1:
             scans += chunk(n * (blocks + of_identity), 0.0115)

@@ -1,23 +1,24 @@
-"""The gated delta rule's work inside a chunk on Hopper, for a decay of every key channel (Kimi
-Delta Attention): what ``kernel_scan`` needs of every chunk, all chunks at once.
+"""The gated delta rule's work inside a chunk on Hopper, for a decay of every key channel.
 
-``kernel_chunks`` with G_i a vector: the decay goes into the products' operands,
+That is Kimi Delta Attention; the results are the operands of ``kernel_scan``, for all chunks at
+once.  It is ``kernel_chunks`` with vectors G_i, and the decay goes into the products' operands:
 
     A  = beta_i sum_d k_i k_j exp(G_i - G_j) below the diagonal     X = (I + A)^-1 diag(beta)
     P  = scale sum_d q_i k_j exp(G_i - G_j) with the diagonal       M = P X
     K' = X^T (K exp(G_64 - G))       Q <- scale Q exp(G)       K <- K exp(G)
 
-so that o = Q S + M R, R = V - K S, S <- diag(exp(G_64)) S + K'^T R.  No exponential is taken but
+These give o = Q S + M R, R = V - K S, S <- diag(exp(G_64)) S + K'^T R.  The only exponential is
 that of log_decay, once an element: ``kernel_tree`` multiplies up from there.
 
 Two workers (warpgroups) of a block, one block to an SM, each walk their own list of chunks and
 value heads:
 
-    TMA q k g | per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X | M, K' | TMA out
-                                                  first 64 channels of the next chunk | TMA ...
+    TMA q k g | gate_slices, per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X
+    | mix: M, K' -> TMA              first 64 channels of the next chunk (``begin``) | TMA ...
 
 Floor: 15 bytes per element of q at Dk = 128 (8 in, 7 out), 0.234 ms at (1, 8192, 64, 128, 128).
-Result: 0.438 on one H200.  What was tried: NOTES.md.
+Result: 0.438 on one H200.  Attempts: NOTES.md.  Command:
+``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import kernel_tree as tree
 from pallas_kernels.gated_delta.kernel_chunks import PART, array, high_low
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
@@ -127,121 +128,158 @@ def _inverse_call(scale: float):
     return call
 
 
-def _channels_body(
-    q,
-    k,
-    g,
-    beta,
-    *rest,
-    length: int,
-    scale: float,
-    group: int,
-    parts: int,
-    sizes: tuple[int, int, int],
-    ragged: bool,
-    save: bool,
-):
-    rest = list(rest)
-    lengths = rest.pop(0) if ragged else None
-    writers = rest.pop(5) if save else None
-    queries, from_start, keys, weights, decay, unions, scratch_all, bars = rest
-    n_heads, n_chunks, n_rows = sizes
-    wg, n_items, item_of = worker_items(n_heads * n_chunks * n_rows, WARPGROUPS)
-    rows_of, floats_of, tiles_of = (x.at[wg] for x in unions)
-    scratch, ready = scratch_all.at[wg], bars.at[wg]
+class _Worker:
+    """The program of a warpgroup: its chunks and value heads."""
 
-    def place(i):
-        return digits(item_of(i), n_heads, n_chunks)
+    def __init__(
+        self,
+        gmem,
+        smem,
+        barrier,
+        *,
+        length: int,
+        scale: float,
+        group: int,
+        parts: int,
+        sizes: tuple[int, int, int],
+    ):
+        self.gmem, self.length, self.scale, self.group = gmem, length, scale, group
+        self.parts, self.ragged = parts, gmem.lengths is not None
+        self.n_heads, self.n_chunks, n_rows = sizes
+        n_work = self.n_heads * self.n_chunks * n_rows
+        own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
+        views = smem.tiles.rows, smem.tiles.floats, smem.tiles.tiles
+        self.rows_of, self.floats_of, self.tiles_of = (x.at[own] for x in views)
+        self.scratch, self.ready = smem.scratch.at[own], barrier.ready.at[own]
 
-    def limit_of(i):
-        _, c, b = place(i)
-        return (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
+    def run(self) -> None:
+        self.begin(0)
+        lax.fori_loop(0, self.n_items, self.item, None)
+        plgpu.wait_smem_to_gmem(0)
 
-    def load(i, part):
-        head, c, b = place(i)
+    def place(self, i):
+        """(head, chunk, row) of item i."""
+        return digits(self.item_of(i), self.n_heads, self.n_chunks)
+
+    def limit_of(self, i):
+        """Tokens of the row from the item's chunk on."""
+        _, c, b = self.place(i)
+        length = self.length
+        if self.ragged:
+            length = jnp.minimum(self.gmem.lengths[b], length)
+        return length - c * CHUNK
+
+    # --- copies ---
+
+    def begin(self, i) -> None:
+        """Load the first slice of an item: its tiles are free before those of the results are."""
+        pl.when(i < self.n_items)(lambda: self.load_alive(i))
+
+    def load_alive(self, i) -> None:
+        if self.ragged:
+            pl.when(self.limit_of(i) > 0)(lambda: self.load(i, 0))
+        else:
+            self.load(i, 0)
+
+    def load(self, i, part: int) -> None:
+        gmem, (head, c, b) = self.gmem, self.place(i)
         rows, at = pl.ds(c * CHUNK, CHUNK), pl.ds(part * PART, PART)
-        slot, bar = tree.SLOTS[part], ready.at[part]
+        slot, bar = tree.SLOTS[part], self.ready.at[part]
         for half in range(2):
             columns = pl.ds(part * PART + 32 * half, 32)
-            place_of = floats_of.at[slot.gates + half]
-            plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], place_of, bar)
-        for x, tile in ((q, slot.q), (k, slot.k)):
-            plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], rows_of.at[tile], bar)
+            to = self.floats_of.at[slot.gates + half]
+            plgpu.copy_gmem_to_smem(gmem.g.at[b, rows, head, columns], to, bar)
+        for x, tile in ((gmem.q, slot.q), (gmem.k, slot.k)):
+            source = x.at[b, rows, head // self.group, at]
+            plgpu.copy_gmem_to_smem(source, self.rows_of.at[tile], bar)
 
-    def begin(i):
-        """The first slice of an item, whose tiles are free before those of the results are."""
+    # --- computing ---
 
-        @pl.when(i < n_items)
-        def _():
-            pl.when(limit_of(i) > 0)(lambda: load(i, 0)) if ragged else load(i, 0)
-
-    begin(0)
-
-    def item(i, _):
-        def work():
-            head, c, b = place(i)
-            rows, limit = pl.ds(c * CHUNK, CHUNK), limit_of(i)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if parts > 1:
-                load(i, 1)
-            left = jnp.full((128,), limit, jnp.int32)
-            _betas_call(4 * beta.shape[-1])(beta.at[b, rows, head], scratch, left)
-            sums = ()
-            for part in range(parts):
-                slot, at = tree.SLOTS[part], pl.ds(part * PART, PART)
-                plgpu.barrier_wait(ready.at[part])
-                call = _slice_call(slot, scale, not part, ragged)
-                sums = (call(rows_of, scratch, decay.at[b, head, c, at], left, *sums),)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(rows_of.at[slot.q], queries.at[b, rows, head, at])
-                plgpu.copy_smem_to_gmem(rows_of.at[slot.near], from_start.at[b, rows, head, at])
-            plgpu.wait_smem_to_gmem(2 if parts > 1 else 0, wait_read_only=True)  # the first's
-            _spread_call(rows_of, *sums)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            x = _inverse_call(scale)(rows_of, scratch)
-            plgpu.commit_smem()
-            high, low = high_low(x)
-            if save:  # in the place of A, which all warps have read
-                for n, part in enumerate((high, low)):
-                    tiles_of[tree.KEYS + n] = part
-                plgpu.commit_smem()
-                for n in range(2):
-                    place_of = writers.at[b, head, n, rows]
-                    plgpu.copy_smem_to_gmem(rows_of.at[tree.KEYS + n], place_of)
-            square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-
-            def scores(acc):
-                for left, n in ((high, 0), (high, 1), (low, 0)):
-                    plgpu.wgmma(acc, left, tiles_of.at[tree.SCORES + n].transpose((1, 0)))
-                return acc[...]
-
-            def ends(acc, part):
-                for left in (high, low):
-                    plgpu.wgmma(acc, left, tiles_of.at[tree.SLOTS[part].k])
-                return acc[...]
-
-            tiles_of[tree.MIXED] = pl.run_scoped(scores, square).astype(q.dtype)
-            for part in range(parts):
-                summed = pl.run_scoped(functools.partial(ends, part=part), square)
-                tiles_of[tree.BLOCKS + part] = summed.astype(q.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(rows_of.at[tree.MIXED], weights.at[b, head, rows])
-            for part in range(parts):
-                at = pl.ds(part * PART, PART)
-                plgpu.copy_smem_to_gmem(rows_of.at[tree.BLOCKS + part], keys.at[b, head, rows, at])
-            if save:
-                plgpu.wait_smem_to_gmem(1 + parts, wait_read_only=True)
-            begin(i + 1)
-
-        if not ragged:
-            work()
+    def item(self, i, _) -> None:
+        if not self.ragged:
+            self.compute(i)
             return
-        alive = limit_of(i) > 0
-        pl.when(alive)(work)
-        pl.when(jnp.logical_not(alive))(lambda: begin(i + 1))
+        alive = self.limit_of(i) > 0
+        pl.when(alive)(lambda: self.compute(i))
+        pl.when(jnp.logical_not(alive))(lambda: self.begin(i + 1))
 
-    lax.fori_loop(0, n_items, item, None)
-    plgpu.wait_smem_to_gmem(0)
+    def compute(self, i) -> None:
+        """levels, gated q, k -> TMA | A, P | X | M, K' -> TMA"""
+        head, c, b = self.place(i)
+        rows, limit = pl.ds(c * CHUNK, CHUNK), self.limit_of(i)
+        at = b, head, c, rows
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.parts > 1:
+            self.load(i, 1)
+        left = jnp.full((128,), limit, jnp.int32)
+        beta = self.gmem.beta
+        _betas_call(4 * beta.shape[-1])(beta.at[b, rows, head], self.scratch, left)
+        sums = self.gate_slices(at, left)
+        # The first slice's results have left.
+        plgpu.wait_smem_to_gmem(2 if self.parts > 1 else 0, wait_read_only=True)
+        _spread_call(self.rows_of, *sums)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        x = _inverse_call(self.scale)(self.rows_of, self.scratch)
+        plgpu.commit_smem()
+        high, low = high_low(x)
+        if self.gmem.writers is not None:
+            self.store_writers(at, high, low)
+        self.mix(at, high, low)
+        if self.gmem.writers is not None:
+            plgpu.wait_smem_to_gmem(1 + self.parts, wait_read_only=True)
+        self.begin(i + 1)
+
+    def gate_slices(self, at, left):
+        """The levels' sums over all slices of 64 channels; q and k with their decay go out."""
+        gmem, rows_of, (b, head, c, rows) = self.gmem, self.rows_of, at
+        sums = ()
+        for part in range(self.parts):
+            slot, columns = tree.SLOTS[part], pl.ds(part * PART, PART)
+            plgpu.barrier_wait(self.ready.at[part])
+            call = _slice_call(slot, self.scale, not part, self.ragged)
+            decay = gmem.decay.at[b, head, c, columns]
+            sums = (call(rows_of, self.scratch, decay, left, *sums),)
+            plgpu.commit_smem()
+            to = gmem.queries.at[b, rows, head, columns]
+            plgpu.copy_smem_to_gmem(rows_of.at[slot.q], to)
+            to = gmem.from_start.at[b, rows, head, columns]
+            plgpu.copy_smem_to_gmem(rows_of.at[slot.near], to)
+        return sums
+
+    def store_writers(self, at, high, low) -> None:
+        """X^T, through the place of A, which all warps have read."""
+        b, head, _, rows = at
+        for n, part in enumerate((high, low)):
+            self.tiles_of[tree.KEYS + n] = part
+        plgpu.commit_smem()
+        for n in range(2):
+            to = self.gmem.writers.at[b, head, n, rows]
+            plgpu.copy_smem_to_gmem(self.rows_of.at[tree.KEYS + n], to)
+
+    def mix(self, at, high, low) -> None:
+        """M and K'."""
+        gmem, tiles_of, (b, head, _, rows) = self.gmem, self.tiles_of, at
+        square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+
+        def scores(acc):
+            for left, n in ((high, 0), (high, 1), (low, 0)):
+                plgpu.wgmma(acc, left, tiles_of.at[tree.SCORES + n].transpose((1, 0)))
+            return acc[...]
+
+        def ends(acc, part):
+            for left in (high, low):
+                plgpu.wgmma(acc, left, tiles_of.at[tree.SLOTS[part].k])
+            return acc[...]
+
+        tiles_of[tree.MIXED] = pl.run_scoped(scores, square).astype(gmem.q.dtype)
+        for part in range(self.parts):
+            summed = pl.run_scoped(functools.partial(ends, part=part), square)
+            tiles_of[tree.BLOCKS + part] = summed.astype(gmem.q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.rows_of.at[tree.MIXED], gmem.weights.at[b, head, rows])
+        for part in range(self.parts):
+            to = gmem.keys.at[b, head, rows, pl.ds(part * PART, PART)]
+            plgpu.copy_smem_to_gmem(self.rows_of.at[tree.BLOCKS + part], to)
 
 
 def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
@@ -255,38 +293,40 @@ def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool =
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
-    body = functools.partial(
-        _channels_body,
-        length=t,
-        scale=scale,
-        group=h // hk,
-        parts=parts,
-        sizes=(h, nc, b),
-        ragged=lengths is not None,
-        save=save,
-    )
-    tiles, half = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16
-    return launch(
+    options = {
+        "length": t,
+        "scale": scale,
+        "group": h // hk,
+        "parts": parts,
+        "sizes": (h, nc, b),
+    }
+
+    def body(gmem, smem, barrier):
+        _Worker(gmem, smem, barrier, **options).run()
+
+    tiles, half, spec = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16, jax.ShapeDtypeStruct
+    results = launch(
         body,
-        (q, k, log_decay, beta, lengths),
-        (
-            jax.ShapeDtypeStruct((b, t, h, dk), half),
-            jax.ShapeDtypeStruct((b, t, h, dk), half),
-            jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half),
-            jax.ShapeDtypeStruct((b, h, nc * CHUNK, CHUNK), half),
-            jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
-            *([jax.ShapeDtypeStruct((b, h, 2, nc * CHUNK, CHUNK), half)] if save else []),
-        ),
+        {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
+        {
+            "queries": spec((b, t, h, dk), half),
+            "from_start": spec((b, t, h, dk), half),
+            "keys": spec((b, h, nc * CHUNK, dk), half),
+            "weights": spec((b, h, nc * CHUNK, CHUNK), half),
+            "decay": spec((b, h, nc, dk), jnp.float32),
+            "writers": spec((b, h, 2, nc * CHUNK, CHUNK), half) if save else None,
+        },
         name="gated_delta_channels",
         grid=blocks_for(h * nc * b, WARPGROUPS),
         warpgroups=WARPGROUPS,
-        scratch=[
-            plgpu.RefUnion(
-                plgpu.SMEM(tiles, half, transforms=ROWS),
-                plgpu.SMEM((*tiles[:3], 32), jnp.float32, transforms=ROWS),
-                plgpu.SMEM(tiles, half, transforms=BF16_TILE),
+        scratch={
+            "tiles": Views(
+                rows=plgpu.SMEM(tiles, half, transforms=ROWS),
+                floats=plgpu.SMEM((*tiles[:3], 32), jnp.float32, transforms=ROWS),
+                tiles=plgpu.SMEM(tiles, half, transforms=BF16_TILE),
             ),
-            plgpu.SMEM((WARPGROUPS, tree.WORDS), jnp.float32),
-            plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, parts)),
-        ],
+            "scratch": plgpu.SMEM((WARPGROUPS, tree.WORDS), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, parts)),
+        },
     )
+    return results if save else results[:-1]

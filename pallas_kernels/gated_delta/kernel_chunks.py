@@ -1,27 +1,29 @@
-"""The gated delta rule's work inside a chunk on Hopper: what ``kernel_scan`` needs of every chunk,
-all chunks at once.
+"""The gated delta rule's work inside a chunk on Hopper: ``kernel_scan``'s operands, all chunks at
+once.
 
-With G the sums of log_decay from a chunk's start, D_ij = exp(G_i - G_j) for j <= i,
+With G the sums of log_decay from a chunk's start and D_ij = exp(G_i - G_j) for j <= i:
 
     A  = beta_i (k_i . k_j) D_ij below the diagonal         X = (I + A)^-1 diag(beta)
     M  = (scale q_i . k_j D_ij, j <= i) X                   [64, 64]
     K' = X^T diag(exp(G_64 - G)) K                          [64, Dk]
 
-so that, from a chunk's first state S and R = V - diag(exp(G)) K S,
+From a chunk's first state S and R = V - diag(exp(G)) K S they give
 
-    o = scale diag(exp(G)) Q S + M R                        S <- exp(G_64) S + K'^T R.
+    o = scale diag(exp(G)) Q S + M R                        S <- exp(G_64) S + K'^T R
 
-That is the WY form with its inverse taken to the left: fla multiplies X into V and K, which leaves
+This is the WY form with its inverse taken to the left.  fla multiplies X into V and K.  That leaves
 two products with the tokens between a state and the next, and rounds u = X R, whose errors add up
-where keys are parallel; M and K' are formed here once, from operands of 16 bits and more, and where
-keys are parallel their entries are small.
+where keys are parallel.  Here M and K' are formed once, from operands of 16 bits and more, and
+their entries are small where keys are parallel.
 
-One block of one warpgroup a chunk and value head, several to an SM, one after the other:
+One block of one warpgroup per chunk and value head, several to an SM, one after the other:
 
-    TMA q k | sums of log_decay | k k^T, q k^T | A, P | X (``kernel_inverse``) | M, K' | TMA out
+    load: TMA q k, sums of log_decay | products: k k^T, q k^T | A, P | X (``kernel_inverse``)
+    | scores, sums: M, K' | store: TMA out
 
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
-at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  What was tried: NOTES.md.
+at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  Attempts: NOTES.md.  Command:
+``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.jax_internals import ir, llvm, vector
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS, TILE
+from pallas_kernels.recurrence.channels import CHUNK, ROWS, TILE, tokens
 
 PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA
@@ -137,100 +139,113 @@ def high_low(ctx, x):
     return parts_array([[inverse.split(pair) for pair in tile] for tile in pairs(x)])
 
 
-def _chunk_body(
-    q,
-    k,
-    g,
-    beta,
-    *rest,
-    length: int,
-    scale: float,
-    group: int,
-    parts: int,
-    ragged: bool,
-    save: bool,
-):
-    rest = list(rest)
-    lengths = rest.pop(0) if ragged else None
-    keys, weights, decays = rest[:3]
-    inverses = rest.pop(3) if save else None
-    q_union, k_union, a_union, scratch, ready = rest[3:]
-    (q_rows, q_sm), (k_rows, k_sm), (a_rows, a_sm) = q_union, k_union, a_union
-    head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
-    rows = pl.ds(c * CHUNK, CHUNK)
-    limit = (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
+class _Chunk:
+    """The program of a block, one warpgroup: a chunk of a value head."""
 
-    def work():
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, at], q_rows.at[part], ready)
-            plgpu.copy_gmem_to_smem(k.at[b, rows, head // group, at], k_rows.at[part], ready)
-        vectors_call(scale, 4 * g.shape[-1])(
-            scratch,
-            g.at[b, rows, head],
-            beta.at[b, rows, head],
-            decays.at[b, head, c],
-            jnp.full((128,), limit, jnp.int32),
-        )
-        plgpu.barrier_wait(ready)
-        if ragged:
+    def __init__(self, gmem, smem, barrier, *, length: int, scale: float, group: int, parts: int):
+        self.gmem, self.smem, self.barrier = gmem, smem, barrier
+        self.scale, self.group = scale, group
+        self.parts = [pl.ds(part * PART, PART) for part in range(parts)]  # of the key channels
+        self.head, self.chunk, self.row = (lax.axis_index(x) for x in ("head", "chunk", "row"))
+        self.rows = pl.ds(self.chunk * CHUNK, CHUNK)
+        if gmem.lengths is not None:
+            length = jnp.minimum(gmem.lengths[self.row], length)
+        self.limit = length - self.chunk * CHUNK  # tokens of the row from here on
 
-            @pl.when(limit < CHUNK)
-            def _():
-                for part in range(parts):
-                    tile = plgpu.load(k_sm.at[part], layout=_WGMMA)
-                    token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, PART), 0, layout=_WGMMA)
-                    k_sm[part] = jnp.where(token < limit, tile, jnp.zeros_like(tile))
-                plgpu.commit_smem()
+    def run(self) -> None:
+        if self.gmem.lengths is not None:
+            pl.when(self.limit > 0)(self.compute)
+        else:
+            self.compute()
 
-        def products(kk, qk):
-            for acc, left in ((kk, k_sm), (qk, q_sm)):
-                for part in range(parts):
-                    plgpu.wgmma(acc, left.at[part], k_sm.at[part].transpose((1, 0)))
-            return kk[...], qk[...]
-
+    def compute(self) -> None:
+        """k k^T, q k^T | X | M, K' | TMA out"""
+        gmem, smem = self.gmem, self.smem
+        self.load()
+        if gmem.lengths is not None:
+            pl.when(self.limit < CHUNK)(self.clear_keys)
         square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-        kk, qk = pl.run_scoped(products, square, square)
-        high, low = _inverse_call(scale, save)(scratch, q_rows, a_rows, kk, qk)
+        kk, qk = pl.run_scoped(self.products, square, square)
+        save = gmem.inverses is not None
+        invert = _inverse_call(self.scale, save)
+        high, low = invert(smem.scratch, smem.q.rows, smem.a.rows, kk, qk)
         plgpu.commit_smem()
         if save:
             for n in range(2):
-                plgpu.copy_smem_to_gmem(a_rows.at[n], inverses.at[b, head, n, rows])
-
-        def vector(at, axis):
-            place = scratch.at[pl.ds(at // 4, CHUNK)]
-            x = plgpu.load(place, layout=_WGMMA.reduce(1 - axis))
-            return lax.broadcast_in_dim(x, (CHUNK, CHUNK), [axis])
-
-        def scores(acc):
-            for left, n in ((high, 0), (high, 1), (low, 0)):
-                plgpu.wgmma(acc, left, q_sm.at[n].transpose((1, 0)))
-            x = high.astype(jnp.float32) + low.astype(jnp.float32)
-            return acc[...], *high_low(x * vector(inverse.TO_END, 1))
-
-        scored, *moved = pl.run_scoped(scores, square)
-        betas = vector(inverse.BETA, 0)
-
-        def sums(acc, part):
-            for left in moved:
-                plgpu.wgmma(acc, left, k_sm.at[part])
-            return acc[...]
-
+                to = gmem.inverses.at[self.row, self.head, n, self.rows]
+                plgpu.copy_smem_to_gmem(smem.a.rows.at[n], to)
+        scored, *moved = pl.run_scoped(functools.partial(self.scores, high, low), square)
+        betas = self.vector(inverse.BETA, 0)
         if save:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        a_sm[0] = (scored * betas).astype(q.dtype)
+        smem.a.tiles[0] = (scored * betas).astype(gmem.q.dtype)
         plgpu.commit_smem()  # and now P
-        for part in range(parts):
-            x = pl.run_scoped(functools.partial(sums, part=part), square)
-            q_sm[part] = (x * betas).astype(q.dtype)
+        for part in range(len(self.parts)):
+            x = pl.run_scoped(functools.partial(self.sums, moved, part), square)
+            smem.q.tiles[part] = (x * betas).astype(gmem.q.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(a_rows.at[0], weights.at[b, head, rows])
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            plgpu.copy_smem_to_gmem(q_rows.at[part], keys.at[b, head, rows, at])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.store()
 
-    pl.when(limit > 0)(work) if ragged else work()
+    def load(self) -> None:
+        """q and k, and the sums of log_decay."""
+        gmem, smem, ready = self.gmem, self.smem, self.barrier.ready
+        b, head = self.row, self.head
+        for part, at in enumerate(self.parts):
+            for x, to in ((gmem.q, smem.q), (gmem.k, smem.k)):
+                source = x.at[b, self.rows, head // self.group, at]
+                plgpu.copy_gmem_to_smem(source, to.rows.at[part], ready)
+        vectors_call(self.scale, 4 * gmem.g.shape[-1])(
+            smem.scratch,
+            gmem.g.at[b, self.rows, head],
+            gmem.beta.at[b, self.rows, head],
+            gmem.decays.at[b, head, self.chunk],
+            jnp.full((128,), self.limit, jnp.int32),
+        )
+        plgpu.barrier_wait(ready)
+
+    def clear_keys(self) -> None:
+        """Zeros for the keys past the row's end."""
+        keys = self.smem.k.tiles
+        for part in range(len(self.parts)):
+            tile = plgpu.load(keys.at[part], layout=_WGMMA)
+            token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, PART), 0, layout=_WGMMA)
+            keys[part] = jnp.where(token < self.limit, tile, jnp.zeros_like(tile))
+        plgpu.commit_smem()
+
+    def products(self, kk, qk):
+        """k k^T, q k^T"""
+        keys = self.smem.k.tiles
+        for acc, left in ((kk, keys), (qk, self.smem.q.tiles)):
+            for part in range(len(self.parts)):
+                plgpu.wgmma(acc, left.at[part], keys.at[part].transpose((1, 0)))
+        return kk[...], qk[...]
+
+    def vector(self, at: int, axis: int):
+        """A chunk's vector over rows (axis 0) or columns (1) of [64, 64]."""
+        place = self.smem.scratch.at[pl.ds(at // 4, CHUNK)]
+        x = plgpu.load(place, layout=_WGMMA.reduce(1 - axis))
+        return lax.broadcast_in_dim(x, (CHUNK, CHUNK), [axis])
+
+    def scores(self, high, low, acc):
+        """M^T before beta, and the two parts of X^T diag(exp(G_64 - G))."""
+        for left, n in ((high, 0), (high, 1), (low, 0)):
+            plgpu.wgmma(acc, left, self.smem.q.tiles.at[n].transpose((1, 0)))
+        x = high.astype(jnp.float32) + low.astype(jnp.float32)
+        return acc[...], *high_low(x * self.vector(inverse.TO_END, 1))
+
+    def sums(self, moved, part: int, acc):
+        """K' of some key channels, before beta."""
+        for left in moved:
+            plgpu.wgmma(acc, left, self.smem.k.tiles.at[part])
+        return acc[...]
+
+    def store(self) -> None:
+        gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
+        plgpu.copy_smem_to_gmem(smem.a.rows.at[0], gmem.weights.at[*at, self.rows])
+        for part, columns in enumerate(self.parts):
+            to = gmem.keys.at[*at, self.rows, columns]
+            plgpu.copy_smem_to_gmem(smem.q.rows.at[part], to)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
@@ -243,39 +258,29 @@ def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
-    body = functools.partial(
-        _chunk_body,
-        length=t,
-        scale=scale,
-        group=h // hk,
-        parts=parts,
-        ragged=lengths is not None,
-        save=save,
-    )
+    options = {"length": t, "scale": scale, "group": h // hk, "parts": parts}
 
-    def tokens(n):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
-        shape = (n, CHUNK, PART)
-        return plgpu.RefUnion(
-            plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS),
-            plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE),
-        )
+    def body(gmem, smem, barrier):
+        _Chunk(gmem, smem, barrier, **options).run()
 
-    return launch(
+    spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
+    results = launch(
         body,
-        (q, k, log_decay, beta, lengths),
-        (
-            jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, nc * CHUNK, CHUNK), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
-            *([jax.ShapeDtypeStruct((b, h, 2, nc * CHUNK, CHUNK), jnp.bfloat16)] if save else []),
-        ),
+        {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
+        {
+            "keys": spec((b, h, nc * CHUNK, dk), half),
+            "weights": spec((b, h, nc * CHUNK, CHUNK), half),
+            "decays": spec((b, h, nc, 2, CHUNK), jnp.float32),
+            "inverses": spec((b, h, 2, nc * CHUNK, CHUNK), half) if save else None,
+        },
         name="gated_delta_chunks",
         grid={"head": h, "chunk": nc, "row": b},
-        scratch=[
-            tokens(max(parts, 2)),
-            tokens(parts),
-            tokens(2),
-            inverse.WORDS,
-            plgpu.Barrier(num_arrivals=2 * parts),
-        ],
+        scratch={
+            "q": tokens(max(parts, 2), CHUNK, PART),
+            "k": tokens(parts, CHUNK, PART),
+            "a": tokens(2, CHUNK, PART),
+            "scratch": inverse.WORDS,
+            "ready": plgpu.Barrier(num_arrivals=2 * parts),
+        },
     )
+    return results if save else results[:-1]

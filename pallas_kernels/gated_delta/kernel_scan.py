@@ -2,29 +2,31 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
-for ``kernel_chunks``'s M, K' and e = exp(G); ``kernel_channels``'s Q and K have their decay, and S
-is decayed channel by channel.  One block per (128 value channels, value head, batch row, segment of
-chunks): two warpgroups of 64 value channels each, the first of which starts the copies; one block
-per 64 where that leaves no SM with two.  S^T [64 dv, Dk] stays in registers for the whole loop;
-bf16 of it is the register operand of S^T K^T and S^T Q^T, R^T, which never leaves the registers,
-that of R^T K' and R^T M^T.  Three slots: one that is computed, one that is there, one on its way;
-the outputs leave from the place of the values.
+M, K' and e = exp(G) are those of ``kernel_chunks``.  With ``kernel_channels``'s operands Q and K
+hold their decay, and S decays channel by channel.
+
+One block per (128 value channels, value head, batch row, segment of chunks), or per 64 channels
+where 128 would leave SMs idle.  A warpgroup has 64 value channels, and the first one starts the
+copies.  S^T [64 dv, Dk] stays in registers for the whole loop.  Rounded to bf16 it is the register
+operand of S^T K^T and S^T Q^T.  R^T never leaves the registers: it is that of R^T K' and R^T M^T.
+There are three slots: one that is computed, one that is there, one on its way.  The outputs leave
+from the place of the values.  A warpgroup that only copies would leave 168 registers, too few.
 
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
-A warpgroup that only copies would leave 168 registers to the others, which spilled.
-
-Dk = 256, a state of 128 registers: a block of one warpgroup and 64 value channels; bf16 of the
-state a part of 64 columns at a time; two slots.  Two blocks of a head are a cluster and copy all
-but the values and e for one another: k and q of c + 2 when both have read c's, K' and M when both
-are done with c, the values once c + 1 is being computed and c's outputs have left.
+Dk = 256 (``is_narrow``): the state takes 128 registers.  A block is one warpgroup of 64 value
+channels with two slots, and rounds the state 64 columns at a time.  Two blocks of a head are a
+cluster and copy all but the values and e for one another: k and q of c + 2 when both have read
+c's, K' and M when both are done with c.  The values of c + 1 follow when c's outputs have left.
 
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
+Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -32,16 +34,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART
-from pallas_kernels.jax_internals import arith, ir
+from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS, ChannelLane
+from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
 
 STAGES = 3
@@ -59,243 +59,281 @@ def stages_of(dk: int) -> int:
     return 2 if is_narrow(dk) else STAGES
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
-    return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
-)
-def read_transposed(ctx, tile, mask):
-    """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
-    del ctx
-    base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
-    layout = _WGMMA.to_mgpu()
-    half = ir.BF16Type.get()
-    zero = mgpu.utils.c(0.0, half)
-    array = mgpu.FragmentedArray.splat(zero, (64, CHUNK), layout, is_signed=None)
-    registers = array.registers.copy()
-    kind = ir.VectorType.get((2,), half)
-    words = [w for block in range(4) for w in p.load_matrices(base, 2048 * block, transposed=True)]
-    registers.reshape(-1)[:] = [mgpu.utils.bitcast(arith.andi(w, mask), kind) for w in words]
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The facts of a launch of the scan."""
+
+    dk: int
+    dv: int
+    n_chunks: int
+    group: int  # value heads of a key head
+    segments: int
+    want: Want
+    by_channel: bool  # a decay for every key channel
+    warpgroups: int
+
+    @property
+    def parts(self) -> list[slice]:
+        """The key channels of each product."""
+        return [slice(at, at + PART) for at in range(0, self.dk, PART)]
+
+    @property
+    def width(self) -> int:
+        """Value channels of a block."""
+        return 64 * self.warpgroups
 
 
-def by_token(vectors, slot, n: int):
-    """A chunk's n-th vector of floats over the rows of [64 dv, 64 tokens]."""
-    e = plgpu.load(vectors.at[slot, n], layout=_WGMMA.reduce(0))
-    return lax.broadcast_in_dim(e, (64, CHUNK), [1])
+class _Scan:
+    """The program of a warpgroup: 64 value channels of a segment's chunks.
 
+    gmem.lengths, gmem.start, gmem.out, gmem.borders and gmem.remainders may be None.
+    """
 
-def store_transposed(tile, x) -> None:
-    tile.transpose((1, 0))[...] = plgpu.layout_cast(
-        x.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-    )
+    def __init__(self, gmem, smem, barrier, *, facts: _Facts):
+        self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
+        self.narrow, self.stages = is_narrow(facts.dk), stages_of(facts.dk)
+        self.blocks = facts.dv // facts.width
+        self.block, self.row = lax.axis_index("values"), lax.axis_index("row")
+        if self.narrow:
+            self.block = 2 * self.block + lax.axis_index("rank")
+        self.both = {"collective_axes": "rank"} if self.narrow else {}
+        self.head = lax.axis_index("head") // facts.segments
+        self.segment = lax.axis_index("head") % facts.segments
+        self.warpgroup = lax.axis_index("warpgroup")
+        per = -(-facts.n_chunks // facts.segments)
+        self.first = self.segment * per
+        self.last = jnp.minimum((self.segment + 1) * per, facts.n_chunks)
+        self.stop = self.last  # the first chunk past the row's end, or the segment's
+        if gmem.lengths is not None:
+            chunks = (gmem.lengths[self.row] + (CHUNK - 1)) // CHUNK
+            self.stop = jnp.minimum(self.last, chunks)
+        self.steps = jnp.maximum(self.stop - self.first, 0)
 
+    def run(self) -> None:
+        gmem, facts = self.gmem, self.facts
+        pl.when(self.warpgroup == 0)(self.fill_ring)
+        self.columns = pl.ds(self.block * facts.width + self.warpgroup * 64, 64)
+        state = self.first_state()
+        mask = jnp.where(self.block < self.blocks, -1, 0)
+        self.mask = jnp.full((128,), mask, jnp.int32)  # of blocks beyond v: no values
+        state = lax.fori_loop(0, self.steps, self.chunk, state)
+        if self.narrow:
+            pl.when(self.steps > 0)(lambda: plgpu.barrier_wait(self.barrier.done_by_both))
+        final = gmem.final.at[self.row, self.head, self.segment, :, self.columns]
+        write_state(gmem.final.shape[-1])(final, state)
+        plgpu.wait_smem_to_gmem(0)
+        if gmem.lengths is not None and gmem.out is not None:
+            self.clear_outputs()
 
-def _scan_body(
-    q,
-    k,
-    keys,
-    weights,
-    decays,
-    v,
-    *rest,
-    dk: int,
-    dv: int,
-    n_chunks: int,
-    group: int,
-    segments: int,
-    want: Want,
-    ragged: bool,
-    initial: bool,
-    by_channel: bool,
-    wgs: int,
-):
-    want_out = want == "out"
-    rest = list(rest)
-    lengths = rest.pop(0) if ragged else None
-    start_state = rest.pop(0) if initial else None
-    out = rest.pop(0) if want_out else None
-    borders, remainders = (rest.pop(0), rest.pop(0)) if want == "borders" else (None, None)
-    final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty, *shared = rest
-    read_by_both, done_by_both = shared or (None, None)
-    (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
-    q_rows, q_sm = q_union if want_out else (None, None)
-    parts, width, narrow, stages = dk // PART, 64 * wgs, is_narrow(dk), stages_of(dk)
-    blocks = dv // width
-    j, b = lax.axis_index("values"), lax.axis_index("row")
-    if narrow:
-        j = 2 * j + lax.axis_index("rank")
-    head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
-    wg = lax.axis_index("warpgroup")
-    per = -(-n_chunks // segments)
-    first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
-    stop = last
-    if ragged:
-        stop = jnp.minimum(last, (lengths[b] + (CHUNK - 1)) // CHUNK)
-    steps = jnp.maximum(stop - first, 0)
-
-    def chunk(i):
-        return first + i, i % stages, pl.ds((first + i) * CHUNK, CHUNK), full.at[i % stages]
-
-    def load_values(i):
-        _, slot, rows, bar = chunk(i)
-        for w in range(wgs):
-            at = pl.ds((j % blocks) * width + w * 64, 64)
-            plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
-
-    both = {"collective_axes": "rank"} if narrow else {}
-
-    def load_tokens(i):
-        _, slot, rows, bar = chunk(i)
-        for x, to in ((k, k_rows), (q, q_rows)) if want_out else ((k, k_rows),):
-            for part in range(parts):
-                at = pl.ds(part * PART, PART)
-                plgpu.copy_gmem_to_smem(
-                    x.at[b, rows, head // group, at], to.at[slot, part], bar, **both
-                )
-
-    def load_prepared(i):
-        c, slot, rows, bar = chunk(i)
-        plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
-        plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar, **both)
-        if want_out:
-            plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar, **both)
-
-    def load(i):
-        load_tokens(i)
-        if not narrow:
-            load_values(i)
-        load_prepared(i)
-
-    @pl.when(wg == 0)
-    def _():
-        lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
-        if narrow:
-            pl.when(steps > 0)(lambda: load_values(0))
-
-    columns = pl.ds(j * width + wg * 64, 64)
-    if initial:
-        state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
-    else:
-        state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
-        if want == "transitions":
-            row, column = (
-                plgpu.broadcasted_iota(jnp.int32, (64, dk), axis, layout=_WGMMA) for axis in (0, 1)
-            )
-            same = row + ((j - blocks) * width + wg * 64) == column
-            state = jnp.where(same, jnp.ones_like(state), state)
-    mask = jnp.full((128,), jnp.where(j < blocks, -1, 0), jnp.int32)
-
-    def body(i, state):
-        c, slot, rows, bar = chunk(i)
-        plgpu.barrier_wait(bar)
-
-        def inside(x):
-            if not ragged:
-                return x
-            token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
-            return jnp.where(token < lengths[b] - c * CHUNK, x, jnp.zeros_like(x))
-
-        products = (k_sm, q_sm) if want_out else (k_sm,)
-        slices = [slice(PART * part, PART * (part + 1)) for part in range(parts)]
-        if not narrow:
-            rounded = state.astype(jnp.bfloat16)
-
-        def read(*accs):
-            for acc, tokens in zip(accs, products, strict=True):
-                for part, at in enumerate(slices):
-                    plgpu.wgmma(acc, rounded[:, at], tokens.at[slot, part].transpose((1, 0)))
-            return [acc[...] for acc in accs]
-
-        def read_narrow(*accs):
-            for part, at in enumerate(slices):
-                half = state[:, at].astype(jnp.bfloat16)
-                for acc, tokens in zip(accs, products, strict=True):
-                    plgpu.wgmma(acc, half, tokens.at[slot, part].transpose((1, 0)))
-                plgpu.wgmma_wait(len(accs))  # so that two parts' copies are alive
-            return [acc[...] for acc in accs]
-
-        square = plgpu.ACC((64, CHUNK), jnp.float32)
-        seen, *asked = pl.run_scoped(read_narrow if narrow else read, *[square for _ in products])
-        if want == "borders":
-            write_rows(dk, dk)(borders.at[b, head, c, columns], rounded)
-            for part, at in enumerate(slices):
-                place = remainders.at[b, head, c, wgs * j + wg, part]
-                remainder.store(place, state[:, at], rounded[:, at])
-        if narrow:  # the outputs of the chunk before have left the place of the next one's values
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(read_by_both)
-            pl.when(i + 1 < steps)(lambda: load_values(i + 1))
-
-            @pl.when(i > 0)
-            def _():
-                plgpu.barrier_wait(done_by_both)
-                pl.when(i + 1 < steps)(lambda: load_prepared(i + 1))
-
-        values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
-        if not by_channel:
-            seen = by_token(e_sm, slot, 0) * seen
-        rest = inside(values - seen).astype(jnp.bfloat16)
-
-        def update(accs):
-            for acc, right in zip(accs, (kt_sm, m_sm), strict=False):
-                plgpu.wgmma(acc, rest, right.at[slot])
-
-        if by_channel:
-            e = plgpu.load(e_sm.at[slot], layout=_WGMMA.reduce(0))
-            starts = [state * lax.broadcast_in_dim(e, (64, dk), [1]), *asked]
-        else:
-            whole = e_sm[slot, 0, CHUNK - 1]
-            starts = [state * whole, *[by_token(e_sm, slot, 1) * x for x in asked]]
-        state, *outputs = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
-        if want_out:  # in the place of the values
-            store_transposed(v_sm.at[slot, wg], inside(outputs[0]))
-        plgpu.commit_smem()
-        if want_out:
-            plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
-        if narrow:
-            plgpu.barrier_arrive(done_by_both)
-            plgpu.barrier_wait(read_by_both)
-            pl.when(i + 2 < steps)(lambda: load_tokens(i + 2))
+    def first_state(self):
+        gmem, facts, shape = self.gmem, self.facts, (64, self.facts.dk)
+        if gmem.start is not None:
+            place = gmem.start.at[self.row, self.head, self.segment, :, self.columns]
+            return read_state(facts.dk, facts.dv)(place)
+        state = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _WGMMA)
+        if facts.want != "transitions":
             return state
-        if want_out:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        row, column = (
+            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA) for axis in (0, 1)
+        )
+        beyond = (self.block - self.blocks) * facts.width + self.warpgroup * 64
+        return jnp.where(row + beyond == column, jnp.ones_like(state), state)
 
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(empty.at[(i - 1) % stages])
+    # --- copies ---
 
-        @pl.when((wg == 0) & (i + 2 < steps))
-        def _():
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % stages]))
-            load(i + 2)
+    def fill_ring(self) -> None:
+        lax.fori_loop(0, jnp.minimum(2, self.steps), lambda i, _: self.load(i), None)
+        if self.narrow:
+            pl.when(self.steps > 0)(lambda: self.load_values(0))
 
+    def place(self, i):
+        """(chunk, slot, tokens, barrier) of the i-th step."""
+        c, slot = self.first + i, i % self.stages
+        return (
+            c,
+            slot,
+            pl.ds((self.first + i) * CHUNK, CHUNK),
+            self.barrier.full.at[i % self.stages],
+        )
+
+    def load(self, i) -> None:
+        self.load_tokens(i)
+        if not self.narrow:
+            self.load_values(i)
+        self.load_prepared(i)
+
+    def load_tokens(self, i) -> None:
+        """k, and q where there are outputs."""
+        gmem, smem, facts = self.gmem, self.smem, self.facts
+        _, slot, rows, bar = self.place(i)
+        operands = [(gmem.k, smem.k)]
+        if gmem.out is not None:
+            operands.append((gmem.q, smem.q))
+        for x, to in operands:
+            for part, _ in enumerate(facts.parts):
+                source = x.at[self.row, rows, self.head // facts.group, pl.ds(part * PART, PART)]
+                plgpu.copy_gmem_to_smem(source, to.rows.at[slot, part], bar, **self.both)
+
+    def load_values(self, i) -> None:
+        facts = self.facts
+        _, slot, rows, bar = self.place(i)
+        for w in range(facts.warpgroups):
+            at = pl.ds((self.block % self.blocks) * facts.width + w * 64, 64)
+            source = self.gmem.v.at[self.row, rows, self.head, at]
+            plgpu.copy_gmem_to_smem(source, self.smem.v.rows.at[slot, w], bar)
+
+    def load_prepared(self, i) -> None:
+        """e, K' and M."""
+        gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
+        c, slot, rows, bar = self.place(i)
+        plgpu.copy_gmem_to_smem(gmem.decays.at[*at, c], smem.decays.at[slot], bar)
+        plgpu.copy_gmem_to_smem(gmem.keys.at[*at, rows], smem.keys.at[slot], bar, **self.both)
+        if gmem.out is not None:
+            plgpu.copy_gmem_to_smem(
+                gmem.weights.at[*at, rows], smem.weights.at[slot], bar, **self.both
+            )
+
+    # --- a chunk ---
+
+    def chunk(self, i, state):
+        """wait | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot <- TMA"""
+        facts, narrow, smem = self.facts, self.narrow, self.smem
+        c, slot, rows, bar = self.place(i)
+        plgpu.barrier_wait(bar)
+        rounded = None if narrow else state.astype(jnp.bfloat16)
+        operands = [smem.k.tiles] if self.gmem.out is None else [smem.k.tiles, smem.q.tiles]
+        read = functools.partial(self.read, slot, operands, state, rounded)
+        square = plgpu.ACC((64, CHUNK), jnp.float32)
+        seen, *asked = pl.run_scoped(read, *[square for _ in operands])
+        if facts.want == "borders":
+            self.store_border(c, state, rounded)
+        if narrow:
+            self.replace_values(i)
+        values = read_transposed(smem.v.rows.at[slot, self.warpgroup], self.mask)
+        values = values.astype(jnp.float32)
+        if not facts.by_channel:
+            seen = by_token(smem.decays, slot, 0) * seen
+        rest = self.inside(c, values - seen).astype(jnp.bfloat16)
+        state, *outputs = self.update(slot, state, asked, rest)
+        if self.gmem.out is not None:  # in the place of the values
+            store_transposed(smem.v.tiles.at[slot, self.warpgroup], self.inside(c, outputs[0]))
+        plgpu.commit_smem()
+        if self.gmem.out is not None:
+            to = self.gmem.out.at[self.row, rows, self.head, self.columns]
+            plgpu.copy_smem_to_gmem(smem.v.rows.at[slot, self.warpgroup], to)
+        self.release(i)
         return state
 
-    state = lax.fori_loop(0, steps, body, state)
-    if narrow:
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(done_by_both))
-    write_state(final.shape[-1])(final.at[b, head, segment, :, columns], state)
-    plgpu.wait_smem_to_gmem(0)
-    if ragged and want_out:
-        # Rows that end early: the outputs of the chunks beyond are zeros.
-        v_sm[0, wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
+    def inside(self, c, x):
+        """x, zeros for what is past the row's end."""
+        if self.gmem.lengths is None:
+            return x
+        token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
+        left = self.gmem.lengths[self.row] - c * CHUNK
+        return jnp.where(token < left, x, jnp.zeros_like(x))
+
+    def read(self, slot, operands, state, rounded, *accs):
+        """S^T K^T and S^T Q^T; in narrow blocks the state is rounded part by part."""
+        parts = list(enumerate(self.facts.parts))
+        if not self.narrow:
+            for acc, x in zip(accs, operands, strict=True):
+                for part, at in parts:
+                    plgpu.wgmma(acc, rounded[:, at], x.at[slot, part].transpose((1, 0)))
+            return [acc[...] for acc in accs]
+        for part, at in parts:
+            left = state[:, at].astype(jnp.bfloat16)
+            for acc, x in zip(accs, operands, strict=True):
+                plgpu.wgmma(acc, left, x.at[slot, part].transpose((1, 0)))
+            plgpu.wgmma_wait(len(accs))  # so that two parts' copies are alive
+        return [acc[...] for acc in accs]
+
+    def store_border(self, c, state, rounded) -> None:
+        """The state at the chunk's start, and what rounding takes off it."""
+        gmem, facts, (b, head) = self.gmem, self.facts, (self.row, self.head)
+        write_rows(facts.dk, facts.dk)(gmem.borders.at[b, head, c, self.columns], rounded)
+        for part, at in enumerate(facts.parts):
+            tile = facts.warpgroups * self.block + self.warpgroup
+            place = gmem.remainders.at[b, head, c, tile, part]
+            remainder.store(place, state[:, at], rounded[:, at])
+
+    def replace_values(self, i) -> None:
+        """The outputs of the chunk before have left the place of the next one's values."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.barrier.read_by_both)
+        pl.when(i + 1 < self.steps)(lambda: self.load_values(i + 1))
+        pl.when(i > 0)(lambda: self.replace_prepared(i))
+
+    def replace_prepared(self, i) -> None:
+        plgpu.barrier_wait(self.barrier.done_by_both)
+        pl.when(i + 1 < self.steps)(lambda: self.load_prepared(i + 1))
+
+    def update(self, slot, state, asked, rest):
+        """[the new state, the outputs], R^T being ``rest``."""
+        smem, facts = self.smem, self.facts
+
+        def products(accs):
+            for acc, right in zip(accs, (smem.keys, smem.weights), strict=False):
+                plgpu.wgmma(acc, rest, right.at[slot])
+
+        if facts.by_channel:
+            e = plgpu.load(smem.decays.at[slot], layout=_WGMMA.reduce(0))
+            starts = [state * lax.broadcast_in_dim(e, (64, facts.dk), [1]), *asked]
+        else:
+            whole = smem.decays[slot, 0, CHUNK - 1]
+            starts = [state * whole, *[by_token(smem.decays, slot, 1) * x for x in asked]]
+        return pl.run_state(products)([plgpu.ACC.init(x) for x in starts])
+
+    def release(self, i) -> None:
+        """Give up the slots that have been read, and start the copies into them."""
+        barrier = self.barrier
+        if self.narrow:
+            plgpu.barrier_arrive(barrier.done_by_both)
+            plgpu.barrier_wait(barrier.read_by_both)
+            pl.when(i + 2 < self.steps)(lambda: self.load_tokens(i + 2))
+            return
+        if self.gmem.out is not None:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(barrier.empty.at[(i - 1) % self.stages]))
+        pl.when((self.warpgroup == 0) & (i + 2 < self.steps))(lambda: self.refill(i))
+
+    def refill(self, i) -> None:
+        empty = self.barrier.empty
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % self.stages]))
+        self.load(i + 2)
+
+    def clear_outputs(self) -> None:
+        """Rows that end early: the outputs of the chunks beyond are zeros."""
+        values, own = self.smem.v, self.warpgroup
+        values.tiles[0, own] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
         plgpu.commit_smem()
 
         def clear(c, _):
-            rows = pl.ds(c * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(v_rows.at[0, wg], out.at[b, rows, head, columns])
+            to = self.gmem.out.at[self.row, pl.ds(c * CHUNK, CHUNK), self.head, self.columns]
+            plgpu.copy_smem_to_gmem(values.rows.at[0, own], to)
 
-        lax.fori_loop(jnp.maximum(stop, first), last, clear, None)
+        lax.fori_loop(jnp.maximum(self.stop, self.first), self.last, clear, None)
         plgpu.wait_smem_to_gmem(0)
 
 
-def tiles(*shape):
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
-
-
-def tokens(*shape):
-    """One memory: rows of 128 bytes for the copies, tiles for wgmma."""
-    return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
+def _scratch(facts: _Facts, decay_shape) -> dict:
+    """Shared memory of a block, and its barriers."""
+    dk, wgs, stages = facts.dk, facts.warpgroups, stages_of(facts.dk)
+    parts, want_out = len(facts.parts), facts.want == "out"
+    unused = plgpu.SMEM((8,), jnp.float32)
+    copies = (2 * parts + 1 if want_out else parts) + 2 + wgs
+    by_both = plgpu.ClusterBarrier(collective_axes=("rank",)) if is_narrow(dk) else None
+    return {
+        "q": tokens(stages, parts, CHUNK, PART) if want_out else unused,
+        "k": tokens(stages, parts, CHUNK, PART),
+        "keys": tiles(stages, CHUNK, dk),
+        "weights": tiles(stages, CHUNK, CHUNK) if want_out else unused,
+        "v": tokens(stages, wgs, CHUNK, 64),
+        "decays": plgpu.SMEM((stages, *decay_shape), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        "read_by_both": by_both,
+        "done_by_both": by_both,
+    }
 
 
 def scan(
@@ -331,47 +369,37 @@ def scan(
     width = dv + (max(VALUE_BLOCK, dk) if want == "transitions" else 0)
     # A block of 64 value channels for each SM, where there are no more of them.
     few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
-    narrow, stages = is_narrow(dk), stages_of(dk)
+    narrow = is_narrow(dk)
     wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
-    body = functools.partial(
-        _scan_body,
-        dk=dk,
-        dv=dv,
-        n_chunks=nc,
-        group=h // hk,
-        segments=segments,
-        want=want,
-        ragged=lengths is not None,
-        initial=start is not None,
-        by_channel=by_channel,
-        wgs=wgs,
-    )
-    out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
-    if want_out:
-        out_type.insert(0, jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
-    if want == "borders":
-        codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
-        out_type.insert(0, jax.ShapeDtypeStruct(codes, jnp.int32))
-        out_type.insert(0, jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
-    unused = plgpu.SMEM((8,), jnp.float32)
-    copies = (2 * parts + 1 if want_out else parts) + 2 + wgs
-    return launch(
+    facts = _Facts(dk, dv, nc, h // hk, segments, want, by_channel, wgs)
+
+    def body(gmem, smem, barrier):
+        _Scan(gmem, smem, barrier, facts=facts).run()
+
+    spec, borders = jax.ShapeDtypeStruct, want == "borders"
+    codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
+    results = launch(
         body,
-        (q, k, keys, weights, decays, v, lengths, start),
-        tuple(out_type),
+        {
+            "q": q,
+            "k": k,
+            "keys": keys,
+            "weights": weights,
+            "decays": decays,
+            "v": v,
+            "lengths": lengths,
+            "start": start,
+        },
+        {
+            "out": spec((b, t, h, dv), v.dtype) if want_out else None,
+            "borders": spec((b, h, nc, dv, dk), jnp.bfloat16) if borders else None,
+            "remainders": spec(codes, jnp.int32) if borders else None,
+            "final": spec((b, h, segments, dk, width), jnp.float32),
+        },
         name="gated_delta_scan",
         cluster=pair,
         grid={"values": width // (64 * wgs * pair), "head": h * segments, "row": b},
         warpgroups=wgs,
-        scratch=[
-            tokens(stages, parts, CHUNK, PART) if want_out else unused,
-            tokens(stages, parts, CHUNK, PART),
-            tiles(stages, CHUNK, dk),
-            tiles(stages, CHUNK, CHUNK) if want_out else unused,
-            tokens(stages, wgs, CHUNK, 64),
-            plgpu.SMEM((stages, *decays.shape[3:]), jnp.float32),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-            *([plgpu.ClusterBarrier(collective_axes=("rank",))] * 2 if narrow else []),
-        ],
+        scratch=_scratch(facts, decays.shape[3:]),
     )
+    return [result for result in results if result is not None]

@@ -2,21 +2,24 @@
 
     S <- a S        d = beta (v - k^T S)        S <- S + k d^T        o = scale * q S
 
-One block per (row, value head, 128 value channels, or 64 where there are few heads).  Its part of
-the state is in registers from the one read to the one write, 16 rows of 16 bytes a lane, because d
-needs all of it: k^T S and q^T S meet in shared memory once, and o is q^T (a S) + (q k) d.
+One block per (row, value head, 128 value channels, or 64 where there are few heads).  d needs all
+of the block's part of the state.  So that part stays in registers from the one read to the one
+write, 16 rows of 16 bytes a lane.  k^T S and q^T S meet in shared memory once, and o is q^T (a S) +
+(q k) d.
 
-    warps: S in flight | a, k, q -> smem | barrier | k^T a S, q^T a S, q k -> smem | barrier
-           | d | a S + k d -> memory                                    warp 0: o -> memory
+    warps: S in flight | fill_table: a, k, q -> smem | barrier
+           | products: k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d -> memory
+    warp 0: write: o -> memory
 
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128.  Result:
-69 us on one H200.
+69 us on one H200.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -72,103 +75,120 @@ class _Shape:
     def warps(self) -> int:
         return self.dk * self.columns // (128 * ROWS)
 
+    @property
+    def pitch(self) -> int:
+        """Bytes of a warp's sums: the two of every column, then one number."""
+        return 4 * (2 * self.columns + 4)
 
-def _sum(xs):
-    return functools.reduce(arith.addf, xs)
 
+class _Step:
+    """The program of one thread.  Everything is emitted while the kernel is traced."""
 
-def _body(shape: _Shape, *refs) -> None:
-    q, k, v, log_decay, beta, state, out, *scratch = refs
-    q, k, v, log_decay, beta, state, out = (
-        p.address(ref) for ref in (q, k, v, log_decay, beta, state, out)
-    )
-    table, sums = (p.shared_address(ref) for ref in scratch)
-    thread = p.register("tid.x")
-    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-    block, blocks = p.register("ctaid.x"), p.ci(shape.dv // shape.columns)
-    head, part = arith.divui(block, blocks), arith.remui(block, blocks)  # head: of all rows
-    key_head = arith.divui(head, p.ci(shape.group))
-    lanes = shape.columns // 4  # to a row of the state
-    at_once = 32 // lanes
-    mine = p.mul(p.masked(lane, lanes - 1), 4)
-    column = p.add(p.mul(part, shape.columns), mine)
-    first = p.add(p.mul(warp, ROWS * at_once), arith.divui(lane, p.ci(lanes)))
-    state = p.offset(state, head, 4 * shape.dk * shape.dv)
-    state = p.offset(state, p.add(p.mul(first, shape.dv), column), 4)
-    step = 4 * shape.dv * at_once
-    old = [p.load_global(state, 4, step * r, "f32") for r in range(ROWS)]
-    values = p.offset(p.offset(v, head, 2 * shape.dv), column, 2)
-    values = floats(p.load_global(values, 2, cache=p.READ_ONLY), shape.kind)
-    (weight,) = p.load_global(p.offset(beta, head, 4), 1, 0, "f32", cache=p.READ_ONLY)
+    def __init__(self, gmem, smem, shape: _Shape):
+        self.shape = shape
+        names = "q", "k", "v", "log_decay", "beta", "state", "out"
+        self.memory = SimpleNamespace(**{x: p.address(getattr(gmem, x)) for x in names})
+        self.table, self.sums = p.shared_address(smem.table), p.shared_address(smem.sums)
+        self.thread = p.register("tid.x")
+        self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
+        block, blocks = p.register("ctaid.x"), p.ci(shape.dv // shape.columns)
+        # head: among the heads of all rows.
+        self.head, part = arith.divui(block, blocks), arith.remui(block, blocks)
+        self.key_head = arith.divui(self.head, p.ci(shape.group))
+        self.lanes = shape.columns // 4  # to a row of the state
+        self.at_once = 32 // self.lanes
+        self.mine = p.mul(p.masked(self.lane, self.lanes - 1), 4)
+        self.column = p.add(p.mul(part, shape.columns), self.mine)
+        first = p.mul(self.warp, ROWS * self.at_once)
+        self.first = p.add(first, arith.divui(self.lane, p.ci(self.lanes)))
 
-    def entry(d):
+    def run(self) -> None:
+        shape, memory = self.shape, self.memory
+        state = p.offset(memory.state, self.head, 4 * shape.dk * shape.dv)
+        state = p.offset(state, p.add(p.mul(self.first, shape.dv), self.column), 4)
+        step = 4 * shape.dv * self.at_once
+        old = [p.load_global(state, 4, step * r, "f32") for r in range(ROWS)]
+        values = p.offset(p.offset(memory.v, self.head, 2 * shape.dv), self.column, 2)
+        values = floats(p.load_global(values, 2, cache=p.READ_ONLY), shape.kind)
+        weight = p.offset(memory.beta, self.head, 4)
+        (weight,) = p.load_global(weight, 1, 0, "f32", cache=p.READ_ONLY)
+        self.fill_table()
+        p.barrier()
+        decayed, keys = self.products(old)
+        p.barrier()
+
+        at = p.add(self.sums, p.mul(self.mine, 4))
+        seen = self.total(at, 4)
+        change = [arith.mulf(weight, arith.subf(x, y)) for x, y in zip(values, seen, strict=True)]
+        for r, (row, key) in enumerate(zip(decayed, keys, strict=True)):
+            new = [p.fma(key, d, x) for x, d in zip(row, change, strict=True)]
+            p.store_global(state, new, step * r)
+        p.when(p.less(self.thread, self.lanes), lambda: self.write(at, change))
+
+    def fill_table(self) -> None:
+        """a, k and q of every key channel to shared memory."""
+        shape, threads = self.shape, 32 * self.shape.warps
+        for base in range(0, shape.dk, threads):
+            d = p.add(self.thread, base)
+            if shape.dk - base >= threads:
+                self.fill_entry(d)
+            else:
+                p.when(p.less(d, shape.dk), functools.partial(self.fill_entry, d))
+
+    def fill_entry(self, d) -> None:
+        shape, memory = self.shape, self.memory
         if shape.by_channel:
-            at = p.offset(p.offset(log_decay, head, 4 * shape.dk), d, 4)
+            at = p.offset(p.offset(memory.log_decay, self.head, 4 * shape.dk), d, 4)
         else:
-            at = p.offset(log_decay, head, 4)
+            at = p.offset(memory.log_decay, self.head, 4)
         (g,) = p.load_global(at, 1, 0, "f32", cache=p.READ_ONLY)
-        key, query = (
-            p.widen(
-                p.load_half(p.offset(p.offset(x, key_head, 2 * shape.dk), d, 2), cache=p.READ_ONLY),
-                shape.kind,
-            )
-            for x in (k, q)
-        )
+        key, query = (self.load_channel(x, d) for x in (memory.k, memory.q))
         decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))
         words = [decay, key, arith.mulf(query, p.cf(shape.scale)), p.cf(0.0)]
-        p.store_shared(p.add(table, p.mul(d, 16)), words)
+        p.store_shared(p.add(self.table, p.mul(d, 16)), words)
 
-    threads = 32 * shape.warps
-    for base in range(0, shape.dk, threads):
-        d = p.add(thread, base)
-        if shape.dk - base >= threads:
-            entry(d)
-        else:
-            p.when(p.less(d, shape.dk), functools.partial(entry, d))
-    p.barrier()
+    def load_channel(self, base, d):
+        """Channel d of the head's q or k."""
+        at = p.offset(p.offset(base, self.key_head, 2 * self.shape.dk), d, 2)
+        return p.widen(p.load_half(at, cache=p.READ_ONLY), self.shape.kind)
 
-    zero = p.cf(0.0)
-    seen, asked, both = [zero] * 4, [zero] * 4, zero
-    entries = p.add(table, p.mul(first, 16))
-    decayed, keys = [], []
-    for r, row in enumerate(old):
-        decay, key, query, _ = p.load_shared(entries, 4, 16 * at_once * r, "f32")
-        row = [arith.mulf(decay, x) for x in row]
-        seen = [p.fma(key, x, y) for x, y in zip(row, seen, strict=True)]
-        asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
-        both = p.fma(query, key, both)
-        decayed.append(row)
-        keys.append(key)
-    found = [*seen, *asked, both]
-    if at_once > 1:
-        found = [arith.addf(x, p.shuffle_xor(x, 16)) for x in found]
-    # Of a warp: the two sums of every column, then one number.
-    pitch = 4 * (2 * shape.columns + 4)
-    to = p.add(sums, p.mul(warp, pitch))
-    at = p.add(to, p.mul(mine, 4))
-    p.store_shared(at, found[:4])
-    p.store_shared(at, found[4:8], 4 * shape.columns)
-    p.store_shared(to, found[8:], 8 * shape.columns)
-    p.barrier()
+    def products(self, old):
+        """The lane's rows of a S and of k; the warp's k^T a S, q^T a S and q k to shared memory."""
+        shape, zero = self.shape, p.cf(0.0)
+        seen, asked, both = [zero] * 4, [zero] * 4, zero
+        entries = p.add(self.table, p.mul(self.first, 16))
+        decayed, keys = [], []
+        for r, row in enumerate(old):
+            decay, key, query, _ = p.load_shared(entries, 4, 16 * self.at_once * r, "f32")
+            row = [arith.mulf(decay, x) for x in row]
+            seen = [p.fma(key, x, y) for x, y in zip(row, seen, strict=True)]
+            asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
+            both = p.fma(query, key, both)
+            decayed.append(row)
+            keys.append(key)
+        found = [*seen, *asked, both]
+        if self.at_once > 1:
+            found = [arith.addf(x, p.shuffle_xor(x, 16)) for x in found]
+        to = p.add(self.sums, p.mul(self.warp, shape.pitch))
+        at = p.add(to, p.mul(self.mine, 4))
+        p.store_shared(at, found[:4])
+        p.store_shared(at, found[4:8], 4 * shape.columns)
+        p.store_shared(to, found[8:], 8 * shape.columns)
+        return decayed, keys
 
-    def total(at, n, offset=0):
-        parts = [p.load_shared(at, n, offset + pitch * w, "f32") for w in range(shape.warps)]
-        return [_sum(x) for x in zip(*parts, strict=True)]
+    def total(self, at, n: int, offset: int = 0):
+        """n sums over the warps."""
+        shape = self.shape
+        parts = [p.load_shared(at, n, offset + shape.pitch * w, "f32") for w in range(shape.warps)]
+        return [functools.reduce(arith.addf, x) for x in zip(*parts, strict=True)]
 
-    at = p.add(sums, p.mul(mine, 4))
-    seen = total(at, 4)
-    change = [arith.mulf(weight, arith.subf(x, y)) for x, y in zip(values, seen, strict=True)]
-    for r, (row, key) in enumerate(zip(decayed, keys, strict=True)):
-        new = [p.fma(key, d, x) for x, d in zip(row, change, strict=True)]
-        p.store_global(state, new, step * r)
-
-    def finish():
-        asked, (both,) = total(at, 4, 4 * shape.columns), total(sums, 1, 8 * shape.columns)
+    def write(self, at, change) -> None:
+        shape = self.shape
+        asked = self.total(at, 4, 4 * shape.columns)
+        (both,) = self.total(self.sums, 1, 8 * shape.columns)
         y = [p.fma(both, d, x) for x, d in zip(asked, change, strict=True)]
-        to = p.offset(p.offset(out, head, 2 * shape.dv), column, 2)
+        to = p.offset(p.offset(self.memory.out, self.head, 2 * shape.dv), self.column, 2)
         p.store_global(to, packed(y, shape.kind))
-
-    p.when(p.less(thread, lanes), finish)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
@@ -198,16 +218,21 @@ def gated_delta_step(
         KIND[v.dtype.name],
     )
 
+    def body(gmem, smem):
+        _Step(gmem, smem, shape).run()
+
     def run(state):
-        return launch(
-            functools.partial(_body, shape),
-            (q, k, v, log_decay, beta, state),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
+        operands = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
+        (out,) = launch(
+            body,
+            operands,
+            {"out": jax.ShapeDtypeStruct(v.shape, v.dtype)},
             name="gated_delta_step",
             grid=b * h * (dv // shape.columns),
             warpgroups=shape.warps // 4,
             registers=True,
-            scratch=[4 * dk, shape.warps * (2 * shape.columns + 4)],
+            scratch={"table": 4 * dk, "sums": shape.warps * shape.pitch // 4},
         )
+        return out
 
     return in_place(run, state)

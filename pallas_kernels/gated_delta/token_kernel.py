@@ -1,4 +1,4 @@
-"""Tokens of a gated delta layer on Hopper: what stands between its projections and its output.
+"""Tokens of a gated delta layer on Hopper: all between its projections and its output product.
 
     x         = silu(sum_w conv[:, w] x_{t - W + 1 + w})                   of q, k and v
     q, k      = q / |q|, k / |k|
@@ -6,21 +6,22 @@
     S <- a S        d = beta (v - k^T S)        S <- S + k d^T        o = Dk ** -0.5 q S
     y         = o * rsqrt(mean o^2 + eps) * weight * silu(z)
 
-float32, rounded where the ops one after the other round: behind the convolution, q's and k's
-lengths, and o.  A row whose length is 0 stands still.
+Everything is float32.  It is rounded where the separate ops round: behind the convolution, behind
+q's and k's lengths, and behind o.  A row whose length is 0 stands still.
 
-One token; or several that may not stay: then neither the state nor the last inputs are written, but
-all that ``gated_delta_commit`` takes to write them, for all layers in one launch.
+The kernel computes one token, or several tokens of a draft that may be rejected.  For a draft it
+writes neither the state nor the last inputs, but the operands of ``gated_delta_commit``, which
+writes both for all layers in one launch.
 
 One block per (row, value head) of 128 value channels.  The state is in registers from the one read
 to the one write, as in ``step_kernel``.  The value heads of a key head all read its last inputs,
-which the first of them replaces: they are a cluster, and nobody writes before all have read.
+and the first of them replaces these.  So they are a cluster, and none writes before all have read.
 
     warps: S in flight | last inputs, taps -> q, k, v, |q|^2, |k|^2 -> smem | barrier | lengths
            | k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d, last inputs -> memory
     warp 0: o, norm, gate -> memory
 
-Floor: 8 bytes per state element at 4.3 TB/s.  What was measured: NOTES.md.
+Floor: 8 bytes per state element at 4.3 TB/s.  Results: NOTES.md.
 """
 
 from __future__ import annotations
@@ -59,24 +60,23 @@ class DeltaTokenPlan:
 def _launched(
     shape: DeltaTokenShape, operands: DeltaTokenOperands, rows: int, out: Any, refs: Any
 ) -> Any:
-    """Results of the types ``out``, of which the last five may be what is kept.  rows: of the
-    state; refs: (state, last)."""
+    """Launch the kernel, and return results of the types ``out``, of which the last five may be
+    what is kept.  rows: of the state; refs: (state, last)."""
     state, last = refs
     layers = len(state) if isinstance(state, tuple) else 1
-    leaves, tree = jax.tree.flatten(operands._replace(state=state, last=last))
+    given = operands._replace(state=state, last=last)._asdict()
+    del given["out"], given["kept"]
     heads = rows * shape.heads
     cluster = shape.group if len(out) == 1 else 1
+    first, *kept = out or (None,)
 
-    def body(*refs):
-        inputs, refs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
-        first, *kept = refs[: len(out)] or (None,)
-        here = inputs._replace(out=first, kept=tuple(kept) or None)
-        Token(shape, here, list(refs[len(out) :]), heads).run()
+    def body(gmem, smem):
+        Token(shape, DeltaTokenOperands(**vars(gmem)), smem, heads).run()
 
-    return launch(
+    y, others = launch(
         body,
-        leaves,
-        out,
+        given,
+        {"out": first, "kept": tuple(kept) or None},
         name="gated_delta_token",
         grid=layers * heads // cluster,
         cluster=cluster,
@@ -84,6 +84,7 @@ def _launched(
         registers=True,
         scratch=shape.scratch,
     )
+    return () if y is None else (y, *(others or ()))
 
 
 @functools.partial(jax.jit, static_argnames=("starts", "options", "plan", "keeps"))

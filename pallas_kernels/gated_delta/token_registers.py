@@ -48,16 +48,18 @@ class DeltaTokenShape:
 
     @property
     def features(self) -> int:
-        """Of the convolution: q, k and v of all heads."""
+        """Channels of the convolution: q, k and v of all heads."""
         return 2 * self.key_heads * self.dk + self.heads * COLUMNS
 
     @property
-    def scratch(self) -> list[int]:
+    def scratch(self) -> dict[str, int]:
         """Floats of shared memory: q and k of each token; v, with the sums of squares of 32
         channels of q and k behind it; the warps' sums, which two tokens take turns at."""
-        values = COLUMNS + self.warps
-        sums = min(2, self.tokens) * self.warps * _PITCH
-        return [2 * self.dk * self.tokens, values * self.tokens, sums]
+        return {
+            "table": 2 * self.dk * self.tokens,
+            "values": (COLUMNS + self.warps) * self.tokens,
+            "sums": min(2, self.tokens) * self.warps * _PITCH,
+        }
 
 
 class DeltaTokenOperands(NamedTuple):
@@ -82,13 +84,13 @@ class DeltaTokenOperands(NamedTuple):
 
 
 class Token:
-    """``heads``: rows times heads, of a layer."""
+    """``heads``: rows times heads, of a layer.  smem: as ``DeltaTokenShape.scratch`` has it."""
 
-    def __init__(
-        self, shape: DeltaTokenShape, operands: DeltaTokenOperands, scratch: list[Any], heads: int
-    ):
+    def __init__(self, shape: DeltaTokenShape, operands: DeltaTokenOperands, smem: Any, heads: int):
         self.shape = shape
-        self.table, self.values, self.sums = (p.shared_address(ref) for ref in scratch)
+        self.table, self.values, self.sums = (
+            p.shared_address(ref) for ref in (smem.table, smem.values, smem.sums)
+        )
         self.thread = p.register("tid.x")
         self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
         self.commits = operands.k is not None
@@ -282,7 +284,7 @@ class Token:
         p.when(p.less(self.lane, 1), store)
 
     def convolved(self) -> Callable[[], None]:
-        """q, k and v of all tokens.  What stores the new last inputs, or what is kept."""
+        """q, k and v of all tokens.  Returns what stores the new last inputs, or the draft."""
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
         of_qk, of_v = (
             self.activated(x, feature) for x, feature in ((qk, self.feature), (v, self.v_feature))
@@ -330,7 +332,7 @@ class Token:
         p.when(p.less(self.thread, COLUMNS), lambda: store(self.v_feature, v))
 
     def keep(self, qk: list, v: list, of_qk: list, of_v: list) -> None:
-        """What ``taken`` reads."""
+        """Store the operands of ``taken``."""
         kept, before = self.kept, self.shape.taps - 1
         assert kept is not None
         for t in range(self.shape.tokens):

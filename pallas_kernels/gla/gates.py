@@ -7,31 +7,32 @@ Per chunk of C = 64 tokens, head and batch row, and per piece of at most 128 key
     kg[j, d] = k[j, d] exp(b[C-1, d] - b[j, d])
     decay[d] = exp(b[C-1, d])            with b the inclusive cumulative sum of log_decay
 
-No b is ever formed.  With a = exp(log_decay) <= 1 a binary tree over the rows keeps, for every
-element and block size s = 1, 2, 4 .. 64,
+The kernel never forms b.  With a = exp(log_decay) <= 1, a binary tree over the rows keeps two
+products for every element and block size s = 1, 2, 4 .. 64:
 
     p = product of a from the start of its s-block to itself, inclusive
     t = product of a after itself to the end of its s-block
 
-and pair (i, j) belongs to the level s at which i is in the second and j in the first half of one
-2s-block: exp(b_i - b_j) = p_i t_j.  Every factor is a product of numbers in [0, 1]: nothing can
-overflow, log_decay = -inf is a plain 0, and only one exponential is taken per element.  On level s
-a row is either a query row or a key row, so one operand y = q p or k t serves both sides of y y^T.
+Pair (i, j) belongs to the level s at which i is in the second and j in the first half of one
+2s-block.  There exp(b_i - b_j) = p_i t_j.  Every factor is a product of numbers in [0, 1]: nothing
+can overflow, log_decay = -inf is a plain 0, and each element takes one exponential.  On level s a
+row is either a query row or a key row, so one operand y = q p or k t serves both sides of y y^T.
 
-A warp owns 16 rows and a lane two columns of them, so on levels 1..8 the tree joins registers of
-one thread; y goes to shared memory, comes back through ldmatrix, and mma.m16n8k16 forms the block
-of A on the diagonal (the A fragment of y is also the B fragment of its transpose).  Above, the four
-warps exchange their 16-row products and share out the six 16x16 blocks off the diagonal.
+A warp owns 16 rows, and a lane has two columns of them.  So on levels 1 .. 8 the tree joins
+registers of one thread.  y goes to shared memory and comes back through ldmatrix, and mma.m16n8k16
+forms the block of A on the diagonal: the A fragment of y is also the B fragment of its transpose.
+Above, the four warps exchange their 16-row products and share the six 16x16 blocks off the
+diagonal.
 
 Timeline of a worker (a warpgroup; two per SM, each walks its own list of chunks), per slice of 64
 channels, with three slots:
 
-    copies  : | load n+2 | store n-1 draining          | load n+3 ...
-    compute : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store n
+    load, store : | load n+2 | store n-1 draining          | load n+3 ...
+    compute     : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store
 
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
-Result: 0.246 ms on one H200; gating multiplies in bf16 pairs, two roundings an operand: A, qg and
-kg carry 2.5e-3.  What was tried: NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
+Result: 0.246 ms on one H200.  Gating multiplies in bf16 pairs, two roundings an operand, so A, qg
+and kg carry 2.5e-3.  Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -106,108 +107,99 @@ def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
     return call
 
 
-def _gates_body(
-    q,
-    k,
-    g,
-    *rest,
-    n_slices: int,
-    n_pieces: int,
-    n_heads: int,
-    n_chunks: int,
-    n_work: int,
-    scale: float,
-    ragged: bool,
-):
-    """See the module docstring.  Refs: [lengths,] qg, kg, attention, decay, scratch."""
-    if ragged:
-        lengths, *rest = rest
-    qg, kg, attention, decay, (words_all, gates_all), tables, ready_all = rest
-    wg, n_items, item_of = worker_items(n_work, WARPGROUPS)
-    words, gate_words, ready = words_all.at[wg], gates_all.at[wg], ready_all.at[wg]
+class _Worker:
+    """The program of a warpgroup: its chunks, slice by slice of 64 channels."""
 
-    def place(i):
-        return digits(item_of(i), n_chunks, n_pieces, n_heads)
+    def __init__(self, gmem, smem, barrier, *, sizes: tuple[int, int, int, int], n_work, scale):
+        self.n_slices, self.n_pieces, self.n_heads, self.n_chunks = sizes
+        self.gmem, self.scale, self.ragged = gmem, scale, gmem.lengths is not None
+        own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
+        self.words, self.gates = smem.slots.words.at[own], smem.slots.gates.at[own]
+        self.table, self.ready = smem.tables.at[own], barrier.ready.at[own]
 
-    def limit_of(i):
-        c, _, _, b = place(i)
-        return lengths[b] - c * CHUNK
+    def run(self) -> None:
+        for n in range(2):
+            i, s = n // self.n_slices, n % self.n_slices
+            self.when_alive(i, i < self.n_items, functools.partial(self.load, i, s, n))
+        lax.fori_loop(0, self.n_items, self.item, None)
+        plgpu.wait_smem_to_gmem(0)
 
-    def when_alive(i, inside, work):
+    def place(self, i):
+        """(chunk, piece, head, row) of item i."""
+        return digits(self.item_of(i), self.n_chunks, self.n_pieces, self.n_heads)
+
+    def limit_of(self, i):
+        """Tokens of the row from the item's chunk on."""
+        c, _, _, b = self.place(i)
+        return self.gmem.lengths[b] - c * CHUNK
+
+    def when_alive(self, i, inside, work) -> None:
         """Run ``work`` if item i exists and its chunk starts inside its row."""
-        if not ragged:
+        if not self.ragged:
             pl.when(inside)(work)
             return
+        pl.when(inside)(lambda: pl.when(self.limit_of(i) > 0)(work))
 
-        @pl.when(inside)
-        def _():
-            pl.when(limit_of(i) > 0)(work)
+    # --- copies ---
 
-    def load(i, s, slot):
-        c, piece, head, b = place(i)
-        rows, at = pl.ds(c * CHUNK, CHUNK), (piece * n_slices + s) * SLICE
-        bar = ready.at[slot]
+    def load(self, i, s: int, slot) -> None:
+        """Copy slice s of item i into a slot."""
+        gmem, (c, piece, head, b) = self.gmem, self.place(i)
+        rows, at = pl.ds(c * CHUNK, CHUNK), (piece * self.n_slices + s) * SLICE
+        bar = self.ready.at[slot]
         for half in range(2):
-            columns = pl.ds(at + 32 * half, 32)
-            plgpu.copy_gmem_to_smem(
-                g.at[b, rows, head, columns], gate_words.at[slot, 2 + half], bar
-            )
+            source = gmem.g.at[b, rows, head, pl.ds(at + 32 * half, 32)]
+            plgpu.copy_gmem_to_smem(source, self.gates.at[slot, 2 + half], bar)
         columns = pl.ds(at, SLICE)
-        plgpu.copy_gmem_to_smem(q.at[b, rows, head, columns], words.at[slot, 0], bar)
-        plgpu.copy_gmem_to_smem(k.at[b, rows, head, columns], words.at[slot, 1], bar)
+        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head, columns], self.words.at[slot, 0], bar)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, head, columns], self.words.at[slot, 1], bar)
 
-    def ahead(i, s):
-        """The slice two after slice s of item i."""
-        return i + (s + 2) // n_slices, (s + 2) % n_slices
+    def refill(self, i, s: int) -> None:
+        """Load the slice two after this one into the slot of the slice before: its stores began a
+        slice ago."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        following, s_next = i + (s + 2) // self.n_slices, (s + 2) % self.n_slices
+        slot = (i * self.n_slices + s + 2) % SLOTS
+        load = functools.partial(self.load, following, s_next, slot)
+        self.when_alive(following, following < self.n_items, load)
 
-    for n in range(2):
-        i, s = n // n_slices, n % n_slices
-        when_alive(i, i < n_items, functools.partial(load, i, s, n))
+    # --- computing ---
 
-    def item(i, _):
-        def work():
-            c, piece, head, b = place(i)
-            rows = pl.ds(c * CHUNK, CHUNK)
-            acc = ()
-            limits = (jnp.full((128,), limit_of(i), jnp.int32),) if ragged else ()
-            for s in range(n_slices):
-                slot = (i * n_slices + s) % SLOTS
-                columns = pl.ds((piece * n_slices + s) * SLICE, SLICE)
-                plgpu.barrier_wait(ready.at[slot])
-                last = s == n_slices - 1
-                call = _slice_call(scale, s == 0, last, ragged)
-                acc = (
-                    call(
-                        words.at[slot], tables.at[wg], decay.at[b, head, c, columns], *limits, *acc
-                    ),
-                )
-                plgpu.commit_smem()
-                refill(i, s)
-                plgpu.copy_smem_to_gmem(words.at[slot, 0], qg.at[b, head, rows, columns])
-                plgpu.copy_smem_to_gmem(words.at[slot, 1], kg.at[b, head, rows, columns])
-                if last:
-                    plgpu.copy_smem_to_gmem(words.at[slot, 2], attention.at[b, head, piece, rows])
-
-        def refill(i, s):
-            # The slot of the slice before this one: its stores began a slice ago.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            j, s_next = ahead(i, s)
-            slot = (i * n_slices + s + 2) % SLOTS
-            when_alive(j, j < n_items, functools.partial(load, j, s_next, slot))
-
-        if not ragged:
-            work()
+    def item(self, i, _) -> None:
+        if not self.ragged:
+            self.compute(i)
             return
-        alive = limit_of(i) > 0
-        pl.when(alive)(work)
+        alive = self.limit_of(i) > 0
+        pl.when(alive)(lambda: self.compute(i))
+        pl.when(jnp.logical_not(alive))(lambda: self.skip(i))
 
-        @pl.when(jnp.logical_not(alive))
-        def _():
-            for s in range(n_slices):
-                refill(i, s)
+    def skip(self, i) -> None:
+        for s in range(self.n_slices):
+            self.refill(i, s)
 
-    lax.fori_loop(0, n_items, item, None)
-    plgpu.wait_smem_to_gmem(0)
+    def compute(self, i) -> None:
+        c, piece, head, b = self.place(i)
+        rows, acc = pl.ds(c * CHUNK, CHUNK), ()
+        limits = (jnp.full((128,), self.limit_of(i), jnp.int32),) if self.ragged else ()
+        for s in range(self.n_slices):
+            slot = (i * self.n_slices + s) % SLOTS
+            columns = pl.ds((piece * self.n_slices + s) * SLICE, SLICE)
+            plgpu.barrier_wait(self.ready.at[slot])
+            last = s == self.n_slices - 1
+            call = _slice_call(self.scale, s == 0, last, self.ragged)
+            decay = self.gmem.decay.at[b, head, c, columns]
+            acc = (call(self.words.at[slot], self.table, decay, *limits, *acc),)
+            plgpu.commit_smem()
+            self.refill(i, s)
+            self.store(slot, (b, head, rows, columns), piece if last else None)
+
+    def store(self, slot, place, piece) -> None:
+        """Store a slice's qg and kg, and of the last one A."""
+        words, gmem, (b, head, rows, columns) = self.words, self.gmem, place
+        plgpu.copy_smem_to_gmem(words.at[slot, 0], gmem.qg.at[b, head, rows, columns])
+        plgpu.copy_smem_to_gmem(words.at[slot, 1], gmem.kg.at[b, head, rows, columns])
+        if piece is not None:
+            plgpu.copy_smem_to_gmem(words.at[slot, 2], gmem.attention.at[b, head, piece, rows])
 
 
 def gates(q, k, log_decay, lengths, scale: float):
@@ -220,35 +212,30 @@ def gates(q, k, log_decay, lengths, scale: float):
     pieces, n_slices = dk // width, width // SLICE
     nc = -(-t // CHUNK)
     n_work = nc * pieces * h * b
-    body = functools.partial(
-        _gates_body,
-        n_slices=n_slices,
-        n_pieces=pieces,
-        n_heads=h,
-        n_chunks=nc,
-        n_work=n_work,
-        scale=scale,
-        ragged=lengths is not None,
-    )
     slots = (WARPGROUPS, SLOTS, 4, CHUNK)
+    sizes = n_slices, pieces, h, nc
+
+    def body(gmem, smem, barrier):
+        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
+
     return launch(
         body,
-        (q, k, log_decay, lengths),
-        (
-            jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, pieces, nc * CHUNK, CHUNK), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
-        ),
+        {"q": q, "k": k, "g": log_decay, "lengths": lengths},
+        {
+            "qg": jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
+            "kg": jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
+            "attention": jax.ShapeDtypeStruct((b, h, pieces, nc * CHUNK, CHUNK), jnp.bfloat16),
+            "decay": jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
+        },
         name="gla_gates",
         grid=blocks_for(n_work, WARPGROUPS),
         warpgroups=WARPGROUPS,
-        scratch=[
-            plgpu.RefUnion(
-                plgpu.SMEM((*slots, SLICE), jnp.bfloat16, transforms=ROWS),
-                plgpu.SMEM((*slots, 32), jnp.float32, transforms=ROWS),
+        scratch={
+            "slots": Views(
+                words=plgpu.SMEM((*slots, SLICE), jnp.bfloat16, transforms=ROWS),
+                gates=plgpu.SMEM((*slots, 32), jnp.float32, transforms=ROWS),
             ),
-            plgpu.SMEM((WARPGROUPS, 4, SLICE), jnp.float32),
-            plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, SLOTS)),
-        ],
+            "tables": plgpu.SMEM((WARPGROUPS, 4, SLICE), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, SLOTS)),
+        },
     )

@@ -1,13 +1,17 @@
-"""dA = scale * do v^T of every chunk on Hopper, in the form the gradient kernel's mma wants.
+"""dA = scale * do v^T of every chunk on Hopper, in the form that the gradient kernel's mma takes.
 
-For a chunk of 64 tokens: G = dA + dA^T with dA taken below the diagonal (bf16); for the tree levels
-1, 2, 4, 8 the level's pairs of G inside the 16x16 diagonal blocks, side by side in a second tile;
-and dA's diagonal in float32.  ``gla.gradients`` runs the two register steps itself at Dv = 128;
-``chunk_products`` is a kernel of its own for wider values, where one chunk's products serve several
-slices of key channels.
+For a chunk of 64 tokens there are three results:
 
-    copies  : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
-    compute : | dA, dA^T of stage n | ... | last stage: G -> smem, TMA out
+- G = dA + dA^T, with dA taken below the diagonal (bf16)
+- in a second tile, side by side, the pairs of G inside the 16x16 diagonal blocks that belong to the
+  tree's levels 1, 2, 4 and 8
+- dA's diagonal in float32
+
+``gla.gradients`` runs the two register steps itself at Dv = 128.  For wider values one chunk's
+products serve several slices of key channels, and ``chunk_products`` is a kernel of its own.
+
+    load    : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
+    stage   : | dA, dA^T of stage n | ... | item, after the last stage: G -> smem, TMA out
 """
 
 from __future__ import annotations
@@ -133,58 +137,56 @@ def symmetric_call(scale: float):
     return call
 
 
-def _products_body(
-    d_out,
-    v,
-    pair_out,
-    diagonal_out,
-    tiles_all,
-    pairs_all,
-    diagonals,
-    bars,
-    *,
-    n_heads: int,
-    n_chunks: int,
-    n_stages: int,
-    n_work: int,
-    scale: float,
-):
-    wg, n_items, item_of = worker_items(n_work, PRODUCT_WARPGROUPS)
-    tiles, pair, diagonal, ready = (x.at[wg] for x in (tiles_all, pairs_all, diagonals, bars))
+class _Worker:
+    """The program of a warpgroup: its chunks, a stage of 64 value channels at a time."""
 
-    def place(i):
-        item = item_of(i)
-        return item % n_chunks, item // n_chunks % n_heads, item // n_chunks // n_heads
+    def __init__(self, gmem, smem, barrier, *, sizes: tuple[int, int, int], n_work, scale):
+        self.n_heads, self.n_chunks, self.n_stages = sizes
+        self.gmem, self.scale = gmem, scale
+        own, self.n_items, self.item_of = worker_items(n_work, PRODUCT_WARPGROUPS)
+        self.tiles, self.pair, self.diagonal, self.ready = (
+            x.at[own] for x in (smem.tiles, smem.pairs, smem.diagonals, barrier.ready)
+        )
 
-    def load(n):
-        c, head, b = place(n // n_stages)
-        rows, at = pl.ds(c * CHUNK, CHUNK), pl.ds(n % n_stages * 64, 64)
+    def run(self) -> None:
+        for n in range(2):
+            pl.when(n < self.n_items * self.n_stages)(functools.partial(self.load, n))
+        lax.fori_loop(0, self.n_items, self.item, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def place(self, i):
+        """(chunk, head, row) of item i."""
+        item, n_chunks = self.item_of(i), self.n_chunks
+        return item % n_chunks, item // n_chunks % self.n_heads, item // n_chunks // self.n_heads
+
+    def load(self, n) -> None:
+        """Copy do and v of stage n, counted over all items."""
+        c, head, b = self.place(n // self.n_stages)
+        rows, at = pl.ds(c * CHUNK, CHUNK), pl.ds(n % self.n_stages * 64, 64)
         slot = n % PRODUCT_SLOTS
-        plgpu.copy_gmem_to_smem(d_out.at[b, rows, head, at], tiles.at[slot, 0], ready.at[slot])
-        plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], tiles.at[slot, 1], ready.at[slot])
+        for index, x in enumerate((self.gmem.d_out, self.gmem.v)):
+            plgpu.copy_gmem_to_smem(
+                x.at[b, rows, head, at], self.tiles.at[slot, index], self.ready.at[slot]
+            )
 
-    for n in range(2):
-        pl.when(n < n_items * n_stages)(functools.partial(load, n))
-
-    def item(i, _):
-        def stage(s, acc):
-            n = i * n_stages + s
-            plgpu.barrier_wait(ready.at[n % PRODUCT_SLOTS])
-            plgpu.commit_smem()  # every warp is done with stage n - 1, whose slot is refilled
-            pl.when(n + 2 < n_items * n_stages)(functools.partial(load, n + 2))
-            return products_call()(tiles.at[n % PRODUCT_SLOTS], acc)
-
-        acc = lax.fori_loop(0, n_stages, stage, zeros(40))
+    def item(self, i, _) -> None:
+        """dA, dA^T of every stage, then G and its results out."""
+        acc = lax.fori_loop(0, self.n_stages, functools.partial(self.stage, i), zeros(40))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        symmetric_call(scale)(pair, diagonal, acc)
+        symmetric_call(self.scale)(self.pair, self.diagonal, acc)
         plgpu.commit_smem()
-        c, head, b = place(i)
+        c, head, b = self.place(i)
         for tile in range(2):
-            plgpu.copy_smem_to_gmem(pair.at[tile], pair_out.at[b, head, c, tile])
-        plgpu.copy_smem_to_gmem(diagonal, diagonal_out.at[b, head, c])
+            plgpu.copy_smem_to_gmem(self.pair.at[tile], self.gmem.pairs.at[b, head, c, tile])
+        plgpu.copy_smem_to_gmem(self.diagonal, self.gmem.diagonals.at[b, head, c])
 
-    lax.fori_loop(0, n_items, item, None)
-    plgpu.wait_smem_to_gmem(0)
+    def stage(self, i, s, acc):
+        n = i * self.n_stages + s
+        plgpu.barrier_wait(self.ready.at[n % PRODUCT_SLOTS])
+        plgpu.commit_smem()  # every warp is done with stage n - 1, whose slot is refilled
+        more = n + 2 < self.n_items * self.n_stages
+        pl.when(more)(functools.partial(self.load, n + 2))
+        return products_call()(self.tiles.at[n % PRODUCT_SLOTS], acc)
 
 
 def chunk_products(d_out, v, scale: float):
@@ -193,27 +195,25 @@ def chunk_products(d_out, v, scale: float):
     nc = -(-t // CHUNK)
     n_work = nc * h * b
     wgs = PRODUCT_WARPGROUPS
+    sizes = h, nc, dv // 64
+
+    def body(gmem, smem, barrier):
+        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
+
     return launch(
-        functools.partial(
-            _products_body,
-            n_heads=h,
-            n_chunks=nc,
-            n_stages=dv // 64,
-            n_work=n_work,
-            scale=scale,
-        ),
-        (d_out, v),
-        (
-            jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
-        ),
+        body,
+        {"d_out": d_out, "v": v},
+        {
+            "pairs": jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),
+            "diagonals": jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
+        },
         name="gla_chunk_products",
         grid=blocks_for(n_work, wgs),
         warpgroups=wgs,
-        scratch=[
-            plgpu.SMEM((wgs, PRODUCT_SLOTS, 2, CHUNK, 64), jnp.bfloat16, transforms=ROWS),
-            plgpu.SMEM((wgs, 2, CHUNK, CHUNK), jnp.bfloat16, transforms=ROWS),
-            plgpu.SMEM((wgs, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=(wgs, PRODUCT_SLOTS)),
-        ],
+        scratch={
+            "tiles": plgpu.SMEM((wgs, PRODUCT_SLOTS, 2, CHUNK, 64), jnp.bfloat16, transforms=ROWS),
+            "pairs": plgpu.SMEM((wgs, 2, CHUNK, CHUNK), jnp.bfloat16, transforms=ROWS),
+            "diagonals": plgpu.SMEM((wgs, CHUNK), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=2, num_barriers=(wgs, PRODUCT_SLOTS)),
+        },
     )

@@ -2,31 +2,33 @@
 
     out_c = qg_c S_c + A_c v_c        S_{c+1} = diag(decay_c) S_c + kg_c^T v_c
 
-for the operands of ``gla_gates.gates``.  Run backwards with the roles of the operands exchanged the
-same kernel is the reverse scan of the backward pass (``reverse=True``: qg <- kg, kg <- qg,
-v <- d_out, A <- A^T), whose state is the gradient of the state and whose output is dv.
+Contract.  The operands are those of ``gla.gates``; ``scan`` gives the shapes.  ``reverse=True`` is
+the reverse scan of the backward pass, with other operands in the same places: kg for qg, qg for kg,
+d_out for v and A^T for A.  Its state is the gradient of the state, and its output is dv.
 
-One block per (128 value channels, head, batch row, segment of chunks): two warpgroups of 64 value
-channels each, the first of which also starts the copies.  S^T [64 dv, Dk] stays in registers for
-the whole loop; it is the register operand of out^T = S^T qg^T + v^T A^T, so it never visits memory.
+One block per (128 value channels, head, batch row, segment of chunks).  It has two warpgroups of 64
+value channels each, and the first also starts the copies.  S^T [64 dv, Dk] stays in registers for
+the whole loop.  It is the register operand of out^T = S^T qg^T + v^T A^T, so it never visits
+memory.
 
-    wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | ...
-           kg, v of chunk c - 1's slot <- TMA           qg, A of chunk c's slot <- TMA
+    chunk    wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | ...
+    refill     kg, v of chunk c - 1's slot <- TMA      qg, A of chunk c's slot <- TMA
 
-A slot's operands are fetched again while products run, as soon as both warpgroups have read them.
-jax >= 0.12 ignores ``setmaxnreg``: beside a third warpgroup that only copied, a thread had 168
-registers, spilled, and waited for each wgmma.
+As soon as both warpgroups have read a slot's operands, the next ones are copied there while
+products run.  A third warpgroup that only copies does not pay: jax >= 0.12 ignores ``setmaxnreg``,
+so a thread had 168 registers, spilled, and waited for each wgmma.
 
-Dk = 256 and more blocks than the GPU has SMs: pairs of blocks are clusters, and copy qg, kg and A
-for one another, since what limits there is the L2's rate.
+With Dk = 256 and more blocks than the GPU has SMs, the L2's rate is the limit.  Pairs of blocks are
+then clusters and copy qg, kg and A for one another.
 
 Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
-0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and what was tried:
-NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
+0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and attempts: NOTES.md.
+Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -38,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import gpu
 from pallas_kernels.gla.gates import piece_width
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS
+from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
 
 PART = 64  # key channels of a product of the state
@@ -50,182 +52,243 @@ def stages_of(dk: int) -> int:
     return 2 if dk > 128 else 3
 
 
-def _scan_body(
-    qg,
-    kg,
-    attention,
-    decay,
-    v,
-    *rest,
-    dk: int,
-    dv: int,
-    n_chunks: int,
-    segments: int,
-    pieces: int,
-    want_out: bool,
-    want_borders: bool,
-    stage_borders: bool,
-    reverse: bool,
-    ragged: bool,
-    initial: bool,
-    pair: bool,
-):
-    rest = list(rest)
-    lengths = rest.pop(0) if ragged else None
-    start_state = rest.pop(0) if initial else None
-    out = rest.pop(0) if want_out else None
-    borders = rest.pop(0) if want_borders else None
-    final, q_sm, k_sm, a_sm, v_union, d_sm, o_union, s_sm, q_full, k_full, q_read, k_read = rest
-    (v_rows, v_sm), (o_rows, o_sm) = v_union, (o_union if want_out else (None, None))
-    stages = stages_of(dk)
-    parts = [pl.ds(at, PART) for at in range(0, dk, PART)]
-    j, b = lax.axis_index("values"), lax.axis_index("row")
-    both = {}
-    if pair:
-        j, both = 2 * j + lax.axis_index("rank"), {"collective_axes": "rank"}
-    head = lax.axis_index("head") // segments
-    segment = lax.axis_index("head") % segments
-    wg = lax.axis_index("warpgroup")
-    per = -(-n_chunks // segments)
-    first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
-    stop = last
-    if ragged:
-        stop = jnp.minimum(last, (lengths[b] + (CHUNK - 1)) // CHUNK)
-    steps = jnp.maximum(stop - first, 0)
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The facts of a launch of the scan."""
 
-    def chunk_of(i):
-        return stop - 1 - i if reverse else first + i
+    dk: int
+    dv: int
+    n_chunks: int
+    segments: int
+    pieces: int  # of A
+    stage_borders: bool  # borders go out through shared memory
+    reverse: bool
+    pair: bool  # of blocks: a cluster
 
-    def load_queries(i):
-        c, slot = chunk_of(i), i % stages
-        rows, bar = pl.ds(c * CHUNK, CHUNK), q_full.at[slot]
-        plgpu.copy_gmem_to_smem(qg.at[b, head, rows], q_sm.at[slot], bar, **both)
-        for piece in range(pieces):
+
+class _Scan:
+    """The program of a warpgroup: 64 value channels of a segment's chunks.
+
+    gmem.lengths, gmem.start, gmem.out and gmem.borders may be None.
+    """
+
+    def __init__(self, gmem, smem, barrier, *, facts: _Facts):
+        self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
+        self.stages = stages_of(facts.dk)
+        self.parts = [pl.ds(at, PART) for at in range(0, facts.dk, PART)]
+        j, self.row = lax.axis_index("values"), lax.axis_index("row")
+        self.both = {}
+        if facts.pair:
+            j, self.both = 2 * j + lax.axis_index("rank"), {"collective_axes": "rank"}
+        self.block = j  # of the value channels
+        self.head = lax.axis_index("head") // facts.segments
+        self.segment = lax.axis_index("head") % facts.segments
+        self.warpgroup = lax.axis_index("warpgroup")
+        per = -(-facts.n_chunks // facts.segments)
+        self.first = self.segment * per
+        self.last = jnp.minimum((self.segment + 1) * per, facts.n_chunks)
+        self.stop = self.last  # the first chunk past the row's end, or the segment's
+        if gmem.lengths is not None:
+            chunks = (gmem.lengths[self.row] + (CHUNK - 1)) // CHUNK
+            self.stop = jnp.minimum(self.last, chunks)
+        self.steps = jnp.maximum(self.stop - self.first, 0)
+
+    def run(self) -> None:
+        gmem, facts = self.gmem, self.facts
+        pl.when(self.warpgroup == 0)(self.fill_ring)
+        self.columns = pl.ds(self.block * VALUE_BLOCK + self.warpgroup * 64, 64)
+        if gmem.start is not None:
+            place = gmem.start.at[self.row, self.head, self.segment, :, self.columns]
+            state = read_state(facts.dk, facts.dv)(place)
+        else:
+            state = plgpu.layout_cast(jnp.zeros((64, facts.dk), jnp.float32), _WGMMA)
+        state = lax.fori_loop(0, self.steps, self.chunk, state)
+        final = gmem.final.at[self.row, self.head, self.segment, :, self.columns]
+        write_state(facts.dv)(final, state)
+        if gmem.out is not None and gmem.lengths is not None:
+            self.clear_outputs()
+        plgpu.wait_smem_to_gmem(0)
+        if facts.pair:  # a block stays until the other one has arrived at its barriers
+            pl.when(self.warpgroup == 0)(self.leave)
+
+    def chunk_of(self, i):
+        return self.stop - 1 - i if self.facts.reverse else self.first + i
+
+    # --- copies ---
+
+    def fill_ring(self) -> None:
+        def begin(i, _):
+            if self.gmem.out is not None:
+                self.load_queries(i)
+            self.load_keys(i)
+
+        lax.fori_loop(0, jnp.minimum(self.stages, self.steps), begin, None)
+
+    def load_queries(self, i) -> None:
+        gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
+        c, slot = self.chunk_of(i), i % self.stages
+        rows, bar = pl.ds(c * CHUNK, CHUNK), self.barrier.q_full.at[slot]
+        plgpu.copy_gmem_to_smem(gmem.qg.at[*at, rows], smem.q.at[slot], bar, **self.both)
+        for piece in range(self.facts.pieces):
             plgpu.copy_gmem_to_smem(
-                attention.at[b, head, piece, rows], a_sm.at[slot, piece], bar, **both
+                gmem.attention.at[*at, piece, rows],
+                smem.attention.at[slot, piece],
+                bar,
+                **self.both,
             )
 
-    def load_keys(i):
-        c, slot = chunk_of(i), i % stages
-        rows, bar = pl.ds(c * CHUNK, CHUNK), k_full.at[slot]
+    def load_keys(self, i) -> None:
+        gmem, smem = self.gmem, self.smem
+        c, slot = self.chunk_of(i), i % self.stages
+        rows, bar = pl.ds(c * CHUNK, CHUNK), self.barrier.k_full.at[slot]
         for w in range(2):
-            at = pl.ds(j * VALUE_BLOCK + w * 64, 64)
-            plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
-        plgpu.copy_gmem_to_smem(kg.at[b, head, rows], k_sm.at[slot], bar, **both)
-        plgpu.copy_gmem_to_smem(decay.at[b, head, c], d_sm.at[slot], bar)
+            at = pl.ds(self.block * VALUE_BLOCK + w * 64, 64)
+            source = gmem.v.at[self.row, rows, self.head, at]
+            plgpu.copy_gmem_to_smem(source, smem.v.rows.at[slot, w], bar)
+        at = self.row, self.head
+        plgpu.copy_gmem_to_smem(gmem.kg.at[*at, rows], smem.k.at[slot], bar, **self.both)
+        plgpu.copy_gmem_to_smem(gmem.decay.at[*at, c], smem.decay.at[slot], bar)
 
-    def refill(load, read, i):
+    def refill(self, load, read, i) -> None:
         """The place of the i-th chunk, which both warpgroups have read, for one ``stages`` on."""
 
-        @pl.when((wg == 0) & (i >= 0) & (i + stages < steps))
+        @pl.when((self.warpgroup == 0) & (i >= 0) & (i + self.stages < self.steps))
         def _():
-            plgpu.barrier_wait(read.at[i % stages])
-            load(i + stages)
+            plgpu.barrier_wait(read.at[i % self.stages])
+            load(i + self.stages)
 
-    @pl.when(wg == 0)
-    def _():
-        def begin(i, _):
-            if want_out:
-                load_queries(i)
-            load_keys(i)
+    # --- a chunk ---
 
-        lax.fori_loop(0, jnp.minimum(stages, steps), begin, None)
-
-    columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
-    if initial:
-        state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
-    else:
-        state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
-
-    def body(i, state):
-        c, slot = chunk_of(i), i % stages
+    def chunk(self, i, state):
+        """wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S"""
+        gmem, barrier, facts = self.gmem, self.barrier, self.facts
+        c, slot = self.chunk_of(i), i % self.stages
         rows = pl.ds(c * CHUNK, CHUNK)
-        values = v_sm.at[slot, wg]
-        if want_borders and stage_borders:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            s_sm[wg] = state.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s_sm.at[wg], borders.at[b, head, c, columns])
-        if want_out:
-            plgpu.barrier_wait(q_full.at[slot])
-        plgpu.barrier_wait(k_full.at[slot])
-        if ragged:
-            left = lengths[b] - c * CHUNK
-
-            @pl.when(left < CHUNK)
-            def _():
-                tile = plgpu.load(values, layout=_WGMMA)
-                token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_WGMMA)
-                values[...] = jnp.where(token < left, tile, jnp.zeros_like(tile))
-                plgpu.commit_smem()
-
-        if want_out:
-
-            def outputs(acc):
-                for part, at in enumerate(parts):
-                    rounded = state[:, part * PART : (part + 1) * PART].astype(jnp.bfloat16)
-                    plgpu.wgmma(acc, rounded, q_sm.at[slot, :, at].transpose((1, 0)))
-                    if want_borders and not stage_borders:
-                        write_rows(PART, dk)(borders.at[b, head, c, columns, at], rounded)
-                    plgpu.wgmma_wait(1)  # so that two parts' copies are alive
-                for piece in range(pieces):
-                    a = a_sm.at[slot, piece]
-                    a = a if reverse else a.transpose((1, 0))
-                    plgpu.wgmma(acc, values.transpose((1, 0)), a)
-                refill(load_keys, k_read, i - 1)
-                return acc[...]
-
+        values = self.smem.v.tiles.at[slot, self.warpgroup]
+        if gmem.borders is not None and facts.stage_borders:
+            self.store_border(c, state)
+        if gmem.out is not None:
+            plgpu.barrier_wait(barrier.q_full.at[slot])
+        plgpu.barrier_wait(barrier.k_full.at[slot])
+        if gmem.lengths is not None:
+            left = gmem.lengths[self.row] - c * CHUNK
+            pl.when(left < CHUNK)(lambda: self.clear_values(values, left))
+        if gmem.out is not None:
+            outputs = functools.partial(self.outputs, i, c, slot, values, state)
             o = pl.run_scoped(outputs, plgpu.ACC((64, CHUNK), jnp.float32))
-            if not pair:
-                plgpu.barrier_arrive(q_read.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_sm.at[wg].transpose((1, 0))[...] = plgpu.layout_cast(
-                o.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-            )
-            plgpu.commit_smem()
-            if pair:  # one thread arrives for its whole warpgroup, hence behind its barrier
-                plgpu.barrier_arrive(q_read.at[slot])
-            plgpu.copy_smem_to_gmem(o_rows.at[wg], out.at[b, rows, head, columns])
-
-        def update(acc):
-            plgpu.wgmma(acc, values.transpose((1, 0)), k_sm.at[slot])
-            if want_out:
-                refill(load_queries, q_read, i)
-            else:
-                refill(load_keys, k_read, i - 1)
-
-        decays = plgpu.load(d_sm.at[slot], layout=_WGMMA.reduce(0))
-        decayed = state * lax.broadcast_in_dim(decays, (64, dk), [1])
+            self.store_outputs(slot, rows, o)
+        update = functools.partial(self.update, i, slot, values)
+        decays = plgpu.load(self.smem.decay.at[slot], layout=_WGMMA.reduce(0))
+        decayed = state * lax.broadcast_in_dim(decays, (64, facts.dk), [1])
         state = pl.run_state(update)(plgpu.ACC.init(decayed))
-        if pair:
+        if facts.pair:
             plgpu.commit_smem()
-        plgpu.barrier_arrive(k_read.at[slot])
+        plgpu.barrier_arrive(barrier.k_read.at[slot])
         return state
 
-    state = lax.fori_loop(0, steps, body, state)
-    write_state(dv)(final.at[b, head, segment, :, columns], state)
-    if want_out and ragged:
-        # Rows that end early: the outputs of the chunks beyond are zeros.
+    def store_border(self, c, state) -> None:
+        """The state at the chunk's start, through shared memory."""
+        staged = self.smem.border
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        o_sm[wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
+        staged[self.warpgroup] = state.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        to = self.gmem.borders.at[self.row, self.head, c, self.columns]
+        plgpu.copy_smem_to_gmem(staged.at[self.warpgroup], to)
+
+    def clear_values(self, values, left) -> None:
+        """Zeros for what is past the row's end."""
+        tile = plgpu.load(values, layout=_WGMMA)
+        token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_WGMMA)
+        values[...] = jnp.where(token < left, tile, jnp.zeros_like(tile))
+        plgpu.commit_smem()
+
+    def outputs(self, i, c, slot, values, state, acc):
+        """out^T = S^T qg^T + v^T A^T"""
+        gmem, smem, facts, dk = self.gmem, self.smem, self.facts, self.facts.dk
+        for part, at in enumerate(self.parts):
+            rounded = state[:, part * PART : (part + 1) * PART].astype(jnp.bfloat16)
+            plgpu.wgmma(acc, rounded, smem.q.at[slot, :, at].transpose((1, 0)))
+            if gmem.borders is not None and not facts.stage_borders:
+                to = gmem.borders.at[self.row, self.head, c, self.columns, at]
+                write_rows(PART, dk)(to, rounded)
+            plgpu.wgmma_wait(1)  # so that two parts' copies are alive
+        for piece in range(facts.pieces):
+            a = smem.attention.at[slot, piece]
+            a = a if facts.reverse else a.transpose((1, 0))
+            plgpu.wgmma(acc, values.transpose((1, 0)), a)
+        self.refill(self.load_keys, self.barrier.k_read, i - 1)
+        return acc[...]
+
+    def store_outputs(self, slot, rows, o) -> None:
+        out, read, own = self.smem.out, self.barrier.q_read, self.warpgroup
+        if not self.facts.pair:
+            plgpu.barrier_arrive(read.at[slot])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out.tiles.at[own].transpose((1, 0))[...] = plgpu.layout_cast(
+            o.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        plgpu.commit_smem()
+        if self.facts.pair:  # one thread arrives for its whole warpgroup, hence behind its barrier
+            plgpu.barrier_arrive(read.at[slot])
+        to = self.gmem.out.at[self.row, rows, self.head, self.columns]
+        plgpu.copy_smem_to_gmem(out.rows.at[own], to)
+
+    def update(self, i, slot, values, acc) -> None:
+        """S += kg^T v"""
+        plgpu.wgmma(acc, values.transpose((1, 0)), self.smem.k.at[slot])
+        if self.gmem.out is not None:
+            self.refill(self.load_queries, self.barrier.q_read, i)
+        else:
+            self.refill(self.load_keys, self.barrier.k_read, i - 1)
+
+    # --- the end ---
+
+    def clear_outputs(self) -> None:
+        """Rows that end early: the outputs of the chunks beyond are zeros."""
+        out, own = self.smem.out, self.warpgroup
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out.tiles[own] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
         plgpu.commit_smem()
 
         def clear(c, _):
             rows = pl.ds(c * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(o_rows.at[wg], out.at[b, rows, head, columns])
+            to = self.gmem.out.at[self.row, rows, self.head, self.columns]
+            plgpu.copy_smem_to_gmem(out.rows.at[own], to)
 
-        lax.fori_loop(jnp.maximum(stop, first), last, clear, None)
-    plgpu.wait_smem_to_gmem(0)
-    if pair:  # a block stays until the other one has arrived at its barriers
+        lax.fori_loop(jnp.maximum(self.stop, self.first), self.last, clear, None)
 
-        @pl.when(wg == 0)
-        def _():
-            def leave(i, _):
-                if want_out:
-                    plgpu.barrier_wait(q_read.at[i % stages])
-                plgpu.barrier_wait(k_read.at[i % stages])
+    def leave(self) -> None:
+        """Wait until the other block of the pair has read all that this one copied."""
 
-            lax.fori_loop(jnp.maximum(steps - stages, 0), steps, leave, None)
+        def read(i, _):
+            if self.gmem.out is not None:
+                plgpu.barrier_wait(self.barrier.q_read.at[i % self.stages])
+            plgpu.barrier_wait(self.barrier.k_read.at[i % self.stages])
+
+        lax.fori_loop(jnp.maximum(self.steps - self.stages, 0), self.steps, read, None)
+
+
+def _scratch(facts: _Facts, want_out: bool) -> dict:
+    """Shared memory of a block, and its barriers."""
+    dk, pieces, stages = facts.dk, facts.pieces, stages_of(facts.dk)
+    unused = plgpu.SMEM((8,), jnp.float32)
+    # The places where a slot's operands are read for the last time.
+    read = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    if facts.pair:
+        read = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=stages)
+    return {
+        "q": tiles(stages, CHUNK, dk) if want_out else unused,
+        "k": tiles(stages, CHUNK, dk),
+        "attention": tiles(stages, pieces, CHUNK, CHUNK) if want_out else unused,
+        "v": tokens(stages, 2, CHUNK, 64),
+        "decay": plgpu.SMEM((stages, dk), jnp.float32),
+        "out": tokens(2, CHUNK, 64) if want_out else unused,
+        "border": tiles(2, 64, dk) if facts.stage_borders else unused,
+        "q_full": plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=stages),
+        "k_full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        "q_read": read,
+        "k_read": read,
+    }
 
 
 def scan(
@@ -255,63 +318,40 @@ def scan(
     # The borders' staging tiles do not fit beside two slots of Dk = 256 operands.
     stage_borders = want_borders and (dk <= 128 or not want_out)
     pair = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
-    body = functools.partial(
-        _scan_body,
+    facts = _Facts(
         dk=dk,
         dv=dv,
         n_chunks=nc,
         segments=segments,
         pieces=pieces,
         stage_borders=stage_borders,
-        want_out=want_out,
-        want_borders=want_borders,
         reverse=reverse,
-        ragged=lengths is not None,
-        initial=start is not None,
         pair=pair,
     )
-    out_type = []
-    if want_out:
-        out_type.append(jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
-    if want_borders:
-        out_type.append(jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
-    out_type.append(jax.ShapeDtypeStruct((b, h, segments, dk, dv), jnp.float32))
 
-    def tiles(*shape):
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
+    def body(gmem, smem, barrier):
+        _Scan(gmem, smem, barrier, facts=facts).run()
 
-    def tokens(*shape):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
-        return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
-
-    unused = plgpu.SMEM((8,), jnp.float32)
-    stages = stages_of(dk)
-    # The places where a slot's operands are read for the last time.
-    read = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-    if pair:
-        read = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=stages)
-    results = launch(
+    spec = jax.ShapeDtypeStruct
+    return launch(
         body,
-        (qg, kg, attention, decay, v, lengths, start),
-        tuple(out_type),
+        {
+            "qg": qg,
+            "kg": kg,
+            "attention": attention,
+            "decay": decay,
+            "v": v,
+            "lengths": lengths,
+            "start": start,
+        },
+        {
+            "out": spec((b, t, h, dv), v.dtype) if want_out else None,
+            "borders": spec((b, h, nc, dv, dk), jnp.bfloat16) if want_borders else None,
+            "final": spec((b, h, segments, dk, dv), jnp.float32),
+        },
         name="gla_scan" + ("_reverse" if reverse else ""),
         cluster=1 + pair,
         grid={"values": blocks // (1 + pair), "head": h * segments, "row": b},
         warpgroups=2,
-        scratch=[
-            tiles(stages, CHUNK, dk) if want_out else unused,
-            tiles(stages, CHUNK, dk),
-            tiles(stages, pieces, CHUNK, CHUNK) if want_out else unused,
-            tokens(stages, 2, CHUNK, 64),
-            plgpu.SMEM((stages, dk), jnp.float32),
-            tokens(2, CHUNK, 64) if want_out else unused,
-            tiles(2, 64, dk) if stage_borders else unused,
-            plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-            read,
-            read,
-        ],
+        scratch=_scratch(facts, want_out),
     )
-    results = list(results)
-    out = results.pop(0) if want_out else None
-    borders = results.pop(0) if want_borders else None
-    return out, borders, results.pop(0)

@@ -1,25 +1,26 @@
-"""Steps of GLA on Hopper: one, alone or with what a layer has around it, or those of a draft.
+"""Steps of GLA on Hopper: one, alone or with the layer's work around it, or those of a draft.
 
     S <- exp(log_decay)[:, None] * S + k v^T        o = scale * q S
 
-``gla_step`` is that.  ``gla.token`` begins at the layer's projections and ends before its output
-product:
+``gla_step`` computes these two lines.  ``gla_token`` (see ``gla.token``) begins at the layer's
+projections and ends before its output product:
 
     log_decay = max(logsigmoid(W low + bias) / normalizer, clamp_min)
     y         = o * rsqrt(mean o^2 + eps) * weight * silu(gate)              per head
 
-of one token, or of several that may not stay: then the state is read alone, each of its floats
-takes all of them in a register, and k, v and log_decay are written out.  ``gla.commit`` takes these
-and updates the states of all layers in one launch.
+It computes one token, or several tokens of a draft that may be rejected.  For a draft the state is
+only read: each of its floats takes all tokens in a register, and k, v and log_decay are written
+out. ``gla_commit`` takes these and updates the states of all layers in one launch.
 
-float32 throughout, rounded once.  A row whose length is 0 stands still: its state keeps its bits.
+Everything is float32, rounded once.  A row whose length is 0 stands still: its state keeps its
+bits.
 
-A stream over the state: every float is read once, updated in a register, written back to the same
-place, and has by then been added to its column of o.  One block per (row, head, 128 value channels,
-or 64 where there are few heads); a warp takes Dk / warps rows of S, 16 bytes per lane at a time, a
-batch of them in flight; the warps' partial rows of o meet in shared memory.  The norm is over all
-value channels of a head, whose blocks are a cluster: each sends its sum of squares to all
-(st.async, counted by a barrier, so that nobody waits for the stores of the state).
+The kernel is a stream over the state.  It reads every float once, updates it in a register, adds it
+to its column of o and writes it back to the same place.  One block per (row, head, 128 value
+channels, or 64 where there are few heads).  A warp takes Dk / warps rows of S, 16 bytes per lane at
+a time, a batch of them in flight.  The warps' partial rows of o meet in shared memory.  The norm is
+over all value channels of a head, whose blocks are a cluster.  Each block sends its sum of squares
+to all (st.async, counted by a barrier), so that no block waits for the stores of the state.
 
     all: first batch of S -> L2 | the kernel before has ended
     warps: first batch of S in flight | q, k, decay -> smem | barrier
@@ -30,7 +31,7 @@ value channels of a head, whose blocks are a cluster: each sends its sum of squa
 The state arrives as a mutable reference, so the kernel's input and output are one buffer.
 
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128; the vectors
-are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token`` and what was tried: NOTES.md.
+are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token``, and attempts: NOTES.md.
 Command: ``python -m benchmarks.kernels.gla``.
 """
 
@@ -81,26 +82,26 @@ def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
 
 
 def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -> Any:
-    """Results of the types ``out``, of which the last three may be what is kept; where nothing is,
-    (results, state).  rows: of the state."""
+    """Launch the step.  rows: of the state.
+
+    out: types of the results, of which the last three may be what is kept.  The result is then the
+    results, else (results, state).
+    """
     layers = len(operands.state) if isinstance(operands.state, tuple) else 1
     normed, heads = operands.norm is not None, rows * shape.heads
+    first, *kept = out or (None,)
+
+    def body(gmem, smem):
+        GlaStepLayout(shape, GlaStepOperands(**vars(gmem)), smem, heads).run()
 
     def run(state):
-        given = operands._replace(state=state)
-        leaves, tree = jax.tree.flatten(given)
-
-        def body(*refs):
-            inputs, refs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
-            first, *kept = refs[: len(out)] or (None,)
-            here = inputs._replace(out=first, kept=tuple(kept) or None)
-            GlaStepLayout(shape, here, list(refs[len(out) :]), heads).run()
-
+        given = operands._replace(state=state)._asdict()
+        del given["out"], given["kept"]
         cluster = shape.blocks if normed else 1
-        return launch(
+        y, others = launch(
             body,
-            leaves,
-            out,
+            given,
+            {"out": first, "kept": tuple(kept) or None},
             name="gla_step",
             grid=layers * heads * shape.blocks // cluster,
             cluster=cluster,
@@ -108,6 +109,7 @@ def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -
             registers=True,
             scratch=shape.scratch(normed),
         )
+        return () if y is None else (y, *(others or ()))
 
     return in_place(run, operands.state) if len(out) <= 1 else run(operands.state)
 

@@ -42,15 +42,18 @@ class GlaStepShape:
 
     @property
     def blocks(self) -> int:
-        """Of a head."""
+        """Blocks of a head."""
         return self.dv // self.columns
 
-    def scratch(self, normed: bool) -> list[int]:
+    def scratch(self, normed: bool) -> dict[str, int | None]:
         """Floats of shared memory: (decay, k, q) of each token, the warps' sums of o, and where a
         head's blocks are a cluster, a barrier and their sums of squares."""
-        table, sums = 4 * self.tokens * self.dk, self.tokens * self.warps * self.columns
-        exchange = [4 + 2 * self.tokens * self.blocks]
-        return [table, sums] + exchange * (normed and self.blocks > 1)
+        exchanged = normed and self.blocks > 1
+        return {
+            "table": 4 * self.tokens * self.dk,
+            "sums": self.tokens * self.warps * self.columns,
+            "exchange": 4 + 2 * self.tokens * self.blocks if exchanged else None,
+        }
 
 
 class GlaStepOperands(NamedTuple):
@@ -73,20 +76,19 @@ class GlaStepOperands(NamedTuple):
 
 
 class GlaStepLayout:
-    """``heads``: rows times heads, of a layer."""
+    """``heads``: rows times heads, of a layer.  smem: as ``GlaStepShape.scratch`` has it."""
 
-    def __init__(
-        self, shape: GlaStepShape, operands: GlaStepOperands, scratch: list[Any], heads: int
-    ):
+    def __init__(self, shape: GlaStepShape, operands: GlaStepOperands, smem: Any, heads: int):
         self.shape = shape
-        self.table, self.sums, *exchange = (p.shared_address(ref) for ref in scratch)
+        self.table, self.sums = p.shared_address(smem.table), p.shared_address(smem.sums)
+        if smem.exchange is not None:
+            self.barrier = p.shared_address(smem.exchange)
         self.thread = p.register("tid.x")
         self.warp = p.shift_right(self.thread, 5)
         self.lane = p.masked(self.thread, 31)
         self.normed = operands.norm is not None
         if self.normed and shape.blocks > 1:
             head, self.block = p.register("clusterid.x"), p.register("cluster_ctarank")
-            (self.barrier,) = exchange
             self.shares = p.add(self.barrier, 16)
         else:
             block = p.register("ctaid.x")

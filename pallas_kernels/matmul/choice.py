@@ -54,7 +54,7 @@ def run(
     low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
 ) -> Any:
     """Compute a product ``x[M, K] w[N, K]^T`` with the kernel of its plan."""
-    _, call, plan = static
+    call, plan = static.call, static.plan
     assert call is not None and plan is not None
     if isinstance(plan, cpu.CpuPlan):
         return cpu.run(call, plan, x, w, bias, gamma, residual)

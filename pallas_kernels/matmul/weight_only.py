@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import QTensor
 
 Form = Literal["words", "sums", "copy"]
 WORD = 8  # int4 codes in the 32 bits that a thread of the first form reads at a time
@@ -75,7 +75,8 @@ def by_sums(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
 
 
 def by_copy(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array) -> jax.Array:
-    return dot(x, dequantize(QTensor(q, scale, zero), x.dtype), (((1,), (1,)), ((), ())), x.dtype)
+    w = QTensor(q, scale, zero).floats(x.dtype)
+    return dot(x, w, (((1,), (1,)), ((), ())), x.dtype)
 
 
 BY_FORM = {"words": by_words, "sums": by_sums, "copy": by_copy}

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import device_of
 from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.predict import shortest_form
-from pallas_kernels.matmul.weight_only import BY_FORM, Dims, dot
+from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import OpChoice
 
@@ -44,10 +45,22 @@ def weight_only(static: Static, x: jax.Array, w: QTensor, bias: jax.Array | None
     """
 
     def on_accelerator(x: jax.Array, w: QTensor) -> jax.Array:
-        return BY_FORM[shortest_form(x, w)](x, w.scale, w.zero, w.q)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+        form = _form(device_of(()), x.shape, x.dtype, shapes)
+        return BY_FORM[form](x, w.scale, w.zero, w.q)
 
     sums = lax.platform_dependent(x, w, default=on_accelerator, cpu=_weight_only_tiled)
     return finish(sums, bias, static.out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(device: Any, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> Form:
+    """Return ``shortest_form``, which layers that are alike ask for again and again.
+
+    device: whose costs are compared. w: the weight's shapes.
+    """
+    del device
+    return shortest_form(jax.ShapeDtypeStruct(shape, dtype), w)
 
 
 def weight_only_gradients(

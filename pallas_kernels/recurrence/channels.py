@@ -1,9 +1,9 @@
-"""What the register steps of GLA's chunk kernels share: a thread's place, the work of a persistent
+"""The common parts of register steps in chunk kernels: a thread's place, the work of a persistent
 warpgroup, products of tiles, and bundles of registers.
 
-What a step leaves in registers travels to the next ``inline_mgpu`` call as one Pallas array, a
-"bundle", whose element i * 128 + thread is register i of thread.  Tiles are 64 rows of 128 bytes
-with TMA's 128-byte swizzle.
+Registers travel from one ``inline_mgpu`` call to the next as one Pallas array, a "bundle".  Its
+element i * 128 + thread is register i of thread.  Tiles are 64 rows of 128 bytes with TMA's
+128-byte swizzle.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
+from pallas_kernels.launch import Views
 
 CHUNK = 64  # tokens
 SLICE = 64  # key channels of a step
@@ -28,8 +29,18 @@ ROWS = (plgpu.SwizzleTransform(128),)
 BF16_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
+def tiles(*shape: int):
+    """Shared memory of a bfloat16 operand of wgmma."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
+
+
+def tokens(*shape: int) -> Views:
+    """One memory, two views: ``rows`` of 128 bytes for the copies, wgmma's ``tiles``."""
+    return Views(rows=plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles=tiles(*shape))
+
+
 def blocks_for(n_work: int, warpgroups: int) -> int:
-    """Of a grid whose warpgroups share ``n_work`` items, one wave of them."""
+    """Blocks of a grid whose warpgroups share ``n_work`` items, one wave of them."""
     return min(gpu().sms, -(-n_work // warpgroups))
 
 
@@ -111,7 +122,7 @@ class ThreadPlace:
 
 
 class ChannelLane(ThreadPlace):
-    """Of a warp w that owns channels 16w..16w+15."""
+    """The place of a thread in a warp w that owns channels 16w .. 16w + 15."""
 
     def column_matrices(self, base):
         """The transposed kind: 16 rows x the warp's 16 channels; add 2048 per further 16 rows."""

@@ -1,12 +1,12 @@
 """``append_greedy`` of one row on Hopper: a cluster of 8 blocks reads the logits once.
 
-    all      8 logits a thread, then 8 more (V <= 131072: two rounds)
-    thread   its largest, the first where several are; sum of 2^((logit - largest) log2 e)
-    warp     over lanes, then over the block's warps through shared memory           (``_merged``)
-    block    its (largest, token, sum) to the first block of the cluster
-    first    over blocks; one warp: stop tokens; lane 0: the row's words, written
+    all          8 logits a thread, then 8 more (V <= 131072: two rounds)
+    thread       its largest, the first where several are; sum of 2^((logit - largest) log2 e)
+    warp         over lanes, then over the block's warps through shared memory       (``_merged``)
+    over_warps   the block's (largest, token, sum) to the first block of the cluster
+    over_blocks  in the first block, one warp: stop tokens; lane 0: the row's words, written
 
-Numerics: float32; a part's sum is relative to its own largest logit, as in an online softmax
+Numerics: float32.  A part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).
 
 Floor: the logits, which lie in L2, and one launch.
@@ -14,7 +14,6 @@ Floor: the logits, which lie in L2, and one launch.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -42,102 +41,123 @@ def append_greedy(
 ) -> tuple[jax.Array, jax.Array]:
     """As ``rows.greedy.append_greedy``; logits ``[1, V]``."""
     stops = stop_ids.shape[0]
-    body = functools.partial(
-        _body,
-        vocabulary=logits.shape[1],
-        places=written.shape[2],
-        stops=stops,
-        capacity=capacity,
-        kind=KIND[logits.dtype.name],
-    )
+    options = {
+        "vocabulary": logits.shape[1],
+        "places": written.shape[2],
+        "stops": stops,
+        "capacity": capacity,
+        "kind": KIND[logits.dtype.name],
+    }
 
-    def kernel(kept: tuple) -> jax.Array:
+    def body(gmem, smem) -> None:
+        _Greedy(gmem, smem, **options).run()
+
+    def kernel(kept: tuple) -> list:
+        rows, written = kept
         return launch(
             body,
-            (logits, *kept, stop_ids if stops else None),
-            (),
+            {
+                "logits": logits,
+                "rows": rows,
+                "written": written,
+                "stop_ids": stop_ids if stops else None,
+            },
+            {},
             name="append_greedy",
             grid=1,
             cluster=CLUSTER,
             warpgroups=THREADS // 128,
             registers=True,
-            scratch=[4 * (THREADS // 32), 4 * CLUSTER, 4],
+            scratch={"by_warp": 4 * (THREADS // 32), "by_block": 4 * CLUSTER, "barrier": 4},
         )
 
     return in_place(kernel, (rows, written))[1]
 
 
-def _body(
-    logits_ref,
-    rows_ref,
-    written_ref,
-    *refs,
-    vocabulary: int,
-    places: int,
-    stops: int,
-    capacity: int | None,
-    kind: str,
-) -> None:
-    *stops_refs, warps_ref, blocks_ref, barrier_ref = refs
-    thread, rank = p.register("tid.x"), p.register("cluster_ctarank")
-    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-    by_warp, by_block, barrier = map(p.shared_address, (warps_ref, blocks_ref, barrier_ref))
+class _Greedy:
+    """The program of one thread.  Everything is emitted while the kernel is traced."""
 
-    def initialise() -> None:
-        p.barrier_init(barrier, 1)
+    def __init__(self, gmem, smem, *, vocabulary, places, stops, capacity, kind):
+        self.gmem, self.vocabulary, self.places = gmem, vocabulary, places
+        self.stops, self.capacity, self.kind = stops, capacity, kind
+        self.thread, self.rank = p.register("tid.x"), p.register("cluster_ctarank")
+        self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
+        self.by_warp, self.by_block, self.barrier = map(
+            p.shared_address, (smem.by_warp, smem.by_block, smem.barrier)
+        )
+
+    def run(self) -> None:
+        gmem, lane = self.gmem, self.lane
+        p.when(p.less(self.thread, 1), self.initialise)
+        p.cluster_arrive()  # nobody sends before all have begun
+        p.await_kernel()
+        self.row = [p.load_global(p.address(gmem.rows), 1, 4 * i)[0] for i in range(5)]
+        self.stop = None  # the lane's stop token
+        if self.stops:
+            place = p.offset(p.address(gmem.stop_ids), p.minimum(lane, self.stops - 1), 4)
+            self.stop = p.load_global(place, 1)[0]
+        logits = p.address(gmem.logits)
+        part = _of_thread(logits, self.thread, self.rank, self.vocabulary, self.kind)
+        part = _over_lanes(part, 32)
+        at = p.add(self.by_warp, p.mul(self.warp, 16))
+        p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
+        p.barrier()
+        p.cluster_wait()
+        p.when(p.less(self.warp, 1), self.over_warps)
+
+    def initialise(self) -> None:
+        p.barrier_init(self.barrier, 1)
         p.barriers_ready()
-        p.barrier_expect(barrier, 16 * CLUSTER)
+        p.barrier_expect(self.barrier, 16 * CLUSTER)
 
-    p.when(p.less(thread, 1), initialise)
-    p.cluster_arrive()  # nobody sends before all have begun
-    p.await_kernel()
-    row = [p.load_global(p.address(rows_ref), 1, 4 * i)[0] for i in range(5)]
-    stop = [p.offset(p.address(ref), p.minimum(lane, stops - 1), 4) for ref in stops_refs]
-    stop = [p.load_global(place, 1)[0] for place in stop]
-    part = _over_lanes(_of_thread(p.address(logits_ref), thread, rank, vocabulary, kind), 32)
-    at = p.add(by_warp, p.mul(warp, 16))
-    p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
-    p.barrier()
-    p.cluster_wait()
+    def over_warps(self) -> None:
+        """The block's part to the first block of the cluster."""
+        part = _over_lanes(_loaded(self.by_warp, self.lane), THREADS // 32)
+        to = p.peer_address(p.add(self.by_block, p.mul(self.rank, 16)), 0)
+        p.when(
+            p.less(self.lane, 1),
+            lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0)),
+        )
+        p.when(p.less(self.rank, 1), self.over_blocks)
 
-    def over_warps() -> None:
-        part = _over_lanes(_loaded(by_warp, lane), THREADS // 32)
-        to = p.peer_address(p.add(by_block, p.mul(rank, 16)), 0)
-        p.when(p.less(lane, 1), lambda: p.send_peer(to, _words(part), p.peer_address(barrier, 0)))
-        p.when(p.less(rank, 1), over_blocks)
-
-    def over_blocks() -> None:
-        p.barrier_wait(barrier, p.ci(0))
-        share = _loaded(by_block, p.masked(lane, CLUSTER - 1))
+    def over_blocks(self) -> None:
+        """The token and its log-probability, and the row's words after it."""
+        p.barrier_wait(self.barrier, p.ci(0))
+        share = _loaded(self.by_block, p.masked(self.lane, CLUSTER - 1))
         best, token, total = _over_lanes(share, CLUSTER)
-        _, done, count, length, step = row
+        _, done, count, length, step = self.row
         live = grown = arith.subi(p.ci(1), done)
         is_none = _equal(best, p.cf(-math.inf))
-        if capacity is not None:
-            is_none = arith.ori(is_none, p.below(p.ci(capacity), p.add(length, live)))
-            grown = p.smaller(live, p.larger(arith.subi(p.ci(capacity), length), p.ci(0)))
+        if self.capacity is not None:
+            past = p.below(p.ci(self.capacity), p.add(length, live))
+            is_none = arith.ori(is_none, past)
+            left = p.larger(arith.subi(p.ci(self.capacity), length), p.ci(0))
+            grown = p.smaller(live, left)
         token = arith.select(is_none, p.ci(0), token)
         logprob = p.bits(arith.mulf(p.log2(total), p.cf(-LN2)))
         logprob = arith.select(is_none, p.ci(_NAN), logprob)
-        done_now = done
-        for own in stop:  # none, or the lane's
-            is_stop = arith.select(p.equal(own, token), p.ci(1), p.ci(0))
-            for lanes in (16, 8, 4, 2, 1):
-                is_stop = arith.ori(is_stop, p.shuffle_xor(is_stop, lanes))
-            done_now = arith.ori(done, is_stop)
+        done_now = self.is_done(done, token)
         token, logprob = (arith.select(p.equal(done, 0), x, p.ci(0)) for x in (token, logprob))
-        place = p.offset(p.address(written_ref), p.minimum(step, places - 1), 4)
+        place = p.address(self.gmem.written)
+        place = p.offset(place, p.minimum(step, self.places - 1), 4)
 
         def store() -> None:
             new = token, done_now, p.add(count, live), p.add(length, grown), p.add(step, 1)
             for i, word in enumerate(new):
-                p.store_global(p.address(rows_ref), [word], 4 * i)
+                p.store_global(p.address(self.gmem.rows), [word], 4 * i)
             p.store_global(place, [token])
-            p.store_global(place, [logprob], 4 * places)
+            p.store_global(place, [logprob], 4 * self.places)
 
-        p.when(p.less(lane, 1), store)
+        p.when(p.less(self.lane, 1), store)
 
-    p.when(p.less(warp, 1), over_warps)
+    def is_done(self, done: Value, token: Value) -> Value:
+        """1 if the row has ended or any lane's stop token is the new one."""
+        if self.stop is None:
+            return done
+        is_stop = arith.select(p.equal(self.stop, token), p.ci(1), p.ci(0))
+        for lanes in (16, 8, 4, 2, 1):
+            is_stop = arith.ori(is_stop, p.shuffle_xor(is_stop, lanes))
+        return arith.ori(done, is_stop)
 
 
 def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind: str) -> _Part:

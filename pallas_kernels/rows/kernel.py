@@ -6,8 +6,8 @@
 
     int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale))
 
-max|y| is f * max|t|, so one pass over a row in registers gives both the sum of squares and the
-largest value, and one barrier joins them.  Three ways to run it (``RowsPlan``):
+max|y| is f * max|t|.  So one pass over a row in registers gives both the sum of squares and the
+largest value, and one barrier joins them.  There are three ways to run it (``RowsPlan``):
 
     a block a row       load | t, sums | barrier | factor | codes          hardware schedules rows
     persistent, ring    bulk copies of the next rows in flight meanwhile: the barrier that joins
@@ -15,9 +15,9 @@ largest value, and one barrier joins them.  Three ways to run it (``RowsPlan``):
     a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
                         the sums of all warps of all blocks after one cluster barrier
 
-Floor: bytes counted once, at 4.2 TB/s; one row a launch and one round trip to memory, about 1.1 us.
-Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7 (55.9),
-the gate at 8192 x 2 x 14336 139 (140); the table, and what was tried, is in NOTES.md.  Command:
+Floor: bytes counted once, at 4.2 TB/s; one row takes a launch and one round trip to memory, about
+1.1 us.  Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7
+(55.9), the gate at 8192 x 2 x 14336 139 (140).  The table, and attempts: NOTES.md.  Command:
 ``python -m benchmarks.kernels.rows``.
 """
 
@@ -38,9 +38,10 @@ from pallas_kernels.rows.one_row import RowShare
 from pallas_kernels.rows.plan import KIND, QMAX, RowsPlan
 
 
-def _one_row(*refs, plan: RowsPlan) -> None:
+def _one_row(gmem, smem, *, plan: RowsPlan) -> None:
+    """A block, or a cluster, of one row."""
     row = p.register("clusterid.x" if plan.split > 1 else "ctaid.x")
-    rows = RowShare(refs, plan)
+    rows = RowShare(gmem, smem, plan)
     p.await_kernel()
     # x goes first: it comes from device memory, the weight mostly from L2.
     words = rows.load(row)
@@ -50,43 +51,58 @@ def _one_row(*refs, plan: RowsPlan) -> None:
         p.cluster_wait()
 
 
-def _ring_rows(*refs, plan: RowsPlan, n_rows: int) -> None:
-    op = plan.op
-    rows = RowShare(refs, plan)
-    block, is_first = p.register("ctaid.x"), p.less(rows.thread, 1)
-    full = p.add(rows.partial, 16 * (plan.threads // 32))  # one barrier per slot
-    sources = [rows.x_start] + [rows.residual_start] * op.residual
-    slot_bytes = op.row_bytes * len(sources)
+class _Ring:
+    """A persistent block: bulk copies of the next rows are in flight while it computes one."""
 
-    def copy(row: p.Value, slot: p.Value, barrier: p.Value) -> None:
-        def body():
-            p.barrier_expect(barrier, slot_bytes)
-            for i, source in enumerate(sources):
-                row_at = p.offset(source, row, op.row_bytes)
-                p.copy_bulk(slot, row_at, op.row_bytes, barrier, i * op.row_bytes)
+    def __init__(self, gmem, smem, *, plan: RowsPlan, n_rows: int):
+        self.plan, self.n_rows = plan, n_rows
+        self.rows = RowShare(gmem, smem, plan)
+        self.block, self.is_first = p.register("ctaid.x"), p.less(self.rows.thread, 1)
+        # One barrier per slot.
+        self.full = p.add(self.rows.partial, 16 * (plan.threads // 32))
+        self.sources = [self.rows.x_start] + [self.rows.residual_start] * plan.op.residual
+        self.slot_bytes = plan.op.row_bytes * len(self.sources)
 
-        p.when(arith.andi(is_first, p.less(row, n_rows)), body)
-
-    def start():
+    def run(self) -> None:
+        plan, rows = self.plan, self.rows
+        p.when(self.is_first, self.initialise)
+        p.await_kernel()
         for i in range(plan.ring):
-            p.ptx(f"mbarrier.init.shared.b64 [$0+{8 * i}], 1;", full)
+            slot = p.add(rows.ring, i * self.slot_bytes)
+            row = p.add(self.block, i * plan.blocks)
+            self.copy(row, slot, p.add(self.full, 8 * i))
+        weight = rows.load_weight()
+        p.barrier()
+        mine = arith.subi(p.ci(self.n_rows - 1 + plan.blocks), self.block)
+        count = arith.divui(mine, p.ci(plan.blocks))
+        loop = scf.ForOp(p.ci(0), count, p.ci(1), [self.block, p.ci(0), p.ci(0), p.ci(0)])
+        with ir.InsertionPoint(loop.body):
+            scf.yield_(self.one_row(weight, *loop.inner_iter_args))
+
+    def initialise(self) -> None:
+        for i in range(self.plan.ring):
+            p.ptx(f"mbarrier.init.shared.b64 [$0+{8 * i}], 1;", self.full)
         p.barriers_ready()
         p.ptx("fence.proxy.async.shared::cta;")
 
-    p.when(is_first, start)
-    p.await_kernel()
-    for i in range(plan.ring):
-        slot = p.add(rows.ring, i * slot_bytes)
-        copy(p.add(block, i * plan.blocks), slot, p.add(full, 8 * i))
-    weight = rows.load_weight()
-    p.barrier()
-    mine = arith.subi(p.ci(n_rows - 1 + plan.blocks), block)
-    count = arith.divui(mine, p.ci(plan.blocks))
-    loop = scf.ForOp(p.ci(0), count, p.ci(1), [block, p.ci(0), p.ci(0), p.ci(0)])
-    with ir.InsertionPoint(loop.body):
-        row, turn, index, phase = loop.inner_iter_args
-        barrier = p.add(full, p.mul(index, 8))
-        slot = p.add(rows.ring, p.mul(index, slot_bytes))
+    def copy(self, row: p.Value, slot: p.Value, barrier: p.Value) -> None:
+        """Start the copies of a row, if there is one."""
+        row_bytes = self.plan.op.row_bytes
+
+        def start() -> None:
+            p.barrier_expect(barrier, self.slot_bytes)
+            for i, source in enumerate(self.sources):
+                p.copy_bulk(
+                    slot, p.offset(source, row, row_bytes), row_bytes, barrier, i * row_bytes
+                )
+
+        p.when(arith.andi(self.is_first, p.less(row, self.n_rows)), start)
+
+    def one_row(self, weight, row, turn, index, phase) -> list[p.Value]:
+        """Wait for a slot, compute its row, refill it; (row, turn, slot, phase) of the next."""
+        plan, rows = self.plan, self.rows
+        barrier = p.add(self.full, p.mul(index, 8))
+        slot = p.add(rows.ring, p.mul(index, self.slot_bytes))
         p.ptx(
             "{ .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [$0], $1; "
             "@q bra done; bra again; done: }",
@@ -94,17 +110,16 @@ def _ring_rows(*refs, plan: RowsPlan, n_rows: int) -> None:
             phase,
         )
         after = p.add(row, plan.ring * plan.blocks)
-        rows.row(row, rows.load_shared(slot), weight, turn, lambda: copy(after, slot, barrier))
+        words = rows.load_shared(slot)
+        rows.row(row, words, weight, turn, lambda: self.copy(after, slot, barrier))
         moved = p.add(index, 1)
         wrap = p.equal(moved, plan.ring)
-        scf.yield_(
-            [
-                p.add(row, plan.blocks),
-                arith.xori(turn, p.ci(1)),
-                arith.select(wrap, p.ci(0), moved),
-                arith.xori(phase, arith.extui(p.i32(), wrap)),
-            ]
-        )
+        return [
+            p.add(row, plan.blocks),
+            arith.xori(turn, p.ci(1)),
+            arith.select(wrap, p.ci(0), moved),
+            arith.xori(phase, arith.extui(p.i32(), wrap)),
+        ]
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -116,36 +131,55 @@ def run(
     first: jax.Array | None = None,
     adapter: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """x ``[rows, width]``, of a gate ``[rows, 2 * width]`` -> [out ``[rows, width]``, scale
-    ``[rows, 1]`` if out is quantized, sum ``[rows, width]`` if there is a residual, inner products
-    ``[rows, sources * n * rank]`` with the first factors ``[n, sources, rank, width]`` of row's
-    adapter int32 ``[rows]``]."""
+    """Run the kernel of a plan.
+
+    Parameters
+    ----------
+    x : [rows, width], of a gate [rows, 2 * width]
+    residual : [rows, width], optional
+    weight : [width], optional
+    first : [n, sources, rank, width], optional
+        First factors of n adapters.
+    adapter : int32 [rows], optional
+        The adapter of each row.
+
+    Returns
+    -------
+    list
+        out [rows, width]; if out is quantized its scale [rows, 1]; if there is a residual the sum
+        [rows, width]; with adapters the inner products [rows, sources * n * rank].
+    """
     op, rows = plan.op, x.shape[0]
     dtype = {kind: name for name, kind in KIND.items()}[op.out]
-    outs = [jax.ShapeDtypeStruct((rows, op.width), jnp.dtype(dtype))]
-    if op.out in QMAX:
-        outs.append(jax.ShapeDtypeStruct((rows, 1), jnp.float32))
-    if op.residual:
-        outs.append(jax.ShapeDtypeStruct((rows, op.width), x.dtype))
-    if op.adapters is not None:
-        outs.append(jax.ShapeDtypeStruct((rows, math.prod(op.adapters)), x.dtype))
-    scratch = [plgpu.SMEM((2 * (plan.threads // 32) + plan.ring, 2), jnp.float32)]
-    if op.adapters is not None:
-        scratch.append(plgpu.SMEM((plan.threads // 32, padded_ranks(op)), jnp.float32))
-    body = functools.partial(_one_row, plan=plan)
-    if plan.ring:
-        # A thread past the end of the last row reads up to a chunk per thread more.
-        words = plan.ring * x.shape[1] * (1 + op.residual) + 8 * plan.threads
-        scratch.append(plgpu.SMEM((words,), x.dtype))
-        body = functools.partial(_ring_rows, plan=plan, n_rows=rows)
-    return launch(
+    spec, warps, adapted = jax.ShapeDtypeStruct, plan.threads // 32, op.adapters is not None
+    outs = {
+        "out": spec((rows, op.width), jnp.dtype(dtype)),
+        "scale": spec((rows, 1), jnp.float32) if op.out in QMAX else None,
+        "sum": spec((rows, op.width), x.dtype) if op.residual else None,
+        "inner": spec((rows, math.prod(op.adapters)), x.dtype) if adapted else None,
+    }
+    # A thread past the end of the last row reads up to a chunk per thread more.
+    words = plan.ring * x.shape[1] * (1 + op.residual) + 8 * plan.threads
+
+    def body(gmem, smem) -> None:
+        if plan.ring:
+            _Ring(gmem, smem, plan=plan, n_rows=rows).run()
+        else:
+            _one_row(gmem, smem, plan=plan)
+
+    results = launch(
         body,
-        (x, residual, weight, first, adapter),
+        {"x": x, "residual": residual, "weight": weight, "first": first, "adapter": adapter},
         outs,
         name=f"{'residual_' * op.residual}{op.form}_to_{op.out}{'_adapted' * bool(op.adapters)}",
         grid=min(plan.blocks, rows) if plan.ring else rows,
         cluster=plan.split,
         warpgroups=plan.threads // 128,
-        scratch=scratch,
+        scratch={
+            "partial": plgpu.SMEM((2 * warps + plan.ring, 2), jnp.float32),
+            "inner_sums": (plgpu.SMEM((warps, padded_ranks(op)), jnp.float32) if adapted else None),
+            "ring": plgpu.SMEM((words,), x.dtype) if plan.ring else None,
+        },
         registers=True,
     )
+    return [result for result in results if result is not None]

@@ -4,6 +4,7 @@ block's sums, store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
@@ -42,7 +43,7 @@ def _warp_sum(value: p.Value) -> p.Value:
 
 
 def _warp_max(value: p.Value) -> p.Value:
-    """Of values that are not negative: their bits order like they do, NaN last."""
+    """The largest of values that are not negative: their bits have the same order, NaN last."""
     code = "redux.sync.max.u32 $0, $1, -1;"
     return p.from_bits(p.ptx(code, p.bits(value), results=p.i32(), convergent=True))
 
@@ -88,8 +89,8 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
 class RowShare:
     """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
 
-    def __init__(self, refs: Sequence[p.Value], plan: RowsPlan):
-        refs, op = list(refs), plan.op
+    def __init__(self, gmem: Any, smem: Any, plan: RowsPlan):
+        op = plan.op
         self.op, self.plan = op, plan
         self.thread = p.register("tid.x")
         chunks = op.width // 8 // plan.split
@@ -102,24 +103,23 @@ class RowShare:
             self.rank = p.register("cluster_ctarank")
             column = p.add(column, p.mul(self.rank, 8 * chunks))
 
-        def take(wanted: bool, size: int) -> p.Value | None:
-            return p.offset(p.address(refs.pop(0)), column, size) if wanted else None
+        def start(ref: Any) -> p.Value | None:
+            return None if ref is None else p.address(ref)
 
-        self.x_start = p.address(refs[0])
-        self.x = take(True, 2)
-        self.residual_start = p.address(refs[0]) if op.residual else None
-        self.residual = take(op.residual, 2)
-        self.weight = take(op.weight is not None, BYTES[op.weight or op.x])
-        adapted = op.adapters is not None
-        self.first = take(adapted, BYTES[op.x])
-        self.adapter = p.address(refs.pop(0)) if adapted else None
-        self.out = take(True, BYTES[op.out])
-        self.scale = p.address(refs.pop(0)) if op.out in QMAX else None
-        self.sum = take(op.residual, 2)
-        self.inner = p.address(refs.pop(0)) if adapted else None
-        self.partial = p.shared_address(refs.pop(0))
-        self.inner_sums = p.shared_address(refs.pop(0)) if adapted else None
-        self.ring = p.shared_address(refs.pop(0)) if plan.ring else None
+        def mine(ref: Any, size: int) -> p.Value | None:
+            return None if ref is None else p.offset(p.address(ref), column, size)
+
+        def shared(ref: Any) -> p.Value | None:
+            return None if ref is None else p.shared_address(ref)
+
+        self.x_start, self.x = start(gmem.x), mine(gmem.x, 2)
+        self.residual_start, self.residual = start(gmem.residual), mine(gmem.residual, 2)
+        self.weight = mine(gmem.weight, BYTES[op.weight or op.x])
+        self.first, self.adapter = mine(gmem.first, BYTES[op.x]), start(gmem.adapter)
+        self.out, self.scale = mine(gmem.out, BYTES[op.out]), start(gmem.scale)
+        self.sum, self.inner = mine(gmem.sum, 2), start(gmem.inner)
+        self.partial, self.inner_sums = shared(smem.partial), shared(smem.inner_sums)
+        self.ring = shared(smem.ring)
 
     def at(self, chunk: int, size: int) -> int:
         """Byte offset of this thread's ``chunk`` from its first."""

@@ -29,6 +29,7 @@ from jaxllama.checkpoints.gguf.types import BLOCKS, READABLE
 from jaxllama.config import ModelConfig, RopeConfig, load_config
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.packed_oracle import floats_of
 
@@ -275,6 +276,21 @@ def test_every_type_dequantizes_as_gguf_does(kind: Type, originals: Any) -> None
         if kind in (Type.Q4_K, Type.Q3_K, Type.IQ4_XS, Type.NVFP4):
             got, value = got + 0.0, value + 0.0
         np.testing.assert_array_equal(bits(got), bits(value), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q5_0], ids=str)
+def test_a_tree_laid_out_at_once_is_the_one_laid_out_afterwards(kind: Type, originals: Any) -> None:
+    """Rows in RoPE's order, and fused, straight from the file's blocks."""
+    path, _ = originals[kind]
+    cfg = read_config(path)
+    kept = load_params(path, cfg, np.float32, keep_quantized=True)
+    at_once = load_params(path, cfg, np.float32, keep_quantized=True, laid_out=True)
+    is_laid_out = isinstance(at_once["layer_0"]["mixer"]["qkv"]["weight"], CpuWeight)
+    assert is_laid_out == (kind != Type.Q5_0)
+    want, got = prepare_tree(kept), prepare_tree(at_once)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])

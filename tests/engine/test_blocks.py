@@ -12,9 +12,9 @@ import jaxllama as jl
 from jaxllama.engine import blocks
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Grammar, Request
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.model import OffloadedModel
+from jaxllama.language_model import LanguageModel
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from tests.helpers.engine_cases import check_answer, model
 
 POLICY = "0 100 50 50 0 100 gpu_batch_size=2 num_gpu_batches=2"
@@ -28,7 +28,7 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def lm() -> OffloadedModel:
+def lm() -> LanguageModel:
     resident = model("llama")
     place = Placement(Policy.parse(POLICY), jnp.float32)
     params = place.tree(jax.tree.map(lambda leaf: leaf, resident.params))

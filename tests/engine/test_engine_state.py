@@ -13,7 +13,6 @@ import pytest
 import jaxllama as jl
 from jaxllama.engine import slots as device
 from jaxllama.engine.engine import Engine
-from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Event, Grammar, Request
 from tests.helpers.engine_cases import (
     CONFIGS,
@@ -30,14 +29,7 @@ from tests.helpers.engine_cases import (
 from tests.helpers.models import FAMILIES, params_of
 
 FAMILY = "hybrid"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_size():
-    """Decode programs of one size, which halves what is compiled; ``test_engine`` has them all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))
-        yield
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 
 
 def test_tokens_are_those_of_the_request_alone():

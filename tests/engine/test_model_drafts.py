@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllama.engine.engine import Engine
-from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from tests.helpers.engine_cases import (
@@ -24,6 +23,7 @@ from tests.helpers.engine_cases import (
 )
 from tests.helpers.models import params_of
 
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 # (prompt, sampling, new tokens, step of its arrival, priority, step of its end or None)
 SCHEDULE = (
     (8, 0, 24, 0, 0, None), (3, 1, 23, 0, 0, None), (2, 2, 22, 1, 0, None), (6, 3, 21, 2, 0, 5),
@@ -49,14 +49,6 @@ def drafter(family: str, draft: str) -> LanguageModel:
     if draft == "blurred":
         return with_head(lm, blurred)
     return lm.first_layers(1) if draft == "first" else model(draft)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_size():
-    """Decode programs of one size, which halves what is compiled; ``test_engine`` has them all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))
-        yield
 
 
 @functools.cache

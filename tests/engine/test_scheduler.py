@@ -531,6 +531,20 @@ def test_states_are_kept_at_the_ends_of_units():
     assert pages.begin(range(9)).pages == []
 
 
+def test_an_evicted_page_gives_its_state_back():
+    pages = KVPages(2, 2, states=1, unit=2)
+    first = pages.begin([1, 2, 3])
+    assert pages.grow(first, 2)
+    pages.publish(first, [1, 2])
+    row = pages.snapshot(first, 2)
+    assert row is not None
+    pages.release(first)
+    second = pages.begin([9, 9, 9, 9])
+    assert pages.grow(second, 2) and pages.known == 0
+    pages.publish(second, [9, 9, 9, 9])
+    assert pages.snapshot(second, 2) == row
+
+
 @pytest.mark.core
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30), st.integers(1, 9))

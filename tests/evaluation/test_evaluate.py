@@ -23,7 +23,7 @@ from jaxllama.evaluation.perplexity import BATCH, perplexity, summary
 from jaxllama.evaluation.speed.hlo import stored_results
 from jaxllama.evaluation.weight_audit import buffers, decode_program
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.loading import Placement
+from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of

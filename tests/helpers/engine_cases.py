@@ -25,7 +25,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.models import IDENTITIES, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
@@ -47,13 +47,16 @@ SAMPLINGS = (
 )
 
 
-# They speak bytes, of which 2 ends.
+# They speak bytes, of which 2 ends. Only the layers of hybrid differ, so the others have one.
 CONFIGS = {
-    name: FAMILIES[family].replace(vocab_size=256, name=f"tiny-{name}")
-    for name, family in (
-        ("llama", "gqa"), ("gla", "gla-conv-groups"), ("hybrid", "hybrid"), ("window", "mqa-window")
+    name: cfg.replace(vocab_size=256, name=f"tiny-{name}")
+    for name, cfg in (
+        ("llama", IDENTITIES["gqa"].first_layers(1)),
+        ("gla", IDENTITIES["gla-conv-groups"]),
+        ("hybrid", IDENTITIES["hybrid"]),
+        ("window", IDENTITIES["mqa-window"]),
     )
-}  # fmt: skip
+}
 
 
 @functools.cache

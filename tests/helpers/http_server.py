@@ -33,7 +33,8 @@ from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
 NAME = "tiny"
-CFG = LLAMA.replace(vocab_size=264)  # bytes, and a few special tokens
+# Bytes, and a few special tokens. A server compiles an engine's programs, whatever the layers are.
+CFG = LLAMA.first_layers(1).replace(vocab_size=264)
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}\n{# <tool_call> #}{% endif %}<assistant>"

@@ -8,12 +8,10 @@ the other.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 WHEELS = (
@@ -30,20 +28,8 @@ if MISSING := [name for name in WHEELS if name not in HERE]:
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from pallas_kernels import dispatch, quantize  # noqa: E402
-from pallas_kernels.attention.op import decode_attention  # noqa: E402
-from pallas_kernels.attention.past import attend as attend_past  # noqa: E402
-from pallas_kernels.attention.rope_attention import rope_and_attend  # noqa: E402
-from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write  # noqa: E402
-from pallas_kernels.attention.rope_tokens import rope_and_write_tokens  # noqa: E402
-from pallas_kernels.experts.op import grouped_matmul  # noqa: E402
-from pallas_kernels.gated_delta import kernel as delta  # noqa: E402
-from pallas_kernels.gated_delta import step_kernel as delta_step  # noqa: E402
-from pallas_kernels.gla import kernel as gla  # noqa: E402
-from pallas_kernels.matmul.op import quantized_matmul  # noqa: E402
-from pallas_kernels.rows.quantize_tokens import quantize_tokens  # noqa: E402
-from pallas_kernels.rows.rms_norm import rms_norm  # noqa: E402
-from pallas_kernels.rows.swiglu import swiglu  # noqa: E402
+from pallas_kernels import dispatch  # noqa: E402
+from tests.helpers.kernel_cases import CASES, S  # noqa: E402
 
 # What XLA and Mosaic ask of the device that they compile for.
 H200 = """
@@ -61,160 +47,6 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
-S = jax.ShapeDtypeStruct
-HEADS = 32, 8, 128  # Llama-3.1-8B's: query heads, kv heads, features
-
-
-def weight(scheme: str, n: int, k: int):
-    floats = S((n, k), BF16)
-    if scheme == "bfloat16":
-        return floats
-    how = {"int4": (128, True), "zeros": (128, False)}.get(scheme, (k, True))
-    words = scheme.replace("zeros", "int4")
-    return jax.eval_shape(lambda w: quantize(w, words, group_size=how[0], symmetric=how[1]), floats)
-
-
-def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
-    """A product of ``rows`` tokens; words: the tokens' own codes."""
-    x = S((rows, shape[1]), BF16)
-    if words is not None:
-        x = jax.eval_shape(functools.partial(quantize_tokens, dtype=words), x)
-    return functools.partial(quantized_matmul, implementation="mosaic", **named), (
-        x, weight(scheme, *shape),
-    )  # fmt: skip
-
-
-def grouped(scheme: str, n: int, k: int, gated: str | None = None):
-    """One token through 8 of 128 experts."""
-    one = weight(scheme, n, k)
-    w = jax.tree.map(lambda v: S((128, *v.shape), v.dtype), one)
-    given = S((1, k), BF16), w, S((1, 8), I32)
-    return functools.partial(grouped_matmul, gated=gated, implementation="mosaic"), given
-
-
-def cache_of(kind: str, batch: int, capacity: int, heads=HEADS):
-    floats = S((batch, capacity, *heads[1:]), BF16)
-    return floats if kind == "bfloat16" else jax.eval_shape(
-        functools.partial(quantize_kv, dtype=kind), floats
-    )  # fmt: skip
-
-
-def decode(kind: str, batch: int, capacity: int, tokens: int | None = None, heads=HEADS):
-    shape = (batch,) if tokens is None else (batch, tokens)
-    kv = cache_of(kind, batch, capacity, heads)
-    given = S((*shape, heads[0], heads[2]), BF16), kv, kv, S(shape, I32)
-    return functools.partial(decode_attention, implementation="mosaic"), given
-
-
-def rope(op, kind: str, batch: int, capacity: int, tokens: int | None = None, heads=HEADS):
-    n, n_kv, h = heads
-    shape = (batch,) if tokens is None else (batch, tokens)
-    half, kv = S((*shape, h // 2), F32), cache_of(kind, batch, capacity, heads)
-    given = S((*shape, n + 2 * n_kv, h), BF16), half, half, kv, kv, S(shape, I32)
-    return functools.partial(op, implementation="mosaic"), given
-
-
-def past(width: int, capacity: int, heads=HEADS, dtype=BF16):
-    n, n_kv, h = heads
-    kv = cache_of("int8", 1, capacity, heads)
-    given = S((1, width, n, h), dtype), kv, S((1, capacity, n_kv, h), dtype), S((1,), I32)
-    return attend_past, given
-
-
-def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
-    q, v = S((b, t, h, dk), BF16), S((b, t, h, dv), BF16)
-    forward = functools.partial(gla.gla_forward, scale=0.1, save=save)
-    if save == "nothing":
-        return forward, (q, q, v, S(q.shape, F32))
-
-    def both(q, k, v, g, d_out):
-        o, state, saved = forward(q, k, v, g)
-        return o, gla.gla_backward(q, k, v, g, d_out, state, scale=0.1, saved=saved)
-
-    return both, (q, q, v, S(q.shape, F32), v)
-
-
-def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
-    q, v, beta = S((b, t, hk, dk), BF16), S((b, t, h, dv), BF16), S((b, t, h), F32)
-    g = S((b, t, h, dk), F32) if by_channel else beta
-    if not backward:
-        return functools.partial(delta.gated_delta_forward, scale=0.1), (q, q, v, g, beta)
-    f = functools.partial(delta.gated_delta_backward, scale=0.1)
-    return lambda *x: f(*x[:6], None), (q, q, v, g, beta, v)
-
-
-def step(f, b: int, hk: int, h: int, dk: int, dv: int, gates: int):
-    q, v, g, state = (S((b, *x), y) for x, y in (
-        ((hk, dk), BF16), ((h, dv), BF16), ((h, dk)[:gates], F32), ((h, dk, dv), F32)))  # fmt: skip
-    return f, (q, q, v, g, state)
-
-
-def delta_token(q, k, v, g, state):
-    plan = delta_step.plan(q, k, v)
-    return delta_step.gated_delta_step(q, k, v, g, g, state, scale=0.1, plan=plan)
-
-
-def rows(op, count: int, width: int, **named):
-    return functools.partial(op, implementation="mosaic", **named), (S((count, width), BF16),)
-
-
-def normed(x, words=None):
-    weight = jnp.ones((x.shape[-1],), x.dtype)
-    return rms_norm(x, weight, 1e-5, residual=x, quantize=words, implementation="mosaic")
-
-
-CASES = {
-    "product 1 int4": lambda: product(1, "int4"),
-    "product 1 zeros": lambda: product(1, "zeros"),
-    "product 1 int8": lambda: product(1, "int8"),
-    "product 1 bfloat16": lambda: product(1, "bfloat16"),
-    "product 1 int4 swiglu": lambda: product(1, "int4", shape=(28672, 4096), swiglu=True),
-    "experts bfloat16": lambda: grouped("bfloat16", 2048, 768),
-    "experts bfloat16 swiglu": lambda: grouped("bfloat16", 1536, 2048, "silu"),
-    "experts zeros swiglu": lambda: grouped("zeros", 1536, 2048, "silu"),
-    "experts int8": lambda: grouped("int8", 2048, 1024),
-    "product 8 int4": lambda: product(8, "int4"),
-    "product 16 int8": lambda: product(16, "int8"),
-    "product 64 int4": lambda: product(64, "int4"),
-    "product 64 W8A8": lambda: product(64, "int8", "int8"),
-    "product 64 W4A8": lambda: product(64, "int4", "int8"),
-    "product 2048 int4": lambda: product(2048, "int4"),
-    "product 2048 zeros": lambda: product(2048, "zeros"),
-    "product 2048 int8": lambda: product(2048, "int8"),
-    "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
-    "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
-    "product 2048 W4A8": lambda: product(2048, "int4", "int8"),
-    "product 2048 W4A8 zeros": lambda: product(2048, "zeros", "int8"),
-    "decode 64 bfloat16": lambda: decode("bfloat16", 64, 8192),
-    "decode 64 int8": lambda: decode("int8", 64, 1152),
-    "decode 64 int4": lambda: decode("int4", 64, 8192),
-    "decode 1 of 5 tokens": lambda: decode("bfloat16", 1, 1536, 5),
-    "direct": lambda: rope(rope_and_attend, "bfloat16", 1, 1152),
-    "rope and cache int8": lambda: rope(rope_and_write, "int8", 64, 1152),
-    "rope of many tokens": lambda: rope(rope_and_write_tokens, "int8", 8, 4096, 2048),
-    "past": lambda: past(32768, 32768),
-    "past, heads of 64": lambda: past(32768, 32768, (32, 8, 64)),
-    "past, float16": lambda: past(32768, 131072, dtype=jnp.float16),
-    "GLA": lambda: gla_chunks(8, 4096, 16, 128, 128),
-    "GLA gradients": lambda: gla_chunks(8, 4096, 16, 128, 128, "all"),
-    "GLA in segments": lambda: gla_chunks(1, 16384, 16, 128, 128),
-    "GLA-1.3B": lambda: gla_chunks(8, 2048, 4, 256, 512, "all"),
-    "GLA-1.3B, pairs of blocks": lambda: gla_chunks(32, 2048, 4, 256, 512),
-    "GLA-1.3B gradients, pairs of blocks": lambda: gla_chunks(32, 2048, 4, 256, 512, "all"),
-    "GLA step": lambda: step(lambda *x: gla.gla_step(*x, 0.1), 64, 4, 4, 256, 512, 2),
-    "delta": lambda: delta_chunks(8, 4096, 16, 16, 128, 128),
-    "delta gradients": lambda: delta_chunks(8, 4096, 16, 16, 128, 128, backward=True),
-    "delta in segments": lambda: delta_chunks(1, 16384, 16, 16, 128, 128),
-    "delta, Dk = 256": lambda: delta_chunks(8, 4096, 6, 6, 256, 512),
-    "KDA": lambda: delta_chunks(1, 8192, 64, 64, 128, 128, True),
-    "KDA gradients": lambda: delta_chunks(1, 8192, 64, 64, 128, 128, True, True),
-    "delta step": lambda: step(delta_token, 64, 16, 32, 128, 128, 1),
-    "norm": lambda: (normed, (S((64, 4096), BF16),)),
-    "norm to int8": lambda: (functools.partial(normed, words="int8"), (S((8192, 4096), BF16),)),
-    "gate to int8": lambda: rows(swiglu, 64, 28672, quantize="int8"),
-    "tokens to int8": lambda: rows(quantize_tokens, 64, 4096, dtype="int8"),
-}
 # Their kernels are among those of another case: a backward pass with its forward one, another dtype
 # or length.
 IMPLIED = {

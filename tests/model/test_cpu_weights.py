@@ -13,13 +13,14 @@ import jaxllama as jl
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from pallas_kernels.cpu import CpuWeight, prepare_tree, restore_tree
 from pallas_kernels.dispatch import choices
 from tests.helpers.cases import each_once
 from tests.helpers.models import FAMILIES, IDENTITIES, params_of, relative_error, tokens_of
 
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 SCHEMES = ("w8a16", "w4a16-g16-zero", "w8a8")
 PROMPTS = [[5, 9, 3], [8, 4], [11, 3, 7, 20, 6]]
 

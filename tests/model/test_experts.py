@@ -26,8 +26,8 @@ from jaxllama.model.linear import Stream
 from jaxllama.model.params import param_table
 from jaxllama.model.split import check_shards
 from jaxllama.modules import Decoder, MixtureOfExperts
-from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
 from pallas_kernels.cpu import restore_tree

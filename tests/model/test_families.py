@@ -16,6 +16,7 @@ from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.parity_cases import CASES, params_of, tokens_of
 
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 # Two RoPEs and windows, four norms, norms of q and k, GeGLU; then what that one lacks.
 FIRST = "gemma3_text"
 REST = (

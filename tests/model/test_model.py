@@ -112,13 +112,19 @@ def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
 
 @families()
 def test_chunked_prefill_is_whole_prefill(family):
-    """Three pieces of 5 overhang the prompt's 12, and the cache they leave is the same."""
+    """Three pieces of 5 overhang the prompt's 12, and the cache they leave is the same. Neither way
+    writes the keys of padding."""
     cfg, params, tokens = model(family)
     lengths = np.asarray([9, 1, 4], np.int32)
     want, whole = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM))
     got, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM), chunk=5)
     assert relative_error(got, want) < BOUND
     assert cache.lengths.tolist() == [9, 1, 4]
+    for layer in (*whole.layers, *cache.layers):
+        if isinstance(layer, KVCache):
+            behind = np.arange(ROOM) >= lengths[:, None]
+            assert not np.any(np.asarray(layer.k)[behind]), "padding was written"
+            assert np.asarray(layer.k)[~behind].any(axis=(1, 2)).all()
     following, _ = decode_step(cfg, params, tokens[:, 0], cache)
     wanted, _ = decode_step(cfg, params, tokens[:, 0], whole)
     assert relative_error(following, wanted) < BOUND

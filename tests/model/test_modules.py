@@ -62,19 +62,16 @@ def assert_same(got, want) -> None:
 
 
 class UserModel(nn.Module):
-    """What a user builds: their own layers around each of ours."""
-
-    remat: bool = False
+    """A user's model: their own layers around each of ours."""
 
     @nn.compact
     def __call__(self, x, lengths=None):
-        layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
         x = nn.Dense(CFG.d_model, name="widen")(x)
         for kind, mixer in MIXER_MODULES.items():
             y, _ = mixer(CFG, name=kind)(RMSNorm(CFG, name=f"{kind}_norm")(x), lengths=lengths)
             x = x + y
         x = x + SwiGLU(CFG, name="mlp")(LayerNorm(CFG, name="mlp_norm")(x))
-        x, _ = layer(CFG, 1, name="layer")(x, lengths=lengths)
+        x, _ = nn.remat(DecoderLayer)(CFG, 1, name="layer")(x, lengths=lengths)
         return nn.Dense(3, name="answer")(x)
 
 
@@ -117,20 +114,31 @@ def test_tabulate_names_every_module_and_counts_every_parameter():
 
 
 def test_the_gradient_with_remat_is_the_gradient():
-    """One layer is recomputed; XLA may fuse the two programs differently, so 1e-6 of the largest
-    value and not the bit."""
-    x, variables = user_model()
-    params = nn.unbox(variables)
+    """XLA may fuse the two programs differently: 1e-5 of the largest value and not the bit."""
+
+    class Small(nn.Module):
+        remat: bool
+
+        @nn.compact
+        def __call__(self, x, lengths):
+            layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
+            x, _ = layer(CFG, 0, name="layer")(nn.Dense(CFG.d_model)(x), lengths=lengths)
+            return x
+
+    x, params = (
+        activations(5),
+        jax.jit(Small(False).init)(jax.random.key(0), activations(5), LENGTHS),
+    )
 
     def loss(params, remat):
-        return jnp.mean(UserModel(remat).apply(params, x, LENGTHS) ** 2)
+        return jnp.mean(Small(remat).apply(params, x, LENGTHS) ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     want, got = gradient(params, False), gradient(params, True)
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want))
     worst = jax.tree.map(relative_error, got, want)
     assert max(jax.tree.leaves(worst)) < 1e-5
-    assert "remat" in str(jax.make_jaxpr(lambda p: UserModel(True).apply(p, x))(params))
+    assert "remat" in str(jax.make_jaxpr(loss, static_argnums=1)(params, True))
+    assert "remat" not in str(jax.make_jaxpr(loss, static_argnums=1)(params, False))
 
 
 def test_padding_reaches_no_valid_token():
@@ -204,7 +212,6 @@ def test_layers_one_by_one_are_the_decoder_to_the_bit():
         layers[0].apply({"params": params["layer_0"]}, x, states[0])
 
 
-@pytest.mark.core
 def test_the_decoder_is_forward_and_its_init_is_init_params():
     cfg, tokens = FAMILIES["hybrid"], tokens_of(FAMILIES["hybrid"], ROWS, WIDTH)
     model = Decoder(cfg)
@@ -276,9 +283,10 @@ def test_a_mesh_takes_the_model_by_its_metadata():
         capture_output=True, text=True, check=False, env=environment(8),
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
-    said = json.loads(run.stdout)
-    assert said["shard"] == [16, 32] and said["whole"] == [128, 32]
-    assert said["error"] < 1e-5 and said["size"] > 0.1
+    for line in run.stdout.splitlines():
+        said = json.loads(line)
+        assert said["error"] < 1e-5 and said["size"] > 0.1
+        assert said["parts"] == [1, 8]
 
 
 # Layers that are alike
@@ -318,7 +326,7 @@ def test_as_few_layers_as_possible_are_compiled(cfg, names):
 
 @pytest.mark.core
 def test_stacking_and_back_is_the_same_tree():
-    """Of floats, of moments inside another tree, and of quantized weights."""
+    """For floats, for moments inside another tree, and for quantized weights."""
     params = params_of(PATTERN)
     tree = {"params": params, "moments": (jax.tree.map(lambda x: -x, params), jnp.int32(3))}
     stacked = stack_layers(PATTERN, tree)
@@ -330,11 +338,12 @@ def test_stacking_and_back_is_the_same_tree():
     back = unstack_layers(stack_layers(PATTERN, small))
     assert jax.tree.structure(back) == jax.tree.structure(small)
     assert_same(back, small)
-    with pytest.raises(ValueError, match="layer_3: its parameters are not stored as layer_1's"):
+    with pytest.raises(
+        jl.JaxLlamaError, match="layer_3: its parameters are not stored as layer_1's"
+    ):
         stack_layers(PATTERN, {**params, "layer_3": small["layer_3"]})
 
 
-@pytest.mark.core
 def test_a_loops_numbers_and_gradients_are_those_of_the_layers():
     """A loop's body is a program of its own, whose sums XLA may order differently: 1e-5 of the
     largest value for float32."""
@@ -348,14 +357,13 @@ def test_a_loops_numbers_and_gradients_are_those_of_the_layers():
     gradient = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True), static_argnums=0)
     (value, hidden), want = gradient(Decoder(PATTERN), params)
     learned = [name for name in want if name not in ("norm", "head")]  # the loss reads no logits
-    for model in (Decoder(PATTERN, scan=True), Decoder(PATTERN, scan=True, remat=True)):
-        (got, x), grads = gradient(model, stacked)
-        assert relative_error(got, value) < 1e-6
-        assert relative_error(x.x, hidden.x) < 1e-5
-        grads = unstack_layers(grads)
-        worst = {name: jax.tree.map(relative_error, grads[name], want[name]) for name in learned}
-        assert max(jax.tree.leaves(worst)) < 1e-5
-    with pytest.raises(ValueError, match="decode with Decoder"):
+    (got, x), grads = gradient(Decoder(PATTERN, scan=True, remat=True), stacked)
+    assert relative_error(got, value) < 1e-6
+    assert relative_error(x.x, hidden.x) < 1e-5
+    grads = unstack_layers(grads)
+    worst = {name: jax.tree.map(relative_error, grads[name], want[name]) for name in learned}
+    assert max(jax.tree.leaves(worst)) < 1e-5
+    with pytest.raises(ValueError, match="takes whole sequences"):
         cache = jl.init_cache(PATTERN, ROWS, 16)
         Decoder(PATTERN, scan=True).apply({"params": stacked}, tokens, LENGTHS, cache)
 

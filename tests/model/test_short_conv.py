@@ -14,8 +14,8 @@ from jaxllama.model.decoder import whole_rows
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.params import param_table
 from jaxllama.model.split import local_config, natural_rows, row_order, split_axis
-from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from jaxllama.quantization.sites import fold, sites
 from pallas_kernels.matmul.blocks import Columns
 from tests.helpers.models import LLAMA
@@ -76,6 +76,7 @@ def test_prompt_and_steps_are_the_whole_sequence():
     np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=1e-5)
 
 
+@pytest.mark.usefixtures("engines_of_one_size")
 def test_engine_drafts_and_offloading_give_generates_answers():
     lm, tokens, _ = model()
     prompts = [tokens[0, :6].tolist(), tokens[1, :4].tolist(), tokens[0, 2:5].tolist()]

@@ -20,12 +20,13 @@ from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.sparse import quotas, sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.planner.trial import random_run
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from jaxllama.planner.trial import random_run
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of, relative_error
 
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 NEW = 20  # more than an offloaded cache's tail: its snapshot is written anew once
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (1, 9, 21)]
 
@@ -147,7 +148,7 @@ def test_of_an_offloaded_cache_only_what_is_read_moves(tmp_path, monkeypatch):
         for _ in range(2):
             run.step()
 
-        def count(x, device=None, share=share, home=lm.store.on_device, **options):
+        def count(x, device=None, share=share, home=lm.executor.store.on_device, **options):
             if device is home and x.dtype == np.float32:
                 moved[share] = moved.get(share, 0) + x.nbytes
             return put(x, device, **options)

@@ -12,9 +12,12 @@ import pytest
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.plan import measure
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.planner.accounting import cache_bytes, footprint, hidden_bytes, model_bytes
-from jaxllama.offload.planner.cost import (
+from jaxllama.executors.offloaded.room import cache_bytes, hidden_bytes
+from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.offload.store import RowTable, is_stored
+from jaxllama.placement import Placement
+from jaxllama.planner.accounting import footprint, model_bytes
+from jaxllama.planner.cost import (
     MemoryLimits,
     PlannerSettings,
     Task,
@@ -22,10 +25,8 @@ from jaxllama.offload.planner.cost import (
     predict,
     program_bytes,
 )
-from jaxllama.offload.planner.fitting import Calibration, Moving, nnls
-from jaxllama.offload.planner.solve import solve
-from jaxllama.offload.policy import PERCENTAGES, Policy
-from jaxllama.offload.store import RowTable, is_stored
+from jaxllama.planner.fitting import Calibration, Moving, nnls
+from jaxllama.planner.solve import solve
 from tests.helpers.models import FAMILIES, params_of
 
 CFG = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=96, vocab_size=512)

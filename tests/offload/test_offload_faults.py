@@ -18,8 +18,8 @@ from jaxllama.cli.main import main
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload import store as stores
 from jaxllama.offload.disk import DiskFile
-from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from tests.helpers.models import FAMILIES, params_of
 
 CFG = FAMILIES["gqa"]
@@ -43,7 +43,7 @@ def test_a_disk_file_has_no_name_and_gives_back_what_was_written(tmp_path):
 
 @pytest.mark.core
 def test_truncated_while_running(on_disk):
-    os.ftruncate(on_disk.store.disk._fd, on_disk.store.disk.nbytes // 2)
+    os.ftruncate(on_disk.executor.store.disk._fd, on_disk.executor.store.disk.nbytes // 2)
     with pytest.raises(JaxLlamaError, match="the file was truncated"):
         on_disk.generate([[3, 4, 5]], 4)
 
@@ -51,13 +51,13 @@ def test_truncated_while_running(on_disk):
 @pytest.mark.core
 @pytest.mark.parametrize("overlap", [True, False])
 def test_changed_while_running(on_disk, overlap):
-    lm = dataclasses.replace(on_disk, policy=dataclasses.replace(on_disk.policy, overlap=overlap))
+    lm = dataclasses.replace(on_disk, executor=on_disk.executor.with_policy(overlap=overlap))
     extent = lm.params["layer_1"]["mlp"]["down"]["weight"].disk
-    old = os.pread(lm.store.disk._fd, 1, extent.offset + 5)
-    os.pwrite(lm.store.disk._fd, bytes([old[0] ^ 1]), extent.offset + 5)
+    old = os.pread(lm.executor.store.disk._fd, 1, extent.offset + 5)
+    os.pwrite(lm.executor.store.disk._fd, bytes([old[0] ^ 1]), extent.offset + 5)
     with pytest.raises(JaxLlamaError, match="not what was written"):
         lm.generate([[3, 4, 5]], 4)
-    os.pwrite(lm.store.disk._fd, old, extent.offset + 5)
+    os.pwrite(lm.executor.store.disk._fd, old, extent.offset + 5)
     assert len(lm.generate([[3, 4, 5]], 4)[0].tokens) == 4  # and it goes on when mended
 
 

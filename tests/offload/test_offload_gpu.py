@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.model import SCHEME
 from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from tests.helpers.models import FAMILIES, params_of
 

@@ -20,15 +20,15 @@ from benchmarks.offload_sweep import grid, model_of, summary
 from jaxllama.config import load_config
 from jaxllama.evaluation import plan
 from jaxllama.offload.disk import DiskFile
-from jaxllama.offload.planner import calibrate as calibration
-from jaxllama.offload.planner.accounting import model_bytes
-from jaxllama.offload.planner.cost import PlannerSettings
-from jaxllama.offload.planner.fitting import Calibration, Moving, contention, moving
-from jaxllama.offload.planner.trial import Watch, repeated_model, streamed_bytes
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
 from jaxllama.offload.units import ModelUnit
+from jaxllama.planner import calibrate as calibration
+from jaxllama.planner.accounting import model_bytes
+from jaxllama.planner.cost import PlannerSettings
+from jaxllama.planner.fitting import Calibration, Moving, contention, moving
+from jaxllama.planner.trial import Watch, repeated_model, streamed_bytes
 
 PLAIN = PlannerSettings(jnp.float32, jnp.float32)
 os_preadv = os.preadv
@@ -125,7 +125,7 @@ def test_repeated_weights_have_the_model_s_shapes(tmp_path, monkeypatch):
     lm = repeated_model(cfg, jnp.float32, policy)
     layers = [lm.params[f"layer_{i}"]["mlp"]["down"]["weight"] for i in (0, 7)]
     assert all(layer.shape == (128, 384) for layer in layers) and layers[0] is not layers[1]
-    first, last = (np.asarray(lm.store.get(layer)) for layer in layers)
+    first, last = (np.asarray(lm.executor.store.get(layer)) for layer in layers)
     assert (first == last).all() and 0.01 < first.std() < 0.03
     held = sum(
         layer.host.nbytes
@@ -171,7 +171,7 @@ def test_a_sweep_makes_a_model_once_for_the_same_shares_of_weights(tmp_path, mon
     assert [policies.index(policy) for policy in order] == [2, 0, 1, 3]
     models = sweep._Models(model_of(128, 1), PLAIN)
     made = [models(policy) for policy in order]
-    assert [lm.policy for lm in made] == order
+    assert [lm.executor.policy for lm in made] == order
     assert made[0].params is made[1].params and made[2].params is made[3].params
 
 
@@ -210,7 +210,7 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
         zero, (0.0,) * 2, zero, zero, 0.0, zero, zero, (1e-3,) * 3, (1e-3,) * 3, (1e-3,) * 2,
         (0.0,) * 2, (0.0,) * 4, 0.0, (1e-3,) * 3, zero,
     )  # fmt: skip
-    lm = object.__new__(plan.OffloadedModel)
+    lm = object()
     found = {"prefill": 1.0, "step": 0.1, "lanes": dict.fromkeys(plan.LANES, 0.0),
              "prompt_tokens": 4, "disk_bytes": 0, "device_bytes": 1,
              "sees_programs": False}  # fmt: skip
@@ -259,7 +259,7 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     measured = []
     monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
     monkeypatch.setattr(plan, "calibrate", lambda *_, **__: costs)
-    monkeypatch.setattr(plan, "load", lambda *_, **__: object.__new__(plan.OffloadedModel))
+    monkeypatch.setattr(plan, "load", lambda *_, **__: object())
 
     def measure(_, task, __):
         measured.append(task)

@@ -1,10 +1,8 @@
-"""GGUF's architectures: a table from ``general.architecture`` to a family and its tensors' names.
+"""GGUF's architectures: a table from ``general.architecture`` to a family and its peculiarities.
 
-Metadata becomes a config.json of the family, so that what it means is said once
-(``hf.families``); the names go through the same table of parameters as any checkpoint's
-(``model.params``).  Facts are those of llama.cpp's conversion and loader: which architectures turn
-neighbouring features, what is folded into the weights already (Gemma's 1 + w), the windows' pattern
-and the names that differ.
+Metadata becomes a config.json of the family, so that only ``hf.families`` says what it means.
+Facts are those of llama.cpp's conversion and loader: which architectures turn neighbouring
+features, the windows' pattern and the names that differ.
 """
 
 from __future__ import annotations
@@ -12,29 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from jaxllama.checkpoints.gguf.file import GGUFFile
-from jaxllama.config import ModelConfig
-from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path
-from jaxllama.model.params import param_table
-
-_NAMES = Names(
-    embed="token_embd",
-    layer="blk.{}",
-    mixer_norm="attn_norm",
-    mixer="attn_",
-    mixer_out_norm="post_attention_norm",
-    mlp_norm="ffn_norm",
-    mlp="ffn_",
-    mlp_out_norm="post_ffw_norm",
-    norm="output_norm",
-    head="output",
-    qkv=("q", "k", "v"),
-    gate_up=("gate", "up"),
-    o="output",
-    down="down",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +77,3 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere2": Architecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
 }
-
-
-def gguf_table(file: GGUFFile, cfg: ModelConfig) -> dict[Path, Param]:
-    """The parameters of ``cfg`` and the tensors of this file that they are made of.
-
-    ``cfg.stored`` tells of the family's Hugging Face directories; a GGUF file has no offsets left,
-    and its own order of what turns.  Raises JaxLlamaError naming a tensor that cannot be folded.
-    """
-    arch = ARCHITECTURES[file.string("general.architecture")]
-    qkv = ("qkv",) if "blk.0.attn_qkv.weight" in file.tensors else _NAMES.qkv
-    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
-        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
-    gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
-    names = dataclasses.replace(_NAMES, mlp_norm=arch.mlp_norm, qkv=qkv, gate_up=gate_up)
-    stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
-    return param_table(cfg.replace(stored=stored), names=names)

@@ -6,8 +6,8 @@ so the peak is the tree plus a few MB.  Every type that ``gguf`` can dequantize 
 ``keep_quantized`` leaves quantized matrices as QTensors (``codes``): the same words and scales
 by groups of 16, 32 or 256, and ``dequantize`` gives the float32 bits that ``gguf`` does.
 
-Which tensors there are, and what is folded into them, says ``architectures`` with the table
-of parameters that all checkpoints share.
+The table of parameters that all checkpoints share (``model.params``) says which tensors there are
+and what is folded into them.  llama.cpp's conversion has folded Gemma's 1 + w already.
 
 Source: the GGUF specification and llama.cpp's conversion rules; dequantization is
 ``gguf.quants``'s.
@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.gguf import codes as gguf_words
-from jaxllama.checkpoints.gguf.architectures import gguf_table
+from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.codes import to_floats
 from jaxllama.checkpoints.gguf.config import read_config
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
@@ -34,8 +34,10 @@ from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.model.names import Names
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.param import Path as TreePath
+from jaxllama.model.params import param_table
 from jaxllama.progress import working
 from pallas_kernels.cpu import from_blocks
 
@@ -45,6 +47,22 @@ if TYPE_CHECKING:
 
 __all__ = ["load_params", "read_config"]
 
+_NAMES = Names(
+    embed="token_embd",
+    layer="blk.{}",
+    mixer_norm="attn_norm",
+    mixer="attn_",
+    mixer_out_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    mlp="ffn_",
+    mlp_out_norm="post_ffw_norm",
+    norm="output_norm",
+    head="output",
+    qkv=("q", "k", "v"),
+    gate_up=("gate", "up"),
+    o="output",
+    down="down",
+)
 # Tables of frequencies, which the config says.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Types that ``from_blocks`` reads -> the bits of a code, and whether blocks have a minimum.
@@ -78,7 +96,7 @@ def load_params(
     with opened(path) as file:
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
-        table = gguf_table(file, cfg)
+        table = _table(file, cfg)
         _check(file, table)
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
         params: dict[str, Any] = {}
@@ -99,6 +117,23 @@ def load_params(
                     file.release(info)
                     advance(info.nbytes)
         return params
+
+
+def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
+    """The parameters of ``cfg`` and the tensors of this file that they are made of.
+
+    ``cfg.stored`` describes the family's Hugging Face directories.  A GGUF file has no offsets
+    left, and an order of its own for the features that RoPE turns.  Raises JaxLlamaError naming a
+    tensor that cannot be folded.
+    """
+    arch = ARCHITECTURES[file.string("general.architecture")]
+    qkv = ("qkv",) if "blk.0.attn_qkv.weight" in file.tensors else _NAMES.qkv
+    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
+        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
+    gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
+    names = dataclasses.replace(_NAMES, mlp_norm=arch.mlp_norm, qkv=qkv, gate_up=gate_up)
+    stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
+    return param_table(cfg.replace(stored=stored), names=names)
 
 
 def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:

@@ -27,7 +27,7 @@ from jaxllama.checkpoints.hf.fla import (
     config_to_fla,
     model_of,
 )
-from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper, is_paper
+from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
@@ -84,7 +84,8 @@ def config_from_hf(
     Raises JaxLlamaError naming the key and its value.
     """
     config = text_config(config)
-    kind = PAPER if is_paper(config) else _model_type(config)
+    is_paper = config.get("model_type") in ("gla", "transformer") and "n_head" in config
+    kind = PAPER if is_paper else _model_type(config)
     ids = {key: (generation or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
     config = {**config, **{key: value for key, value in ids.items() if value is not None}}
     if kind in MODELS:

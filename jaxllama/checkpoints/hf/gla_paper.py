@@ -36,11 +36,6 @@ _KEYS = (
 )
 
 
-def is_paper(config: Mapping[str, Any]) -> bool:
-    """Whether a parsed config.json is one of theirs."""
-    return config.get("model_type") in ("gla", "transformer") and "n_head" in config
-
-
 def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
     """Raises JaxLlamaError naming the key and its value."""
     read = JsonReader(config)

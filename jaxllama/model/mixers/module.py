@@ -1,4 +1,4 @@
-"""What the mixers' Flax modules share.  A module of one kind is ``mixers/<kind>/module.py``."""
+"""The base class of the mixers' Flax modules; each kind has its own ``mixers/<kind>/module.py``."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ class MixerModule(nn.Module):
         at = tokens_at(cfg, x, state, lengths, start)
         projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)
         heads, state = mixer.mix(cfg, params, projected, state, at)
-        return linear.product(heads, params["o"], x.dtype, cfg), state
+        return linear.linear(heads, params["o"], x.dtype), state

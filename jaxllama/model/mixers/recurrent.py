@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.brief import short_repr
 from pallas_kernels.rows.rms_norm import rms_norm
 

@@ -5,7 +5,8 @@
 
 This process has the engine, its metrics and its journal; ``api_servers`` others, its children, talk
 HTTP (``front_end``). They share the port, which is bound before the model is loaded, so that a
-taken one is known at once, and listened to when everything is compiled. A front end that dies loses
+taken one is known at once. They listen when the programs of a first request exist; a thread of the
+engine compiles the others (``engine.programs``). A front end that dies loses
 its own connections: its rows are cancelled and it is started again. One that hangs is killed.
 SIGTERM drains: no new connections, what is in flight is answered; what has not ended after
 ``drain_timeout`` seconds gets 503 (and, with a state folder, is done at the next start). When the

@@ -42,7 +42,6 @@ from jaxllama.engine.request import (
 from jaxllama.engine.scoring import Scorer
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.model import OffloadedModel
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import IdTaken, RowEvent
 from jaxllama.serving.api.metrics import Metrics
@@ -97,7 +96,7 @@ Passes = Mapping[str, Callable[..., Any]]
 def forward_passes(lm: LanguageModel) -> Passes:
     """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs.  Refused of
     an offloaded model, whose weights are the block's that runs."""
-    if isinstance(lm, OffloadedModel):
+    if not lm.executor.on_device:
 
         def refused(*_: Any) -> None:
             raise JaxLlamaError("the model is offloaded: no embeddings, no logprobs of prompts")

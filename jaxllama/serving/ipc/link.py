@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxllama.engine.output import OutputReader
 from jaxllama.engine.request import EngineFailed, Request
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import Accepted, TextPiece
 from jaxllama.serving.ipc.hub import Hub
+from jaxllama.text.reader import Reader
 from jaxllama.text.tokenizer import Tokenizer
 
 SILENCE = 30.0  # seconds without a Ping after which the engine's process is taken to hang
@@ -47,7 +47,7 @@ class RequestInFlight:
     )
 
     def __init__(
-        self, stream: PieceStream, index: int, number: int, request: Request, reader: OutputReader
+        self, stream: PieceStream, index: int, number: int, request: Request, reader: Reader
     ) -> None:
         self.stream, self.index, self.number = stream, index, number
         self.has_stops = bool(request.stop)
@@ -268,9 +268,9 @@ class EngineClient:
             raise
         return stream
 
-    def _reader(self, request: Request) -> OutputReader:
+    def _reader(self, request: Request) -> Reader:
         eos = () if request.ignore_eos else self._eos
-        return OutputReader(
+        return Reader(
             self._tokenizer,
             (*eos, *request.stop_token_ids),
             request.stop,

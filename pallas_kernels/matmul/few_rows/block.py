@@ -15,7 +15,7 @@ from pallas_kernels.ptx import Value
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class TileBlock:
     """row, quad: the lane's of an mma's operands.  cluster, rank: the block's.  working: the warp,
     or the last that has columns of its own; k0: the first of its columns."""
 
@@ -34,7 +34,7 @@ class Block:
     k0: Value
 
     @classmethod
-    def here(cls, plan: TilePlan, scheme: FewRowsScheme, n: int, k: int) -> Block:
+    def here(cls, plan: TilePlan, scheme: FewRowsScheme, n: int, k: int) -> TileBlock:
         thread = p.register("tid.x")
         warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
         row, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))

@@ -33,31 +33,29 @@ def matmul(
     """x [M, K] bf16, groups of weights [N_i, K] of one form, gamma [K] -> [M, sum N_i] of each."""
     m, k = x.shape
     parts = [[tuple(parts_of(w).values()) for w in group] for group in groups]
-    inputs, tree = jax.tree.flatten((x, gamma, parts))
-    outs = tuple(jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups)
+    outs = [jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups]
     schemes = [FewRowsScheme.of(group[0], KIND[x.dtype.name]) for group in groups]
 
-    def program(i, x_ref, gamma_ref, parts, out_ref, scratch):
-        group, (first, *others) = plan.groups[i], parts
+    def program(i, gmem, smem):
+        group, (first, *others) = plan.groups[i], gmem.weights[i]
         w, scale, zero = first
         memory = {
-            "x": x_ref,
+            "x": gmem.x,
             "w": w,
             "scale": scale,
             "zero": zero,
-            "gamma": gamma_ref,
-            "out": out_ref,
+            "gamma": gmem.gamma,
+            "out": gmem.out[i],
         }
         kinds = kinds_of({"gamma": gamma, "out": outs[i]})
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
         several = tile.Several(group.begin, group.firsts, others)
-        tile.run(group.tiles, schemes[i], sum(group.rows), operands, scratch, several)
+        rows = sum(group.rows)
+        tile.TileProgram(group.tiles, schemes[i], rows, operands, smem, several).run()
 
-    def body(*refs):
-        x_ref, gamma_ref, parts = jax.tree.unflatten(tree, refs[: len(inputs)])
-        out_refs, scratch = refs[len(inputs) :][: len(groups)], refs[len(inputs) + len(groups) :]
+    def body(gmem, smem):
         for i, group in enumerate(plan.groups):
-            run = functools.partial(program, i, x_ref, gamma_ref, parts[i], out_refs[i], scratch)
+            run = functools.partial(program, i, gmem, smem)
             if len(groups) == 1:
                 run()
             else:
@@ -65,14 +63,16 @@ def matmul(
                 p.when(p.less(block, group.tiles.clusters), run)
 
     sizes = [group.tiles.scratch_sizes(normed=True) for group in plan.groups]
-    return launch(
+    largest = [max(size) // 4 for size in zip(*sizes, strict=True)]
+    (out,) = launch(
         body,
-        inputs,
-        outs,
+        {"x": x, "gamma": gamma, "weights": parts},
+        {"out": outs},
         name="quantized_matmul_blocks",
         grid=sum(group.tiles.clusters for group in plan.groups),
         cluster=plan.groups[0].tiles.split,
         warpgroups=WARPS // 4,
-        scratch=[max(size) // 4 for size in zip(*sizes, strict=True)],
+        scratch=dict(zip(tile.SCRATCH, largest, strict=True)),
         registers=True,
     )
+    return tuple(out)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT
 from pallas_kernels.ptx import Value
@@ -45,7 +45,7 @@ class RowOffsets:
 class Copies:
     """ring: the lane's place in its first slot.  places: of "w", "scale" and "zero"."""
 
-    block: Block
+    block: TileBlock
     operands: FewRowsOperands
     params: Params
     ring: Value

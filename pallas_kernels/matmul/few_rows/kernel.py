@@ -41,10 +41,9 @@ def matmul(
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
-    inputs = {name: v for name, v in {**inputs, "pending": pending}.items() if v is not None}
+    inputs["pending"] = pending
     outs = {"out": jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype)}
-    if pending is not None:
-        outs["total"] = jax.ShapeDtypeStruct((m, k), x.dtype)
+    outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
     facts = {
         "k": k,
         "kinds": kinds_of(inputs | outs),
@@ -54,26 +53,27 @@ def matmul(
     }
     is_row = isinstance(plan, RowPlan)
 
-    def body(*refs):
-        memory = dict(zip([*inputs, *outs], refs, strict=False))
-        scratch = refs[len(memory) :]
+    def body(gmem, smem):
+        memory = vars(gmem)
         if is_row:
-            row.run(plan, scheme, FewRowsOperands.of(memory, **facts), scratch)
+            row.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
-            tile.run(plan, scheme, n, FewRowsOperands.of(memory, **facts), scratch)
+            tile.TileProgram(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
 
-    return launch(
+    sizes = [size // 4 for size in plan.scratch_sizes(normed=gamma is not None)]
+    out, total = launch(
         body,
-        list(inputs.values()),
-        outs["out"] if pending is None else tuple(outs.values()),
+        inputs,
+        outs,
         name=plan.kernel.removesuffix("_mosaic"),
         grid=plan.blocks if is_row else plan.clusters,
         cluster=1 if is_row else plan.split,
         warpgroups=(plan.warps if is_row else WARPS) // 4,
-        scratch=[size // 4 for size in plan.scratch_sizes(normed=gamma is not None)],
+        scratch=dict(zip(row.SCRATCH if is_row else tile.SCRATCH, sizes, strict=False)),
         registers=True,
     )
+    return out if pending is None else (out, total)
 
 
 def parts_of(w: Weight) -> dict[str, jax.Array | None]:
@@ -82,7 +82,7 @@ def parts_of(w: Weight) -> dict[str, jax.Array | None]:
     return {"w": w.q, "scale": w.scale, "zero": w.zero}
 
 
-def kinds_of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Of those that hold floats."""
-    names = {name: jnp.dtype(v.dtype).name for name, v in arrays.items()}
+def kinds_of(arrays: Mapping[str, jax.Array | None]) -> dict[str, str]:
+    """The kinds of those that hold floats."""
+    names = {name: jnp.dtype(v.dtype).name for name, v in arrays.items() if v is not None}
     return {name: KIND[dtype] for name, dtype in names.items() if dtype in KIND}

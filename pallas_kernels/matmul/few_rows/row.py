@@ -1,26 +1,26 @@
-"""The product of one row on Hopper, ``x[K] w[N, K]^T``, and what stands around it.
+"""The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain layout; x is
-bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction, into
-registers, and multiplies them there: one row needs no tile in shared memory.
+Contract.  w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain layout;
+x is bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction,
+into registers, and multiplies them there: one row needs no tile in shared memory.
 
-Who does what.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a time
-(with SwiGLU a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs
-read from one place of w.
+Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
+time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
+all SMs read from one place of w.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
     all      x times that weight -> shared memory; sum of x's squares; barrier     (``Input.store``)
     warp     per group of 4 loads: the next group -> registers, multiply this one   (``row_loops``)
-    warp     sum over lanes; lane 0: what is fused, one rounding, store                 (``finish``)
+    warp     sum over lanes; lane 0: fused parts, one rounding, store                   (``finish``)
 
-Numerics.  Float32, in an order that depends on K alone; the norm's factor and an int8 row's scale
-meet the sum.  x times the norm's weight stays float32; beside int4 it is rounded once to bfloat16,
-and a group's exact sum is scaled.
+Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
+multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
+bfloat16, and a group's exact sum is scaled.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
-54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and what was tried:
-``matmul/NOTES.md``; ``python -m benchmarks.kernels.matmul quantized_matmul --tokens 1``.
+54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
+``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul quantized_matmul --tokens 1``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
@@ -39,6 +40,7 @@ from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
 _STREAMED = ".L1::no_allocate"
+SCRATCH = "x", "squares"  # as ``RowPlan.scratch_sizes`` has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +150,10 @@ class WeightRows:
                     p.when(mine, functools.partial(one, base, row, apart, size))
 
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
-        """What a lane needs of these chunks of the unit's rows: 4 words of each, and with groups of
-        columns the scale of its own, and its zero."""
+        """Load a lane's part of these chunks of the unit's rows.
+
+        That is 4 words of each row, and with groups of columns its own scale and zero.
+        """
         out = []
         rows = self.of(unit)
         row_bytes = self.plan.k * self.plan.bits // 8
@@ -162,7 +166,7 @@ class WeightRows:
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """What ``finish`` needs of device memory, asked for before the product."""
+        """Request the operands of ``finish`` in device memory, before the product."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
@@ -195,13 +199,12 @@ def run(
     plan: RowPlan,
     scheme: FewRowsScheme,
     operands: FewRowsOperands,
-    scratch: Sequence[Value],
+    smem: Any,
     block: Value | None = None,
 ) -> None:
-    """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares.
-    block: its number, where it is not the grid's and the kernel before has ended
-    (``experts.kernel``)."""
-    xs, squares = (p.shared_address(r) for r in scratch)
+    """Emit one block's program while the kernel is traced.  smem: x, and squares of it.  block: its
+    number, if it is not the grid's and the kernel before has ended (``experts.kernel``)."""
+    xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
     lane = arith.andi(thread, p.ci(31))

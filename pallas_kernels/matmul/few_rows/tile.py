@@ -1,53 +1,58 @@
 """The matmul of a decode step on Hopper: ``x[M, K] w[N, K]^T``, M <= 16, and what stands around it.
 
-w is int4 or int8 in groups or whole rows, or 16-bit floats, in the plain layout (no re-layout at
-load); x is bf16 or f16.  The weights are the 16-row operand of mma.m16n8k16, so 8 tokens cost one
-instruction.
+Contract.  w is int4 or int8 in groups or whole rows, or 16-bit floats, in the plain layout, so that
+loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights are the 16-row operand
+of mma.m16n8k16, so 8 tokens cost one instruction.
 
-Who does what.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
-cluster walks over tiles of 16 rows of w; a warp owns the same run of columns of every tile and
-keeps x's fragments for it in registers (or, ``resident``, in shared memory).  Each lane brings its
+Division of work.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
+cluster walks over tiles of 16 rows of w.  A warp owns the same run of columns of every tile and
+keeps x's fragments for it in registers (or, ``resident``, in shared memory).  Each lane copies its
 own weights, 16 bytes of one row at a time, through its own places in a ring in shared memory
 (cp.async), and reads back only what it wrote: between the first and the last barrier no warp waits
 for another.
 
-    all      the first of w -> L2 | the kernel before has ended
-    all      x, scales of the first batch -> smem, ring filled         (``tile_x``, ``copies``)
-    warp     its run of x -> registers | barrier
-    warp     per tile: wait, codes -> registers, refill, dequantize, mma, partial sum -> smem
+    start      all    the first of w -> L2 | the kernel before has ended
+               all    x, scales of the first batch -> smem, ring filled     (``tile_x``, ``copies``)
+               warp   its run of x -> registers | barrier
+    run_tile   warp   wait, codes -> registers, refill, dequantize, mma, partial sum -> smem
                                                                         (``tile_loop``, ``widen``)
-    all      barrier | sum of the warps' partials in a fixed order (with split > 1 through the
-             peers' shared memory), what is fused, one rounding, store  (``tile_sums``)
+    run_batch  all    barrier | sum of the warps' partials in a fixed order (with split > 1 through
+                      the peers' shared memory), fused parts, one rounding, store  (``tile_sums``)
 
-What is fused.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x comes by registers instead
-of cp.async, is multiplied on its way to shared memory, and the factor meets the sum at the end.  So
-can what is still to be added to x come: every block adds it, and the first cluster stores the sum.
-Bias and residual are copied beside the scales, a batch ahead of their use.  SwiGLU: the steps are
-pairs of a tile of gate and its tile of up, and the sum over the warps is taken of both at once.
+Fusion.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x then comes by registers instead of
+cp.async, is multiplied on its way to shared memory, and the factor multiplies the sum at the end.
+The same way takes a pending term that is added to x: every block adds it, and the first cluster
+stores the sum.  Bias and residual are copied beside the scales, a batch ahead of their use.  With
+SwiGLU the steps are pairs of a tile of gate and its tile of up, and the sum over the warps is taken
+of both at once.
 
-Order of columns.  mma does not care which column is called which as long as both operands agree.
-A lane with quad index c takes columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats:
-8 of 32).  The bit trick that widens two weights at once takes nibbles i and i + 4 of a word (bytes
-i and i + 2), so x's pairs are permuted once to match.
+Order of columns.  Any order will do for mma, if both operands agree.  A lane with quad index c
+takes columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats: 8 of 32).  The bit trick
+that widens two weights at once takes nibbles i and i + 4 of a word (bytes i and i + 2), so x's
+pairs are permuted once to match.
 
-Numerics.  A code minus its zero point is exact in bf16 and f16.  Groups of at least one block and
-symmetric or integer zeros: the group's sum is scaled in float32.  Smaller groups and floating
-zeros (bf16 only): the weight is rounded once to bf16 (``fold``).  x * gamma is rounded once to
-bf16.  Everything else is float32, added in an order that depends on K and M alone.
+Numerics.  A code minus its zero point is exact in bfloat16 and float16.  In groups of at least one
+block, with symmetric or integer zeros, the group's sum is scaled in float32.  With smaller groups
+or floating zeros (bfloat16 only) the weight is rounded once to bfloat16 (``fold``).  x * gamma is
+rounded once to bfloat16.  Everything else is float32, added in an order that depends on K and M
+alone.
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
-4.3 TB/s, 7.0 us; measured 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and what
-was tried: ``matmul/NOTES.md``; ``python -m benchmarks.kernels.matmul quantized_matmul``.
+4.3 TB/s, 7.0 us.  Result: 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and
+attempts: ``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul
+quantized_matmul``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.copies import Copies, RowOffsets
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT, TilePlan
@@ -57,10 +62,13 @@ from pallas_kernels.matmul.few_rows.tile_sums import PartialSums
 from pallas_kernels.matmul.few_rows.tile_x import NormedX, StagedX
 from pallas_kernels.ptx import Value
 
+# Shared memory of a block, as ``TilePlan.scratch_sizes`` has it; the last with a norm.
+SCRATCH = "partial", "ring", "params", "squares"
+
 
 @dataclasses.dataclass(frozen=True)
 class Several:
-    """Weights behind the first one, of which the operands are.
+    """The weights behind the first one, which the operands hold.
 
     begin: the first block (or cluster) that runs the program.  firsts: the first tile of each.
     others: references to each one's codes, scales and zeros, None where there is none.
@@ -70,119 +78,147 @@ class Several:
     firsts: Sequence[int]
     others: Sequence[Sequence[Value | None]]
 
-
-def run(
-    plan: TilePlan,
-    scheme: FewRowsScheme,
-    n: int,
-    operands: FewRowsOperands,
-    scratch: Sequence[Value],
-    several: Several | None = None,
-) -> None:
-    """One block's program, emitted while the kernel is traced.  scratch: partial sums and x, the
-    ring, scales and what else a tile needs, squares of x."""
-    partial, ring, params, *squares = (p.shared_address(r) for r in scratch)
-    block = Block.here(plan, scheme, n, operands.k)
-    x_mine = p.add(partial, p.mul(block.working, 2 * plan.m * plan.k_warp))
-    if plan.resident:
-        x_mine = p.add(x_mine, plan.partial_bytes)
-    lane_k = p.add(block.k0, p.mul(block.quad, scheme.columns // 4))
-    row_bytes = operands.k * scheme.bits // 8
-    w = p.offset(operands.w, block.row, row_bytes)
-    shift = 1 if scheme.bits == 4 else 0
-    w = p.offset(w, p.mul(block.k0, 2) if scheme.plain else p.shift_right(block.k0, shift))
-    w = p.offset(w, block.quad, 16)
-    ring = p.add(ring, p.mul(block.warp, 1024), p.mul(block.lane, 16))
-    layout = Params.of(params, plan, scheme, operands)
-    loop = TileLoop.of(block, layout, lane_k)
-    places = {
-        "w": RowOffsets(w, 16 * row_bytes),
-        "scale": RowOffsets(operands.scale, 16 * layout.scale_row),
-        "zero": RowOffsets(operands.zero, 16 * layout.zero_row),
-    }
-    if several is not None:
-        block = dataclasses.replace(block, cluster=p.add(block.cluster, -several.begin))
+    def added_to(
+        self, places: dict[str, RowOffsets], operands: FewRowsOperands
+    ) -> dict[str, RowOffsets]:
+        """``places`` of the first weight, with the shifts to the others."""
         starts = operands.w, operands.scale, operands.zero
-        for name, start, refs in zip(places, starts, _by_part(several.others), strict=True):
-            if start is not None:
-                places[name] = places[name].and_others(start, several.firsts, refs)
-    copies = Copies(block, operands, layout, ring, places)
-    loop = dataclasses.replace(loop, block=block)
-    staged = StagedX(block, operands, x_mine)
-    normed = None if operands.gamma is None else NormedX.of(block, operands, staged, *squares)
-    sums = PartialSums(block, operands, layout, partial, normed)
+        # All codes, all scales, all zeros.
+        by_part = zip(*self.others, strict=True) if self.others else [()] * 3
+        return {
+            name: place if start is None else place.and_others(start, self.firsts, refs)
+            for (name, place), start, refs in zip(places.items(), starts, by_part, strict=True)
+        }
 
-    depth, n_blocks = plan.depth, block.n_blocks
-    operands.prefetch(block.thread)
-    copies.prefetch()
-    p.await_kernel()
-    if normed is None:
-        block.working_warps(staged.copy)
-    else:
-        loaded = normed.begin()
-    copies.scales(p.ci(0), p.ci(0))
-    p.copies_commit()
-    copies.fill()
-    if normed is not None:
-        normed.end(loaded)
-    p.copies_wait(depth)
-    p.warp_barrier()
-    x = staged.fragments()
-    p.barrier()
-    if normed is not None:
-        normed.sum_squares()
 
-    def run_tile(batch, buffer, i, slot, left):
-        """Tile i of a batch.  slot: byte offset in the ring of the codes that come next; left:
-        how many tiles there are from this one on, or None if they outlast the ring."""
-        slots = [slot]
+class TileProgram:
+    """The program of one block.  Everything is emitted while the kernel is traced.
 
-        def next_codes(piece):
-            place = p.add(copies.ring, slots[-1])
-            p.copies_wait(depth - 1)
-            rows = [p.load_shared(place, 4, 512 * half) for half in range(2)]
-            later = piece + depth
-            if left is None or later < left * n_blocks:
-                step = p.add(p.mul(batch, plan.batch), i, later // n_blocks)
-                copies.codes(step, later % n_blocks, place)
-            p.copies_commit()
-            moved = p.add(slots[-1], SLOT)
-            slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
-            return rows
+    smem: partial (partial sums and x), ring, params (scales and what else a tile needs) and, with a
+    norm, squares of x.
+    """
 
-        at = p.add(p.mul(buffer, plan.batch), i)
-        sums.store_partial(at, loop.run(at, x, next_codes))
-        return slots[-1]
+    def __init__(
+        self,
+        plan: TilePlan,
+        scheme: FewRowsScheme,
+        n: int,
+        operands: FewRowsOperands,
+        smem: Any,
+        several: Several | None = None,
+    ):
+        normed = operands.gamma is not None
+        names = SCRATCH if normed else SCRATCH[:-1]
+        at = {name: p.shared_address(getattr(smem, name)) for name in names}
+        block = TileBlock.here(plan, scheme, n, operands.k)
+        x_mine = p.add(at["partial"], p.mul(block.working, 2 * plan.m * plan.k_warp))
+        if plan.resident:
+            x_mine = p.add(x_mine, plan.partial_bytes)
+        lane_k = p.add(block.k0, p.mul(block.quad, scheme.columns // 4))
+        row_bytes = operands.k * scheme.bits // 8
+        w = p.offset(operands.w, block.row, row_bytes)
+        shift = 1 if scheme.bits == 4 else 0
+        w = p.offset(w, p.mul(block.k0, 2) if scheme.plain else p.shift_right(block.k0, shift))
+        w = p.offset(w, block.quad, 16)
+        ring = p.add(at["ring"], p.mul(block.warp, 1024), p.mul(block.lane, 16))
+        layout = Params.of(at["params"], plan, scheme, operands)
+        loop = TileLoop.of(block, layout, lane_k)
+        places = {
+            "w": RowOffsets(w, 16 * row_bytes),
+            "scale": RowOffsets(operands.scale, 16 * layout.scale_row),
+            "zero": RowOffsets(operands.zero, 16 * layout.zero_row),
+        }
+        if several is not None:
+            block = dataclasses.replace(block, cluster=p.add(block.cluster, -several.begin))
+            places = several.added_to(places, operands)
+        self.plan, self.operands, self.block = plan, operands, block
+        self.copies = Copies(block, operands, layout, ring, places)
+        self.loop = dataclasses.replace(loop, block=block)
+        self.staged = StagedX(block, operands, x_mine)
+        self.normed = None
+        if normed:
+            self.normed = NormedX.of(block, operands, self.staged, at["squares"])
+        self.sums = PartialSums(block, operands, layout, at["partial"], self.normed)
 
-    def run_batch(batch, slot, count, final):
+    def run(self) -> None:
+        plan = self.plan
+        self.start()
+        full = (plan.per - 1) // plan.batch
+        slot = [p.ci(0)]
+        if full:
+            slot = p.loop(
+                0, full, 1, slot, lambda b, c: self.run_batch(b, c[0], plan.batch, final=False)
+            )
+        self.run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, final=True)
+        if plan.split > 1:
+            p.cluster_barrier()  # no block may leave while others read its shared memory
+
+    def start(self) -> None:
+        """x -> registers, scales of the first batch -> shared memory, the ring filled."""
+        normed, copies = self.normed, self.copies
+        self.operands.prefetch(self.block.thread)
+        copies.prefetch()
+        p.await_kernel()
+        if normed is None:
+            self.block.working_warps(self.staged.copy)
+        else:
+            loaded = normed.begin()
+        copies.scales(p.ci(0), p.ci(0))
+        p.copies_commit()
+        copies.fill()
+        if normed is not None:
+            normed.end(loaded)
+        p.copies_wait(self.plan.depth)
+        p.warp_barrier()
+        self.x = self.staged.fragments()
+        p.barrier()
+        if normed is not None:
+            normed.sum_squares()
+
+    def run_batch(self, batch, slot, count: int, *, final: bool):
+        """``count`` tiles; [the ring's slot behind them]."""
+        plan, n_blocks, copies = self.plan, self.block.n_blocks, self.copies
         buffer = arith.andi(batch, p.ci(1)) if plan.buffers == 2 else p.ci(0)
         copies.addends(batch, buffer, count)
         if not final:
             copies.scales(p.add(batch, 1), arith.xori(buffer, p.ci(1)))
-        last = min(count, -(-depth // n_blocks)) if final else 0
+        last = min(count, -(-plan.depth // n_blocks)) if final else 0
         if count > last:
-
-            def of_many(i, carried):
-                return [run_tile(batch, buffer, i, carried[0], None)]
-
-            (slot,) = p.loop(0, count - last, 1, [slot], of_many)
+            (slot,) = p.loop(
+                0,
+                count - last,
+                1,
+                [slot],
+                lambda i, carried: [self.run_tile(batch, buffer, i, carried[0], None)],
+            )
         for i in range(count - last, count):
-            slot = run_tile(batch, buffer, p.ci(i), slot, count - i)
+            slot = self.run_tile(batch, buffer, p.ci(i), slot, count - i)
         # The next batch's scales are in the first group of this one.
-        p.copies_wait(min(depth, count * n_blocks) - 1)
+        p.copies_wait(min(plan.depth, count * n_blocks) - 1)
         p.barrier()
-        sums.reduce(batch, buffer, count)
+        self.sums.reduce(batch, buffer, count)
         return [slot]
 
-    full = (plan.per - 1) // plan.batch
-    slot = [p.ci(0)]
-    if full:
-        slot = p.loop(0, full, 1, slot, lambda b, c: run_batch(b, c[0], plan.batch, False))
-    run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, True)
-    if plan.split > 1:
-        p.cluster_barrier()  # no block may leave while others read its shared memory
+    def run_tile(self, batch, buffer, i, slot, left: int | None):
+        """Tile i of a batch.  slot: byte offset in the ring of the codes that come next; left: how
+        many tiles there are from this one on, or None if they outlast the ring."""
+        slots = [slot]
+        next_codes = functools.partial(self.next_codes, slots, batch, i, left)
+        at = p.add(p.mul(buffer, self.plan.batch), i)
+        self.sums.store_partial(at, self.loop.run(at, self.x, next_codes))
+        return slots[-1]
 
-
-def _by_part(others: Sequence[Sequence[Value | None]]):
-    """All codes, all scales, all zeros."""
-    return zip(*others, strict=True) if others else [()] * 3
+    def next_codes(self, slots: list, batch, i, left: int | None, piece: int):
+        """The codes of a piece of the tile, and its place refilled; slots: grows by the next."""
+        depth, n_blocks, copies = self.plan.depth, self.block.n_blocks, self.copies
+        place = p.add(copies.ring, slots[-1])
+        p.copies_wait(depth - 1)
+        rows = [p.load_shared(place, 4, 512 * half) for half in range(2)]
+        later = piece + depth
+        if left is None or later < left * n_blocks:
+            step = p.add(p.mul(batch, self.plan.batch), i, later // n_blocks)
+            copies.codes(step, later % n_blocks, place)
+        p.copies_commit()
+        moved = p.add(slots[-1], SLOT)
+        slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
+        return rows

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
-from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.tile_x import Fragments
 from pallas_kernels.ptx import Value
 
@@ -18,14 +18,14 @@ class TileLoop:
     """lane_k: the lane's first column.  scales, zeros: shared memory of its row's of the first
     tile."""
 
-    block: Block
+    block: TileBlock
     params: Params
     lane_k: Value
     scales: Value
     zeros: Value
 
     @classmethod
-    def of(cls, block: Block, params: Params, lane_k: Value) -> TileLoop:
+    def of(cls, block: TileBlock, params: Params, lane_k: Value) -> TileLoop:
         scheme, first = block.scheme, p.ci(0)
         if scheme.n_groups > 1 and not scheme.fold:
             first = arith.divui(block.k0, p.ci(scheme.group))

@@ -8,7 +8,7 @@ import functools
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import PITCH, WARPS
 from pallas_kernels.matmul.few_rows.tile_x import NormedX
@@ -19,7 +19,7 @@ from pallas_kernels.ptx import Value
 class PartialSums:
     """partial: shared memory of the partial sums."""
 
-    block: Block
+    block: TileBlock
     operands: FewRowsOperands
     params: Params
     partial: Value

@@ -16,7 +16,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
-from pallas_kernels.matmul.few_rows.block import Block
+from pallas_kernels.matmul.few_rows.block import TileBlock
 from pallas_kernels.matmul.few_rows.operands import BYTES, FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
@@ -28,7 +28,7 @@ _IN_FLIGHT = 8  # loads of 16 bytes a lane holds in registers
 class StagedX:
     """x_mine: shared memory of the warp's run."""
 
-    block: Block
+    block: TileBlock
     operands: FewRowsOperands
     x_mine: Value
 
@@ -121,7 +121,7 @@ class Fragments:
     """at: by 8 tokens, the lane's places in shared memory.  ready: by block of columns and 8
     tokens, pairs in the order of the codes; None where they are read when they are needed."""
 
-    block: Block
+    block: TileBlock
     at: Sequence[Sequence[Value]]
     ready: Sequence[Sequence[Sequence[Value]]] | None = None
 
@@ -153,7 +153,7 @@ class NormedX:
     is it one?  works: has the warp columns of its own?  None where all have.
     """
 
-    block: Block
+    block: TileBlock
     operands: FewRowsOperands
     staged: StagedX
     squares: Value
@@ -167,7 +167,7 @@ class NormedX:
 
     @classmethod
     def of(
-        cls, block: Block, operands: FewRowsOperands, staged: StagedX, squares: Value
+        cls, block: TileBlock, operands: FewRowsOperands, staged: StagedX, squares: Value
     ) -> NormedX:
         plan = block.plan
         lanes = {1: 32, 2: 16}.get(plan.m, 8)

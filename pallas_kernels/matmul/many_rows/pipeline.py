@@ -1,9 +1,10 @@
-"""What the two prefill kernels share: persistent blocks, their tile order, their memory views.
+"""The parts of the two prefill kernels: persistent blocks, their tile order, their memory views.
 
 Both are persistent: one block per SM, in clusters of one or two, walks the output tiles in a
-planar-snake order (neighbouring clusters work on neighbouring tiles, so that what one reads is in
-L2 for the next).  The last warpgroup feeds a ring of shared-memory slots by TMA; two warpgroups
-consume it.  The ring runs on across tiles: the next tile's operands arrive during the epilogue.
+planar-snake order.  Neighbouring clusters then work on neighbouring tiles, so that L2 still has the
+operands that another cluster just read.  The last warpgroup feeds a ring of shared-memory slots by
+TMA, and two warpgroups consume it.  The ring runs on across tiles: the next tile's operands arrive
+during the epilogue.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
+from pallas_kernels.launch import Views, launch
 
 AHEAD = 512  # bytes of a row of w that L2 is asked for before the kernel before has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
@@ -37,50 +39,48 @@ def tiled(dtype, swizzle: int):
     )
 
 
-def rows_and_tiles(
-    shape: tuple[int, ...], dtype, divided: tuple[int, ...] = (), low=None
-) -> plgpu.RefUnion:
-    """One memory, two views: rows for the copies, which then clip anywhere, and wgmma's tiles.
+def rows_and_tiles(shape: tuple[int, ...], dtype, divided: tuple[int, ...] = (), low=None) -> Views:
+    """One memory, two views: ``rows`` for copies, which then clip anywhere, and wgmma's ``tiles``.
 
     The last axis is one swizzle wide (32, 64 or 128 bytes), so both have the same bytes.
-    divided: further axes into which the copies' view divides the rows.
-    low: a dtype in which the same bytes have two views more.
+    divided: further axes into which ``rows`` divides the rows.
+    low: a dtype in which the same bytes have two views more, ``low_rows`` and ``low_tiles``.
     """
     swizzle = shape[-1] * jnp.dtype(dtype).itemsize
     *lead, rows, width = shape
     by_rows = (*lead, *divided, rows // math.prod(divided), width)
-    both = (
-        plgpu.SMEM(by_rows, dtype, transforms=(plgpu.SwizzleTransform(swizzle),)),
-        plgpu.SMEM(shape, dtype, transforms=tiled(dtype, swizzle)),
+    views = Views(
+        rows=plgpu.SMEM(by_rows, dtype, transforms=(plgpu.SwizzleTransform(swizzle),)),
+        tiles=plgpu.SMEM(shape, dtype, transforms=tiled(dtype, swizzle)),
     )
-    if low is None:
-        return plgpu.RefUnion(*both)
-    other = rows_and_tiles((*lead, rows, swizzle // jnp.dtype(low).itemsize), low)
-    return plgpu.RefUnion(*both, *other.refs)
-
-
-def views(union):
-    """What ``rows_and_tiles`` has: (rows, tiles), or both and those of ``low``."""
-    return union
+    if low is not None:
+        other = rows_and_tiles((*lead, rows, swizzle // jnp.dtype(low).itemsize), low)
+        views |= {f"low_{name}": kind for name, kind in other.items()}
+    return views
 
 
 def rows_of_box(m: int, rows: int) -> int:
-    """Rows of x to copy for a tile of ``rows``, of which one that holds all of x needs no more
-    than there are: zeros for rows past the edge take longer than rows (4096 x 4096 in bf16: 15.8 us
-    for 8 rows, 12.4 for 64).  What the others hold reaches only rows that are not stored."""
+    """Rows of x to copy for a tile of ``rows``.
+
+    A tile that holds all of x needs no more rows than there are.  Zeros for rows past the edge take
+    longer than rows (4096 x 4096 in bf16: 15.8 us for 8 rows, 12.4 for 64).  The rows that are not
+    copied reach only results that are not stored.
+    """
     return rows if m > rows else min(rows, -(-m // 16) * 16)
 
 
 def ring_barriers(stages: int, copies: int, readers: int = 2):
-    """full (an arrival per copy) and empty (``readers`` warpgroups of all blocks that share).
+    """A ring's barriers: ``full`` counts copies, ``empty`` the readers of all blocks that share.
 
-    On a barrier of a cluster, be it of one block, one thread of a warpgroup arrives; on a block's
-    own all 128, two cycles each.
+    One thread of a warpgroup arrives on a barrier of a cluster, even if that has one block.  On a
+    block's own barrier all 128 threads arrive, for two cycles each.
     """
-    return [
-        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=readers, num_barriers=stages),
-    ]
+    return {
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "empty": plgpu.ClusterBarrier(
+            collective_axes=("pair",), num_arrivals=readers, num_barriers=stages
+        ),
+    }
 
 
 def load_column(column, dtype) -> jax.Array:
@@ -137,20 +137,17 @@ def ring_next(at: jax.Array, by: int, stages: int) -> jax.Array:
     return jnp.where(at >= stages, at - stages, at)
 
 
-def feeder(wg: jax.Array, computing: int) -> Callable[[Callable[[], None]], None]:
-    """Runs a function in one warp of the last warpgroup: each of its four would arrive on a slot's
-    barrier for every copy."""
+def feed(warpgroup: jax.Array, computing: int, copy_tiles: Callable[[], None]) -> None:
+    """Run a function in one warp of the last warpgroup.
 
-    def run(copy_tiles):
-        @pl.when(wg == computing)
-        def feed():
-            plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+    Each of the four warps would arrive on a slot's barrier for every copy.
+    """
 
-            @plgpu.warp_map
-            def of_warp(warp):
-                pl.when(warp == 0)(copy_tiles)
+    def run() -> None:
+        plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+        plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy_tiles))
 
-    return run
+    pl.when(warpgroup == computing)(run)
 
 
 def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: None) -> None:
@@ -216,28 +213,20 @@ def drain(empty, last: jax.Array, stages: int) -> None:
     lax.fori_loop(jnp.maximum(last - stages, 0), last, wait, None)
 
 
-def launch(name: str, body, args, out_type, scratch_types, tile, computing: int = 2):
-    """Runs a kernel body on every SM: ``computing`` warpgroups and, the last, a feeder.
+def launch_persistent(body, operands, out, *, name: str, scratch, tile, computing: int = 2):
+    """Launch a body on every SM, as ``launch`` does: ``computing`` warpgroups and, last, a feeder.
 
-    name: in profiles.
-    tile: its ``cluster`` blocks that share an operand are axis "pair" of a cluster, its ``split``
-        that have a part of K each axis "part".
+    The ``tile.cluster`` blocks that share an operand are axis "pair" of a cluster.  The
+    ``tile.split`` blocks that have a part of K each are axis "part".
     """
-    kernel = plgpu.kernel(
+    return launch(
         body,
-        out_type=out_type,
-        kernel_name=name,
-        grid=(tile.sms // (tile.cluster * tile.split),),
-        grid_names=("cluster",),
-        cluster=(tile.cluster, tile.split),
-        cluster_names=("pair", "part"),
-        num_threads=computing + 1,
-        thread_name="wg",
-        scratch_types=scratch_types,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        operands,
+        out,
+        name=name,
+        grid={"cluster": tile.sms // (tile.cluster * tile.split)},
+        cluster={"pair": tile.cluster, "part": tile.split},
+        warpgroups=computing + 1,
+        scratch=scratch,
+        reduction_scratch_bytes=0,
     )
-    return kernel(*args)

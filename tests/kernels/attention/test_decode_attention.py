@@ -243,8 +243,17 @@ EMULATED = [  # form, capacity that is no whole page or step, heads, cache, q, w
     ("few chunks", 500, (7, 1, 128), "int4", "bfloat16", 200),
 ]
 KERNELS = (
-    "codes", "direct", "gather", "merge", "kernel", "query_rows", "ring", "source", "tile",
-)  # fmt: skip
+    "codes",
+    "decode_program",
+    "direct",
+    "gather",
+    "merge",
+    "query_rows",
+    "ring",
+    "source",
+    "team_share",
+    "tile",
+)
 
 
 def form_given(monkeypatch, form):

@@ -24,6 +24,7 @@ from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
     CACHES,
+    KERNELS,
     MOSAIC_CACHES,
     NEWEST,
     as_cache,
@@ -260,8 +261,7 @@ def test_a_bad_table_is_named():
         decode_attention(q, k, v[:, :8], lengths, table=table)
 
 
-PAGED_KERNELS = ("direct", "gather", "kernel", "merge", "pages", "query_rows", "ring",
-                 "rope_cache_kernel", "source", "tile", "codes")  # fmt: skip
+PAGED_KERNELS = *KERNELS, "pages", "rope_cache_kernel"
 EMULATED = [  # form, capacity, page, heads, cache, q, window
     ("direct", 320, 32, (8, 2, 64), "bfloat16", "bfloat16", None),
     ("direct", 320, 64, (6, 3, 128), "float16", "float16", 40),

@@ -16,7 +16,7 @@ import pytest
 from pallas_kernels import sealed
 from pallas_kernels.cpu import elf, jit
 from pallas_kernels.cpu.self_test import SelfTest, fault
-from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, target
+from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, _from_linux, target
 from pallas_kernels.dispatch import Reason
 from tests.helpers.cpu_cases import in_six_threads
 
@@ -120,6 +120,16 @@ def test_an_object_is_generated_once(tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "cpu").iterdir())
     assert len(files) == 2 and all(on.name in name for name in files)
     jit._compiled.cache_clear()
+
+
+def test_linux_s_names_of_features_are_llvm_s():
+    flags = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx_vnni"
+    facts = {"vendor_id": "V", "cpu family": 6, "model": 207, "model name": "A CPU", "stepping": 2}
+    lines = [f"{name}\t: {value}" for name, value in {**facts, "flags": flags}.items()]
+    cpu = _from_linux("\n".join(lines) + "\n\nprocessor\t: 1\nflags\t: none\n")
+    needs = {name for one in TARGETS if one.arch == "x86_64" for name in one.needs}
+    assert cpu.name == "A CPU" and cpu.features == needs
+    assert cpu.identity == ("V", "6", "207", "2", flags)
 
 
 def test_an_object_that_llvm_places_gives_the_same(monkeypatch):

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.kernels import fit
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict
-from pallas_kernels.matmul.call import N_SM
+from pallas_kernels.matmul.call import N_SM, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.many_rows import plan as many_rows
@@ -83,10 +83,9 @@ def launched(monkeypatch) -> Callable[..., dict[str, Any]]:
     def run(call, plan):
         launches.clear()
         x, fused = operands(call)
+        static = Static(call.out, call, plan)
         with jax.disable_jit():  # else a trace without the kernel would be kept
-            jax.eval_shape(
-                lambda x, w, fused: choice.run((call, plan), x, w, **fused), x, call.w, fused
-            )
+            jax.eval_shape(lambda x, w, fused: choice.run(static, x, w, **fused), x, call.w, fused)
         (launch,) = launches
         return launch
 

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import past
-from pallas_kernels.attention.blockwise import capacity_of, floats, part_of
-from pallas_kernels.attention.rope_cache import place
+from pallas_kernels.attention.blockwise import floats, part_of
+from pallas_kernels.attention.rope_cache import capacity_of, place
 from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.jax_internals import cudnn_attention
 from pallas_kernels.qtensor import QTensor

@@ -27,8 +27,9 @@ caches of every dtype.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,18 +37,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.model.linear import Params, linear
 from jaxllama.model.mixers.attention.cudnn import causal, extend, has_cudnn
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
-from jaxllama.model.rope import apply_rope, narrowed, widened
+from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     attention_scores,
     blockwise_attention,
-    capacity_of,
     is_visible,
     joined,
     weighted_values,
@@ -55,6 +55,7 @@ from pallas_kernels.attention.blockwise import (
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
 from pallas_kernels.attention.rope_cache import (
+    capacity_of,
     from_cache_basis,
     norm_heads,
     rope_and_write,
@@ -62,6 +63,7 @@ from pallas_kernels.attention.rope_cache import (
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
+from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
@@ -82,20 +84,23 @@ def mix(
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
     ``[B, T, N H]``, cache)."""
     gate, qkv = unpacked(cfg, p, projected)
-    batch, n_new, _ = qkv.shape
-    model, width = cfg, cfg.head_dim if cache is None else cache.k.shape[-1]
-    if width != cfg.head_dim and at.rope is not None:  # ``cache.cached_width``
-        heads, rope = widened(split_heads(cfg, p, qkv), at.rope, width)
-        qkv, at = heads.reshape(batch, n_new, -1), at._replace(rope=rope)
-        cfg = cfg.replace(head_dim=width, qk_norm="none", latent=None)
-    if isinstance(at, Chunk):
-        out, cache = _extend(cfg, p, qkv, cache, at)
+    if cache is not None and at.rope is not None and cache.k.shape[-1] != cfg.head_dim:
+        heads, cache = _in_wide_heads(cfg, p, qkv, cache, at, at.rope)
     else:
-        assert cache is not None
-        of = _decode if isinstance(at, Step) else _verify
-        out, cache = of(cfg, p, qkv, cache, at)
-    heads = narrowed(out.reshape(batch, n_new, -1, width), model.head_dim)
-    return finished(model, heads, gate), cache
+        heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
+    return finished(cfg, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
+
+
+def _in_wide_heads(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, rope: Ropes
+) -> tuple[jax.Array, KVCache | None]:
+    """Attention over a cache of wider heads (``cache.cached_width``)."""
+    width = cache.k.shape[-1]
+    heads, rope = widened(split_heads(cfg, p, qkv), rope, width)
+    wide = cfg.replace(head_dim=width, qk_norm="none", latent=None)
+    at = dataclasses.replace(at, rope=rope)
+    out, after = _ATTENDS[type(at)](wide, p, heads.reshape(*qkv.shape[:2], -1), cache, at)
+    return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
 def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:
@@ -104,11 +109,19 @@ def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | N
     Of latents each head's key is its own part and the one that all share, and values are as wide as
     keys, with zeros.
     """
-    latent, width = cfg.latent, cfg.n_heads * cfg.head_dim
-    if latent is None:
-        if cfg.attn_gate:
-            return projected[..., :width], projected[..., width:]
+    if cfg.latent is not None:
+        return None, _from_latents(cfg, cfg.latent, p, projected)
+    if not cfg.attn_gate:
         return None, projected
+    width = cfg.n_heads * cfg.head_dim
+    return projected[..., :width], projected[..., width:]
+
+
+def _from_latents(
+    cfg: ModelConfig, latent: LatentConfig, p: Params, projected: Sequence[Columns]
+) -> jax.Array:
+    """``q|k|v`` of the products with q's weight and of the latents' down projection."""
+    width = cfg.n_heads * cfg.head_dim
     q, down = (columns.value for columns in projected)
     low, shared = jnp.split(down, (latent.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
@@ -118,7 +131,7 @@ def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | N
     k = jnp.concatenate([k, shared], axis=-1)
     v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, cfg.head_dim - latent.d_v),))
     parts = (x.reshape(*q.shape[:-1], width) for x in (q, k, v))
-    return None, jnp.concatenate([*parts], axis=-1)
+    return jnp.concatenate([*parts], axis=-1)
 
 
 def finished(cfg: ModelConfig, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
@@ -261,7 +274,7 @@ def _verify(
         shared = jnp.asarray(np.repeat(table, at.width, axis=0))
     else:
         pages, shared = cache, jnp.repeat(at.table, at.width, axis=0)
-    each = Step(at.positions, at.lengths, at.rope, at.sparse, shared)
+    each = Step(at.positions, at.lengths, at.rope, shared, sparse=at.sparse)
     if at.exact and has_kernel:
         # A step writes and attends in one kernel, with roundings of its own: so all tokens are
         # written by the first call, and each finds those before it in the second.
@@ -280,7 +293,7 @@ def _verify(
         return _query(cfg, q, pages, each), cache
 
     q = at.by_row(q[:, None])
-    own = Chunk(positions, at.row_lengths(), at.rope, at.sparse, at.table)
+    own = Chunk(positions, at.row_lengths(), at.rope, at.table, sparse=at.sparse)
     seen = jnp.where(is_new > 0, positions + 1, 0)
     window, cap = cfg.sliding_window, cfg.attn_softcap
 
@@ -296,6 +309,14 @@ def _verify(
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
 
 
+# By the record of the tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache).
+_ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
+    Chunk: _extend,
+    Step: _decode,
+    Draft: _verify,
+}
+
+
 def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
     """A cache without a table as pages, and their table; a page is no longer than what the XLA
     form reads at once, if that divides the rows."""
@@ -307,7 +328,7 @@ def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
 
 def _is_dense(cfg: ModelConfig, at: At) -> bool:
     """Whether every token reads all of V."""
-    return cfg.attn_sparsity == 1.0 or at.sparse is False
+    return cfg.attn_sparsity == 1.0 or not at.sparse
 
 
 def _mixed(
@@ -320,7 +341,7 @@ def _mixed(
     """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
     names, ``dense()`` for the others; each runs only where some token wants it."""
     share, window = cfg.attn_sparsity, cfg.sliding_window
-    positions, lengths, sparse, table = at.positions, at.lengths, at.sparse, at.table
+    positions, lengths, sparse, table = at.positions, at.lengths, at.sparse_tokens, at.table
     if share == 1.0:
         return dense()
 
@@ -330,8 +351,8 @@ def _mixed(
         out = sparse_attend(q, whole, places, share, window)
         return from_cache_basis(cache.v, out)
 
-    if isinstance(sparse, bool):
-        return few() if sparse else dense()
+    if sparse is None:
+        return few() if at.sparse else dense()
     is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     kinds = jnp.stack([jnp.any(is_new & sparse), jnp.all(sparse | ~is_new)])
     both = lambda: jnp.where(sparse[:, :, None, None], few(), dense())  # noqa: E731

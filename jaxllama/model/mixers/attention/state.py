@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.attention.rope_cache import quantize_kv, store
 from pallas_kernels.brief import short_repr
 from pallas_kernels.qtensor import QTensor

@@ -27,7 +27,7 @@ from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
 from jaxllama.model.mixers.short_conv.parameters import options
 from jaxllama.model.records import At, Draft
-from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.matmul.blocks import Columns
 
 

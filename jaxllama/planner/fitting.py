@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.offload.planner.accounting import split_bytes
+from jaxllama.executors.offloaded.room import split_bytes
 from jaxllama.offload.policy import Shares
 from pallas_kernels.qtensor import packed_bytes
 

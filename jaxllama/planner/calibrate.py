@@ -43,12 +43,19 @@ import numpy as np
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
-from jaxllama.offload.layer_cache import snapshot_columns
-from jaxllama.offload.loading import Placement, scheme_of
-from jaxllama.offload.model import OffloadedModel, kv_dtype_of
-from jaxllama.offload.planner.accounting import cache_shapes, hidden_bytes, unit_shapes
-from jaxllama.offload.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
-from jaxllama.offload.planner.fitting import (
+from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
+from jaxllama.executors.offloaded.layer_cache import snapshot_columns
+from jaxllama.executors.offloaded.programs import embed_tokens
+from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
+from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import is_pending
+from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
+from jaxllama.placement import Placement, scheme_of
+from jaxllama.planner.accounting import unit_shapes
+from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
+from jaxllama.planner.fitting import (
     Calibration,
     Moving,
     contention,
@@ -56,11 +63,7 @@ from jaxllama.offload.planner.fitting import (
     moving,
     nnls,
 )
-from jaxllama.offload.planner.trial import random_model, random_run, timed_step
-from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import OffloadRun
-from jaxllama.offload.store import is_pending
-from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
+from jaxllama.planner.trial import random_model, random_run, timed_step
 
 ROWS = (1, 8)
 CONTEXTS = (64, 256)
@@ -206,25 +209,26 @@ class _Measure:
                     for count in BATCHES
                 ]
                 runs = [
-                    self._runs(lm, ROWS[-1] * lm.policy.num_gpu_batches, CONTEXTS[-1])[0]
+                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, CONTEXTS[-1])[0]
                     for lm in models
                 ]
                 for lm, step in zip(models, self._steps(runs), strict=True):
-                    overlapped.append((lm.policy, lm.policy.num_gpu_batches, step))
+                    policy = _policy(lm)
+                    overlapped.append((policy, policy.num_gpu_batches, step))
         return self._fit(still, on_cpu, moved, joins, lookups, overlapped)
 
-    def _model(self, policy: Policy) -> OffloadedModel:
+    def _model(self, policy: Policy) -> LanguageModel:
         policy = dataclasses.replace(policy, gpu_batch_size=ROWS[-1])
         return random_model(self.cfg, self.dtype, policy, self.scheme)
 
-    def _shallow(self, model: OffloadedModel) -> OffloadedModel:
+    def _shallow(self, model: LanguageModel) -> LanguageModel:
         """The first layers of a model."""
         count = self.layers[0]
         cfg = self.cfg.replace(n_layers=count, layer_types=self.cfg.layer_types[:count])
         return dataclasses.replace(model, config=cfg)
 
     def _runs(
-        self, model: OffloadedModel, rows: int, context: int
+        self, model: LanguageModel, rows: int, context: int
     ) -> tuple[OffloadRun, Callable[[], OffloadRun]]:
         """A run of one task after some steps, by which its programs are compiled; and what makes
         another."""
@@ -256,41 +260,41 @@ class _Measure:
                 times += [timed_step(run) for _ in range(IN_A_ROW + 1)][1:]
         return list(map(lower, steps))
 
-    def _sample(self, model: OffloadedModel, rows: int, context: int) -> _Sample:
+    def _sample(self, model: LanguageModel, rows: int, context: int) -> _Sample:
         _, begin = self._runs(model, rows, context)
         run = begin()
         prefill = self._record(run, 1)
         run.step()
-        return _Sample(model.policy, rows, context, self._record(run, STEPS), prefill)
+        return _Sample(_policy(model), rows, context, self._record(run, STEPS), prefill)
 
-    def _joins(self, model: OffloadedModel) -> list[tuple[float, float]]:
+    def _joins(self, model: LanguageModel) -> list[tuple[float, float]]:
         """(bytes, seconds) of finishing a layer's weights and the head's, when they have come."""
-        found = []
+        found, store = [], offloaded(model.executor).store
         for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
             if unit.layer > 0:
                 continue
             times = []
             for _ in range(STEPS):
-                pending = model.store.begin(unit.weights(model.params))
+                pending = store.begin(unit.weights(model.params))
                 parts = [
                     x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending) if is_pending(x)
                 ]
                 jax.block_until_ready(parts)
                 begin = time.perf_counter()
-                jax.block_until_ready(model.store.finish(pending))
+                jax.block_until_ready(store.finish(pending))
                 times.append(time.perf_counter() - begin)
-            found.append((moving(shapes, model.policy.weights)[2], lower(times)))
+            found.append((moving(shapes, _policy(model).weights)[2], lower(times)))
         return found
 
-    def _lookups(self, model: OffloadedModel) -> list[tuple[float, float]]:
+    def _lookups(self, model: LanguageModel) -> list[tuple[float, float]]:
         """(tokens, seconds) of embedding a step's tokens and a prompt's."""
-        found = []
+        found, store = [], offloaded(model.executor).store
         for width in (1, CONTEXTS[-1]):
             tokens = jnp.ones((ROWS[-1], width), jnp.int32)
             times = []
             for _ in range(STEPS + 1):
                 begin = time.perf_counter()
-                jax.block_until_ready(model.embed_tokens(tokens))
+                jax.block_until_ready(embed_tokens(store, model.config, model.params, tokens))
                 times.append(time.perf_counter() - begin)
             found.append((float(tokens.size), lower(times[1:])))
         return found
@@ -434,8 +438,12 @@ def lower(times: Sequence[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
-def _with(model: OffloadedModel, **changes: Any) -> OffloadedModel:
-    return dataclasses.replace(model, policy=dataclasses.replace(model.policy, **changes))
+def _policy(model: LanguageModel) -> Policy:
+    return offloaded(model.executor).policy
+
+
+def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
+    return dataclasses.replace(model, executor=offloaded(model.executor).with_policy(**changes))
 
 
 def settings_of(

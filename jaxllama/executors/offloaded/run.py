@@ -1,6 +1,7 @@
 """Run: one block of rows on its way through an offloaded model, from prompts to the last token.
 
-    run = Run(model, ...)      run.step() gives every row one token; the first step is the prefill
+    run = OffloadRun(policy, store, cfg, params, tokens, lengths, ...)
+    run.step()      gives every row one token; the first step is the prefill
 
 It is the ``Work`` of ``schedule``: it knows what each load, store and computation is.  The rows are
 cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
@@ -13,29 +14,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
+from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
+from jaxllama.executors.offloaded.cpu_attention import SplitCache
+from jaxllama.executors.offloaded.layer_cache import LayerCache
+from jaxllama.executors.offloaded.programs import Rope
+from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
-from jaxllama.model.decoder import layer_config
+from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.offload import cpu_attention, sparse_cache
-from jaxllama.offload import units as programs
-from jaxllama.offload.cpu_attention import SplitCache
-from jaxllama.offload.layer_cache import LayerCache
+from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
-from jaxllama.offload.sparse_cache import SparseCache, SparseState
-from jaxllama.offload.store import Pending, RowTable, is_pending, is_stored, moves, wait
-from jaxllama.offload.units import ModelUnit, Rope
-
-if TYPE_CHECKING:
-    from jaxllama.offload.model import OffloadedModel
+from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
+from jaxllama.offload.timeline import NO_RECORD
+from jaxllama.offload.units import ModelUnit, units_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,10 @@ class OffloadRun:
 
     def __init__(
         self,
-        model: OffloadedModel,
+        policy: Policy,
+        store: Store,
+        cfg: ModelConfig,
+        params: Params,
         tokens: jax.Array,
         lengths: jax.Array,
         sampling: SamplingParams,
@@ -85,13 +90,15 @@ class OffloadRun:
         capacity: int,
         kv_dtype: Any,
         chunk: int,
+        recorder: Any = NO_RECORD,
     ) -> None:
-        self.model, self.cfg, self.policy = model, model.config, model.policy
+        self.policy, self.store, self.record = policy, store, recorder
+        self.cfg, self.params = cfg, params
+        self.dtype = activation_dtype(params)
         self.stop_ids, self.room, self.capacity = stop_ids, room, capacity
         self.limit = limit
         self.kv_dtype = jnp.dtype(kv_dtype).name
-        self.record = model.recorder
-        self.units = programs.units_of(self.cfg, self.policy.sep_layer)
+        self.units = units_of(self.cfg, self.policy.sep_layer)
         if not self._embeds_by_unit():
             self.units = self.units[1:]
         self.moves = {
@@ -102,7 +109,7 @@ class OffloadRun:
         self.rows = tokens.shape[0]
         self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
         self._known: dict[int, Pending] = {}  # a tied table that was loaded last
-        self._overlapped = Overlapped(model.store.lanes) if self.policy.overlap else None
+        self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
 
     # Rows to batches
 
@@ -155,7 +162,7 @@ class OffloadRun:
         if self.policy.cpu_attention and kind == "attention":
             return SplitCache(self.policy.cache, empty)
         by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
-        return (SparseCache if by_row else LayerCache)(self.model.store, self.policy.cache, empty)
+        return (SparseCache if by_row else LayerCache)(self.store, self.policy.cache, empty)
 
     def _piece(
         self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
@@ -193,7 +200,11 @@ class OffloadRun:
             batch = self.batches[index]
             if not self._embeds_by_unit():
                 self.store_hidden(
-                    index, [self.model.embed_tokens(piece.tokens) for piece in batch.pieces]
+                    index,
+                    [
+                        programs.embed_tokens(self.store, self.cfg, self.params, piece.tokens)
+                        for piece in batch.pieces
+                    ],
                 )
         if self._overlapped is None:
             serial(self)
@@ -215,20 +226,15 @@ class OffloadRun:
                     batch.rows = batch.rows.ended(own)
             batch.live = not own.all()
 
-    def ended(self, rows: np.ndarray) -> OffloadRun:
-        """The run with those rows done that are true in ``rows[B]``."""
-        self.end_rows(rows)
-        return self
-
     @property
     def report(self) -> Report:
-        """Of the run's rows, on the host."""
+        """The report of the run's rows, on the host."""
         reports = jax.device_get([batch.rows.report for batch in self.batches])
         ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
         return Report(ints[:, : self.rows], written[:, : self.rows])
 
     def _embeds_by_unit(self) -> bool:
-        table = self.model.params["embed"]["weight"]
+        table = self.params["embed"]["weight"]
         return not isinstance(table, RowTable) and moves(table)
 
     # The Work of a step
@@ -237,10 +243,10 @@ class OffloadRun:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
     def load_weights(self, unit: ModelUnit) -> Any:
-        tree = unit.weights(self.model.params)
+        tree = unit.weights(self.params)
         stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
         with self.record.watching("load weights", unit) as out:
-            pending = self.model.store.begin(tree, self._known)
+            pending = self.store.begin(tree, self._known)
             leaves = jax.tree.leaves(pending, is_leaf=is_pending)
             begun = [leaf for leaf in leaves if is_pending(leaf)]
             out.append([leaf.moved for leaf in begun])
@@ -250,7 +256,7 @@ class OffloadRun:
         return pending
 
     def finish_weights(self, pending: Any) -> Any:
-        return self.model.store.finish(pending)
+        return self.store.finish(pending)
 
     def load_cache(self, unit: ModelUnit, batch: int) -> LayerState | None:
         if not unit.has_cache:
@@ -266,7 +272,7 @@ class OffloadRun:
         if not self.moves["hidden"]:
             return hidden
         with self.record("load hidden", None, batch):
-            return jax.block_until_ready(self.model.store.get(hidden))
+            return jax.block_until_ready(self.store.get(hidden))
 
     def compute(
         self, unit: ModelUnit, index: int, weights: Any, cache: LayerState | None, hidden: Any
@@ -275,7 +281,7 @@ class OffloadRun:
             batch = self.batches[index]
             if unit.kind == "embed":
                 hidden = [
-                    programs.embed(self.cfg, self.model.dtype, weights, piece.tokens)
+                    programs.embed(self.cfg, self.dtype, weights, piece.tokens)
                     for piece in batch.pieces
                 ]
             elif unit.kind == "head":
@@ -297,7 +303,7 @@ class OffloadRun:
                 x, cache = cpu_attention.decode_layer(cfg, weights, x, cache, *at)
                 part = "feed"
             elif isinstance(cache, SparseState):
-                store = self.model.store
+                store = self.store
                 x, cache = sparse_cache.decode_layer(cfg, store, weights, x, cache, *at)
                 part = "feed"
             if part != "feed":
@@ -355,9 +361,9 @@ class OffloadRun:
             return
         with self.record("store hidden", None, index):
             old = batch.hidden
-            stored = self.model.store.put(jax.block_until_ready(hidden), self.policy.activations)
+            stored = self.store.put(jax.block_until_ready(hidden), self.policy.activations)
             batch.hidden = wait(stored)
-            self.model.store.free(old)
+            self.store.free(old)
 
 
 def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:

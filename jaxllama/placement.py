@@ -1,7 +1,7 @@
 """Placement: each parameter to its tiers as it is read, so that no whole model exists anywhere.
 
     place = Placement(policy, dtype, scheme)        place(path, leaf) -> what goes into the tree
-    place.model(cfg, params, tokenizer) -> OffloadedModel
+    place.model(cfg, params, tokenizer) -> LanguageModel
 
 A matrix is quantized on the device first, if a scheme says so.  The input table of a model with a
 head of its own is only looked up, a row a token, so it stays in host memory (or on disk) and is
@@ -20,8 +20,9 @@ import numpy as np
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.executor import SCHEME, Offloaded
+from jaxllama.language_model import LanguageModel
 from jaxllama.model.cpu_layout import handles
-from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import RowTable, Store, wait
 from jaxllama.offload.units import check_halves
@@ -95,7 +96,7 @@ class Placement:
 
     def model(
         self, cfg: ModelConfig, params: dict[str, Any], tokenizer: Tokenizer | None
-    ) -> OffloadedModel:
+    ) -> LanguageModel:
         """The model of placed parameters."""
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
@@ -112,4 +113,4 @@ class Placement:
         if self.policy.attn_sparsity < 1:
             cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
         check_halves(cfg, self.policy)
-        return OffloadedModel(cfg, params, tokenizer, policy=self.policy, store=self.store)
+        return LanguageModel(cfg, params, tokenizer, executor=Offloaded(self.policy, self.store))

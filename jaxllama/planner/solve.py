@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.offload.planner.cost import (
+from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.planner.cost import (
     KINDS,
     LANES,
     MemoryLimits,
@@ -31,8 +32,7 @@ from jaxllama.offload.planner.cost import (
     predict,
     program_bytes,
 )
-from jaxllama.offload.planner.fitting import Calibration
-from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.planner.fitting import Calibration
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCHES = (1, 2, 4, 8, 16)

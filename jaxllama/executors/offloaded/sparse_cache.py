@@ -23,12 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.linear import Stream
-from jaxllama.model.mixers.attention.sparse import heaviest, kept_values
-from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.model.rope import Ropes, narrowed, widened
-from jaxllama.offload.cpu_attention import output, project
-from jaxllama.offload.layer_cache import (
+from jaxllama.executors.offloaded.cpu_attention import output, project
+from jaxllama.executors.offloaded.layer_cache import (
     TAIL,
     LayerCache,
     assemble,
@@ -36,8 +32,12 @@ from jaxllama.offload.layer_cache import (
     first_columns,
     snapshot_columns,
 )
+from jaxllama.executors.offloaded.programs import Rope
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.attention.sparse import heaviest, kept_values
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.store import Store, is_stored, on_device
-from jaxllama.offload.units import Rope
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 from pallas_kernels.qtensor import QTensor
 

@@ -77,7 +77,7 @@ def check(lm, draft, draft_tokens, count=4, **options):
     ("family", "draft", "draft_tokens"),
     [
         pytest.param("gqa", "ngram", 3, marks=pytest.mark.core),
-        ("gqa", "always-right", 0),
+        pytest.param("gqa", "always-right", 0, marks=pytest.mark.slow),
         pytest.param("mqa-window", "first-layer", 3, marks=pytest.mark.slow),
         ("gla-conv-groups", "always-wrong", 2),
         pytest.param("hybrid", "always-right", 3, marks=pytest.mark.slow),

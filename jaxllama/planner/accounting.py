@@ -1,9 +1,9 @@
-"""Bytes: what weights, cache and hidden states take, and what a policy needs of each tier.
+"""Bytes: what weights take, and what a policy needs of each tier.
 
-    model_bytes(cfg, dtype, scheme)   cache_bytes(cfg, rows, length, dtype)   hidden_bytes(...)
+    model_bytes(cfg, dtype, scheme)      beside ``executors.offloaded.room``'s of caches
     footprint(cfg, policy, ...) -> Footprint      device, host and disk, with its terms
 
-The first three are exact for every dtype (int4 is two to a byte, scales and zero points count), as
+The first is exact for every dtype (int4 is two to a byte, scales and zero points count), as
 FlexGen's are, but for grouped heads: a cache holds ``n_kv_heads * head_dim`` features a token, not
 ``d_model``.  ``footprint`` adds what is on the device while a unit runs: three units' weights, two
 batches' caches, the pieces being joined, and what XLA says each program needs; and what is in host
@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.cache import init_cache
+from jaxllama.executors.offloaded import programs
+from jaxllama.executors.offloaded.layer_cache import TAIL
+from jaxllama.executors.offloaded.room import Tiers, cache_shapes, hidden_bytes, split_bytes
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
-from jaxllama.offload import units as programs
-from jaxllama.offload.layer_cache import TAIL
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import AHEAD
-from jaxllama.offload.store import check_host_memory
+from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from pallas_kernels.qtensor import packed_bytes, tree_bytes
@@ -46,53 +46,6 @@ def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> di
 
 def model_bytes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> int:
     return tree_bytes(weight_shapes(cfg, dtype, scheme))
-
-
-def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
-    """Keys and values of ``length`` tokens in each row, or the states of GLA layers."""
-    return tree_bytes(cache_shapes(cfg, rows, length, dtype))
-
-
-def hidden_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
-    """One hidden state a token; between units there are two, the sum being taken in the norm."""
-    return packed_bytes(rows * length * cfg.d_model, dtype)
-
-
-def cache_shapes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> tuple[Any, ...]:
-    return _cache_shapes(cfg, rows, length, jnp.dtype(dtype).name)
-
-
-@functools.lru_cache(maxsize=256)
-def _cache_shapes(cfg: ModelConfig, rows: int, length: int, dtype: str) -> tuple[Any, ...]:
-    return jax.eval_shape(lambda: init_cache(cfg, rows, length, dtype)).layers
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiers:
-    """Bytes in each place."""
-
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-
-    def __add__(self, other: Tiers) -> Tiers:
-        return Tiers(self.device + other.device, self.host + other.host, self.disk + other.disk)
-
-    def times(self, count: int) -> Tiers:
-        return Tiers(self.device * count, self.host * count, self.disk * count)
-
-
-def split_bytes(tree: Any, shares: Shares) -> Tiers:
-    """What ``Store.put`` makes of a tree of arrays or shapes."""
-    total = Tiers()
-    for leaf in jax.tree.leaves(tree):
-        if leaf.ndim < 2:
-            total += Tiers(device=packed_bytes(leaf.size, leaf.dtype))
-        else:
-            columns = leaf.shape[-1]
-            rows = shares.rows(leaf.size // columns)
-            total += Tiers(*(packed_bytes(count * columns, leaf.dtype) for count in rows))
-    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +80,10 @@ class Footprint:
 @functools.lru_cache(maxsize=64)
 def unit_shapes(
     cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool
-) -> list[tuple[programs.ModelUnit, Any]]:
+) -> list[tuple[ModelUnit, Any]]:
     """Every unit with the shapes of its weights."""
     shapes = weight_shapes(cfg, dtype, scheme)
-    return [(unit, unit.weights(shapes)) for unit in programs.units_of(cfg, sep_layer)]
+    return [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
 
 
 def weights_footprint(
@@ -308,18 +261,3 @@ def _program_bytes(*arguments: Any) -> int:
         if found is not None:
             needs.append(found.temp_size_in_bytes + found.output_size_in_bytes)
     return max(needs)
-
-
-def check_host(
-    cfg: ModelConfig,
-    policy: Policy,
-    shape: tuple[int, int],
-    capacity: int,
-    kv_dtype: Any,
-    dtype: Any,
-) -> None:
-    """Raises JaxLlamaError if host memory has no room for a block's cache and hidden states."""
-    rows, width = shape
-    cache = split_bytes(cache_shapes(cfg, rows, capacity, kv_dtype), policy.cache)
-    pair = 2 * hidden_bytes(cfg, rows, width, dtype) * policy.activations.host / 100
-    check_host_memory(cache.host + int(pair))

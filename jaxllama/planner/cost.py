@@ -30,16 +30,12 @@ from typing import Any
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.offload.layer_cache import TAIL, snapshot_columns
-from jaxllama.offload.planner.accounting import (
-    Footprint,
-    cache_shapes,
-    footprint,
-    hidden_bytes,
-    unit_shapes,
-)
-from jaxllama.offload.planner.fitting import Calibration, Moving, moving
+from jaxllama.executors.offloaded.executor import CHUNK
+from jaxllama.executors.offloaded.layer_cache import TAIL, snapshot_columns
+from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
 from jaxllama.offload.policy import Policy, Shares
+from jaxllama.planner.accounting import Footprint, footprint, unit_shapes
+from jaxllama.planner.fitting import Calibration, Moving, moving
 from pallas_kernels.qtensor import tree_bytes
 
 LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
@@ -63,7 +59,7 @@ class Task:
     rows: int
     prompt: int
     new: int
-    chunk: int = 512
+    chunk: int = CHUNK
 
     @property
     def capacity(self) -> int:

@@ -21,13 +21,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.model import OffloadedModel
-from jaxllama.offload.planner.accounting import unit_shapes, weight_shapes
-from jaxllama.offload.planner.cost import PlannerSettings, Task
-from jaxllama.offload.planner.fitting import moving
+from jaxllama.executors.executor import Call
+from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.language_model import LanguageModel
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import OffloadRun
+from jaxllama.placement import Placement
+from jaxllama.planner.accounting import unit_shapes, weight_shapes
+from jaxllama.planner.cost import PlannerSettings, Task
+from jaxllama.planner.fitting import moving
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
@@ -36,7 +38,7 @@ Tell = Callable[[str, Any], None]  # of a finding: its name, its value
 
 def repeated_model(
     cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
-) -> OffloadedModel:
+) -> LanguageModel:
     """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
     place = Placement(policy, dtype, scheme)
     shapes = weight_shapes(cfg, dtype, place.scheme)
@@ -53,7 +55,7 @@ def repeated_model(
 
 def random_model(
     cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
-) -> OffloadedModel:
+) -> LanguageModel:
     """A model of random numbers."""
     place = Placement(policy, dtype, scheme)
     shapes = flatten_dict(weight_shapes(cfg, dtype, place.scheme))
@@ -88,14 +90,14 @@ def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) 
     return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
 
 
-def start_run(lm: OffloadedModel, rows: int, task: Task, kv_dtype: Any) -> OffloadRun:
+def start_run(lm: LanguageModel, rows: int, task: Task, kv_dtype: Any) -> OffloadRun:
     """``rows`` random prompts of the task."""
-    chunk = lm.policy.prefill_batch_size or task.chunk
+    chunk = offloaded(lm.executor).policy.prefill_batch_size or task.chunk
     return random_run(lm, rows, task.prompt, task.new, task.capacity, kv_dtype, chunk)
 
 
 def random_run(
-    lm: OffloadedModel,
+    lm: LanguageModel,
     rows: int,
     prompt: int,
     room: int,
@@ -107,18 +109,18 @@ def random_run(
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
     sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
-    return OffloadRun(
-        lm,
+    call = Call(
         tokens,
         jnp.full((rows,), prompt, jnp.int32),
         sampling,
         jnp.zeros((0,), jnp.int32),
+        capacity=capacity,
         room=room,
         limit=room,
-        capacity=capacity,
         kv_dtype=kv_dtype,
         chunk=chunk,
     )
+    return offloaded(lm.executor).run(lm.config, lm.params, call)
 
 
 def timed_step(run: OffloadRun) -> float:

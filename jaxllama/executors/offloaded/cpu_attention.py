@@ -21,13 +21,13 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.linear import Stream, linear_add, norm_linear
 from jaxllama.model.mixers.attention.mix import finished, inputs, split_heads, unpacked
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
-from jaxllama.offload.units import Rope
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 

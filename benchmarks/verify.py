@@ -1,0 +1,119 @@
+"""Decoding with drafts of which a fixed number is right, beside plain decoding.
+
+    python -m benchmarks.verify [--model llama-3.1-8b --quantize w4a16 --drafted 4 --accepted 3]
+
+One row of random weights: a loop of ``verify_step`` and ``commit`` keeps ``--accepted`` of
+``--drafted`` tokens in each pass, whatever the model says.  Drafting itself costs nothing here.
+Plain decoding is the same loop without a draft.  One line of JSON: seconds a pass and a step, and
+the tokens a second of the one over the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxllama as jl
+from jaxllama import compiler_options
+from jaxllama.evaluation.speed.harness import timed
+from jaxllama.generation import Params
+from jaxllama.model.cache import Cache
+
+PASSES = 48  # of a call
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
+def passes(
+    cfg: jl.ModelConfig,
+    params: Params,
+    cache: Cache,
+    newest: jax.Array,
+    accepted: int,
+    drafted: int,
+) -> tuple[Cache, jax.Array]:
+    """Return the cache and the newest token ``[B]`` after ``PASSES`` passes.
+
+    A pass reads the newest token and ``drafted`` more, and keeps ``accepted`` of these.
+    """
+    rows = newest.shape[0]
+    lengths = jnp.full((rows,), drafted + 1, jnp.int32)
+    kept = jnp.full((rows,), accepted, jnp.int32)
+
+    def body(i: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        cache, newest = carry
+        if not drafted:
+            scores, cache = jl.decode_step(cfg, params, newest, cache)
+            return cache, jnp.argmax(scores, -1).astype(jnp.int32)
+        tokens = jnp.repeat(newest[:, None], drafted + 1, axis=1)
+        scores, proposal = jl.verify_step(cfg, params, tokens, lengths, cache)
+        chosen = jnp.argmax(scores[:, accepted], -1).astype(jnp.int32)
+        return jl.commit(proposal, kept), chosen
+
+    return lax.fori_loop(0, PASSES, body, (cache, newest))
+
+
+def seconds(
+    lm: jl.LanguageModel, context: int, accepted: int, drafted: int, kv_dtype: str | None, runs: int
+) -> float:
+    """Return the seconds of a pass behind ``context`` tokens, the median of ``runs`` calls."""
+    room = context + PASSES * (accepted + 1) + drafted + 1
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, context), np.int32)
+    loop = compiler_options.compiled_for(passes, None, static_argnums=(0, 4, 5), donate_argnums=2)
+    times = []
+    for _ in range(runs + 1):
+        cache = jl.init_cache(lm.config, 1, room, kv_dtype)
+        lengths = np.asarray([context], np.int32)
+        scores, cache = jl.prefill(lm.config, lm.params, tokens, lengths, cache)
+        newest = jnp.argmax(scores, -1).astype(jnp.int32)
+        _, took = timed(loop, lm.config, lm.params, cache, newest, accepted, drafted)
+        times.append(took / PASSES)
+    return statistics.median(times[1:])
+
+
+def run(
+    lm: jl.LanguageModel, context: int, accepted: int, drafted: int, kv_dtype: str | None, runs: int
+) -> dict[str, Any]:
+    """Return seconds a pass and a plain step, and the gain in tokens a second."""
+    plain = seconds(lm, context, 0, 0, kv_dtype, runs)
+    one = seconds(lm, context, accepted, drafted, kv_dtype, runs)
+    return {
+        "pass_seconds": one,
+        "step_seconds": plain,
+        "times_plain": (accepted + 1) * plain / one,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="llama-3.1-8b", help="a preset; weights are random")
+    parser.add_argument("--quantize", help="a scheme")
+    parser.add_argument("--kv-dtype")
+    parser.add_argument("--context", type=int, default=1024, help="tokens that the row holds")
+    parser.add_argument("--drafted", type=int, default=4)
+    parser.add_argument("--accepted", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    lm = jl.load(args.model, quantize=args.quantize, random=True)
+    report = run(lm, args.context, args.accepted, args.drafted, args.kv_dtype, args.runs)
+    about = {
+        "model": args.model,
+        "quantize": args.quantize,
+        "context": args.context,
+        "drafted": args.drafted,
+        "accepted": args.accepted,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    print(json.dumps({**about, **report}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Drafts of an offloaded model: one pass over what streams verifies several tokens a row.
+
+A pass costs what its weights cost to load, whatever its tokens (SpecExec, arXiv 2406.02532), so it
+may be as wide as drafts are long.  The draft, a model too, lies on the device with the cache.
+Drafts and turns are those of ``jaxllama.decoding``, here a program each between two walks of
+``OffloadRun`` over the units.  The tokens are those without a draft.
+
+Left out: trees, which SpecExec grows; a cache that moves, whose columns are stored by the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding import drafts
+from jaxllama.decoding.drafts import Drafted
+from jaxllama.decoding.forward import Params
+from jaxllama.decoding.rows import Rows
+from jaxllama.decoding.sampling import SamplingParams
+from jaxllama.decoding.turn import Pass, drawn_by, finish, start
+from jaxllama.executors.offloaded.run import OffloadRun, TokenPiece
+from jaxllama.model import decoder
+from jaxllama.model.cache import Cache, Proposal
+
+
+def advance_drafts(
+    run: OffloadRun,
+    plan: drafts.DraftPlan,
+    draft_params: Params | None,
+    stop_ids: jax.Array,
+    until: int,
+    limit: int,
+) -> None:
+    """Take turns until every row of the run has ``until`` tokens or has stopped; a row may be
+    further then, up to ``limit``."""
+    while True:
+        for batch in run.batches:
+            batch.live = bool(_is_waiting(batch.rows, until, limit))
+        live = {index: run.batches[index] for index in run.active_batches()}
+        if not live:
+            return
+        found: dict[int, Drafted] = {}
+        for index, batch in live.items():
+            batch.rows, found[index] = _proposed(
+                plan, draft_params, batch.rows, batch.sampling, limit
+            )
+        needed = 1 + max(int(jnp.max(draft.lengths)) for draft in found.values())
+        width = next(width for width in plan.widths if width >= needed)
+        pieces = {
+            index: TokenPiece(*_piece(run.cfg, width, batch.rows, found[index], limit))
+            for index, batch in live.items()
+        }
+        for index, (scores, tokens) in run.verify(pieces, width).items():
+            batch = run.batches[index]
+            batch.rows, layers = _finished(
+                plan,
+                width,
+                batch.rows,
+                found[index],
+                scores,
+                tokens,
+                {layer: batch.caches[layer].load() for layer in tokens},
+                batch.sampling,
+                stop_ids,
+                limit,
+            )
+            for layer, cache in layers.items():
+                batch.caches[layer].save(cache, None, 0)
+
+
+@jax.jit
+def _is_waiting(rows: Rows, until: int, limit: int) -> jax.Array:
+    fields = rows.fields
+    return jnp.any(fields.is_live(limit) & (fields.count < until))
+
+
+_proposed = jax.jit(drafts.propose, static_argnums=0, donate_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _piece(cfg: ModelConfig, width: int, rows: Rows, draft: Drafted, limit: int) -> tuple[Any, ...]:
+    """The fields of the TokenPiece that a pass reads: a token a row, ``width`` of one of ours."""
+    inputs = start(rows, draft, width, limit)
+    positions, is_new, rope = decoder.places_of(cfg, inputs.fields.length, inputs.lengths, width)
+    return inputs.tokens.reshape(-1, 1), is_new, positions, rope
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 6))
+def _finished(
+    plan: drafts.DraftPlan,
+    width: int,
+    rows: Rows,
+    draft: Drafted,
+    scores: jax.Array,
+    tokens: dict[int, Any],
+    layers: dict[int, Any],
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    limit: int,
+) -> tuple[Rows, dict[int, Any]]:
+    """(the rows with what the pass brings, the recurrent ``layers`` with what of their ``tokens``
+    stays)."""
+    inputs = start(rows, draft, width, limit)
+    cache = Cache(tuple(layers.values()), inputs.fields.length)
+    proposal = Proposal(cache, inputs.lengths, tuple(tokens.values()))
+    passed = Pass(lambda: scores, lambda count: decoder.commit(proposal, count))
+    rows, _ = finish(
+        rows,
+        inputs,
+        passed,
+        drawn_by(sampling),
+        stop_ids,
+        adapts_to=plan.most if plan.adaptive else None,
+    )
+    after = dict(zip(layers, rows.layers, strict=True))
+    return dataclasses.replace(rows, layers=()), after

@@ -1,0 +1,124 @@
+"""Which steps of a row a warp of the decode attention kernel computes: see ``kernel``.
+
+Short rows: the teams of a block, or of a cluster of blocks, take a row's steps in turn.  Long rows:
+a team takes a chunk of tokens.  Everything is emitted while the kernel is traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pallas_kernels import ptx as p
+from pallas_kernels.attention.codes import Codes
+from pallas_kernels.attention.pages import BlockTable, Paging
+from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, team_of, units_of
+from pallas_kernels.attention.query_rows import QueryRows
+from pallas_kernels.attention.tile import TILE
+from pallas_kernels.jax_internals import arith
+
+
+class TeamPlace(NamedTuple):
+    """The place of a thread in the grid, and of its warp in the team."""
+
+    thread: Any
+    warp: Any
+    lane: Any
+    g: Any  # lane / 4
+    quad: Any  # lane % 4
+    row: Any  # of the batch
+    in_row: Any  # block of the row
+    team: Any  # of the block
+    member: Any  # warp of the team
+    sub: Any  # which query rows of the kv head, ``fuls`` times eight
+    own: Any  # kv head of the team
+
+
+class TeamShare:
+    """The share of a warp's team in a row.
+
+    begin, end, apart: the first token of its first step, the end of the last, tokens from step to
+    step.  seen: the first token that any query row sees.  first_head, head: the first kv head of
+    the team, and the warp's own.  chunk: of the row, None where a cluster shares it.  pages: the
+    row's block table, or None.  busy: whether the team has work.  gathering: of a cluster's parts.
+    """
+
+    def __init__(
+        self,
+        gmem,
+        smem,
+        plan: AttentionPlan,
+        codes: Codes,
+        rows: QueryRows,
+        paging: Paging | None,
+        window: int | None,
+    ):
+        self.gmem, self.smem, self.plan, self.codes, self.rows = gmem, smem, plan, codes, rows
+        self.paging, self.window = paging, window
+        self.members, self.teams = team_of(plan, rows.width)
+        self.subs = self.members // plan.heads  # warps of a kv head
+        self.step_tokens = plan.tiles * TILE
+        self.here = self.place()
+        self.find()
+
+    def place(self, **anew) -> TeamPlace:
+        """anew: how the registers are read, so that a second reading is one."""
+        thread, block = p.register("tid.x", **anew), p.register("ctaid.x", **anew)
+        blocks = blocks_of(self.plan, self.rows.capacity, self.rows.n_kv, self.rows.width)
+        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
+        row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
+        team, member = arith.divui(warp, p.ci(self.members)), arith.remui(warp, p.ci(self.members))
+        sub, own = arith.remui(member, p.ci(self.subs)), arith.divui(member, p.ci(self.subs))
+        return TeamPlace(thread, warp, lane, g, quad, row, in_row, team, member, sub, own)
+
+    def unit_of(self, in_row, team):
+        """(the team's first kv head, its chunk of the row, its unit of work); a row that a cluster
+        shares has no chunks."""
+        heads = self.plan.heads
+        if self.plan.cluster:
+            return p.mul(arith.divui(in_row, p.ci(self.plan.cluster)), heads), None, None
+        unit = p.add(p.mul(in_row, self.teams), team)
+        first_head = p.mul(arith.remui(unit, p.ci(self.rows.n_kv // heads)), heads)
+        return first_head, arith.divui(unit, p.ci(self.rows.n_kv // heads)), unit
+
+    def find(self) -> None:
+        """Find the tokens of the team: from ``begin`` to ``end``, a step every ``apart``."""
+        plan, here = self.plan, self.here
+        self.busy = p.less(here.team, self.teams)
+        p.await_kernel()
+        fewest, length = self.rows.span(self.gmem.lengths, here.row, here.lane)
+        if plan.cluster:
+            begin, late = self.share_steps(length)
+        else:
+            begin, late = self.share_chunks(length)
+        self.head = p.add(self.first_head, here.own)  # the warp's kv head
+        self.pages = BlockTable(self.gmem.table, here.row, self.paging) if self.paging else None
+        self.seen = begin
+        if self.window is not None:
+            self.seen = p.larger(begin, p.add(fewest, -self.window))
+            begin = p.masked(self.seen, -self.step_tokens)
+        self.begin = p.add(begin, late)
+
+    def share_steps(self, length):
+        """All teams of the row, in all blocks of the cluster, take steps in turn."""
+        plan, here, smem = self.plan, self.here, self.smem
+        rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
+        gather = gather_of(plan, self.rows.width, self.codes)
+        self.gathering = gather.on(smem.parts, smem.shares, smem.arrivals, here.thread, rank)
+        self.gathering.start()
+        self.first_head, self.chunk, _ = self.unit_of(here.in_row, here.team)
+        begin, self.end = p.ci(0), length
+        late = p.mul(p.add(p.mul(rank, self.teams), here.team), self.step_tokens)
+        self.apart = plan.cluster * self.teams * self.step_tokens
+        return begin, late
+
+    def share_chunks(self, length):
+        """A team takes a chunk of the row."""
+        plan, here = self.plan, self.here
+        self.first_head, self.chunk, unit = self.unit_of(here.in_row, here.team)
+        begin = p.mul(self.chunk, plan.chunk)
+        self.end = p.smaller(p.add(begin, plan.chunk), length)
+        units = units_of(plan, self.rows.capacity, self.rows.n_kv)
+        self.busy = arith.andi(self.busy, p.less(unit, units))
+        late, self.apart = p.ci(0), self.step_tokens
+        return begin, late

@@ -1,0 +1,385 @@
+"""The program of a block of the weight-only product: see ``weight`` for its contract and timeline.
+
+``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``_Feeder`` is the
+warpgroup that copies, ``_Multiplier`` each of those that compute.  Everything is emitted while the
+kernel is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.many_rows import pipeline, unpack
+from pallas_kernels.matmul.many_rows.pipeline import (
+    REGISTERS,
+    drain,
+    feed,
+    meet_peer,
+    my_tiles,
+    ring_next,
+    ring_slot,
+    tile_of,
+)
+from pallas_kernels.matmul.many_rows.plan import WeightTile
+
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightScheme:
+    """How codes become the operand that is multiplied."""
+
+    group: int  # columns that share a scale
+    block: int  # columns of a slot of the ring
+    zero: str | None  # "int": subtracted before the scale; "float": added after it
+    codes: bool  # x has 8 bits, and so have the weights that it is multiplied by
+    scaled: bool  # scales multiply sums of 128 columns, not weights
+    unpacked: bool  # int4 becomes the operand byte by byte (``unpack``)
+
+    @property
+    def groups_per_slot(self) -> int:
+        return max(1, self.block // self.group)
+
+    @property
+    def slots_per_group(self) -> int:
+        return max(1, self.group // self.block)
+
+    def group_of(self, j):
+        """The first group of slot j."""
+        return (j // self.slots_per_group) * self.groups_per_slot
+
+
+class WeightBlock:
+    """A block's memory, its place in the grid, and the tiles that it computes."""
+
+    def __init__(self, gmem, smem, barrier, *, tile: WeightTile, scheme: WeightScheme, shape):
+        m, n, k = shape
+        self.gmem, self.smem, self.barrier = gmem, smem, barrier
+        self.tile, self.scheme, self.m, self.k = tile, scheme, m, k
+        self.w_tiles = smem.w.tiles if scheme.unpacked else smem.w
+        self.warpgroup, self.pair, self.k_part = (
+            lax.axis_index(axis) for axis in ("warpgroup", "pair", "part")
+        )
+        self.n_clusters = tile.sms // (tile.cluster * tile.split)
+        self.grid = pl.cdiv(m, tile.tokens), pl.cdiv(n, tile.rows * tile.cluster)
+        self.steps = k // scheme.block // tile.split
+        self.first_step = self.k_part * self.steps
+        self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
+        self.vector_slots = tile.vector_slots(m, n)
+        self.across = tile.rows // 64  # warpgroups side by side in w's rows
+        self.computing = self.across * tile.parts
+        # Vectors that come with every slot of the ring, and those that come once a tile.
+        of_groups, of_rows = self.present("scale", "zero"), self.present("row", "bias", "token")
+        self.by_slot = [] if tile.stored else of_groups
+        self.by_tile = of_groups + of_rows if tile.stored else of_rows
+
+    def present(self, *names: str) -> list[str]:
+        return [name for name in names if getattr(self.gmem, name) is not None]
+
+    def origin(self, t):
+        """The first token and the first row of w of this block's t-th tile."""
+        tile = self.tile
+        mi, ni = tile_of(t, self.grid, self.n_clusters, 1, tile.width)
+        n0 = ni if tile.cluster == 1 else ni * tile.cluster + self.pair
+        return mi * tile.tokens, n0 * tile.rows
+
+    def run(self) -> None:
+        pipeline.await_kernel(self.gmem.w, self.tile.rows, self.tile, self.m)
+        feed(self.warpgroup, self.computing, _Feeder(self).copy_tiles)
+        pl.when(self.warpgroup < self.computing)(lambda: _Multiplier.started(self).compute_tiles())
+
+
+class _Feeder:
+    """The copies: x, w and what comes with a slot into the ring, vectors once a tile."""
+
+    def __init__(self, block: WeightBlock):
+        self.block, self.tile, self.barrier = block, block.tile, block.barrier
+        self.box = pipeline.rows_of_box(block.m, block.tile.tokens)
+        self.axes = "pair" if block.tile.cluster > 1 else None
+
+    def copy_tiles(self) -> None:
+        block = self.block
+        lax.fori_loop(0, block.tiles, self.copy_tile, None)
+        drain(self.barrier.empty, block.tiles * block.steps, self.tile.stages)
+        if block.by_tile:
+            drain(self.barrier.vectors_empty, block.tiles, block.vector_slots)
+
+    def copy_tile(self, t, _) -> None:
+        block = self.block
+        m0, n0 = block.origin(t)
+        slot, rows = lax.rem(t, block.vector_slots), pl.ds(n0, self.tile.rows)
+        if block.by_tile:
+            self.copy_vectors(t, m0, rows, slot)
+        first = ring_slot(t * block.steps, self.tile.stages)
+        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot, t, m0, rows), first)
+
+    def copy_vectors(self, t, m0, rows, slot) -> None:
+        block, full, empty = self.block, self.barrier.vectors_full, self.barrier.vectors_empty
+        pl.when(t >= block.vector_slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        for name in block.by_tile:
+            vector, to = getattr(block.gmem, name), getattr(block.smem, name)
+            source = vector.at[pl.ds(m0, self.tile.tokens) if name == "token" else rows]
+            if to.ndim == 3:  # a row of w has several groups, of which a block may need a part
+                groups = to.shape[2]
+                first = block.k_part * groups if groups < vector.shape[1] else 0
+                source = vector.at[rows, pl.ds(first, groups)]
+            plgpu.copy_gmem_to_smem(source, to.at[slot], full.at[slot])
+
+    def copy_slot(self, t, m0, rows, j, at):
+        """Copy the j-th step of K into slot ``at``, and return the next slot."""
+        block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
+        stages, full = self.tile.stages, self.barrier.full.at[at]
+        columns = pl.ds((block.first_step + j) * scheme.block, scheme.block)
+        pl.when(t * block.steps + j >= stages)(
+            lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
+        )
+        plgpu.copy_gmem_to_smem(
+            gmem.x.at[pl.ds(m0, self.box), columns],
+            smem.x.rows.at[at, pl.ds(0, self.box)],
+            full,
+            collective_axes=self.axes,
+        )
+        plgpu.copy_gmem_to_smem(gmem.w.at[rows, columns], block.w_tiles.at[at], full)
+        groups = pl.ds(scheme.group_of(block.first_step + j), scheme.groups_per_slot)
+        for name in block.by_slot:
+            vector, to = getattr(gmem, name), getattr(smem, name)
+            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], full)
+        return ring_next(at, 1, stages)
+
+
+class _Multiplier:
+    """A warpgroup that multiplies 64 rows of w by a tile's tokens, all slots or its turns of them.
+
+    half: which 64 rows of the block's.  turn: which of ``tile.parts`` warpgroups that share them.
+    """
+
+    @classmethod
+    def started(cls, block: WeightBlock) -> _Multiplier:
+        plgpu.set_max_registers(REGISTERS[block.computing][1], action="increase")
+        return cls(block)
+
+    def __init__(self, block: WeightBlock):
+        self.block, self.tile, self.scheme, self.smem = block, block.tile, block.scheme, block.smem
+        self.gmem, self.barrier = block.gmem, block.barrier
+        self.half, self.turn = block.warpgroup % block.across, block.warpgroup // block.across
+        self.rows = pl.ds(self.half * 64, 64)
+        self.sum_dtype = jnp.int32 if self.gmem.x.dtype == jnp.int8 else jnp.float32
+
+    def compute_tiles(self) -> None:
+        block, tile = self.block, self.tile
+        lax.fori_loop(0, block.tiles, self.compute_tile, None)
+        if tile.split > 1:  # a block must not leave while the other may signal it
+            sent = (self.turn == 0) & (block.k_part != self.half % 2) & (block.tiles > 0)
+            pl.when(sent)(lambda: plgpu.barrier_wait(self.barrier.peer_empty.at[self.half]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def compute_tile(self, t, _) -> None:
+        block, tile = self.block, self.tile
+        m0, n0 = block.origin(t)
+        if tile.stored:
+            plgpu.barrier_wait(self.barrier.vectors_full.at[lax.rem(t, block.vector_slots)])
+        if self.scheme.scaled:
+            acc = self.sum_of_scaled(t)
+        else:
+            ref = plgpu.ACC((64, tile.tokens), self.sum_dtype)
+            acc = pl.run_scoped(functools.partial(self.sum_of_products, t), ref)
+        if tile.parts == 1:
+            return self.over_blocks(t, m0, n0, acc)
+        pl.when(self.turn > 0)(lambda: self.give_sum(t, acc))
+        return pl.when(self.turn == 0)(lambda: self.over_blocks(t, m0, n0, self.over_turns(acc)))
+
+    # --- codes -> floats ---
+
+    def stored_at(self, ref, t, j, g=0):
+        """Slot j's g-th group of the tile's stored vectors; shared memory holds the groups of this
+        block's part of K, or all."""
+        block, scheme = self.block, self.scheme
+        j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
+        return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
+
+    def per_column(self, ref, t, j, at):
+        """The groups' vectors, spread over the slot's weights: [64, columns]."""
+        scheme, shape = self.scheme, (64, self.scheme.block)
+
+        def of_group(g):
+            if self.tile.stored:
+                v = pipeline.load_column(self.stored_at(ref, t, j, g), self.gmem.x.dtype)
+            else:
+                v = plgpu.load(ref.at[at, g, self.rows], layout=_LAYOUT.reduce(1))
+            return lax.broadcast_in_dim(v, shape, [0])
+
+        parts = [of_group(g) for g in range(scheme.groups_per_slot)]
+        if len(parts) == 1:
+            return parts[0]
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
+        return jnp.where(column < scheme.group, *parts)
+
+    def dequantized(self, t, j, at):
+        """The slot's weights as wgmma's register operand, in x's dtype."""
+        gmem, smem, scheme = self.gmem, self.smem, self.scheme
+        if scheme.unpacked:
+            codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
+            zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)
+            if scheme.codes:
+                multiples = None if scheme.scaled else scales
+                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples)
+            return unpack.to_bfloat16(codes, scales, zeros)
+        wide = plgpu.Layout.WGMMA_UPCAST_2X
+        if gmem.w.dtype == jnp.int4:
+            wide = plgpu.Layout.WGMMA_UPCAST_4X
+        codes = plgpu.load(self.block.w_tiles.at[at, self.rows], layout=wide)
+        a = plgpu.layout_cast(codes, _LAYOUT).astype(gmem.x.dtype)
+        if scheme.zero == "int":
+            a = a - self.per_column(smem.zero, t, j, at)  # exact: small integers
+        if gmem.scale is not None:
+            a = a * self.per_column(smem.scale, t, j, at)
+        if scheme.zero == "float":
+            a = a + self.per_column(smem.zero, t, j, at)
+        return a
+
+    # --- wgmma ---
+
+    def sum_of_products(self, t, acc):
+        """The sum over this warpgroup's slots, ``unroll`` of them at a time."""
+        block, tile, stages = self.block, self.tile, self.tile.stages
+        unroll = tile.unrolled(block.k)
+        skip = (tile.parts - 1) * unroll
+
+        def step(turn, at):
+            places = [ring_next(at, u, stages) for u in range(unroll)]
+            j = (turn * tile.parts + self.turn) * unroll
+            for at in places:
+                plgpu.barrier_wait(self.barrier.full.at[at])
+            weights = [self.dequantized(t, j + u, at) for u, at in enumerate(places)]
+            for at, a in zip(places, weights, strict=True):
+                plgpu.wgmma(acc, a, self.smem.x.tiles.at[at].transpose((1, 0)))
+            for u, at in enumerate(places):
+                plgpu.wgmma_wait(unroll - 1 - u)
+                plgpu.barrier_arrive(self.barrier.empty.at[at])
+            return ring_next(places[-1], 1 + skip, stages)
+
+        turns = (block.steps // unroll - self.turn + tile.parts - 1) // tile.parts
+        first = ring_slot(t * block.steps + self.turn * unroll, stages)
+        lax.fori_loop(0, turns, step, first)
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+    def sum_of_scaled(self, t):
+        """The float32 sum of every slot's sum times its group's scale."""
+        block, tile = self.block, self.tile
+        turns = (block.steps - self.turn + tile.parts - 1) // tile.parts
+        nothing = plgpu.layout_cast(jnp.zeros((64, tile.tokens), jnp.float32), _LAYOUT)
+        first = ring_slot(t * block.steps + self.turn, tile.stages)
+        step = functools.partial(self.add_scaled, t)
+        return lax.fori_loop(0, turns, step, (first, nothing))[1]
+
+    def add_scaled(self, t, turn, carry):
+        at, total = carry
+        shape = 64, self.tile.tokens
+        j = turn * self.tile.parts + self.turn
+        plgpu.barrier_wait(self.barrier.full.at[at])
+        a = self.dequantized(t, j, at)
+        column = pipeline.load_column(self.stored_at(self.smem.scale, t, j), jnp.float32)
+        if self.sum_dtype == jnp.float32:
+            column = column * (1 / unpack.E4M3_STEP)
+
+        def product(acc):
+            plgpu.wgmma(acc, a, self.smem.x.tiles.at[at].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.barrier.empty.at[at])
+            return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+        sums = pl.run_scoped(product, plgpu.ACC(shape, self.sum_dtype))
+        scales = lax.broadcast_in_dim(column, shape, [0])
+        at = ring_next(at, self.tile.parts, self.tile.stages)
+        return at, total + sums.astype(jnp.float32) * scales
+
+    # --- sums of several warpgroups, and of two blocks ---
+
+    def give_sum(self, t, acc) -> None:
+        """Leave the sum of this warpgroup's turns to the first of those that share the rows."""
+        block, barrier = self.block, self.barrier
+        place = (self.turn - 1) * block.across + self.half
+        pl.when(t > 0)(lambda: plgpu.barrier_wait(barrier.sums_empty.at[place]))
+        self.smem.sums[place] = acc
+        plgpu.barrier_arrive(barrier.sums_full.at[place])
+        if self.tile.stored:
+            plgpu.barrier_arrive(barrier.vectors_empty.at[lax.rem(t, block.vector_slots)])
+
+    def over_turns(self, acc):
+        """Add what the other warpgroups left."""
+        total = acc
+        for other in range(self.tile.parts - 1):
+            place = other * self.block.across + self.half
+            plgpu.barrier_wait(self.barrier.sums_full.at[place])
+            total += plgpu.load(self.smem.sums.at[place], layout=_LAYOUT)
+            plgpu.barrier_arrive(self.barrier.sums_empty.at[place])
+        return total
+
+    def over_blocks(self, t, m0, n0, acc) -> None:
+        """Finish the tile, with ``split`` in one of the two blocks that have half of K each."""
+        finish = functools.partial(self.finish, t, m0, n0)
+        if self.tile.split == 1:
+            return finish(acc)
+        of_pair = self.smem.peer_sums.at[self.half // 2]  # of two warpgroups' rows one's are sent
+
+        def sent():
+            if self.block.by_tile:
+                slot = lax.rem(t, self.block.vector_slots)
+                plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
+
+        return meet_peer(
+            t,
+            acc,
+            self.block.k_part,
+            lambda: self.half % 2,
+            of_pair,
+            self.barrier.peer_full,
+            self.barrier.peer_empty.at[self.half],
+            finish,
+            sent,
+        )
+
+    # --- acc * row + bias -> 16 bits, transposed -> TMA store ---
+
+    def finish(self, t, m0, n0, acc) -> None:
+        block, gmem, smem, barrier = self.block, self.gmem, self.smem, self.barrier
+        out, width = smem.out.tiles, smem.out.tiles.shape[2]
+        slot = lax.rem(t, block.vector_slots)
+        if block.by_tile and not self.tile.stored:
+            plgpu.barrier_wait(barrier.vectors_full.at[slot])
+
+        def of_rows(name):
+            if getattr(gmem, name) is None:
+                return None
+            v = plgpu.load(getattr(smem, name).at[slot, self.rows], layout=_LAYOUT.reduce(1))
+            return lax.broadcast_in_dim(v.astype(jnp.float32), (64, width), [0])
+
+        row_scale, row_bias = of_rows("row"), of_rows("bias")
+        if block.by_tile and gmem.token is None:
+            plgpu.barrier_arrive(barrier.vectors_empty.at[slot])
+        for piece, c in enumerate(range(0, self.tile.tokens, width)):
+            y = acc[:, c : c + width]
+            if gmem.token is not None:
+                v = plgpu.load(smem.token.at[slot, pl.ds(c, width)], layout=_LAYOUT.reduce(0))
+                y = y.astype(jnp.float32) * lax.broadcast_in_dim(v, (64, width), [1])
+            if row_scale is not None:
+                y = y * row_scale
+            if row_bias is not None:
+                y = y + row_bias
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            out.at[self.half, piece % 2].transpose((1, 0))[...] = plgpu.layout_cast(
+                y.astype(gmem.out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+            )
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                smem.out.rows.at[self.half, piece % 2],
+                gmem.out.at[pl.ds(m0 + c, width), pl.ds(n0 + 64 * self.half, 64)],
+            )
+        if gmem.token is not None:
+            plgpu.barrier_arrive(barrier.vectors_empty.at[slot])
