@@ -198,7 +198,8 @@ def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.Exi
 def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     """The tensors without those that the family's models do not use, which one warning counts."""
     family = FAMILIES.get(cfg.stored.family)
-    prefixes = () if family is None else family.unused
+    unused = () if family is None else family.unused
+    prefixes = tuple(prefix.format(n_layers=cfg.n_layers) for prefix in unused)
     unused = {name: None for name in files if name.startswith(prefixes)}
     if unused:
         warnings.warn(
