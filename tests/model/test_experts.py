@@ -28,6 +28,7 @@ from jaxllama.model.split import check_shards
 from jaxllama.modules import Decoder, MixtureOfExperts
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from jaxllama.quantization.checkpoint import QuantizeRequest, check
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
 from pallas_kernels.cpu import restore_tree
@@ -204,6 +205,9 @@ def test_what_is_not_done_is_refused_by_name(tmp_path) -> None:
     mixed = jl.quantize_params(lm.params, "w8a8,experts_*=w8a16")
     with pytest.raises(JaxLlamaError, match="experts need format 'native', not 'compressed"):
         packed.check(CFG, mixed, "compressed-tensors")
+    with pytest.raises(JaxLlamaError, match=r"add experts_\*=w8a16"):
+        check(CFG, QuantizeRequest(tmp_path / "q", "w8a8"))
+    check(CFG, QuantizeRequest(tmp_path / "q", "w4a16"))
     assert not any(".experts." in name for name in products(CFG))
     with pytest.raises(JaxLlamaError, match="experts.n_experts|experts = "):
         hf.save(tmp_path / "x", CFG.replace(stored=CheckpointForm()), lm.params)
