@@ -1,4 +1,4 @@
-"""Admission: whether a request can ever run on an engine, asked before anything is queued."""
+"""Admission: checks that a request can run on an engine, before the request is queued."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Admission:
         self._grammars = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
 
     def check(self, request: Request) -> Matcher | None:
-        """The matcher of its grammar or least length, if it has one.  JaxLlamaError, which names
-        the limit, for what can never run."""
+        """Return the matcher of the request's grammar or least length, or None if it has neither.
+
+        Raises JaxLlamaError, which names the limit, for a request that can never run.
+        """
         cfg, n_prompt = self._cfg, len(request.prompt)
         for token in request.prompt:
             if not 0 <= token < cfg.vocab_size:
@@ -64,7 +66,7 @@ class Admission:
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """JaxLlamaError if a row cannot have these parameters."""
+    """Raise JaxLlamaError if a row cannot have these parameters."""
     bias: tuple[Any, ...] = tuple(sampling.logit_bias or ())
     if len(bias) > MAX_BIAS:
         raise JaxLlamaError(

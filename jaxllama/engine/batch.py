@@ -1,4 +1,4 @@
-"""The arrays of an engine's running requests: a row for each slot."""
+"""The device arrays of an engine's running requests, with one row for each slot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from jaxllama.model.cache import Cache, LayerState
 
 
 class SlotDrafts(NamedTuple):
-    """text int32 ``[B, L]``: prompt and answer, up to the newest token.  pace: how much each row
-    asks for.  read int32 ``[B]``: how much of the text a model that drafts has in its cache; its
-    layers, in a decode call."""
+    """State of drafting, with one row for each slot.
+
+    text int32 ``[B, L]``: prompt and answer, up to the newest token. pace: number of tokens that
+    each row asks for. read int32 ``[B]``: number of tokens of the text that a draft model has in
+    its cache. layers: the draft model's layer states, present only inside a decode call.
+    """
 
     text: jax.Array
     pace: Pace
@@ -26,13 +29,16 @@ class SlotDrafts(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchState:
-    """snapshots: of each layer with a state some states to begin with, each leaf ``[S, ...]``, None
-    for attention.  All else has a row for each slot.
+    """Device state of all slots.
 
-    token int32: the newest, not yet in the cache.  prompted: it is the prompt's last, which attends
-    to everything, where generated tokens may attend sparsely.  active: it has not ended.  remaining
-    int32: tokens that may still be drawn.  ignore_eos: goes on past stop tokens.  drafting: None
-    where no drafts are made.
+    snapshots: for each layer with a recurrent state, S states that prompts may begin with, each
+    leaf ``[S, ...]``; None for attention layers. All other fields have one row for each slot.
+
+    token int32: the newest token, which is not in the cache yet. prompted: whether ``token`` is the
+    prompt's last token. That token attends to everything, while generated tokens may attend
+    sparsely. active: whether the row still generates. remaining int32: number of tokens that the
+    row may still sample. ignore_eos: whether the row goes on past stop tokens. drafting: None in an
+    engine without drafts.
     """
 
     cache: Cache

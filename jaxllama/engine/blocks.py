@@ -1,19 +1,19 @@
 """Blocks: an offloaded model behind the same engine, a block of rows at a time.
 
-    options   = options_of(lm, {...})      of ``Engine``, those that a block has
+    options   = options_of(lm, {...})      the options of ``Engine`` that a block supports
     scheduler = BlockScheduler(lm, options)
     runner    = BlockRunner(lm, options)
 
-Weights cross once a step for all rows of a block (FlexGen's zig-zag, ``offload``), so what pays is
-rows that begin and run together: a block takes those that wait, the most urgent one's shape
-(``BlockShape``) and as many of that as the policy computes at once, and the next begins when its
-last row has ended.  ``GATHER`` seconds are waited for others to come.  A step is one token a row;
-rows that end before the others stand still.
+Weights cross to the device once a step for all rows of a block (FlexGen's zig-zag, ``offload``). So
+rows should begin and run together. A block takes the shape (``BlockShape``) of the most urgent
+waiting request, and as many waiting requests of that shape as the policy computes at once. The next
+block begins when the last row has ended. Before a block begins, the scheduler waits up to
+``GATHER`` seconds for more requests. A step writes one token a row; rows that ended earlier stay
+idle.
 
-Contract: as the engine's.  Left out, and refused by name: what would change the logits of a row
-while it runs (grammars, least lengths), alternatives of tokens, the sizes of a cache of pages.
-Programs are compiled when a shape
-first needs them.
+Contract: as the engine's. Some options are refused by name: constraints that change a row's logits
+while it runs (grammars, least lengths), alternatives of tokens, and the sizes of a paged cache.
+Programs are compiled when a shape first occurs.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
-PAGE = 64  # tokens by which the cache's use is counted
+PAGE = 64  # unit of tokens in which the cache's use is counted
 OPTIONS = ("max_len", "kv_dtype", "prefill_chunk", "max_queue")
 
 
 def options_of(lm: LanguageModel, asked: dict[str, Any]) -> ResolvedOptions:
-    """Raises JaxLlamaError naming an option that no block has."""
+    """Return the resolved options. Raises JaxLlamaError naming an option that blocks lack."""
     executor, cfg = offloaded(lm.executor), lm.config
     policy = executor.policy
     for name, value in asked.items():
@@ -81,8 +81,11 @@ def options_of(lm: LanguageModel, asked: dict[str, Any]) -> ResolvedOptions:
 
 
 class BlockShape(NamedTuple):
-    """What rows of one block share: the widths of prompt, cache and answer, and whether the model's
-    stop tokens end them."""
+    """The properties that all rows of a block share.
+
+    width, capacity, room: lengths of prompt, cache and answer, in tokens. ignores_eos: whether rows
+    go on past the model's stop tokens.
+    """
 
     width: int
     capacity: int
@@ -96,7 +99,7 @@ class BlockShape(NamedTuple):
 
 
 class BlockScheduler(Scheduler):
-    """Who is in the block that runs, and who in the next."""
+    """Decides which requests are in the running block and which in the next."""
 
     def __init__(self, lm: LanguageModel, options: ResolvedOptions) -> None:
         super().__init__(
@@ -141,7 +144,7 @@ class BlockScheduler(Scheduler):
         return TurnPlan([], newcomers, [], newcomers, budgets, 1)
 
     def _block(self) -> list[Sequence]:
-        """Those that begin now; none while others may come."""
+        """Return the requests that begin now; an empty list while others may still come."""
         if not self.waiting:
             return []
         shape = BlockShape.of(self.waiting[0].request)
@@ -154,19 +157,19 @@ class BlockScheduler(Scheduler):
 
 
 class BlockRunner:
-    """The runner's part: each plan is a step of the run of its block, in a thread of its own."""
+    """Runs each plan as one step of its block, in a thread of its own."""
 
     def __init__(self, lm: LanguageModel, options: ResolvedOptions) -> None:
         self._lm, self.options = lm, options
         self._rows: dict[Sequence, int] = {}
         self._run: OffloadRun | None = None
-        self._told = np.zeros(0, int)  # tokens of each row that were handed on
+        self._told = np.zeros(0, int)  # number of each row's tokens that were handed on
         self._thread = ThreadPoolExecutor(1, "jaxllama-blocks")
 
     def run(self, plan: TurnPlan, masks: Any) -> Running:
         """Queue one step of the block.  masks is empty: ``BlockScheduler.check`` refuses masks."""
         handed = threading.Event()
-        handed.set()  # nobody waits for a device
+        handed.set()  # no caller waits for a device
         drawn: Future[Any] = self._thread.submit(self._do, plan.admitted, list(plan.budgets))
         return Running(drawn, handed)
 
@@ -176,7 +179,7 @@ class BlockRunner:
         if not wanted:
             return None
         if newcomers:
-            self._run = None  # its memory is the next one's
+            self._run = None  # frees its memory for the next block
             self._run = self._begin(newcomers)
             self._rows = {sequence: row for row, sequence in enumerate(newcomers)}
             self._told = np.zeros(self._run.rows, int)
@@ -227,7 +230,7 @@ class BlockRunner:
         return drawn
 
     def drop(self, sequence: Sequence) -> None:
-        """Its row stands still, for no plan names it."""
+        """Do nothing: the row stays idle, because no plan names it."""
 
     def wait(self) -> None:
         self._thread.submit(lambda: None).result()

@@ -2,10 +2,13 @@
 
     Embedder(lm)(row) -> float32[D]
 
-The hidden states are the decoder's after its last norm, the mean is over all tokens, special ones
-included, in float32.  A model that was trained to embed does this better; of a generative one it is
-the plain choice.  A row is the unit of work, so that bodies take turns and can be cancelled between
-two.  It is padded to a power of two: few programs, each compiled when a length first needs it.
+The hidden states are the decoder's output after the last norm. The mean runs over all tokens,
+special tokens included, in float32. A model trained for embeddings gives better vectors than a
+generative model.
+
+Each call embeds one row, so that the server can alternate between request bodies and cancel between
+rows. A row is padded to a power of two: there are few programs, and each is compiled when its
+length first occurs.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ SMALLEST = 64
 
 
 class Embedder:
-    """See the module docstring."""
+    """Embeds one row of token ids at a time; the module docstring has the definition."""
 
     def __init__(self, lm: LanguageModel) -> None:
         self._lm = lm
@@ -45,5 +48,5 @@ def _pooled(cfg: ModelConfig, params: Params, tokens: jax.Array, length: jax.Arr
     states = final_norm(cfg, params, hidden)[0]  # [T, D]
     valid = jnp.arange(tokens.shape[1]) < length[0]
     total = jnp.sum(jnp.where(valid[:, None], states.astype(jnp.float32), 0.0), axis=0)
-    # The mean's direction is the sum's.
+    # The sum has the mean's direction, and the length is scaled to 1 anyway.
     return total / jnp.maximum(jnp.linalg.norm(total), jnp.float32(1e-20))

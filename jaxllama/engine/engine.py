@@ -5,27 +5,31 @@
     engine.submit(request, on_event)         # from any thread; Events come on the engine's
     engine.drain(); engine.stop()
 
-or, without a thread, ``submit`` and then ``step`` until it returns False.  A step is: take what
-came in, end what is overdue or cancelled, let the scheduler plan, hand it to the runner (admit,
-fill, decode), read what the step before has written.
+Without a thread, call ``submit`` and then ``step`` until it returns False. A step takes the
+submitted requests, ends those that are overdue or cancelled, lets the scheduler plan, hands the
+plan to the runner (admit, fill, decode), and reads the tokens of the step before.
 
-Contract.  A request's tokens are those that ``lm.generate`` gives it alone, whatever else runs and
-in whatever order.  On a CPU with weights in the handlers' layout they are the same bits; elsewhere
-they are equal up to rounding (``model/README.md``).  A ``deterministic`` model gives a request the
-same bits whatever runs beside it, and up to 32 slots those of ``lm.generate``.  Every request gets
-exactly one Event with a ``finish_reason``, its last.  An error in a request's own text, grammar or
-listener ends that request with an "error" and nothing else.  An error in a step itself ends the
-engine: every listener hears so (``EngineFailed``), and ``failure`` says why.  After ``warm_up``
-nothing is compiled.  The same requests and cancellations at the same steps give the same bits.
+Contract. A request's tokens are those of ``lm.generate`` for this request alone, whatever else runs
+and in whatever order. On a CPU with weights in the handlers' layout they are the same bits.
+Elsewhere they are equal up to rounding (``model/README.md``). A ``deterministic`` model gives a
+request the same bits whatever runs beside it; with up to 32 slots they are the bits of
+``lm.generate``.
 
-A step is planned and handed to the device before the one before has been read, which is read, made
-text and told while the device works: what ends on the device (stop tokens, limits) is then not
-decoded further, what ends here (stop strings, cancellations) writes once more and is not read, and
-only rows under a grammar wait for themselves, where it leaves a choice.
+Every request gets exactly one Event with a ``finish_reason``, its last. An error in a request's own
+text, grammar or listener ends only that request, with the reason "error". An error in a step ends
+the engine: every listener gets ``EngineFailed``, and ``failure`` holds the reason. After
+``warm_up`` nothing is compiled. The same requests and cancellations at the same steps give the same
+bits.
 
-Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
-cache.  An offloaded model (``offload``) is computed in ``blocks``.  Left out: several processes
-behind one engine, beam search.
+The engine hands step k + 1 to the device before it reads the tokens of step k. It decodes step k to
+text and calls the listeners while the device works. A row that ends on the device (stop tokens,
+limits) decodes no further. A row that the host ends (stop strings, cancellations) generates one
+more step, which is not read. A row under a grammar waits for its own results where the grammar
+leaves a choice.
+
+Parameters on a mesh (``parallel``) make an engine on that mesh: each device holds its heads of
+every cache. An offloaded model (``offload``) runs in ``blocks``. Left out: several processes behind
+one engine, beam search.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.reader import Reader
 
 _log = logging.getLogger("jaxllama.serving")
-# Most seconds that rows wait to be told, for the next step to be handed to the device first.
+# Seconds that listeners wait at most, so that the next step reaches the device first.
 HAND_OVER = 0.005
 
 
@@ -65,7 +69,7 @@ Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | N
 def _of_slots(
     lm: LanguageModel, draft: str | LanguageModel | None, asked: dict[str, Any]
 ) -> tuple[ResolvedOptions, Scheduler, Runner]:
-    """What runs a model whose weights are all on the device, or on a mesh."""
+    """Return options, scheduler and runner of a model on a device or a mesh."""
     mesh = mesh_of(lm.params)
     devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
     drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
@@ -146,15 +150,29 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[], None]] = []
 
-    # What comes in, from any thread
+    # Input, from any thread
 
     def submit(self, request: Request, on_event: OnEvent, *, with_text: bool = True) -> None:
-        """Queue a request.  on_event: called on the engine's thread; a request whose listener
-        raises ends with the reason "error".  with_text: false where the listener makes the text
-        and looks for stop strings in it (``end``).
+        """Queue a request.
 
-        Raises QueueFull when ``max_queue`` requests wait, EngineClosed when no more are taken,
-        JaxLlamaError for a request that can never run or an id in flight.
+        Parameters
+        ----------
+        request : Request
+            The request; its id must differ from all ids in flight.
+        on_event : callable
+            Called with each Event on the engine's thread. A request whose listener raises ends with
+            the reason "error".
+        with_text : bool
+            False if the listener makes the text and looks for stop strings itself (``end``).
+
+        Raises
+        ------
+        QueueFull
+            When ``max_queue`` requests wait.
+        EngineClosed
+            When the engine takes no more requests.
+        JaxLlamaError
+            For a request that can never run, or whose id is in flight.
         """
         waiting = len(self.scheduler.waiting)
         room = self.options.max_queue - waiting
@@ -164,25 +182,25 @@ class Engine:
             raise QueueFull(waiting, self._retry_after(waiting))
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its last Event says "cancelled".  Unknown ids are ignored."""
+        """End a request; its last Event has the reason "cancelled". Unknown ids are ignored."""
         self.end(request_id, "cancelled")
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """The same, for a reason of the caller's: "stop" where its text is complete."""
+        """End a request for the caller's reason, "stop" for example. Unknown ids are ignored."""
         self._inbox.end(request_id, reason)
 
     @property
     def closed(self) -> str | None:
-        """Why no more requests are taken, or None."""
+        """Why the engine takes no more requests, or None."""
         return self._inbox.closed
 
     def _retry_after(self, waiting: int) -> float:
-        """Seconds until a quarter of the queue is gone, at the pace of what has ended so far."""
+        """Estimate the seconds until a quarter of the queue is gone, at the pace so far."""
         ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
         return max(busy / ended * waiting / 4, 1.0) if ended else 1.0
 
     def listen(self, told: Callable[[], None]) -> None:
-        """told: called on the engine's thread when a step has handed out its events."""
+        """Add a callback that the engine's thread calls after a step has sent its events."""
         self._listeners.append(told)
 
     def _told(self) -> None:
@@ -192,7 +210,7 @@ class Engine:
     # Steps
 
     def step(self) -> bool:
-        """Do one step; False if there was nothing to do."""
+        """Do one step; return False if there was nothing to do."""
         with self._stepping:
             began = time.monotonic()
             self._take_inbox()
@@ -220,8 +238,9 @@ class Engine:
         before = self._decoding
         self._decoding = plan, self.runner.run(plan, masks)
         if before is not None:
-            before[1].drawn.exception()  # waits
-            # The device waits for the thread that hands it this step, and both hold one lock.
+            before[1].drawn.exception()  # waits for the step
+            # The device waits for the thread that hands it this step. That thread and this one
+            # share a lock.
             self._decoding[1].handed.wait(HAND_OVER)
             self._take(*before)
         if not plan.budgets:
@@ -230,7 +249,7 @@ class Engine:
             self._decoding = None
 
     def _look_ahead(self) -> None:
-        """What restricted requests may write next."""
+        """Update how far ahead the allowed tokens of restricted requests are known."""
         for live in list(self.live.values()):
             if live.matcher is not None:
                 try:
@@ -240,7 +259,7 @@ class Engine:
                     self._end(live.sequence.request.id, "error")
 
     def _masks(self, plan: TurnPlan) -> dict[Sequence, NextTokens]:
-        """What those of a plan are told of it: behind what they were told before."""
+        """Return the allowed next tokens of restricted rows, after those of earlier plans."""
         masks = {}
         for sequence, budget in plan.budgets.items():
             matcher = self.live[sequence.request.id].matcher
@@ -250,7 +269,7 @@ class Engine:
         return masks
 
     def _take(self, plan: TurnPlan, running: Running) -> None:
-        """What a step has written, waited for, while the next one runs."""
+        """Wait for a step's results and read them, while the next step runs."""
         drawn = running.drawn.result()
         if drawn is None:
             return
@@ -261,7 +280,7 @@ class Engine:
             self.counts["drafted_tokens"] += written[sequence].drafted
             self.counts["accepted_tokens"] += written[sequence].accepted
             live = self.live.get(sequence.request.id)
-            # It may have ended meanwhile, and another may have its name.
+            # The request may have ended meanwhile, and another may have its id.
             if live is not None and live.sequence is sequence and written[sequence].tokens:
                 self._read(live, written[sequence], now)
 
@@ -273,7 +292,7 @@ class Engine:
                 self._observe("queue", now - sequence.submitted)
 
     def _read(self, live: RequestOutput, written: Written, now: float) -> None:
-        """Hand on what a row has written."""
+        """Hand a row's new tokens to its listener."""
         if live.error is not None:
             return
         try:
@@ -295,7 +314,7 @@ class Engine:
             self._end(live.sequence.request.id, live.reason, **news)
 
     def _blame(self, live: RequestOutput, error: Exception) -> None:
-        """A request's own work has raised: the next step ends it."""
+        """Record an exception of the request's own work; the next step ends the request."""
         live.error = error
         self.cancel(live.sequence.request.id)
 
@@ -314,15 +333,15 @@ class Engine:
         self._tell_end(live, reason, **event)
 
     def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
-        """The last event, and the request is forgotten."""
+        """Send the last event and forget the request."""
         self.counts[f"finished {reason}"] += 1
         self.counts["ended"] += 1
-        with contextlib.suppress(Exception):  # it has ended, whatever its listener makes of it
+        with contextlib.suppress(Exception):  # the request has ended, even if its listener raises
             live.emit(finish_reason=reason, **event)
         del self.live[live.sequence.request.id]
         self._inbox.forget(live.sequence.request.id)
 
-    # What came in, taken by a step
+    # Input, taken by a step
 
     def _take_inbox(self) -> None:
         for kind, entry in self._inbox.take():
@@ -349,7 +368,7 @@ class Engine:
         live = self._follow(sequence, on_event, matcher, with_text)
         try:
             self.scheduler.add(sequence)
-        except JaxLlamaError as error:  # it could run when it was submitted
+        except JaxLlamaError as error:  # the request could run when it was submitted
             self._tell_end(live, "error", error=error)
 
     def _follow(
@@ -372,7 +391,18 @@ class Engine:
     # Convenience
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[Event]]:
-        """Run requests to their ends on this thread; the events of each."""
+        """Run requests to their ends on this thread.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+            The requests, with distinct ids.
+
+        Returns
+        -------
+        dict of str to list of Event
+            The events of each request, by its id.
+        """
         events: dict[str, list[Event]] = {}
         for request in requests:
             self.submit(request, events.setdefault(request.id, []).append)
@@ -381,16 +411,17 @@ class Engine:
         return events
 
     def warm_up(self) -> None:
-        """Compile every program in every shape; requests in flight are left as they are."""
+        """Compile every program in every shape. Requests in flight stay as they are."""
         with self._stepping:
             self.runner.warm_up()
             self.compiled = self.runner.compiled_programs()
             self._stats = count(self)
 
     def warm_up_behind(self) -> None:
-        """Compile the programs of a first request; a thread compiles the others behind it.
+        """Compile the programs of a first request; a thread compiles the others.
 
-        The thread yields to requests.  A request that needs a missing program waits for that one.
+        The thread yields to requests. A request that needs a missing program waits for that program
+        only.
         """
         with self._stepping:
             self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
@@ -398,14 +429,14 @@ class Engine:
             self._stats = count(self)
 
     def stats(self) -> EngineStats:
-        """As of the last step; from any thread."""
+        """Return the figures as of the last step; may be called from any thread."""
         waiting = len(self.scheduler.waiting) + len(self._inbox)
         return dataclasses.replace(self._stats, waiting=waiting)
 
     # The thread
 
     def start(self) -> None:
-        """Run in a thread of its own, from the moment when a first request's programs exist."""
+        """Start the engine's thread, once the programs of a first request are compiled."""
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
         self.warm_up_behind()
@@ -416,15 +447,18 @@ class Engine:
         while self._inbox.wait_for_work(lambda: bool(self.live)):
             try:
                 self.step()
-            except BaseException as error:  # a library's panic is no Exception
+            except BaseException as error:  # a library's panic is not an Exception
                 self._fail(error)
                 return
             if not self.live:
                 self._inbox.wake()
 
     def _fail(self, error: BaseException) -> None:
-        """A step that raised has left the state unknown, the scheduler's too: everybody is told,
-        nothing else is touched, and no more is taken."""
+        """End the engine after a step raised.
+
+        The state is unknown then, the scheduler's too. So this only notifies every listener and
+        takes no more requests.
+        """
         self.failure = f"the engine failed: {type(error).__name__}: {error}"
         _log.error("the engine failed", exc_info=error)
         self._inbox.close(self.failure)
@@ -451,8 +485,18 @@ class Engine:
         self._inbox.wake()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests and wait until those in flight are answered; False if that took
-        longer than ``timeout`` seconds."""
+        """Take no more requests and wait until those in flight are answered.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Largest number of seconds to wait; None waits without a limit.
+
+        Returns
+        -------
+        bool
+            False if the timeout passed first.
+        """
         self._inbox.close("the engine is shutting down")
         if self._thread is None:
             while self.step():
@@ -462,7 +506,7 @@ class Engine:
         return self._inbox.wait_until_idle(self._thread.is_alive, timeout)
 
     def stop(self) -> None:
-        """End the thread; whatever is in flight ends as "cancelled"."""
+        """End the thread; requests in flight end with the reason "cancelled"."""
         self._inbox.close("the engine has stopped")
         self._inbox.stop()
         self.runner.stop()

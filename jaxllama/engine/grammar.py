@@ -1,10 +1,12 @@
 """Constrained output: which tokens may come next, by llguidance (extra ``grammar``).
 
-A matcher runs on the host, one per constrained request, and says what is known of the next tokens:
-those that the grammar forces, one behind the other, and a bit mask over the vocabulary for the one
-behind them.  The sampler applies both, so a forced run needs no look of the host, and draws are
-those of one mask a token.  Contract: the tokens of a finished request (reason "stop") match the
-grammar; one that ends for its length is a prefix of something that does.
+Each constrained request has a matcher on the host. The matcher reports the tokens that the grammar
+forces, in order, and a bit mask over the vocabulary for the token after them. The sampler applies
+both, so a forced run needs no round trip to the host. The tokens are the same as with one mask for
+each token.
+
+Contract: the tokens of a finished request (reason "stop") match the grammar. The tokens of a
+request that ends for its length are a prefix of a match.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from jaxllama.engine.request import Grammar
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 
-# Most forced tokens that are looked for before any of them is written.
+# Largest number of forced tokens that are looked up before any of them is written.
 _AHEAD = 64
 
 
 class NextTokens(NamedTuple):
-    """What is known of a request's next tokens: each of ``forced`` can be no other, and those
-    behind are allowed by ``mask`` (uint32 ``[ceil(V / 32)]``, bit i of the whole allows token i);
-    right for ``known`` tokens in all."""
+    """The constraints on a request's next tokens.
+
+    The next tokens must equal ``forced``. The tokens after those are restricted by ``mask``, uint32
+    ``[ceil(V / 32)]``, where bit i of the whole allows token i. The information holds for ``known``
+    tokens in all.
+    """
 
     forced: Sequence[int]
     mask: np.ndarray
@@ -36,7 +41,7 @@ class NextTokens(NamedTuple):
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer.  eos_ids: the model's stop tokens, at least one."""
+    """Makes matchers for one tokenizer. eos_ids: the model's stop tokens, at least one."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_ids)
@@ -62,7 +67,7 @@ class GrammarCompiler:
         )
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Raises JaxLlamaError with the library's own message for a grammar that is none."""
+        """Return a matcher. An invalid grammar raises JaxLlamaError with the library's message."""
         library = self._library.LLMatcher
         try:
             if grammar.kind == "regex":
@@ -70,7 +75,8 @@ class GrammarCompiler:
             elif grammar.kind == "lark":
                 source = _lark(grammar.source)
             else:
-                # One spelling of the space between tokens: a weak model would go on with blanks.
+                # Only one spelling of white space is allowed: a weak model would go on writing
+                # blanks.
                 source = library.grammar_from_json_schema(
                     grammar.source, defaults={"whitespace_flexible": False}
                 )
@@ -83,13 +89,16 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """Follows one request's tokens.  ``ahead`` and ``read`` raise JaxLlamaError for a grammar that
-    turns out too complex: the library builds its automaton as tokens come."""
+    """Follows one request's tokens.
+
+    ``ahead`` and ``read`` raise JaxLlamaError if the grammar turns out too complex, because the
+    library builds its automaton as tokens come.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._all = matcher, _everything(vocab_size)
-        self._forced: list[int] = []  # which the library's matcher has consumed already
-        self._mask: np.ndarray | None = None  # behind those
+        self._forced: list[int] = []  # the library's matcher has consumed these already
+        self._mask: np.ndarray | None = None  # of the token after the forced ones
 
     def ahead(self) -> NextTokens:
         while self._mask is None and len(self._forced) < _AHEAD:
@@ -118,7 +127,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but a stop token can follow what was read."""
+        """Whether only a stop token can follow the tokens that were read."""
         return not self._forced and self._matcher.is_stopped()
 
     def _consume(self, token: int) -> None:
@@ -131,8 +140,10 @@ class Matcher:
 
 
 class AtLeast(Matcher):
-    """A matcher that keeps a request from its stop tokens until it has ``least`` tokens, or until
-    its grammar, if it has one, allows nothing else."""
+    """Keeps a request from its stop tokens until it has ``least`` tokens.
+
+    A grammar that allows nothing but a stop token ends the request earlier.
+    """
 
     def __init__(
         self, inner: Matcher | None, stop_ids: Sequence[int], least: int, vocab_size: int
@@ -161,8 +172,10 @@ class AtLeast(Matcher):
 
 
 class Allowed(Matcher):
-    """A matcher of any of some tokens, as often as one likes.  A stop token ends the request only
-    if it is one of them."""
+    """Allows any of the given tokens, as often as the model likes.
+
+    A stop token ends the request only if it is one of them.
+    """
 
     def __init__(self, token_ids: Sequence[int], most: int, vocab_size: int) -> None:
         self._left = most
@@ -186,7 +199,7 @@ def _everything(vocab_size: int) -> np.ndarray:
 
 
 def _only(mask: np.ndarray) -> int | None:
-    """The token that a mask allows, if it is one."""
+    """Return the token that a mask allows if there is exactly one, else None."""
     words = np.flatnonzero(mask)
     if len(words) != 1:
         return None
@@ -195,7 +208,7 @@ def _only(mask: np.ndarray) -> int | None:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> None:
         self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_id
@@ -216,7 +229,7 @@ class _Vocabulary:
 
 
 def _lark(source: str) -> str:
-    """As the library takes it; GBNF is understood too."""
+    """Return the grammar in the library's format. GBNF is accepted too."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     several = {"grammars": [{"lark_grammar": source}]}
@@ -232,5 +245,5 @@ def _lark(source: str) -> str:
 
 
 def _one_line(error: object) -> str:
-    """Without the dump of the library's state, which holds the text written so far."""
+    """Return an error without the dump of the library's state, which holds the written text."""
     return " ".join(str(error).partition("<state>")[0].split())[:300]

@@ -1,11 +1,12 @@
-"""Inbox: what comes to an engine from any thread, until a step takes it.
+"""Inbox: holds requests and cancellations from any thread until a step of the engine takes them.
 
     inbox.submit(id, entry, room); inbox.end(id, reason) from any thread
-    inbox.take()                                         by a step: what came, in order
-    inbox.wait_for_work(is_busy), inbox.wait_until_idle  for the engine's thread, and who drains it
+    inbox.take()                                         by a step: the entries in order
+    inbox.wait_for_work(is_busy)                         by the engine's thread
+    inbox.wait_until_idle(is_alive, timeout)             by the thread that drains the engine
 
-It also knows which ids are in flight, from their submission until ``forget``.  Closed, it takes no
-more requests, and ``closed`` says why.
+The inbox knows which ids are in flight: from their submission until ``forget``. A closed inbox
+takes no more requests, and ``closed`` says why.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class Inbox:
         return len(self._entries)
 
     def submit(self, request_id: str, entry: Any, room: int) -> bool:
-        """Put a request; False if ``room`` entries wait already.  EngineClosed once it is closed,
-        JaxLlamaError for an id in flight."""
+        """Queue a request; return False if ``room`` entries wait already.
+
+        Raises EngineClosed after ``close``, and JaxLlamaError for an id in flight.
+        """
         with self._changed:
             if self.closed is not None:
                 raise EngineClosed(self.closed)
@@ -48,7 +51,7 @@ class Inbox:
             return True
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """Ids that are not in flight are ignored."""
+        """Queue the end of a request. Ids that are not in flight are ignored."""
         with self._changed:
             if request_id in self._ids:
                 self._entries.append(("end", (request_id, reason)))
@@ -64,32 +67,34 @@ class Inbox:
             self._ids.discard(request_id)
 
     def close(self, reason: str) -> None:
-        """The first reason stays."""
+        """Take no more requests. The first reason stays."""
         with self._changed:
             self.closed = self.closed or reason
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """The engine's thread is to end."""
+        """Make ``wait_for_work`` return False, so that the engine's thread ends."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def wait_for_work(self, is_busy: Callable[[], bool]) -> bool:
-        """Until something came in or ``is_busy``; False once stopped."""
+        """Wait for an entry or for ``is_busy``; return False after ``stop``."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._entries or is_busy())
             return not self._stopped
 
     def wait_until_idle(self, is_alive: Callable[[], bool], timeout: float | None) -> bool:
-        """Until nothing is in flight (or nobody is there to change that); False after
-        ``timeout``."""
+        """Wait until nothing is in flight or the engine's thread is dead.
+
+        Returns False after ``timeout`` seconds.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: not is_alive() or not (self._ids or self._entries), timeout
             )
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Make all waiting threads check their condition again."""
         with self._changed:
             self._changed.notify_all()

@@ -1,17 +1,18 @@
 """Journal of ``serve --state DIR``: request bodies on disk until they are answered.
 
     journal.accept(id, kind, at, body)      before work on the body begins
-    journal.finish(id, answer)              its answer's JSON, or its error's
-    journal.unfinished() -> [Entry, ...]    bodies that a killed server still owes, oldest first
+    journal.finish(id, answer)              stores the answer's JSON, or its error's
+    journal.unfinished() -> [Entry, ...]    the bodies without an answer, oldest first
     journal.find(id) -> JournalAnswer       None for an unknown id
 
-Caches and tokens are not stored: they follow from the body, which carries its seed.  A restarted
-server runs the owed bodies again and finishes the same tokens.  The newest ``KEPT`` answers stay.
+Caches and tokens are not stored: they follow from the body, which carries its seed. A restarted
+server runs the unanswered bodies again and produces the same tokens. The newest ``KEPT`` answers
+stay.
 
-Contract.  SQLite in write-ahead mode: an entry that ``accept`` returned from survives kill -9 (a
-loss of power may take the last moments).  One process at a time.  Only the file's owner may read
-it, since it holds prompts and answers.  A write that the disk refuses raises JournalUnavailable and
-changes nothing, so it can be tried again.
+Contract. The journal is SQLite in write-ahead mode. An entry survives kill -9 once ``accept`` has
+returned; a loss of power may lose the last moments. One process at a time uses a journal. Only the
+file's owner may read it, since it holds prompts and answers. A write that the disk refuses raises
+JournalUnavailable and changes nothing, so the caller can try again.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class JournalUnavailable(JaxLlamaError):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A body that is owed.  at: time of arrival in seconds.  owner: the key that may read the
-    answer."""
+    """A body without an answer. at: time of arrival, in seconds. owner: key of the client that may
+    read the answer.
+    """
 
     id: str
     kind: str
@@ -47,7 +49,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class JournalAnswer:
-    """text: the answer's JSON, "" while it is owed.  kind, owner: as in its Entry."""
+    """An answer. text: its JSON, "" while there is no answer yet. kind, owner: as in its Entry."""
 
     text: str
     kind: str
@@ -55,7 +57,7 @@ class JournalAnswer:
 
 
 class Journal:
-    """The one in ``folder``.  Raises JaxLlamaError when the folder cannot be used."""
+    """The journal in ``folder``. Raises JaxLlamaError when the folder cannot be used."""
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / FILE
@@ -65,7 +67,7 @@ class Journal:
             self._db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=0.1
             )
-            # Held until the process ends, however it ends.
+            # SQLite holds this lock until the process ends, however it ends.
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -93,7 +95,7 @@ class Journal:
             )
 
     def finish(self, id: str, answer: str) -> None:
-        """The body is no longer needed; old answers make room."""
+        """Store an answer and drop its body; the oldest answers beyond ``KEPT`` are deleted."""
         with _writing():
             self._db.execute(
                 "UPDATE calls SET answer = ?, body = '' WHERE id = ? AND answer IS NULL",
@@ -120,7 +122,7 @@ class Journal:
         return [Entry(*row) for row in self._db.execute(query)]
 
     def find(self, id: str) -> JournalAnswer | None:
-        """The answer with this id; None for an unknown id."""
+        """Return the answer with this id; None for an unknown id."""
         query = "SELECT coalesce(answer, ''), kind, owner FROM calls WHERE id = ?"
         row = self._db.execute(query, (id,)).fetchone()
         return None if row is None else JournalAnswer(*row)
@@ -130,8 +132,10 @@ class Journal:
 
 
 def _make_private(path: Path) -> None:
-    """Create the file for its owner alone, or take the others' rights to it away.  SQLite gives the
-    files that it puts beside it (-wal, -shm) the same rights."""
+    """Create the file readable by its owner alone, or remove the rights of other users.
+
+    SQLite gives its companion files (-wal, -shm) the same rights.
+    """
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     for file in path.parent.glob(f"{path.name}*"):
         file.chmod(0o600)

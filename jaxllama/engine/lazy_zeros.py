@@ -1,10 +1,11 @@
-"""Give memory that holds nothing back to the system (Linux, CPU).
+"""Zero arrays that take memory only as they are written (Linux, CPU).
 
-    zeros(shape)         an array that takes memory as it is written
-    trim()               what the C library keeps of freed memory
+    zeros(shape)         an array whose pages the system backs on first write
+    trim()               returns the C library's free memory to the system
 
-An empty cache is filled with zeros, so the system backs all of it with memory: 1 GiB beside a model
-of 98 MB.  Anonymous memory that was given back reads as zeros, so the arrays keep their values.
+An empty cache is an array of zeros, and writing the zeros makes the system back all of it: 1 GiB
+beside a model of 98 MB. ``zeros`` gives those pages back. The system reads such pages as zeros, so
+the array keeps its values.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import mmap
 import jax
 import jax.numpy as jnp
 
-LEAST = 2**20  # bytes of an array for which the call pays
+LEAST = 2**20  # bytes from which an array's pages are given back
 
 
 def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of this shape and dtype on the CPU; a system without madvise backs them with memory."""
+    """Return zeros of this shape and dtype on the CPU. Without madvise the memory stays backed."""
     array = jnp.zeros(shape.shape, shape.dtype)
     advice = getattr(mmap, "MADV_DONTNEED", None)
     if advice is None or array.nbytes < LEAST:
@@ -35,6 +36,6 @@ def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def trim() -> None:
-    """Give back what the C library's allocator holds: compiling leaves it much that is free."""
+    """Return the C library's free memory to the system; compiling leaves much of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,5 +1,7 @@
-"""The sizes of an engine, asked for (EngineOptions) and chosen (ResolvedOptions).  Everything that
-is compiled follows from them."""
+"""The sizes of an engine, as requested (EngineOptions) and as chosen (ResolvedOptions).
+
+The shapes of all compiled programs follow from these sizes.
+"""
 
 from __future__ import annotations
 
@@ -24,55 +26,80 @@ from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
 from pallas_kernels.qtensor import tree_bytes
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
-# Tokens that prompts are prefilled with at once: enough to fill a GPU, and a short stall for those
-# who decode.
+# Tokens of one prefill call: enough to fill a GPU, and a short stall for the rows that decode.
 PREFILL_TOKENS = 2048
-# Tokens of context up to which rows are decoded by programs of their own: kernels are planned for
-# what a row may hold, so one for a context of 131,072 would serve short rows badly, and up to 2,048
-# tokens of an int8 cache no row is cut into chunks.
+# Context lengths, in tokens, up to which rows are decoded by programs of their own. Kernels are
+# planned for the longest row, so a program for 131,072 tokens would serve short rows badly. Up to
+# 2,048 tokens of an int8 cache no row is split into chunks.
 SHORT_CONTEXTS = (2048, 8192)
-# Most tokens of a pass in which rows draft, on a CPU and else: what more of them cost, and what it
-# costs to look for drafts that are not there, is no longer little beside a plain step.
+# Largest number of tokens of a pass in which rows draft, by whether the backend is a CPU. In larger
+# passes the drafted tokens and the search for drafts cost too much beside a plain step.
 DRAFTING_TOKENS = {True: 16, False: 64}
-# Of the host's memory for the cache, where nothing is asked for.
+# Default bytes of the host's memory for the cache.
 CPU_CACHE_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """None: ``resolve`` chooses.  Raises JaxLlamaError naming an option that is no such number.
+    """The requested sizes of an engine; ``resolve`` replaces None.
 
-    max_slots: requests that run at once.  max_len: tokens of a request, prompt and answer; the
-    model's context by default, if the cache holds it.
-    kv_dtype: of the cache, as for ``init_cache``; the activations' by default.
-    cache_tokens: that the cache holds, of all requests together and of prefixes that are known; at
-        least max_len.  By default what memory_share leaves; on a CPU 1 GiB of them, and no more
-        than the slots can use.
-    memory_share: of the GPU memory that jax has (``$XLA_CLIENT_MEM_FRACTION``, three quarters
-        unless ``jaxllama serve`` or ``batch`` starts it) that weights, cache and work may take.
-    page_size: tokens in a page of the cache; 16 on a CPU, else 64, at most prefill_chunk.
-    prefix_cache: requests begin with what others have left in the cache.
-    prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 2048, at most
-        max_len.
-    prefill_rows: prompts that fit one chunk are prefilled so many at a time, long ones fewer
-        (``rows``); on a CPU as many short ones as a chunk has room for, else a 32nd of the slots.
-    token_budget: tokens of prompts, with their padding, between two decode steps, at least a chunk;
-        by default those of one prefill call.
-    max_queue: waiting requests.
-    steps_per_call: most tokens a row writes between two looks of the host (streams then move by so
-        many); 4 by default, and 2 halve the time between them where a step is long enough for the
-        host's work on it (10 to 20 ms for hundreds of rows).
-    deterministic: a request's tokens and logprobs are the same bits whatever runs beside it and in
-        whichever slot; the model's own flag by default.  As ``LanguageModel`` does it, shapes are
-        fixed: prompts are prefilled one by one, rows decoded in one program of 32 rows (or
-        max_slots, where that is more), a prefix is taken over in whole chunks, and no row that has
-        written is preempted (what it wrote would be computed again by another program).
-    draft: "ngram": what followed a row's last tokens where they stood before is verified several
-        tokens a pass (``jaxllama.decoding.drafts``): the same tokens, sooner where text repeats.  A
-        row whose drafts are wrong asks for fewer, and for none; so do all where there are too many
-        rows for it to pay.  Or the config of the model that does it, whose layers are of the same
-        cache; where it has states, prefixes are taken over in whole chunks, as a hybrid's are.
-    draft_tokens: that a row proposes at most, up to 15; 0 leaves that to the engine.
+    Parameters
+    ----------
+    max_slots : int
+        Number of requests that run at once.
+    max_len : int or None
+        Largest number of tokens of a request, prompt and answer together. The default is the
+        model's context length, or the cache's size if that is smaller.
+    kv_dtype : str or None
+        Dtype of the cache, as for ``init_cache``. The default is the dtype of the activations.
+    cache_tokens : int or None
+        Number of tokens that the cache holds for all requests and known prefixes together, at least
+        max_len. On a GPU the default is the memory that memory_share leaves. On a CPU it is 1 GiB,
+        but no more than the slots can use.
+    memory_share : float
+        Share of jax's GPU memory that weights, cache and work may take. jax takes
+        ``$XLA_CLIENT_MEM_FRACTION`` of the GPU, by default three quarters; ``jaxllama serve`` and
+        ``jaxllama batch`` set it themselves.
+    page_size : int or None
+        Tokens in a page of the cache, at most prefill_chunk. The default is 16 on a CPU and 64
+        elsewhere.
+    prefix_cache : bool
+        Whether requests may begin with cached prefixes of earlier requests.
+    prefill_chunk : int or None
+        Tokens of a prompt between two decode steps, at most max_len. The default is 64 on a CPU and
+        2048 elsewhere.
+    prefill_rows : int or None
+        Largest number of prompts in one prefill call; calls of wide chunks take fewer (``rows``).
+        The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
+        of max_slots.
+    token_budget : int or None
+        Tokens of prompts, padding included, between two decode steps, at least prefill_chunk. The
+        default is the tokens of one prefill call.
+    max_queue : int
+        Largest number of waiting requests.
+    steps_per_call : int or None
+        Number of tokens that a row may generate before the host reads the results; streams advance
+        by as many. The default is 4. A value of 2 halves the time between results, which pays where
+        a step is long enough for the host's work (10 to 20 ms for hundreds of rows).
+    deterministic : bool
+        Whether a request's tokens and logprobs are the same bits whatever runs beside it and in any
+        slot. The default is the model's own flag. As in ``LanguageModel``, the shapes are fixed
+        then. Prompts are prefilled one by one, and all rows decode in one program of 32 rows, or of
+        max_slots rows if that is more. Prefixes are reused in whole chunks. A row that has
+        generated tokens is never preempted, because another program would compute them again.
+    draft : str, ModelConfig or None
+        Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
+        last tokens (``jaxllama.decoding.drafts``). A ModelConfig names a draft model, whose layers
+        share the cache; if it has states, prefixes are reused in whole chunks. Drafts never change
+        the tokens. A row whose drafts are wrong asks for fewer and then for none, and no row drafts
+        if there are too many rows.
+    draft_tokens : int
+        Largest number of tokens that a row proposes, up to 15; 0 lets the engine choose.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an option has the wrong type or lies outside its range. The message names the option.
     """
 
     max_slots: int = 16
@@ -103,7 +130,7 @@ class EngineOptions:
             elif field.name in ("kv_dtype", "draft", "draft_tokens"):
                 continue
             elif not (value is None and field.default is None):
-                # A request is a prompt of one token and an answer of one.
+                # The shortest request has one prompt token and one new token.
                 least = 2 if field.name == "max_len" else 1
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise JaxLlamaError(
@@ -120,8 +147,26 @@ class EngineOptions:
         DraftPlan.of(self.draft, self.draft_tokens)
 
     def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
-        """Every None replaced.  devices: that a token's keys and values are split over.  Raises
-        JaxLlamaError for sizes that do not go together."""
+        """Replace every None.
+
+        Parameters
+        ----------
+        cfg : ModelConfig
+            Config of the model.
+        dtype : dtype
+            Dtype of the activations.
+        devices : int
+            Number of devices over which a token's keys and values are split.
+
+        Returns
+        -------
+        ResolvedOptions
+
+        Raises
+        ------
+        JaxLlamaError
+            For sizes that contradict each other.
+        """
         if self.max_len is not None and self.max_len > cfg.max_position:
             raise JaxLlamaError(
                 f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}"
@@ -176,7 +221,7 @@ class EngineOptions:
         return resolved
 
     def _affordable(self, cfgs: tuple[ModelConfig, ...], kv_dtype: str, devices: int) -> int:
-        """Tokens that there is memory for, of the first model and of its draft."""
+        """Return the number of cache tokens, of the model and its draft, that the memory allows."""
         cfg = cfgs[0]
         own, *more = (
             jax.eval_shape(functools.partial(init_pages, one, 1, 1, 1, 1, kv_dtype)).layers
@@ -190,12 +235,12 @@ class EngineOptions:
         if jax.default_backend() == "cpu" or not memory:
             return max(CPU_CACHE_BYTES // token, self.max_len or 2)
         free = memory["bytes_limit"] * self.memory_share - memory["bytes_in_use"]
-        # Logits and what the sampler makes of them; the rows' histories; a prefill call's
-        # activations, the widest twice.
+        # Memory of the work: logits and the sampler's copies of them, the rows' histories, and the
+        # activations of a prefill call, the widest of them twice.
         rows = self.max_slots if self.draft is None else max(self.max_slots, DRAFTING_TOKENS[False])
         work = rows * cfg.vocab_size * 24
         work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.feed_width + 8 * cfg.d_model)
-        # A draft's states: a row's, its snapshot, and those that it takes back.
+        # A draft model's states: one for each row, its snapshot, and a copy for rejected drafts.
         states = tree_bytes([one for one in drafts if not isinstance(one, KVCache)])
         work += 3 * self.max_slots * states
         return max(int((free - work) * devices // token), self.max_len or 2)
@@ -203,8 +248,10 @@ class EngineOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedOptions:
-    """The sizes an engine has: ``EngineOptions`` without a None.  snapshots: of GLA's states, for
-    known prefixes."""
+    """The sizes of an engine: ``EngineOptions`` without a None.
+
+    snapshots: number of snapshots of GLA's states for known prefixes.
+    """
 
     max_slots: int
     max_len: int
@@ -224,7 +271,7 @@ class ResolvedOptions:
     draft_tokens: int
 
     def check(self) -> None:
-        """JaxLlamaError for sizes that do not go together."""
+        """Raise JaxLlamaError for sizes that contradict each other."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         narrowest, page = self.widths[0], self.page_size
         call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
@@ -276,12 +323,15 @@ class ResolvedOptions:
                 raise JaxLlamaError(f"{name} = {getattr(value, 'name', value)}: {why}")
 
     def rows(self, width: int) -> int:
-        """Prompts that a prefill call of ``width`` tokens a row takes."""
+        """Return the number of prompts in a prefill call of ``width`` tokens a row."""
         return _rows(self.prefill_rows, width, min(self.token_budget, PREFILL_TOKENS))
 
     def row_counts(self, width: int) -> list[int]:
-        """Rows of the prefill calls of that width: one, a quarter, half and all of ``rows``; on a
-        CPU, whose calls are small, one and all."""
+        """Return the row counts of the prefill calls of this width.
+
+        They are one, a quarter, half and all of ``rows``. On a CPU, whose calls are small, they are
+        one and all.
+        """
         most = self.rows(width)
         if jax.default_backend() == "cpu":
             return sorted({1, most})
@@ -298,29 +348,32 @@ class ResolvedOptions:
 
     @property
     def more_pages(self) -> int:
-        """Most pages that a row can need for one decode call."""
+        """Largest number of pages that a row can need for one decode call."""
         return -(-self.steps_per_call * self.pass_widths(1)[-1] // self.page_size)
 
     @property
     def unit(self) -> int:
-        """Prefixes are taken over in multiples of so many tokens."""
+        """Prefixes are reused in multiples of this many tokens."""
         return self.prefill_chunk if self.snapshots or self.deterministic else 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that are decoded at once: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.  A
-        deterministic engine has one program, of as many rows as ``LanguageModel.generate``'s."""
+        """Numbers of rows of the decode programs: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.
+
+        A deterministic engine has one program, with as many rows as that of
+        ``LanguageModel.generate``.
+        """
         if self.deterministic:
             return (max(self.max_slots, DETERMINISTIC_ROWS),)
         sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
         return (*(size for size in sizes if size < self.max_slots), self.max_slots)
 
     def size(self, rows: int) -> int:
-        """Of the program that decodes so many."""
+        """Return the number of rows of the smallest program that decodes ``rows`` rows."""
         return next(size for size in self.sizes if size >= rows)
 
     def pass_widths(self, size: int) -> tuple[int, ...]:
-        """Tokens of a row that a pass of ``size`` rows may verify."""
+        """Return the numbers of tokens of a row that a pass of ``size`` rows may verify."""
         if self.draft is None:
             return (1,)
         limit = DRAFTING_TOKENS[jax.default_backend() == "cpu"]
@@ -329,7 +382,7 @@ class ResolvedOptions:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Pages of a row that decode programs look at."""
+        """Numbers of pages of a row that decode programs read."""
         if self.deterministic or jax.default_backend() == "cpu":
             return (self.row_pages,)
         short = (-(-tokens // self.page_size) for tokens in SHORT_CONTEXTS)
@@ -337,18 +390,20 @@ class ResolvedOptions:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens of a prefill call: 32, 128, 512, 1024, ..., prefill_chunk; on a CPU, where padding
-        costs as much as tokens do, from 16 on."""
+        """Widths of a prefill call in tokens: 32, 128, 512, 1024, ..., prefill_chunk.
+
+        On a CPU they begin at 16, because padding costs as much as tokens there.
+        """
         return _widths(self.prefill_chunk)
 
     @property
     def history_widths(self) -> tuple[int, ...]:
-        """Tokens of a newcomer that its sampling depends on: none, 128, 512, ..., max_len."""
+        """Lengths of the history that sampling depends on, in tokens: 0, 128, 512, ..., max_len."""
         return (0, *powers_of(4, 128, self.max_len))
 
 
 def _rows(most: int, width: int, tokens: int) -> int:
-    """Prompts of a call, of ``most`` rows and about ``tokens`` tokens."""
+    """Return the number of prompts of a call: at most ``most``, with about ``tokens`` tokens."""
     return max(min(most, tokens // width), 1)
 
 
@@ -357,7 +412,7 @@ def _widths(chunk: int) -> tuple[int, ...]:
 
 
 def checked_names(options: Iterable[str]) -> None:
-    """JaxLlamaError for an option of ``Engine`` that is none."""
+    """Raise JaxLlamaError for a name that is no option of ``Engine``."""
     known = [*(field.name for field in dataclasses.fields(EngineOptions)), "observe"]
     for name in options:
         if name not in known:

@@ -1,6 +1,6 @@
 """The output of a request, on its way to its listener.
 
-``RequestOutput`` is a request in the engine, with its reader, its grammar's matcher and its
+``RequestOutput`` holds a request in the engine with its reader, its grammar's matcher and its
 listener.
 """
 
@@ -19,8 +19,11 @@ OnEvent = Callable[[Event], None]
 
 
 class RequestOutput:
-    """reason: set once the answer is complete.  error: what the request's own work has raised; then
-    nothing more is read.  last_time: of the newest token, before the first one of the submission.
+    """A request in the engine and the state of its answer.
+
+    reason: set once the answer is complete. error: the exception that the request's own text,
+    grammar or listener raised; after an error nothing more is read. last_time: time of the newest
+    token, or of the submission before the first token.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class RequestOutput:
         self.error: Exception | None = None
 
     def read(self, written: Written) -> dict[str, Any]:
-        """What is news in what a row has written, as fields of an Event."""
+        """Return the new tokens, logprobs and text of a row, as fields of an Event."""
         sequence = self.sequence
         kept, text = self.reader.read(written.tokens)
         news: dict[str, Any] = {
@@ -58,12 +61,12 @@ class RequestOutput:
             self.matcher.read(news["tokens"])
             self.reason = "stop" if self.matcher.is_complete else None
         if self.reason is not None or not sequence.remaining:
-            text += self.reader.close()  # which may complete a stop string
+            text += self.reader.close()  # closing may complete a stop string
             self.reason = self.reason or ("stop" if self.reader.stopped else "length")
         return {**news, "text": text}
 
     def emit(self, **news: Any) -> None:
-        """Tell the listener, which may raise."""
+        """Call the listener with an Event; the listener may raise."""
         sequence = self.sequence
         self.on_event(
             Event(

@@ -1,23 +1,25 @@
-"""Pages: whose the cache's memory is, and which of it new prompts may begin with.  No jax.
+"""Pages: who owns the cache's memory, and which pages new prompts may begin with. No jax.
 
-    pages = Pages(count, size)
+    pages = KVPages(count, size)
     held = pages.begin(tokens, key)       the longest known prefix, shared
-    pages.grow(held, n)                   n more pages of its own, or False
+    pages.grow(held, n)                   adds n pages; False if there are too few
     pages.publish(held, tokens, key)      full pages of these tokens may be shared from now on
     pages.release(held)
 
-A page is ``size`` tokens of every attention layer.  Known prefixes are a tree: a node is one full
-page below the pages before it; it has a reference for each sequence that holds it.  A page is free,
-or its sequence's own, or a node's.  There is one tree for each key, an adapter with the salt of
-those who may share (``Request.cache_key``): nothing is shared between two keys.
+A page holds ``size`` tokens of every attention layer. Known prefixes form a tree: a node is one
+full page that follows the pages of its parents. A node has one reference for each sequence that
+holds it. A page is free, belongs to one sequence, or belongs to a node. Each key has a tree of its
+own, and nothing is shared between two keys. A key is an adapter with a cache salt
+(``Request.cache_key``).
 
-GLA layers keep one state a row and not one a token, so a prefix is of use where a snapshot of the
-state was taken: ``snapshot`` gives the last published page one of ``states`` rows for it, and with
-``states`` only such prefixes are found.  unit: prefixes are found in multiples of so many tokens.
+GLA layers keep one state a row and not one a token. So a prefix can be reused only where a snapshot
+of the state was taken. ``snapshot`` gives the last published page one of ``states`` rows for its
+snapshot. If ``states`` is positive, only prefixes with snapshots are found. The length of a prefix
+is a multiple of ``unit`` tokens.
 
-Contract: a node with references is never evicted, and no node before its children; of the others
-the one that was released longest ago goes first.  Sources: vLLM's pages and hashed blocks (arXiv
-2309.06180), SGLang's RadixAttention (2312.07104).
+Contract: a node with references is never evicted, and no node is evicted before its children. Among
+the other nodes the one that was released longest ago goes first. Sources: vLLM's pages and hashed
+blocks (arXiv 2309.06180), SGLang's RadixAttention (2312.07104).
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from jaxllama.errors import JaxLlamaError
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A page that may be shared.  state: the snapshot's row, if there is one.  A root has no page
-    and no parent; its key stands in place of tokens."""
+    """A page that may be shared. state: row of its snapshot, if it has one.
+
+    A root has neither page nor parent; its ``tokens`` field holds the key.
+    """
 
     tokens: Hashable
     page: int
@@ -44,22 +48,27 @@ class Node:
 
 @dataclasses.dataclass
 class Held:
-    """A sequence's pages, in order.  nodes: of the first of them; a node's page may be another than
-    the sequence's, where two have written the same tokens at the same time."""
+    """A sequence's pages, in order. nodes: the tree's nodes for the first of these pages.
+
+    A node's page differs from the sequence's page where two sequences wrote the same tokens at the
+    same time.
+    """
 
     pages: list[int] = dataclasses.field(default_factory=list)
     nodes: list[Node] = dataclasses.field(default_factory=list)
 
     @property
     def own(self) -> Iterable[int]:
-        """Pages that nobody else has."""
+        """Yield the pages that no other sequence shares."""
         for index, page in enumerate(self.pages):
             if index >= len(self.nodes) or self.nodes[index].page != page:
                 yield page
 
 
 class KVPages:
-    """share: False where a prefix's keys and values depend on what follows it."""
+    """The pages of one engine. share: False if a prefix's keys and values depend on what follows
+    it.
+    """
 
     def __init__(
         self, count: int, size: int, *, states: int = 0, unit: int = 1, share: bool = True
@@ -72,21 +81,22 @@ class KVPages:
         self._free_states = list(reversed(range(states)))
         self.known = 0  # pages that may be shared
         self._unreferenced = 0
-        self._leaves: dict[Node, None] = {}  # without references or children, longest idle first
+        # nodes without references and children, longest idle first
+        self._leaves: dict[Node, None] = {}
 
     @property
     def available(self) -> int:
-        """Pages that are free, or may be evicted."""
+        """Number of pages that are free or may be evicted."""
         return len(self._free) + self._unreferenced
 
     @property
     def used(self) -> int:
-        """Pages that running sequences hold."""
+        """Number of pages that running sequences hold."""
         return self.count - self.available
 
     @property
     def free(self) -> list[int]:
-        """Pages whose contents are nobody's."""
+        """Pages that neither a sequence nor a node holds."""
         return list(self._free)
 
     @property
@@ -94,11 +104,11 @@ class KVPages:
         return list(self._free_states)
 
     def need(self, tokens: int) -> int:
-        """Pages that so many tokens take."""
+        """Return the number of pages that ``tokens`` tokens take."""
         return -(-tokens // self.size)
 
     def begin(self, tokens: Sequence[int], key: Hashable = None) -> Held:
-        """The longest known prefix of ``tokens``."""
+        """Acquire the longest known prefix of ``tokens``."""
         node, nodes = self._roots.get(key), []
         if self.share and node is not None:
             for first in range(0, len(tokens) - self.size + 1, self.size):
@@ -116,8 +126,11 @@ class KVPages:
         return Held([node.page for node in nodes], nodes)
 
     def grow(self, held: Held, count: int) -> bool:
-        """``count`` more pages; what is known and nobody's goes for them, the longest idle first.
-        False, and nothing has happened, if there are not so many."""
+        """Add ``count`` pages, evicting unreferenced nodes, longest idle first, if free pages run
+        out.
+
+        Returns False, and changes nothing, if too few pages are available.
+        """
         if count > self.available:
             return False
         while len(self._free) < count:
@@ -126,7 +139,7 @@ class KVPages:
         return True
 
     def publish(self, held: Held, tokens: Sequence[int], key: Hashable = None) -> None:
-        """The first pages hold these tokens: others may begin with them, in whole units."""
+        """Make the first pages, which hold these tokens, known to later prompts, in whole units."""
         whole = len(tokens) // self.unit * self.unit // self.size
         for index in range(len(held.nodes), whole if self.share else 0):
             if held.nodes:
@@ -144,8 +157,11 @@ class KVPages:
             held.nodes.append(node)
 
     def snapshot(self, held: Held, tokens: int) -> int | None:
-        """The row for the state after ``tokens``, which have just been published; None where it is
-        not wanted, or known, or there is no room."""
+        """Return the row for a snapshot of the state after ``tokens`` tokens, which were just
+        published.
+
+        Returns None if no snapshot is wanted, if it exists already, or if there is no row for it.
+        """
         at = tokens // self.size
         if not self._needs_state or tokens % self.unit or not 0 < at <= len(held.nodes):
             return None

@@ -1,12 +1,13 @@
 """Passes: the engine's part of a decode call, which runs ``decoding.loop`` on its rows.
 
-The engine adds masks of allowed tokens, forced tokens, the likeliest tokens and their
+The engine adds masks of allowed tokens, forced tokens, the likeliest tokens with their
 log-probabilities, and rows with different limits.
 
-Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs those
-that some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
+Sampling: one program contains all features of ``sample``. A ``lax.switch`` runs the features that
+some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
 
-On a GPU the loop is one CUDA graph, which nothing in it may prevent: XLA's sorts and scans do.
+On a GPU the loop is one CUDA graph. Operations that a graph cannot contain, such as XLA's sorts and
+scans, must stay out of the loop.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import commit, forward, logits, propose
 
 Params = dict[str, Any]
-# Branches of the sampler: greedy, greedy with edited logits, everything.
+# Branches of the sampler: greedy, greedy with edited logits, and all features.
 _EDITS = ("bias", "penalties")
 _LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
 HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
 
 
 def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
-    """The cheapest branch of the sampler that serves all of these."""
+    """Return the cheapest branch of the sampler that serves all of these requests."""
     if any(row.temperature > 0 for row in requests):
         return HIGHEST_LEVEL
     return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
@@ -59,8 +60,8 @@ def run(
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run one decode call, see ``slots.decode``.
 
-    limits int32 ``[B]``: most tokens of each row.  orders int32 ``[3]``: the sampler's branch,
-    whether the likeliest tokens are wanted, most passes.
+    limits int32 ``[B]``: largest number of new tokens of each row. orders int32 ``[3]``: the
+    sampler's branch, whether the likeliest tokens are wanted, and the largest number of passes.
     """
     level, wants_top, steps = orders
     drafts_here = len(widths) > 1
@@ -128,7 +129,7 @@ def run(
 def _rows_of(
     slots: BatchState, width: int, draft_by: NGram | ModelDraft, drafts_here: bool
 ) -> Rows:
-    """The slots as ``decoding`` knows rows, with none of the call's ``width`` tokens written."""
+    """Return the slots as ``decoding``'s Rows, with none of the call's ``width`` tokens written."""
     cache, drafting = slots.cache, slots.drafting
     none = jnp.zeros((slots.size,), jnp.int32)
     done = (~slots.active).astype(jnp.int32)
@@ -159,7 +160,7 @@ def _rows_of(
 def _after(
     slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft, drafts_here: bool
 ) -> BatchState:
-    """The slots after a call that ends with ``rows``."""
+    """Return the slots after a call that ends with ``rows``."""
     fields, drafting = rows.fields, slots.drafting
     has_written = fields.count > 0
     remaining = slots.remaining - fields.count
@@ -187,7 +188,7 @@ def _after(
 def _draw_with(
     cfg: ModelConfig, sampling: SamplingParams, masks: jax.Array, level: jax.Array
 ) -> Draw:
-    """``sample`` by the sampler's branch, of the tokens that masks allow."""
+    """Return a Draw that samples, by the sampler's branch, from the tokens that the masks allow."""
 
     def draw(
         scores: jax.Array, inputs: Inputs, history: History | None
@@ -214,13 +215,13 @@ def _draw_with(
 
 
 def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens and their log-probabilities, ``[B, width, n]``, before the call."""
+    """Return empty buffers of the likeliest tokens and their logprobs, ``[B, width, n]``."""
     shape = batch, width, min(MAX_LOGPROBS, cfg.vocab_size)
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
 def _top_collector(wants_top: jax.Array, drafts_here: bool) -> Any:
-    """``loop.run``'s collect, which adds the likeliest tokens of a turn."""
+    """Return the ``collect`` of ``loop.run``, which adds the likeliest tokens of a turn."""
 
     def collect(
         top: tuple[jax.Array, jax.Array], inputs: Inputs, report: TurnReport
@@ -252,14 +253,17 @@ def _draft(
     most: int,
     level: jax.Array,
 ) -> tuple[Rows, Drafted]:
-    """(the rows, whose draft may have read more of their text; the proposals of live rows).
+    """Return (the rows, whose draft model may have read more of their text; proposals of live
+    rows).
 
-    A row that has written ``count`` of the call's up to ``limits[B]`` tokens proposes what its pace
-    asks for; where tokens are forced, it proposes those.
+    A row may write up to ``limits[B]`` tokens in the call and has written ``count`` of them. It
+    proposes as many tokens as its pace asks for. Where the grammar forces tokens, the row proposes
+    the forced tokens.
     """
     fields = rows.fields
     is_live = fields.is_live(limits)
-    if cfg.attn_sparsity < 1.0:  # a prompt's last token attends otherwise than those it verifies
+    # a prompt's last token attends otherwise than the tokens of its draft
+    if cfg.attn_sparsity < 1.0:
         is_live = is_live & ~jnp.any(is_live & prompted & (fields.count == 0))
     room = jnp.minimum(limits - fields.count - 1, most)
     wanted = jnp.where(is_live & (fields.wait == 0), jnp.minimum(fields.ask, room), 0)
@@ -289,7 +293,7 @@ def _draft(
 
 
 def _draw_at(level: jax.Array) -> Any:
-    """``sample``, by the sampler's branch."""
+    """Return a function that samples by the sampler's branch."""
 
     def draw(
         scores: jax.Array, sampling: SamplingParams, positions: jax.Array, history: History
@@ -306,8 +310,9 @@ def _draw_at(level: jax.Array) -> Any:
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # One after the other, of equals the first: neither XLA's sort, which ``top_k`` is, nor what
-    # ``scan`` stacks can be part of a CUDA graph, and a loop that is none keeps the host waiting.
+    # Take the maximum repeatedly; the first of equal scores wins. A CUDA graph can contain neither
+    # XLA's sort, which ``top_k`` uses, nor the stacking of ``scan``, and a loop without a graph
+    # keeps the host waiting.
     index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
     token = jnp.full((len(scores), 1), -1, jnp.int32)
@@ -328,8 +333,10 @@ def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _allowed(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
-    """bool ``[B, T, V]``: what rows' tokens ``index[B, T]`` of a call may be; masks as of
-    ``slots.decode``, the lowest bit first."""
+    """Return bool ``[B, T, V]``: the tokens allowed at positions ``index[B, T]`` of a call.
+
+    masks: as of ``slots.decode``, the lowest bit first.
+    """
     words = -(-vocab_size // 32)
     bits = masks[:, :words, None] >> jnp.arange(32, dtype=jnp.uint32)
     free = (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], 1, -1)[:, :, :vocab_size]
@@ -339,7 +346,7 @@ def _allowed(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _forced(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
-    """int32 ``[B, T]``: what rows' tokens ``index[B, T]`` must be, or -1."""
+    """Return int32 ``[B, T]``: the token forced at positions ``index[B, T]`` of a call, or -1."""
     forced = masks[:, -(-vocab_size // 32) :].astype(jnp.int32) - 1
     found = jnp.take_along_axis(forced, index, axis=1, mode="clip")
     return jnp.where(index < forced.shape[1], found, -1)

@@ -1,17 +1,18 @@
-"""Programs: what an engine compiles, kept in a file for the next engine like it.
+"""Programs: the compiled programs of an engine, kept in a file for the next engine like it.
 
     programs = Programs(folder(), device)
-    programs.add({key: Wanted(jitted, arguments, ...), ...})     read, or compiled and kept
-    programs.add_first(..., n)          the first n of them
-    programs.add_rest(..., n)           the others, in a thread
+    programs.add({key: Wanted(jitted, arguments, ...), ...})     reads, or compiles and keeps them
+    programs.add_first(..., n)          compiles the first n of them
+    programs.add_rest(..., n)           compiles the others, in a thread
     programs.call(key, wanted)          runs the compiled program, or the jitted function
 
-jax's cache of compiled programs is asked with a program's lowered text.  For the fifty programs of
-an engine on a GPU tracing and lowering are most of a second start: Python, a kernel's operations
-one by one, which no threads share.  So what was compiled is kept as a whole, under a name that says
-all that it follows from: this code, jax and its settings, the device, the arguments' shapes.  On a
-CPU programs call handlers that exist once they were registered (``pallas_kernels/cpu``): those are
-kept with them.  On a GPU they call the runtime of Mosaic GPU.
+jax's own cache of compiled programs is keyed by a program's lowered text. Tracing and lowering the
+fifty programs of an engine on a GPU takes most of a second start. Both are Python code that threads
+cannot share. So this module keeps the compiled programs as a whole. The file's name is a hash of
+everything that the programs depend on: this code, jax and its settings, the device, and the
+arguments' shapes. On a CPU programs call handlers that must be registered first
+(``pallas_kernels/cpu``), so the handlers are kept with the programs. On a GPU programs call the
+runtime of Mosaic GPU.
 
 Left out: meshes.
 """
@@ -44,15 +45,18 @@ from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
-PATIENCE = 1.0  # most seconds that a program waits for more urgent work before it is compiled
-LOOK = 0.01  # seconds between two looks at that work
+PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
+LOOK = 0.01  # seconds between two checks for that work
 _log = logging.getLogger("jaxllama.serving")
-KEPT = 4  # files: other sizes, other models; half a GB for an 8B model's engine on a GPU
+# number of files kept, one for each set of sizes; half a GB for an 8B model's engine on a GPU
+KEPT = 4
 
 
 class Wanted(NamedTuple):
-    """A jitted function and what it is compiled for.  cfg: its first argument, if it takes one;
-    static: those that it is told by name."""
+    """A jitted function and the arguments that it is compiled for.
+
+    cfg: its first argument, if it takes a ModelConfig. static: its static keyword arguments.
+    """
 
     jitted: Any
     arguments: tuple[Any, ...]
@@ -75,16 +79,20 @@ class Wanted(NamedTuple):
 
 
 def folder() -> Path | None:
-    """Beside jax's compiled programs; None where nothing is kept."""
-    config: Any = jax.config  # its options are made at import, where no type checker sees them
+    """Return the folder beside jax's compiled programs; None where nothing is kept."""
+    config: Any = jax.config  # a type checker does not see these options, which jax makes at import
     known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    # Without handlers nothing is known of a CPU by which to tell it from another.
+    # Without handlers nothing identifies the CPU.
     is_told = jax.default_backend() != "cpu" or jit.unavailable() is None
     return Path(known) / "engines" if is_told and known and os.path.isdir(known) else None
 
 
 class Kept(NamedTuple):
-    """handlers: of the CPU, that the programs call.  programs: what jax makes of each."""
+    """The contents of a kept file.
+
+    handlers: the CPU handlers that the programs call. programs: jax's serialization of each
+    program.
+    """
 
     handlers: tuple[Any, ...]
     programs: list[tuple[bytes, Any, Any]]
@@ -120,7 +128,7 @@ class Programs:
         return sum(made.done() for made in self._made.values())
 
     def call(self, key: Hashable, wanted: Wanted) -> Any:
-        """Run a program.  If it is not compiled yet, wait for this one alone."""
+        """Run a program. If it is not compiled yet, wait for this program alone."""
         made = self._made.get(key)
         if made is None:
             return wanted.run()
@@ -129,14 +137,17 @@ class Programs:
         return made.result()(*wanted.arguments)
 
     def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
-        """Read the programs from their file; if there is none, compile them in parallel and keep
-        them.  Returns when all are there."""
+        """Read the programs from their file. If there is none, compile them in parallel and keep
+        them.
+
+        Returns when all programs are compiled.
+        """
         if not self._open(wanted):
             self._compile_all(wanted, os.cpu_count() or 1)
             self._keep(wanted)
 
     def add_first(self, wanted: Mapping[Hashable, Wanted], n: int) -> None:
-        """Do the same for the first ``n`` programs; ``add_rest`` makes the others."""
+        """Read all programs, or compile the first ``n``; ``add_rest`` compiles the others."""
         if not self._open(wanted):
             first = list(wanted)[:n]
             self._compile_all({key: wanted[key] for key in first}, os.cpu_count() or 1)
@@ -214,8 +225,10 @@ class Programs:
             return is_free
 
     def _lowered(self, key: Hashable, wanted: Wanted) -> Any:
-        """Return the lowered program, or the exception of lowering it, or None for a program that
-        another key has already."""
+        """Return the lowered program or the exception of lowering it.
+
+        Returns None if another key has the same program.
+        """
         with self._lowering:
             try:
                 lowered = wanted.lower()
@@ -316,14 +329,17 @@ def _copy(made: Future[Any], to: Future[Any]) -> None:
 
 
 def _tell_where_kernels_are() -> None:
-    """Programs link with the runtime of Mosaic GPU, whose place this module tells jaxlib when it is
-    imported; what is lowered imports it, but what was kept is not lowered again."""
+    """Tell jaxlib where the runtime of Mosaic GPU is, with which programs link.
+
+    jax does so when it imports the module below. Lowering imports that module, but kept programs
+    are not lowered.
+    """
     with contextlib.suppress(ImportError):
         importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
 def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
-    """The file of these programs on a jax.Device: of all that they follow from."""
+    """Return the file name of these programs on a jax.Device: a hash of all that they depend on."""
     digest = hashlib.sha256()
     for package in (jaxllama, pallas_kernels):
         root = Path(package.__path__[0])
@@ -340,7 +356,10 @@ def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
 
 
 def read(path: Path) -> Kept | None:
-    """None if there is no such file.  Raises ValueError for one that is damaged."""
+    """Return the kept programs; None if there is no such file.
+
+    Raises ValueError if the file is damaged.
+    """
     data = sealed.read(path)
     if data is None:
         return None

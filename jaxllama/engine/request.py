@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20
 
 
 class QueueFull(JaxLlamaError):
-    """The engine has as many waiting requests as it takes; ``retry_after`` is in seconds."""
+    """The engine's queue is full. ``retry_after`` is the suggested wait in seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(f"the queue is full: {waiting} requests are waiting")
@@ -34,13 +34,17 @@ class EngineClosed(JaxLlamaError):
 
 
 class EngineFailed(Exception):
-    """A step of the engine raised: it does nothing any more.  The message says what."""
+    """A step of the engine raised, so the engine has stopped. The message names the error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What the output must match: a JSON schema (its JSON text; "{}" is any JSON), a regular
-    expression, or a grammar in llguidance's Lark (several that name each other as its JSON)."""
+    """A constraint that the output must match.
+
+    source: the text of a JSON schema ("{}" allows any JSON), of a regular expression, or of a
+    grammar in llguidance's Lark dialect. Several Lark grammars that refer to each other are given
+    as llguidance's JSON.
+    """
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str
@@ -56,24 +60,49 @@ class Grammar:
 class Request:
     """One prompt to be continued.
 
-    id: the caller's own, unique among requests in flight.
-    prompt: token ids.
-    sampling: as for ``LanguageModel.generate``; a seed of None is 0.
-    stop: strings that end the text, across token borders too.  stop_token_ids: tokens that end it
-        beside the model's own.
-    min_tokens: neither of them, nor a stop token, ends the text before so many.
-    skip_special_tokens: false writes special tokens out in the text, but for those that end it.
-    logprobs: how many alternatives to report per token beside the chosen one's, None for no
-        logprobs at all, up to 20.
-    allowed_token_ids: no other token is written, None for all.  A stop token that is none of them
+    Parameters
+    ----------
+    id : str
+        Chosen by the caller; unique among the requests in flight.
+    prompt : sequence of int
+        Token ids, at least one.
+    max_new_tokens : int
+        Largest number of tokens that are generated, at least 1.
+    sampling : Sampling
+        As for ``LanguageModel.generate``. A seed of None is 0.
+    stop : sequence of str
+        Strings that end the text, also where they span several tokens.
+    logprobs : int or None
+        Number of alternatives to report for each token, up to 20. None reports no logprobs at all.
+    priority : int
+        Requests with a larger priority run first and may preempt smaller ones. One step of priority
+        is worth arriving 1,024 requests earlier.
+    deadline : float or None
+        Seconds from submission after which the request ends with the reason "deadline".
+    grammar : Grammar or None
+        Constraint that the output must match.
+    ignore_eos : bool
+        Generate past the model's stop tokens (for benchmarks).
+    adapter : str or None
+        Name of one of the model's adapters, as for ``LanguageModel.generate``.
+    stop_token_ids : sequence of int
+        Tokens that end the text in addition to the model's own stop tokens.
+    min_tokens : int
+        Number of tokens before which no stop string and no stop token ends the text.
+    skip_special_tokens : bool
+        False writes special tokens into the text, except those that end it.
+    allowed_token_ids : sequence of int or None
+        The only tokens that may be generated; None allows all. A stop token that is not among them
         does not end the text.
-    include_stop: the text has the stop string, or the stop token's text, at its end.
-    priority: larger goes first, and may push out smaller; 1 more is as much as having come 1,024
-        requests earlier.
-    deadline: seconds from submission after which the request ends with reason "deadline".
-    ignore_eos: go on past the model's stop tokens (for benchmarks).
-    adapter: one of the model's, as for ``LanguageModel.generate``.
-    cache_salt: requests share cached prompt prefixes only with requests that have the same salt.
+    include_stop : bool
+        Whether the text ends with the stop string or the stop token's text.
+    cache_salt : str
+        Requests share cached prompt prefixes only with requests that have the same salt.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field has the wrong type or lies outside its range.
     """
 
     id: str
@@ -102,7 +131,7 @@ class Request:
             allowed = tuple(int(token) for token in self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "stop", tuple(self.stop))
-        # The engine's thread computes with these: what is none of its kind is known here.
+        # Wrong types are refused here, because the engine's thread computes with these values.
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if isinstance(value, bool | np.integer):
@@ -168,17 +197,28 @@ def _named(kinds: tuple[type, ...]) -> str:
 class Event:
     """Some new tokens of one request.
 
-    tokens, logprobs: new ones, a stop token included; logprobs are natural logs under the model's
-        own distribution.  top_logprobs: per token, the ``request.logprobs`` likeliest (id,
-        logprob), best first; empty unless asked for.
-    text: what became certain (complete characters, no part of a stop string); joined over the
-        events it is the text of ``LanguageModel.generate``.
-    finish_reason: set on the last event only, which may have no tokens.
-    error: what went wrong, for "error": a JaxLlamaError where the request asked too much (a grammar
-        that turned out too complex), EngineFailed where the engine failed with all its requests,
-        else what the request's own text, grammar or listener raised.  message: its text.
-    prompt_tokens, cached_tokens, completion_tokens: so far; cached ones are those of the prompt
-        that were found in the prefix cache.
+    Attributes
+    ----------
+    id : str
+        Id of the request.
+    tokens : tuple of int
+        The new tokens, a stop token included.
+    text : str
+        Text that became certain: complete characters that cannot be part of a stop string. The
+        texts of all events, joined, are the text of ``LanguageModel.generate``.
+    logprobs : tuple of float
+        Natural logarithms under the model's own distribution, one for each token.
+    top_logprobs : tuple of tuples of (int, float)
+        For each token the ``request.logprobs`` likeliest (id, logprob) pairs, best first. Empty if
+        the request asked for none.
+    finish_reason : str or None
+        Set on the last event only, which may have no tokens.
+    error : Exception or None
+        The failure behind the reason "error". It is a JaxLlamaError for a request that asked too
+        much, for example a grammar that turned out too complex. It is EngineFailed when the whole
+        engine failed. Otherwise it is the exception of the request's own text, grammar or listener.
+    prompt_tokens, cached_tokens, completion_tokens : int
+        Totals so far. Cached tokens are the prompt's tokens that were found in the prefix cache.
     """
 
     id: str

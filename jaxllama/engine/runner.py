@@ -1,6 +1,6 @@
 """Runner: carries out the scheduler's plans on the device.
 
-It owns the engine's arrays (``slots``) and knows which shapes there are.  It decides nothing about
+It owns the engine's arrays (``slots``) and knows which shapes there are. It decides nothing about
 requests.
 """
 
@@ -34,8 +34,11 @@ from jaxllama.parallel.mesh import mesh_of
 
 
 class Written(NamedTuple):
-    """What one row has written in a decode call, and how many tokens it drafted and accepted for
-    that.  top: ids and logprobs of the likeliest tokens, each ``[width, n]``, if somebody asked."""
+    """The tokens and logprobs that one row generated in a decode call.
+
+    drafted, accepted: numbers of drafted and accepted tokens. top: ids and logprobs of the
+    likeliest tokens, each ``[width, n]``, if a request of the call asked for them.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -45,7 +48,10 @@ class Written(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A decode call: ``row_of`` each sequence, of ``n`` rows with up to ``context`` pages."""
+    """The arguments of a decode call of ``n`` rows with up to ``context`` pages each.
+
+    row_of: the call's row of each sequence.
+    """
 
     params: device.Params
     orders: np.ndarray
@@ -57,7 +63,7 @@ class Decode(NamedTuple):
 
 
 class DrawnOnDevice(NamedTuple):
-    """What ``slots.decode`` gave of it, on the device."""
+    """The results of ``slots.decode`` on the device."""
 
     row_of: dict[Sequence, int]
     rows: jax.Array
@@ -65,9 +71,11 @@ class DrawnOnDevice(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A step that the runner does.  drawn: what ``Runner.read`` turns into what its rows have
-    written, None without a decode call.  handed: set once the device has all that comes before
-    that call."""
+    """A step in the runner's thread.
+
+    drawn: the results that ``Runner.read`` reads; None without a decode call. handed: set once the
+    device has all work that precedes the decode call.
+    """
 
     drawn: Future[DrawnOnDevice | None]
     handed: threading.Event
@@ -93,7 +101,7 @@ class Runner:
             unit=options.unit,
             share=options.prefix_cache,
         )
-        # Loops and branches of which the host knows nothing; on a mesh prompts gain nothing by it.
+        # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
         compiled = functools.partial(
             compiler_options.compiled_for, static_argnums=0, donate_argnums=2
         )
@@ -104,7 +112,7 @@ class Runner:
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
         self._programs = Programs(folder() if self.mesh is None else None, home)
-        self._told: dict[Sequence, int] = {}  # pages that the device knows of
+        self._told: dict[Sequence, int] = {}  # number of pages that the device knows, by sequence
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
         self._n_masks = -(-cfg.vocab_size // 32)
@@ -135,18 +143,20 @@ class Runner:
         return jax.jit(lambda: device.empty_slots(*sizes), out_shardings=places)()
 
     def _masks(self, size: int) -> np.ndarray:
-        """Of that many rows, which allow everything."""
+        """Return masks for ``size`` rows that allow everything."""
         masks = np.zeros((size, self._n_masks + self._width(size)), np.uint32)
         masks[:, : self._n_masks] = 2**32 - 1
         return masks
 
     def _width(self, size: int) -> int:
-        """Most tokens that a decode call of that many rows writes of one."""
+        """Return the largest number of tokens that a row of such a decode call generates."""
         return self.options.steps_per_call * self.options.pass_widths(size)[-1]
 
     def _with(self, rows: int, sequences: Mapping[int, Sequence]) -> device.Params:
-        """The parameters for a call of so many rows, of which these are somebody's.  With adapters
-        each row has its own, or none, in one program."""
+        """Return the parameters for a call of ``rows`` rows, of which ``sequences`` are in use.
+
+        With adapters each row has its own adapter, or none, in one program.
+        """
         if not self.adapters:
             return self.params
         numbers = np.zeros(rows, np.int32)
@@ -156,9 +166,11 @@ class Runner:
         return for_rows(self.params, numbers)
 
     def may_share(self, sequence: Sequence) -> int:
-        """Tokens of a sequence whose keys and values are those of any that begins so.  What was
-        generated may have attended sparsely, has other bits than a prompt's, and leaves no
-        snapshots."""
+        """Return how many first tokens of a sequence other sequences may begin with.
+
+        Generated tokens may have attended sparsely, differ from a prompt's bits, and leave no
+        snapshots.
+        """
         fixed = self.options.deterministic or self.cfg.attn_sparsity < 1.0
         if fixed or self.options.snapshots:
             return min(sequence.to_fill, len(sequence.request.prompt))
@@ -200,7 +212,7 @@ class Runner:
         return None if decode is None else self._decode(decode)
 
     def wait(self) -> None:
-        """Until all that ``run`` was told is done, or handed to the device."""
+        """Wait until all queued plans are done or handed to the device."""
         self._thread.submit(lambda: None).result()
 
     def drop(self, sequence: Sequence) -> None:
@@ -268,7 +280,7 @@ class Runner:
                     yield self._fill(group[first : first + rows], width, fresh)
 
     def _kind(self, fill: Fill) -> tuple[int, bool]:
-        """Tokens of its call, and whether it is a prompt's beginning."""
+        """Return the width of the fill's call in tokens, and whether it begins a prompt."""
         width = next(width for width in self.options.widths if width >= fill.size)
         return width, not fill.begin
 
@@ -319,10 +331,11 @@ class Runner:
                 row = allowed[row_of[sequence]]
                 row[: self._n_masks] = known.mask
                 row[self._n_masks :][: len(known.forced)] = [token + 1 for token in known.forced]
-            allowed = jax.device_put(allowed)  # jit tells it from numpy's
+            # jit treats device arrays and numpy arrays as different arguments
+            allowed = jax.device_put(allowed)
         requests = [sequence.request for sequence in sequences]
         level = level_of([request.sampling for request in requests], bool(masks))
-        if options.deterministic:  # branches round on their own
+        if options.deterministic:  # a branch has its own rounding
             level = HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
         orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
@@ -355,11 +368,11 @@ class Runner:
         return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
 
     def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
-        """What its rows have written, waited for."""
+        """Wait for the results of a decode call, and return them by sequence."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
         width = (rows.shape[1] - 3) // 2
         numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
-        written = [  # lists at once: many small slices of arrays would cost more than the rest
+        written = [  # convert to lists at once: many small slices of arrays would cost more
             Written(tokens[:n], logprobs[:n], drafted, accepted)
             for (n, drafted, accepted, *tokens), logprobs in zip(
                 *(part.tolist() for part in numbers), strict=True
@@ -379,7 +392,7 @@ class Runner:
         return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
-        """Compile every program in every shape, and run it once without rows: the state stays."""
+        """Compile every program in every shape, and run it once without rows; the state stays."""
         calls = self._idle_calls()
         self._programs.add(self._wanted())
         for call in calls:
@@ -388,12 +401,12 @@ class Runner:
         lazy_zeros.trim()
 
     def warm_up_behind(self, is_busy: Callable[[], bool]) -> None:
-        """Do the same for the programs that a first request needs, and for the others behind it.
+        """Compile and run the programs of a first request; a thread does the same for the others.
 
         Parameters
         ----------
         is_busy
-            True while the engine has requests, to which the thread behind yields.
+            True while the engine has requests, to which the thread yields.
         """
         wanted, n = self._wanted(), self._first()
         calls = dict(zip(wanted, self._idle_calls(), strict=True))
@@ -409,7 +422,7 @@ class Runner:
         self._programs.add_rest(wanted, n, is_busy, run)
 
     def stop(self) -> None:
-        """Compile no further programs behind."""
+        """Let the compiling thread end."""
         self._programs.stop()
 
     def _run_idle(self, call: Callable[[], tuple[Hashable, Wanted]]) -> None:
@@ -458,7 +471,7 @@ class Runner:
         return dict(call() for call in self._idle_calls())
 
     def _idle(self, n: int, context: int) -> Decode:
-        """A call that does nothing."""
+        """Return a decode call without rows."""
         rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
         orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
@@ -475,7 +488,7 @@ def _without_layers(slots: device.BatchState) -> device.BatchState:
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Items of one kind, in the order in which the kinds come."""
+    """Group items by kind, in the order in which the kinds first occur."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(kind(item), []).append(item)
@@ -483,7 +496,7 @@ def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def _blank(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """``fill``'s tokens and facts of rows that are nobody's."""
+    """Return the tokens and facts of ``fill`` for unused rows."""
     facts = np.zeros((rows, 4), np.int32)
     facts[:, [0, 3]] = NOBODY
     return np.zeros((rows, width), np.int32), facts

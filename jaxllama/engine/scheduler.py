@@ -1,29 +1,30 @@
-"""Scheduler: which requests run, and what the next step of the engine does.  No jax.
+"""Scheduler: which requests run, and what the next step of the engine does. No jax.
 
-    waiting     by arrival, a step of priority as if ``AGE`` arrivals earlier, so that nobody waits
-                for ever; a preempted sequence keeps its place
-    prefilling  admitted, with a slot and pages, their prompts partly in the cache
-    running     one new token each per decode step
-    ending      the device has been told to write the last that they may; their slots are others'
+    waiting     in order of arrival; a step of priority counts as ``AGE`` earlier arrivals, so that
+                no request waits for ever; a preempted sequence keeps its place
+    prefilling  admitted, with a slot and pages; the prompts are partly in the cache
+    running     rows that generate tokens in each decode step
+    ending      the device was given the last tokens to generate; their slots are free again
 
-``plan`` makes one step: admit, hand out chunks of prompts, make room.  It need not know what the
-step before has written: a row is taken to go on for as long as it may.  Contract:
+``plan`` makes one step: admit requests, hand out chunks of prompts, make room. It does not need the
+results of the step before, because it assumes that a row generates as long as it may. Contract:
 
-* Between two decode steps one chunk, or several of together no more than ``token_budget`` tokens,
-  each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
-  stall running rows.  Chunks end at multiples of ``chunk``.
-* At most ``max_slots`` sequences are admitted, and they hold the pages that their tokens take and
-  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.  A hundredth
-  of all pages is left to those who run, unless they cannot take them.
-* Strict order: nobody overtakes an earlier request of the same priority.
+* Between two decode steps the engine fills one chunk, or several chunks of at most ``token_budget``
+tokens together. A chunk counts as wide as its prefill call (``widths``). So neither a long prompt
+nor many short ones stall the running rows. Chunks end at multiples of ``chunk``.
+* At most ``max_slots`` sequences are admitted. They hold the pages that their tokens take and no
+more (``pages``): the prompt's pages at admission, the answer's pages as it is generated. A
+hundredth of all pages is reserved for running sequences, unless they cannot use it.
+* The order is strict: no request overtakes an earlier one of the same priority.
 * When pages are short, or a more urgent request finds no slot, the last of the least urgent
-  sequences is preempted: it gives up its pages and waits; later what is no longer known of its
-  prompt and of what it wrote is prefilled again, so its tokens are the same.
-  Without ``recompute`` only those are preempted that have written nothing.
-* One sequence alone can always run to its end (``check`` refuses what cannot): there is progress.
+sequences is preempted. It gives up its pages and waits. Later the part of its prompt and output
+that is no longer cached is prefilled again, so its tokens stay the same. Without ``recompute`` only
+sequences without output are preempted.
+* One sequence alone can always run to its end, because ``check`` refuses requests that cannot. So
+there is always progress.
 
-Sources: Orca (OSDI 2022) for iteration-level batching, Sarathi-Serve (arXiv 2403.02310) for
-chunked prefill, vLLM (arXiv 2309.06180) for pages and preemption by recomputation.
+Sources: Orca (OSDI 2022) for iteration-level batching, Sarathi-Serve (arXiv 2403.02310) for chunked
+prefill, vLLM (arXiv 2309.06180) for pages and preemption by recomputation.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from jaxllama.engine.pages import Held, KVPages
 from jaxllama.engine.request import FinishReason, Request
 from jaxllama.errors import JaxLlamaError
 
-# Later arrivals that a step of priority is worth.
+# Number of later arrivals that a step of priority is worth.
 AGE = 1024
-# Of so many pages newcomers leave one to those who run: who takes the last ones is soon preempted,
-# and its prompt computed again.
+# Newcomers leave one page of this many to the running sequences. A newcomer that takes the last
+# pages is soon preempted, and its prompt is computed again.
 RESERVE = 100
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A request on its way.
+    """A request in the scheduler.
 
-    order: of arrival, each newcomer's larger than any before it.  output: tokens written so far.
-    slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
-    in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
-    whose results are not here yet may have written.  unsure: of those, how many it has not if its
-    drafts are wrong.  known: where tokens are restricted, for how many behind ``output`` it is
-    known which may come.
+    order: number of arrival, larger for each newcomer. output: tokens generated so far. slot, held:
+    the row and the pages of an admitted sequence. filled: number of ``tokens`` that are in the
+    cache. cached: number of them that were in the cache at admission. ahead: number of tokens that
+    pending decode calls may generate. unsure: number of those that are generated only if drafts are
+    accepted. known: for a restricted sequence, number of tokens after ``output`` for which the
+    allowed tokens are known.
     """
 
     request: Request
@@ -71,7 +72,7 @@ class Sequence:
 
     @property
     def own_slot(self) -> int:
-        """Of one that is admitted."""
+        """Slot of an admitted request."""
         assert self.slot is not None
         return self.slot
 
@@ -85,8 +86,11 @@ class Sequence:
 
     @property
     def to_fill(self) -> int:
-        """Prefill stops short of the newest token: the decode step appends it and draws the next,
-        so there is one place where tokens are drawn."""
+        """Number of tokens to prefill: all but the newest.
+
+        The decode step appends the newest token and samples the next one, so only decode steps
+        sample.
+        """
         return self.length - 1
 
     @property
@@ -94,19 +98,19 @@ class Sequence:
         return self.request.max_new_tokens - len(self.output)
 
     def room(self, steps: int) -> int:
-        """Of ``steps`` tokens, how many it may still write."""
+        """Return how many of ``steps`` further tokens the request may still generate."""
         return min(steps, self.remaining - (self.ahead - self.unsure))
 
     @property
     def is_masked(self) -> bool:
-        """Whether its next token is restricted."""
+        """Whether the allowed next tokens are restricted."""
         request = self.request
         is_held = request.grammar is not None or request.allowed_token_ids is not None
         return is_held or len(self.output) < request.min_tokens
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Smaller goes first."""
+        """Sort key; smaller values go first."""
         return (self.order - AGE * self.request.priority, self.order)
 
 
@@ -149,10 +153,13 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class TurnPlan:
-    """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
-    row up to so many tokens as ``budgets`` says, in up to ``steps`` passes that give each at least
-    one.  preempted: wait again.  started: have become running.  prefixes: of the admitted
-    sequences."""
+    """One step of the engine.
+
+    The runner gives slots to ``admitted``, runs ``fills`` in order, and then decodes. Each row
+    generates up to ``budgets`` tokens in up to ``steps`` passes, and at least one token in each
+    pass. preempted: sequences that wait again. started: sequences that are running from now on.
+    prefixes: known prefixes of the admitted sequences.
+    """
 
     preempted: list[Sequence]
     admitted: list[Sequence]
@@ -163,18 +170,21 @@ class TurnPlan:
     prefixes: dict[Sequence, Prefix] = dataclasses.field(default_factory=dict)
 
     def unsure(self, sequence: Sequence) -> int:
-        """Tokens that it writes only where drafts are right."""
+        """Return the number of tokens that the sequence generates only if drafts are accepted."""
         return max(self.budgets[sequence] - self.steps, 0)
 
     def settle(self, sequence: Sequence) -> None:
-        """What it has written is known."""
+        """Subtract the sequence's budget from its pending tokens; the step's results are known."""
         sequence.ahead -= self.budgets[sequence]
         sequence.unsure -= self.unsure(sequence)
 
 
 class Scheduler:
-    """may_share(sequence) -> how many of its tokens others may begin with, once they are in the
-    cache.  reach(rows) -> most tokens that each of so many rows writes in a step."""
+    """Decides what each step of an engine does.
+
+    may_share: returns how many tokens of a sequence others may begin with, once they are cached.
+    reach: returns the largest number of tokens that each of ``rows`` rows generates in a step.
+    """
 
     def __init__(
         self,
@@ -199,7 +209,7 @@ class Scheduler:
         self.ending: list[Sequence] = []
         self._newest = -1
 
-    # What is there
+    # State
 
     @property
     def in_flight(self) -> list[Sequence]:
@@ -213,10 +223,10 @@ class Scheduler:
     def n_admitted(self) -> int:
         return len(self.prefilling) + len(self.running)
 
-    # What comes and goes
+    # Requests come and go
 
     def check(self, request: Request) -> None:
-        """JaxLlamaError if the request could never run to its end."""
+        """Raise JaxLlamaError if the request could never run to its end."""
         total, room = len(request.prompt) + request.max_new_tokens, self.pages.count
         if self.pages.need(total) > room:
             raise JaxLlamaError(
@@ -239,7 +249,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_urgency)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; its slot and pages are free."""
+        """Remove a sequence, in whatever state it is, and free its slot and pages."""
         if sequence in self.ending:
             self.ending.remove(sequence)
             sequence.filled = sequence.to_fill
@@ -256,9 +266,10 @@ class Scheduler:
         sequence.slot, sequence.filled = None, 0
 
     def _published(self, fill: Fill) -> Fill:
-        """Return the fill with its snapshot's row, after its pages have been published.
+        """Publish the fill's pages, and return the fill with its snapshot's row.
 
-        Later plans may begin with these pages: the device fills them before it runs those plans.
+        Later plans may begin with these pages, because the device fills them before it runs those
+        plans.
         """
         sequence, end = fill.sequence, fill.end
         self._publish(sequence, end)
@@ -270,11 +281,11 @@ class Scheduler:
         self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.cache_key)
 
     def _shared(self, sequence: Sequence, end: int) -> list[int]:
-        """Of its first tokens up to ``end`` those that others may begin with."""
+        """Return those of the first ``end`` tokens that others may begin with."""
         return sequence.tokens[: min(end, self._may_share(sequence))]
 
     def overdue(self, now: float) -> Iterable[tuple[Sequence, FinishReason]]:
-        """Sequences whose deadline has passed."""
+        """Yield the sequences whose deadline has passed."""
         for sequence in self.in_flight:
             deadline = sequence.request.deadline
             if deadline is not None and now - sequence.submitted >= deadline:
@@ -286,7 +297,7 @@ class Scheduler:
         self._preempted: list[Sequence] = []
         self._newcomers: dict[Sequence, Prefix] = {}
         self._retire()
-        # Pages that are missing for one more token each; kept up to date below.
+        # Number of missing pages for one more token of each sequence; kept up to date below.
         self._next = _total(self._short(1))
         while self._next > self.pages.available:
             self._preempt(self.admitted)
@@ -319,15 +330,18 @@ class Scheduler:
         return _total(self._short(most)) <= self.pages.available
 
     def _retire(self) -> None:
-        """Rows that the device has been told to write to their ends."""
+        """Move the rows whose last tokens are scheduled from ``running`` to ``ending``."""
         for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
             del self.running[sequence.own_slot]
             sequence.slot = None
             self.ending.append(sequence)
 
     def _budgets(self, steps: int) -> dict[Sequence, int]:
-        """What each running row may write.  What may come next is the host's to say where it is
-        restricted: behind what is known such a row waits for what it has written."""
+        """Return the largest number of tokens for each running row.
+
+        For a restricted row the host determines the allowed tokens. Beyond the known ones the row
+        waits until its results have been read.
+        """
         return {
             sequence: room
             for sequence in self.running.values()
@@ -339,13 +353,13 @@ class Scheduler:
         return min(steps, sequence.known - sequence.ahead) if sequence.is_masked else steps
 
     def _growth(self, sequence: Sequence, steps: int) -> int:
-        """Pages that it lacks to write so many more tokens."""
+        """Return the number of pages that the sequence lacks for ``steps`` more tokens."""
         most = len(sequence.request.prompt) + sequence.request.max_new_tokens
         after = min(sequence.length + sequence.ahead + sequence.room(steps), most)
         return max(self.pages.need(after) - len(sequence.held.pages), 0)
 
     def _short(self, steps: int) -> list[tuple[Sequence, int]]:
-        """Admitted sequences that lack pages to write so many more tokens, and how many."""
+        """Return (sequence, missing pages) of those that lack pages for ``steps`` more tokens."""
         size = self.pages.size
         return [
             (sequence, self._growth(sequence, steps))
@@ -354,8 +368,10 @@ class Scheduler:
         ]
 
     def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:
-        """Hand out the token budget in order of urgency: (chunks, whose prompt is complete, whether
-        the budget was too small)."""
+        """Hand out the token budget in order of urgency.
+
+        Returns (fills, sequences whose prompt is complete, whether the budget was too small).
+        """
         budget = self.token_budget
         fills: list[Fill] = []
         started: list[Sequence] = []
@@ -364,7 +380,7 @@ class Scheduler:
             if sequence in self._preempted:
                 break
             if sequence.slot is None:
-                # What is known of it is not known yet.
+                # Its known prefix is not determined before it is admitted.
                 if fills and self._cost(self._next_fill(sequence)) > budget:
                     return fills, started, True
                 if not self._admit(sequence):
@@ -389,8 +405,11 @@ class Scheduler:
         return next((width for width in self.widths if width >= fill.size), fill.size)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """From waiting to prefilling, if there is a slot and pages, or if less urgent sequences
-        have them."""
+        """Move a sequence from waiting to prefilling.
+
+        Less urgent sequences are preempted if that gives it a slot and pages. Returns False if it
+        does not fit.
+        """
         self._begin(sequence)
         if not self._has_room(sequence):
             priority = sequence.request.priority
@@ -408,7 +427,7 @@ class Scheduler:
                 self._preempt(victims)
                 victims = [v for v in victims if v not in self._preempted]
             self.pages.release(sequence.held)
-            self._begin(sequence)  # perhaps with what they have left
+            self._begin(sequence)  # the prefix may be longer now, with the pages of the preempted
         sequence.filled = len(sequence.held.pages) * self.pages.size
         if not sequence.output:
             sequence.cached = sequence.filled
@@ -427,7 +446,7 @@ class Scheduler:
         sequence.held = self.pages.begin(known, sequence.request.cache_key)
 
     def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
-        # Everybody may write one more token before anything else can be done about it.
+        # Each sequence may generate one more token before the scheduler can react.
         need = self._next - sum(self._growth(other, 1) for other in without)
         need += self._growth(sequence, 1)
         others = self.n_admitted - len(without)
@@ -440,7 +459,7 @@ class Scheduler:
         return sum(self._growth(one, one.remaining) for one in stay) <= available
 
     def _preempt(self, victims: list[Sequence]) -> None:
-        """Send the least urgent of ``victims`` back to waiting."""
+        """Move the least urgent of ``victims`` back to waiting."""
         victim = max(victims, key=lambda sequence: sequence.urgency)
         self._next -= self._growth(victim, 1)
         self.finish(victim)

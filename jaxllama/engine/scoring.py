@@ -2,8 +2,9 @@
 
     Scorer(lm)(row, n_top, adapter) -> Scores
 
-One forward pass of the whole row beside the engine, as embeddings have it: padded to a power of
-two, compiled when a length first needs it.  Logits are made for ``BLOCK`` positions at a time.
+One forward pass of the whole row runs beside the engine. As in ``embeddings``, the row is padded to
+a power of two, and a program is compiled when its length first occurs. Logits are computed for
+``BLOCK`` positions at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of a prompt's tokens: natural logs under the model's own distribution, rank 1 for the
-    likeliest, and the ``n_top`` likeliest (id, logprob).  The first has nothing before it."""
+    """Scores of a prompt's tokens under the model's own distribution.
+
+    logprobs: natural logarithms. ranks: 1 is the likeliest token. tops: the ``n_top`` likeliest
+    (id, logprob) pairs at each position. The first token has no context, so its entries are None.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
@@ -41,7 +45,7 @@ class Scores:
 
 
 class Scorer:
-    """See the module docstring."""
+    """Scores one row of token ids at a time; the module docstring has the definition."""
 
     def __init__(self, lm: LanguageModel) -> None:
         self._lm = lm
@@ -56,7 +60,7 @@ class Scorer:
         if lm.adapters:
             params = for_rows(params, np.array([lm.adapter_number(adapter)], np.int32))
         hidden = _hidden(lm.config, params, tokens, np.array([len(row)], np.int32))
-        # Three programs a width, not one for every number that is asked for.
+        # Three programs for each width serve every n_top.
         most = min(n_top if n_top < 2 else MAX_LOGPROBS, lm.config.vocab_size)
         blocks = [
             _scores(lm.config, params, hidden, targets, np.int32(begin), most)
@@ -88,8 +92,11 @@ def _scores(
     begin: jax.Array,
     n_top: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Logprobs and ranks ``[1, B]`` of the targets, ids and logprobs of the likeliest
-    ``[1, B, n_top]``, for the positions from ``begin`` on."""
+    """Score the positions from ``begin`` on.
+
+    Returns the logprobs ``[1, B]`` and ranks ``[1, B]`` of the targets, and the ids and logprobs
+    ``[1, B, n_top]`` of the likeliest tokens.
+    """
     size = min(BLOCK, hidden.x.shape[1])
     hidden = Hidden(lax.dynamic_slice_in_dim(hidden.x, begin, size, axis=1))
     targets = lax.dynamic_slice_in_dim(targets, begin, size, axis=1)

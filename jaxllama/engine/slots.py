@@ -1,24 +1,25 @@
 """Slots: the engine's device state, and the jitted functions that change it.
 
-    Slots(cache, snapshots, token, prompted, active, remaining, ignore_eos, sampling, history,
-          drafting)
+    BatchState(cache, snapshots, token, prompted, active, remaining, ignore_eos, sampling, history,
+               drafting)
 
 A running request is one row of ``cache``, whose attention layers are pages that all rows share.
-Life of a row: ``admit`` gives a slot to a request, with its pages and the state that it begins
-with; its prompt but for the last token goes through ``fill`` into the cache; ``decode`` appends
-each row's newest token and draws the next, several times a call.  Nothing is copied on the way.  A
-slot or a page that is nobody's may hold anything, NaN included.  Rows of Llama, GLA and hybrids and
-every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.  A model
-that drafts has its layers behind the model's own, in the same cache: a page holds its tokens' keys
-and values for both, and so does a snapshot.
+``admit`` gives a slot to a request, with its pages and its initial state. ``fill`` appends the
+prompt, except its last token, to the cache. ``decode`` appends each row's newest token and samples
+the next one, several times a call. Nothing is copied between these calls. A slot or a page without
+an owner may hold anything, NaN included.
 
-``fill`` and ``decode`` run on those rows alone that they are told.
+Llama, GLA and hybrid models and all cache dtypes differ in ``Cache``'s leaves only, so nothing here
+tests for them. A draft model has its layers behind the model's own, in the same cache. A page holds
+its tokens' keys and values for both models, and a snapshot holds both states.
 
-A transfer between host and device costs time whatever its size: what the host says to each is one
-array (``pack``, ``make_orders``), and so is what rows have written.
+``fill`` and ``decode`` change only the rows listed in their arguments.
 
-Donated: what each function returns anew.  Sources: document 3 of the seeds (Inferencer) for slots
-and lengths; Orca; PagedAttention (arXiv 2309.06180).
+A transfer between host and device costs time whatever its size. So the host sends one array to each
+function (``pack``, ``make_orders``) and reads one array of results.
+
+Each function donates the arrays that it returns anew. Sources: Orca (OSDI 2022) for iteration-level
+batching; PagedAttention (arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.parallel.mesh import traced_mesh
 
 Params = dict[str, Any]
-NOBODY = 2**30  # past the last slot, page or snapshot
-MAX_BIAS = 320  # entries of logit_bias a row; OpenAI takes up to 300
+NOBODY = 2**30  # an index past the last slot, page or snapshot
+MAX_BIAS = 320  # largest number of logit_bias entries of a row; OpenAI takes up to 300
 _NGRAM = NGram()
 
 
@@ -63,8 +64,11 @@ def empty_slots(
     text: int = 0,
     draft: ModelConfig | None = None,
 ) -> BatchState:
-    """``size`` slots, all free; the sizes of ``init_pages``, how many snapshots, and how many
-    tokens of text a row drafts from; the model that does, if one does."""
+    """Return ``size`` free slots.
+
+    row_pages, pages, page: as for ``init_pages``. states: number of snapshots. text: number of
+    tokens of text that a row drafts from. draft: config of the draft model, if there is one.
+    """
     cfgs = (cfg,) if draft is None else (cfg, draft)
     caches = [init_pages(one, size, row_pages, pages, page, dtype) for one in cfgs]
     cache = dataclasses.replace(caches[0], layers=sum((one.layers for one in caches), ()))
@@ -85,8 +89,7 @@ def _new_pace(rows: int) -> Pace:
 
 
 def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
-    """Where arrays of slots, or of their shapes, belong: heads are split, all else is
-    everywhere."""
+    """Return the shardings of slots or their shapes: heads are split, all else is replicated."""
     everywhere = NamedSharding(mesh, P())
     places = jax.tree.map(lambda leaf: everywhere, slots)
     cache = cache_shardings(slots.cache, mesh)
@@ -98,8 +101,10 @@ def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
 
 
 def _constrained(slots: BatchState, like: BatchState) -> BatchState:
-    """The arrays where they belong on the mesh of ``like``, if any, whatever the compiler would
-    choose: what a program gives, it takes again without being compiled anew."""
+    """Constrain the arrays to the shardings of ``like``'s mesh, if there is one.
+
+    A program then accepts its own output without being compiled again.
+    """
     mesh = traced_mesh(like.cache.lengths)
     if mesh is None:
         return slots
@@ -107,17 +112,20 @@ def _constrained(slots: BatchState, like: BatchState) -> BatchState:
 
 
 def _take(rows: jax.Array, tree: Any) -> Any:
-    """These rows of every array; past the last, any."""
+    """Return these rows of every array. Indices past the last row give any row."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
 
 
 def _put(rows: jax.Array, old: Any, new: Any) -> Any:
-    """``new``'s rows into these of ``old``; past the last they are dropped."""
+    """Write ``new`` to these rows of ``old``. Indices past the last row are dropped."""
     return jax.tree.map(lambda o, n: o.at[rows].set(n, mode="drop"), old, new)
 
 
 def _by_row(function: Any, rows: jax.Array, cache: Cache, *others: Cache) -> Cache:
-    """``function(rows, ...)`` of what caches have by row; pages are all rows', and the last's."""
+    """Apply ``function(rows, ...)`` to the per-row parts of the caches.
+
+    All rows share the pages, which are taken from the last cache.
+    """
     layers = tuple(
         states[-1] if isinstance(states[0], KVCache) else function(rows, *states)
         for states in zip(*(each.layers for each in (cache, *others)), strict=True)
@@ -128,7 +136,7 @@ def _by_row(function: Any, rows: jax.Array, cache: Cache, *others: Cache) -> Cac
 
 @functools.partial(jax.jit, donate_argnums=0)
 def admit(slots: BatchState, packed: jax.Array) -> BatchState:
-    """Slots for newcomers, as packed Rows say.  No two go to one slot."""
+    """Give slots to the newcomers of packed AdmittedRows. No two of them go to one slot."""
     cache = slots.cache
     assert cache.table is not None
     rows = unpack(packed, slots.history.counts.shape[1], cache.table.shape[1])
@@ -158,7 +166,7 @@ def admit(slots: BatchState, packed: jax.Array) -> BatchState:
 
 
 def _beginning(snapshots: LayerState, index: jax.Array) -> LayerState:
-    """These snapshots, ``[R, ...]``; at -1 the state of no tokens."""
+    """Return the snapshots at ``index``, ``[R, ...]``; at -1 the state before any token."""
 
     def one(leaf: jax.Array) -> jax.Array:
         none = jnp.zeros((len(index), *leaf.shape[1:]), leaf.dtype)
@@ -190,12 +198,12 @@ def fill(
     fresh: bool,
     draft: NGram | ModelDraft = _NGRAM,
 ) -> BatchState:
-    """Append ``tokens[R, T]`` to rows of the cache, the draft's too; no logits.
+    """Append ``tokens[R, T]`` to rows of the cache, the draft model's too; computes no logits.
 
-    facts int32 ``[R, 4]``: each row's slot, past the last for nobody's; how many of its tokens are
-    valid; the whole prompt's length, which dynamic RoPE depends on, and what is behind it was
-    generated; the snapshot that its state then becomes, past the last for none.  fresh: the rows
-    are empty.
+    facts int32 ``[R, 4]``: each row's slot; the number of its valid tokens; the length of the whole
+    prompt; the snapshot that takes the state afterwards. A slot past the last marks an unused row,
+    and a snapshot past the last takes none. Dynamic RoPE depends on the prompt's length, and tokens
+    after the prompt were generated. fresh: whether the rows are empty.
     """
     slot, lengths, totals, snapshot = facts.T
     cache = _by_row(_take, slot, slots.cache)
@@ -220,14 +228,16 @@ def fill(
 
 
 def _parted(cfg: ModelConfig, cache: Cache) -> tuple[Cache, Cache]:
-    """The model's own layers, and those behind them."""
+    """Split a cache into the model's own layers and the draft model's layers behind them."""
     own, more = cache.layers[: cfg.n_layers], cache.layers[cfg.n_layers :]
     return dataclasses.replace(cache, layers=own), dataclasses.replace(cache, layers=more)
 
 
 def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) -> np.ndarray:
-    """What ``decode`` is told, int32.  rows ``[n, 3 + k]``: slot, most tokens, how many pages it
-    had, new ones."""
+    """Return the ``orders`` of ``decode``, int32.
+
+    rows ``[n, 3 + k]``: slot, largest number of new tokens, number of pages so far, new pages.
+    """
     return np.concatenate([[level, wants_top, steps], rows.reshape(-1)]).astype(np.int32)
 
 
@@ -252,19 +262,23 @@ def decode(
     widths: tuple[int, ...] = (1,),
     draft: NGram | ModelDraft = _NGRAM,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
-    """New tokens for each of ``n`` rows, for none more than ``width``; none has more than
-    ``context`` pages.  widths: tokens of a row that a pass may verify, 1 and, where there are
-    drafts, more.  draft: who makes them.
+    """Generate up to ``width`` tokens for each of ``n`` rows, which have up to ``context`` pages.
 
-    orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
-    slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
-    branch; steps: most passes.  masks uint32 ``[n, ceil(V / 32) + width]``: bit i of a row allows
-    token i, to those of its tokens whose column behind the bits is 0; others must be that column's
-    less 1.  Not read at level 0.
+    orders: from ``make_orders``. Slot indices past the last are ignored. In a full batch row i
+    belongs to slot i or is unused. Page indices past the last are ignored too. Its first three
+    entries are the sampler's branch, whether the likeliest tokens are wanted, and the largest
+    number of passes.
 
-    Returns (slots, rows int32 ``[n, 3 + 2 width]``: how many tokens, how many were drafted and how
-    many of those right, the tokens, the bits of their logprobs; the likeliest tokens and their
-    logprobs ``[n, width, top]``, if asked for).
+    masks uint32 ``[n, ceil(V / 32) + width]``: bit i of a row allows token i. The columns behind
+    the bits hold forced tokens: 0 leaves a position to the bits, and t + 1 forces token t. Level 0
+    of the sampler does not read the masks.
+
+    widths: numbers of tokens of a row that a pass may verify: 1, and more where there are drafts.
+    draft: the source of drafts.
+
+    Returns (slots, rows, top). rows int32 ``[n, 3 + 2 width]``: number of new tokens, number of
+    drafted tokens, number of accepted drafts, the tokens, and the bits of their logprobs. top: the
+    likeliest tokens and their logprobs ``[n, width, top]``, if requested.
     """
     told, every = orders[3:].reshape(n, -1), slots
     rows, limits = told[:, 0], told[:, 1]
@@ -310,7 +324,7 @@ def _to_rows(slots: BatchState, rows: jax.Array, new: BatchState) -> BatchState:
 
 
 def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
-    """The cache's rows with more pages, ``[n, k]``, behind the first ``had``."""
+    """Return the cache after the rows got more pages, ``[n, k]``, behind their first ``had``."""
     assert cache.table is not None
     where = had[:, None] + jnp.arange(more.shape[1], dtype=jnp.int32)
     where = jnp.where(more < NOBODY, where, cache.table.shape[1])
@@ -318,13 +332,16 @@ def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
     return dataclasses.replace(cache, table=cache.table.at[index].set(more, mode="drop"))
 
 
-# Newcomers, as arrays and as one array:  packed = pack(make_rows(newcomers, ...))  on the host,
-# rows = unpack(packed, vocab_size, row_pages)  on the device
+# Newcomers travel as one array: the host calls packed = pack(make_rows(newcomers, ...)), and the
+# device calls rows = unpack(packed, vocab_size, row_pages).
 
 
 class Newcomer(NamedTuple):
-    """A request on its way into slot ``slot``; ``output`` is what it has written already.  It
-    begins with ``length`` known tokens, the first of ``pages``, and a snapshot's state."""
+    """A request that is to be admitted to slot ``slot``.
+
+    length: number of tokens of its known prefix, which the first of ``pages`` hold. snapshot: index
+    of the state after them. output: the tokens that it has generated already.
+    """
 
     slot: int
     pages: Sequence[int]
@@ -339,7 +356,7 @@ class Newcomer(NamedTuple):
 
     @property
     def history(self) -> int:
-        """Tokens that its sampling, or its drafts, depend on."""
+        """Number of tokens that the request's sampling, or its drafts, depend on."""
         is_read = self.drafts or self.sampling.has_penalties
         return len(self.prompt) + len(self.output) if is_read else 0
 
@@ -347,14 +364,14 @@ class Newcomer(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdmittedRows:
-    """What ``admit`` needs to know of newcomers, all ``[R, ...]``.
+    """The arguments of ``admit`` for all newcomers, each ``[R, ...]``.
 
-    slot int32: past the last for nobody's.  table int32 ``[R, M]``: a row's pages, and past the
-    last.  snapshot int32: -1 for none.  tokens int32 ``[R, T]``: of the history, the prompt, then
-    the output; n_prompt and n_tokens count them.
+    slot int32: an index past the last slot marks an unused row. table int32 ``[R, M]``: a row's
+    pages, then indices past the last page. snapshot int32: -1 for none. tokens int32 ``[R, T]``:
+    the history, which is the prompt and then the output; n_prompt and n_tokens count them.
     """
 
-    slot: Any  # numpy's arrays on the host, jax's inside of ``admit``
+    slot: Any  # numpy arrays on the host, jax arrays inside of ``admit``
     table: Any
     length: Any
     snapshot: Any
@@ -371,8 +388,11 @@ class AdmittedRows:
 def make_rows(
     newcomers: Sequence[Newcomer], rows: int, width: int, row_pages: int, vocab_size: int
 ) -> AdmittedRows:
-    """The first of ``rows``; the others are nobody's.  width: of the tokens."""
-    slot = np.arange(NOBODY, NOBODY + rows, dtype=np.int32)  # distinct, as admit promises
+    """Fill the first of ``rows`` rows with the newcomers; the others stay unused.
+
+    width: number of columns of the tokens.
+    """
+    slot = np.arange(NOBODY, NOBODY + rows, dtype=np.int32)  # distinct, as ``admit`` requires
     table = np.full((rows, row_pages), NOBODY, np.int32)
     tokens = np.zeros((rows, width), np.int32)
     length, token, n_prompt, n_tokens, remaining = (np.zeros(rows, np.int32) for _ in range(5))
@@ -407,7 +427,7 @@ def make_rows(
 
 
 def pack(rows: AdmittedRows) -> np.ndarray:
-    """Rows as one int32 array ``[R, n]``, floats by their bits."""
+    """Return the rows as one int32 array ``[R, n]``; floats keep their bits."""
     leaves = jax.tree.leaves(rows)
     flat = [leaf.reshape(len(leaf), -1) for leaf in leaves]
     bits = [leaf.astype(np.int32) if leaf.dtype == bool else leaf.view(np.int32) for leaf in flat]
@@ -415,7 +435,7 @@ def pack(rows: AdmittedRows) -> np.ndarray:
 
 
 def unpack(packed: jax.Array, vocab_size: int, row_pages: int) -> AdmittedRows:
-    """Inside a jitted function."""
+    """Undo ``pack``, inside a jitted function."""
     n_rows, columns = packed.shape
     rest = pack(make_rows((), 1, 0, row_pages, vocab_size)).shape[1]
     like = make_rows((), n_rows, columns - rest, row_pages, vocab_size)
@@ -430,7 +450,7 @@ def unpack(packed: jax.Array, vocab_size: int, row_pages: int) -> AdmittedRows:
 
 
 def stack_sampling(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
-    """The rows' parameters in the shape that all rows have: every feature's arrays are there."""
+    """Return the rows' parameters with the arrays of every feature, so that shapes are fixed."""
     params = SamplingParams.on_host(rows, vocab_size)
     ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
     values = np.zeros((len(rows), MAX_BIAS), np.float32)

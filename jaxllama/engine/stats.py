@@ -1,4 +1,4 @@
-"""Stats: an engine's figures at the end of its last step, for whoever watches it."""
+"""EngineStats: an engine's figures at the end of its last step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What an engine is doing and has done.  pages_used: by requests that run; pages_known: that
-    new ones may begin with.  finished: requests by reason.  compilations: programs compiled since
-    the warm-up.  accepted_tokens: of the drafted ones."""
+    """An engine's present state, and its totals since it was created.
+
+    pages_used: pages held by running requests. pages_known: pages that new requests may begin with.
+    finished: number of requests by finish reason. compilations: programs compiled since the
+    warm-up. accepted_tokens: the drafted tokens that the model accepted.
+    """
 
     waiting: int
     prefilling: int

@@ -69,14 +69,14 @@ def rope_and_attend(
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
     weights, eps = (None, None) if norm is None else _checked_norm(qkv, norm)
-    scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
+    static = window, float(qkv.shape[-1] ** -0.5 if scale is None else scale), eps
     find = functools.partial(plan, qkv, k, weights, table)
     on_cpu = functools.partial(_cpu_plan, qkv, k, table, norm is not None)
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
-    static, operands = (window, scale, eps, found), (qkv, cos, sin, k, v, slots, weights, table)
+    operands = qkv, cos, sin, k, v, slots, weights, table
     if found is None:
-        return _composed(static, *operands, implementation=implementation)
-    return _rope_and_attend(chosen(found, implementation), static, *operands)
+        return _composed((*static, found), *operands, implementation=implementation)
+    return _rope_and_attend(chosen(found, implementation), (*static, found), *operands)
 
 
 def _checked_norm(
