@@ -27,7 +27,9 @@ release = version = importlib.metadata.version("jaxllama")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
+smartquotes = False  # they would change --options and code
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

@@ -14,7 +14,7 @@ from typing import Any
 
 _NAMED = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): (?P<text>.*)")
 _CODE = re.compile(r"(``.+?``)")
-_SPECIAL = re.compile(r"([*|`\\]|(?<=\w)_(?!\w))")
+_SPECIAL = re.compile(r"([*|`@\\]|(?<=\w)_(?!\w))")
 
 
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -33,6 +33,9 @@ def readable(lines: list[str]) -> list[str]:
             continue
         is_item = False
         for line in block:
+            if is_item and line.startswith("Raises "):
+                out.append("")
+                is_item = False
             named = _NAMED.fullmatch(line)
             if named:
                 names = ", ".join(f"``{one}``" for one in named["names"].split(", "))
@@ -41,13 +44,7 @@ def readable(lines: list[str]) -> list[str]:
             else:
                 out.append(f"{'  ' if is_item else ''}{_escaped(line.strip())}")
         out.append("")
-    return out + [
-        line if line.strip() in _underlines(line) else _escaped(line) for line in lines[head:]
-    ]
-
-
-def _underlines(line: str) -> tuple[str]:
-    return ("-" * len(line.strip()),)
+    return out + [_escaped(line) for line in lines[head:]]
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:

@@ -113,14 +113,15 @@ def cli() -> str:
 def _options(sub: argparse.ArgumentParser) -> str:
     parts = []
     inner = next((a for a in sub._actions if isinstance(a, argparse._SubParsersAction)), None)
-    for group in sub._action_groups:
-        shown = [a for a in group._group_actions if a.help != argparse.SUPPRESS and a is not inner]
+    first, second, *others = sub._action_groups  # the words, and the options without a group
+    groups = [(second, first._group_actions + second._group_actions)]
+    for group, actions in groups + [(one, one._group_actions) for one in others]:
+        shown = [a for a in actions if a.help != argparse.SUPPRESS and a is not inner]
         rows = [_option(a) for a in shown if "--help" not in a.option_strings]
         if rows:
-            if group.title not in ("options", "positional arguments"):
-                parts.append(
-                    f"**{group.title}**{': ' + group.description if group.description else ''}\n\n"
-                )
+            if group is not second:
+                text = f": {group.description}" if group.description else ""
+                parts.append(f"**{group.title}**{text}\n\n")
             parts.append(_table(("option", "meaning"), rows) + "\n")
     for name, found in () if inner is None else inner.choices.items():
         parts.append(f"### {sub.prog} {name}\n\n{found.description or ''}\n\n{_options(found)}")
