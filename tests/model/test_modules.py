@@ -344,6 +344,7 @@ def test_stacking_and_back_is_the_same_tree():
         stack_layers(PATTERN, {**params, "layer_3": small["layer_3"]})
 
 
+@pytest.mark.slow
 def test_a_loops_numbers_and_gradients_are_those_of_the_layers():
     """A loop's body is a program of its own, whose sums XLA may order differently: 1e-5 of the
     largest value for float32."""
