@@ -18,8 +18,9 @@ its tokens' keys and values for both models, and a snapshot holds both states.
 A transfer between host and device costs time whatever its size. So the host sends one array to each
 function (``pack``, ``make_orders``) and reads one array of results.
 
-Each function donates the arrays that it returns anew. Sources: Orca (OSDI 2022) for iteration-level
-batching; PagedAttention (arXiv 2309.06180).
+Each function donates the arrays that it returns anew. Sources: Inferencer (document 3 of the seeds)
+for slots and lengths; Orca (OSDI 2022) for iteration-level batching; PagedAttention (arXiv
+2309.06180).
 """
 
 from __future__ import annotations

@@ -318,8 +318,10 @@ def available_memory() -> int | None:
 
 
 def check_host_memory(nbytes: int) -> None:
-    """Raises JaxLlamaError if the system does not have that much to give; where it does not say,
-    the allocation itself fails."""
+    """Raise JaxLlamaError if the system has less than ``nbytes`` of memory available.
+
+    If the system does not report its memory, nothing is raised, and the allocation itself may fail.
+    """
     available = available_memory()
     if available is not None and nbytes > available:
         raise JaxLlamaError(

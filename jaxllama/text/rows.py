@@ -1,7 +1,8 @@
 """The rows of one call of ``generate``: prompts to padded tokens.
 
-Widths are buckets, so that a steady state compiles nothing.  What a user passes for every row or
-for each is made one a row here, or refused by name.
+Prompts are padded to a few fixed widths, so that later calls find their programs compiled. An
+argument given once for all rows becomes one value for each row here. A wrong one raises an error
+with its name.
 """
 
 from __future__ import annotations

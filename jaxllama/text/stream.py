@@ -122,7 +122,7 @@ class StopStrings:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For every prefix, the length of its longest proper prefix that is also its suffix."""
+    """Return for every prefix the length of its longest proper prefix that is also its suffix."""
     table, length = [0] * len(pattern), 0
     for index in range(1, len(pattern)):
         while length and pattern[index] != pattern[length]:

@@ -73,7 +73,7 @@ class End(IpcMessage, tag=1):
 
 
 class Finish(IpcMessage, tag=2):
-    """The answer of a body for the journal. None: nobody has it, and the next server makes it."""
+    """The answer of a body for the journal. None: there is no answer; the next server makes it."""
 
     id: str
     answer: str | None
