@@ -40,9 +40,9 @@ class Load:
         prompt = tuple(self._draw.integers(0, vocabulary, self.prompt).tolist())
         request = jl.Request(f"r{self._asked}", prompt, new, ignore_eos=True)
         self._asked += 1
-        self.engine.submit(request, self._told)
+        self.engine.submit(request, self._on_event)
 
-    def _told(self, event: Any) -> None:
+    def _on_event(self, event: Any) -> None:
         self.tokens += len(event.tokens)
         if event.finish_reason is not None:
             self.ended += 1

@@ -27,6 +27,8 @@ from jaxllama.evaluation.speed.harness import timed
 from jaxllama.generation import Params
 from jaxllama.model.cache import Cache
 
+PASSES = 48  # of a call
+
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
 def passes(
@@ -56,9 +58,6 @@ def passes(
         return jl.commit(proposal, kept), chosen
 
     return lax.fori_loop(0, PASSES, body, (cache, newest))
-
-
-PASSES = 48
 
 
 def seconds(

@@ -4,7 +4,6 @@
     for_mesh(mesh)              options for ``jax.jit`` of a loop, None for XLA's defaults
     compiled_for(program, mesh) a jitted loop, with these options
     compiled_here(lowered)      a program that can be serialized
-    donated(at, ...)            a decorator: ``jax.jit`` that donates outside of a trace
 
 On one GPU jax 0.11 makes each step a CUDA graph, and the host reads behind each whether there is
 another.  A graph may hold the loop itself, so that the device decides: 11 us a step less on an
@@ -30,7 +29,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -41,10 +39,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.dispatch import untested_jax
-from pallas_kernels.jax_internals import (
-    get_opaque_trace_state,
-    persistent_cache_min_compile_time_secs,
-)
+from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 
 _KNOWN = untested_jax() is None
 Options = dict[str, str | bool | int]
@@ -110,35 +105,6 @@ def _jit(
     function: Callable[..., Any], options: tuple[tuple[str, Any], ...], jit: tuple[tuple, ...]
 ) -> Any:
     return jax.jit(function, compiler_options=dict(options), **dict(jit))
-
-
-def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
-
-    static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        keeping = jax.jit(function, **static)
-        donating = jax.jit(function, donate_argnums=at, **static)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_traced = get_opaque_trace_state() != _untraced()
-            return (keeping if is_traced else donating)(*args, **kwargs)
-
-        vars(call).update(lower=donating.lower, trace=donating.trace)
-        return call
-
-    return decorate
-
-
-@functools.cache
-def _untraced() -> Any:
-    """jax's state outside of any trace, which a new thread has.  (To look for tracers among the
-    parameters would cost each step hundreds of checks.)"""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(get_opaque_trace_state).result()
 
 
 def _counts(options: Options) -> bool:

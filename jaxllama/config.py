@@ -515,7 +515,7 @@ class ModelConfig:
         slides = self.window_rope is not None and self.window_of(layer) is not None
         return typing.cast(RopeConfig, self.window_rope) if slides else self.rope
 
-    @property
+    @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct RoPEs of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
@@ -540,7 +540,7 @@ class ModelConfig:
         """Query heads per kv head (G)."""
         return self.n_heads // self.n_kv_heads
 
-    @property
+    @functools.cached_property
     def gla_head_dims(self) -> tuple[int, int]:
         """(Dk, Dv) of one GLA head."""
         assert self.gla is not None

@@ -28,14 +28,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jaxllama.compiler_options import donated
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import (
     Params,
     all_logits,
     check_room,
+    donated,
     fill,
-    forward,
     int32_ids,
     or_nan,
     possible_rows,
@@ -129,7 +128,7 @@ def decode_step(
     (tokens,) = int32_ids(tokens)
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
     live = jnp.ones_like(cache.lengths) if cache.capacity is None else is_known.astype(jnp.int32)
-    hidden, after = forward(cfg, params, tokens[:, None], live, cache, sparse=True)
+    hidden, after = decoder.forward(cfg, params, tokens[:, None], live, cache, sparse=True)
     return or_nan(is_known, scores_of(cfg, params, hidden[:, 0], cache, live)), after
 
 

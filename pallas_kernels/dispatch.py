@@ -110,24 +110,25 @@ def device_of(operands: Any) -> Any:
     if (recorder := _recorder.get()) is not None:
         return recorder.device
     for x in jax.tree.leaves(operands):
-        if (device := _device_of_leaf(x)) is not None:
+        device = None
+        if not isinstance(x, Tracer):
+            device = _device_of_array(x)
+        elif (abstract := jax.typeof(x).sharding.mesh.abstract_device) is not None:
+            device = _like(abstract)
+        if device is not None:
             return device
-    return _device_of_mesh(jax.sharding.get_abstract_mesh()) or _default_device()
+    if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return _like(abstract)
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 
-def _device_of_leaf(x: Any) -> Any | None:
-    """Return a device that the array is bound to, or None if it may be anywhere."""
-    if isinstance(x, Tracer):
-        return _device_of_mesh(jax.typeof(x).sharding.mesh)
+def _device_of_array(x: Any) -> Any | None:
+    """Return a device that an array or a shape is bound to, or None if it may be anywhere."""
     sharding: Any = getattr(x, "sharding", None)
     if sharding is None or (isinstance(x, jax.Array) and not x.committed):
         return None
     return next(iter(sharding.device_set))
-
-
-def _device_of_mesh(mesh: Any) -> Any | None:
-    """Return one of this machine's devices of the mesh's kind, or None without a mesh."""
-    return None if mesh.empty or mesh.abstract_device is None else _like(mesh.abstract_device)
 
 
 def _like(abstract: Any) -> Any:
@@ -141,12 +142,6 @@ def _like(abstract: Any) -> Any:
     except RuntimeError:
         here = []
     return next((d for d in here if d.device_kind == abstract.device_kind), abstract)
-
-
-def _default_device() -> Any:
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    is_name = default is None or isinstance(default, str)
-    return jax.devices(default)[0] if is_name else default
 
 
 def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:

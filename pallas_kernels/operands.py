@@ -46,8 +46,10 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
             continue
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")
+        if _is_quantized(x) and not line.quantized:
+            raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(line.dtypes)}")
         if _is_quantized(x):
-            _check_quantized(op, name, x, line)
+            check_parts(op, name, x)
         if line.dtypes[0] in operands:
             _check_same_dtype(op, name, x, line.dtypes[0], operands[line.dtypes[0]])
         elif not _is_quantized(x):
@@ -61,12 +63,6 @@ def _check_same_dtype(op: str, name: str, x: Any, other_name: str, other: Any) -
         raise ValueError(
             f"{op}: {name} is {x.dtype} and {other_name} is {other.dtype}; give them one dtype"
         )
-
-
-def _check_quantized(op: str, name: str, x: Any, line: _Line) -> None:
-    if not line.quantized:
-        raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(line.dtypes)}")
-    check_parts(op, name, x)
 
 
 def check_parts(op: str, name: str, x: Any) -> None:

@@ -29,9 +29,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.derivative import Derivative, is_codes, is_float, linear_p
 from pallas_kernels.dispatch import KERNELS, Implementation, Plan
 from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
 
@@ -81,7 +82,7 @@ class Op:
         leaves, tree = jax.tree.flatten(operands)
         if choice.implementation != "xla" and any(map(_is_explicitly_sharded, leaves)):
             choice = self.unsharded(choice)
-        return _apply(_Call(self, choice, static, tree), *_equally_varying(leaves))
+        return _apply(OpCall(self, choice, static, tree), *_equally_varying(leaves))
 
     def unsharded(self, choice: OpChoice) -> OpChoice:
         """Return the choice for operands over explicit axes, which no kernel takes.
@@ -101,7 +102,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class OpCall:
     op: Op
     choice: OpChoice
     static: Hashable
@@ -117,14 +118,14 @@ class _Call:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _apply(call: _Call, *leaves: jax.Array) -> Any:
+def _apply(call: OpCall, *leaves: jax.Array) -> Any:
     if call.choice.implementation != "xla":
         return _launch(call, leaves)
     assert call.op.xla is not None
     return call.op.xla(call.static, *call.tree.unflatten(leaves))
 
 
-def _launch(call: _Call, leaves: Leaves) -> Any:
+def _launch(call: OpCall, leaves: Leaves) -> Any:
     """Trace the kernel as if on one device; its results vary over the axes that operands do."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     jaxpr, out = jax.make_jaxpr(call.kernel, return_shape=True)(*shapes)
@@ -132,7 +133,7 @@ def _launch(call: _Call, leaves: Leaves) -> Any:
 
 
 @functools.partial(_apply.defjvp, symbolic_zeros=True)
-def _apply_jvp(call: _Call, primals: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+def _apply_jvp(call: OpCall, primals: Leaves, tangents: Leaves) -> tuple[Any, Any]:
     op, saved = call.op, ()
     if op.xla is None:
         raise NotImplementedError(
@@ -144,7 +145,7 @@ def _apply_jvp(call: _Call, primals: Leaves, tangents: Leaves) -> tuple[Any, Any
         operands = jax.tree.unflatten(call.tree, primals)
         out, saved = op.forward(call.choice, call.static, *operands)
     moves = tuple(
-        not (isinstance(t, SymbolicZero) or _is_codes(x))
+        not (isinstance(t, SymbolicZero) or is_codes(x))
         for x, t in zip(primals, tangents, strict=True)
     )
     outs, out_tree = jax.tree.flatten(out)
@@ -155,31 +156,23 @@ def _apply_jvp(call: _Call, primals: Leaves, tangents: Leaves) -> tuple[Any, Any
             operands = jax.tree.unflatten(call.tree, primals)
             primals = jax.tree.leaves(op.at(call.static, operands, out))
         kept = [*primals, *jax.tree.leaves(saved)]
-        f = _Derivative(call, moves, jax.tree.structure(saved))
+        f = Derivative(call, moves, jax.tree.structure(saved))
         d_floats = linear_p.bind(
             *kept,
             *moving,
             n_kept=len(kept),
             f=f,
             transpose=dataclasses.replace(f, transposed=True),
-            out_types=tuple(jax.typeof(x) for x in outs if _is_float(x)),
+            out_types=tuple(jax.typeof(x) for x in outs if is_float(x)),
         )
     d_floats = iter(d_floats)
     d_outs = [
         next(d_floats)
-        if any(moves) and _is_float(x)
+        if any(moves) and is_float(x)
         else SymbolicZero(jax.typeof(x).to_tangent_aval())
         for x in outs
     ]
     return out, jax.tree.unflatten(out_tree, d_outs)
-
-
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _is_codes(x: jax.Array) -> bool:
-    return not _is_float(x) or x.dtype.itemsize == 1
 
 
 def _equally_varying(leaves: Leaves) -> Leaves:
@@ -219,17 +212,14 @@ def _kernel_impl(*args: jax.Array, **params: Any) -> Any:
 
 
 @kernel_p.def_abstract_eval
-def _kernel_types(*args: Any, jaxpr: Any, call: _Call) -> list[Any]:
-    like = args[0]  # of the mesh, and varying as all operands do
-    return [
-        like.update(
-            shape=x.shape,
-            dtype=x.dtype,
-            weak_type=False,
-            sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in x.shape))),
-        )
-        for x in jaxpr.out_avals
-    ]
+def _kernel_types(*args: Any, jaxpr: Any, call: OpCall) -> list[Any]:
+    return [_result_type(args[0], x) for x in jaxpr.out_avals]
+
+
+def _result_type(operand: Any, x: Any) -> Any:
+    """Return the type of a result: on the operand's mesh, and varying as all operands do."""
+    sharding = operand.sharding.update(spec=PartitionSpec(*(None,) * len(x.shape)))
+    return operand.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding)
 
 
 def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
@@ -244,22 +234,30 @@ def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
     return outs, [0] * len(outs)
 
 
-def _kernel_lowering(ctx: Any, *args: Any, jaxpr: Any, call: _Call) -> Any:
-    op, module = call.op, ctx.module_context
+def _kernel_lowering(ctx: Any, *args: Any, jaxpr: Any, call: OpCall) -> Any:
+    obstacle = _obstacle(call, ctx.module_context)
+    if obstacle is not None:
+        return _xla_lowering(ctx, args, call, obstacle)
+    plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
+
+
+def _obstacle(call: OpCall, module: Any) -> tuple[str, ...] | None:
+    """Return why the kernel cannot be part of this module, and a remedy if it is an own one."""
     platform, device = _PLATFORMS[call.choice.implementation]
-    reason, no_kernel = None, functools.partial(op.no_kernel, call.choice)
     if _partitions(module.axis_context) > 1:
-        reason = no_kernel("under a jit over several devices, where XLA would gather operands")
-    elif module.lowering_parameters.for_export:
-        reason = no_kernel("in jax.export, which has no stable form of it", "jit it where it runs")
-    elif tuple(module.platforms) != (platform,) and not call.choice.named:
-        reason = no_kernel(f"for {', '.join(module.platforms)}", f"run it on {device}")
-    if reason is None:
-        plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
-    if call.choice.named or op.xla is None:
-        raise ValueError(reason)
-    form = lambda *leaves: jax.tree.leaves(call.run(op.xla, leaves))  # noqa: E731
+        return ("under a jit over several devices, where XLA would gather operands",)
+    if module.lowering_parameters.for_export:
+        return "in jax.export, which has no stable form of it", "jit it where it runs"
+    is_elsewhere = tuple(module.platforms) != (platform,) and not call.choice.named
+    return (f"for {', '.join(module.platforms)}", f"run it on {device}") if is_elsewhere else None
+
+
+def _xla_lowering(ctx: Any, args: Any, call: OpCall, obstacle: tuple[str, ...]) -> Any:
+    """Lower the op's XLA form; ValueError if it has none, or the caller named the kernel."""
+    if call.choice.named or call.op.xla is None:
+        raise ValueError(call.op.no_kernel(call.choice, *obstacle))
+    form = lambda *leaves: jax.tree.leaves(call.run(call.op.xla, leaves))  # noqa: E731
     return mlir.lower_fun(form, multiple_results=True)(ctx, *args)
 
 
@@ -273,158 +271,3 @@ def _partitions(context: Any) -> int:
 
 batching.primitive_batchers[kernel_p] = _kernel_batching
 mlir.register_lowering(kernel_p, _kernel_lowering)
-
-
-# --- linear_p: a derivative, as a linear function of tangents that knows its transpose -----------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Derivative:
-    """(operands, saved, tangents of those that move) -> tangents of the floats that come out; or,
-    transposed, from those back to those that move."""
-
-    call: _Call
-    moves: tuple[bool, ...]
-    saved: Any
-    transposed: bool = False
-    smooth: bool = False  # made of jax.numpy alone, for the derivative of a derivative
-
-    def __call__(self, *args: jax.Array) -> Any:
-        op, call, n = self.call.op, self.call, len(self.moves)
-        primals, n_kept = args[:n], n + self.saved.num_leaves
-        saved, moved = args[n:n_kept], args[n_kept:]
-        if self.transposed and op.backward is not None and not self.smooth:
-            operands = jax.tree.unflatten(call.tree, primals)
-            saved = jax.tree.unflatten(self.saved, saved)
-            back = op.backward(call.choice, call.static, operands, saved, *moved)
-            back = call.tree.flatten_up_to(back)
-            return [d for d, m in zip(back, self.moves, strict=True) if m]
-        moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
-
-        def form(*moving: jax.Array) -> list[jax.Array]:
-            each = iter(moving)
-            leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
-            outs = jax.tree.leaves(call.run(op.derivative or op.xla, leaves))
-            return [x for x in outs if _is_float(x)]
-
-        if self.transposed:
-            return list(jax.vjp(form, *moving)[1](list(moved)))
-        return jax.jvp(form, tuple(moving), moved)[1]
-
-    def smoothed(self) -> _Derivative:
-        return dataclasses.replace(self, smooth=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """A derivative under vmap, mapped over the leading axes."""
-
-    f: _Derivative | _Mapped
-    axes: tuple[int | None, ...]
-
-    def __call__(self, *args: jax.Array) -> Any:
-        return jax.vmap(self.f, in_axes=self.axes)(*args)
-
-    def smoothed(self) -> _Mapped:
-        return dataclasses.replace(self, f=self.f.smoothed())
-
-
-_Linear = _Derivative | _Mapped
-linear_p = Primitive("linear_derivative")
-linear_p.multiple_results = True
-
-
-@linear_p.def_impl
-def _linear_impl(*args: jax.Array, f: _Linear, **_: Any) -> Any:
-    return _run(f, *args)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run(f: _Linear, *args: jax.Array) -> Any:
-    return f(*args)
-
-
-@linear_p.def_abstract_eval
-def _linear_types(*args: Any, out_types: tuple[Any, ...], **_: Any) -> list[Any]:
-    return list(out_types)
-
-
-def _linear_jvp(
-    primals: Leaves, tangents: Sequence[Any], *, f: _Linear, n_kept: int, **params: Any
-) -> Any:
-    bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
-    out = bind(*primals)
-    moves = [
-        not (isinstance(t, ad.Zero) or _is_codes(x)) for x, t in zip(primals, tangents, strict=True)
-    ]
-    if not any(moves[:n_kept]):
-        return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))
-
-    def form(*moving: jax.Array) -> Any:
-        each = iter(moving)
-        return f.smoothed()(*(next(each) if m else x for x, m in zip(primals, moves, strict=True)))
-
-    moving = [(x, t) for x, t, m in zip(primals, tangents, moves, strict=True) if m]
-    at, along = zip(*moving, strict=True)
-    return out, jax.jvp(form, at, along)[1]
-
-
-def _linear_transpose(
-    d_outs: Sequence[Any],
-    *args: Any,
-    f: _Linear,
-    transpose: _Linear,
-    n_kept: int,
-    out_types: tuple[Any, ...],
-) -> list[Any]:
-    kept, linear = args[:n_kept], args[n_kept:]
-    back = linear_p.bind(
-        *kept,
-        *map(ad.instantiate_zeros, d_outs),
-        n_kept=n_kept,
-        f=transpose,
-        transpose=f,
-        out_types=tuple(x.aval for x in linear),
-    )
-    return [None] * n_kept + back
-
-
-def _linear_batching(
-    args: Leaves,
-    dims: _Dims,
-    *,
-    f: _Linear,
-    transpose: _Linear,
-    n_kept: int,
-    out_types: tuple[Any, ...],
-) -> Any:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-    linear = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
-        for x, d in zip(args[n_kept:], dims[n_kept:], strict=True)
-    ]
-    kept_axes = tuple(None if d is None else 0 for d in dims[:n_kept])
-    outs = linear_p.bind(
-        *args[:n_kept],
-        *linear,
-        n_kept=n_kept,
-        f=_Mapped(f, (*kept_axes, *(0 for _ in linear))),
-        transpose=_Mapped(transpose, (*kept_axes, *(0 for _ in out_types))),
-        out_types=tuple(_mapped_type(t, size) for t in out_types),
-    )
-    return outs, [0] * len(outs)
-
-
-def _mapped_type(t: Any, size: int) -> Any:
-    spec = PartitionSpec(None, *t.sharding.spec)
-    return t.update(shape=(size, *t.shape), sharding=t.sharding.update(spec=spec))
-
-
-ad.primitive_jvps[linear_p] = _linear_jvp
-ad.primitive_transposes[linear_p] = _linear_transpose
-batching.primitive_batchers[linear_p] = _linear_batching
-mlir.register_lowering(
-    linear_p,
-    mlir.lower_fun(lambda *args, f, **_: f(*args), multiple_results=True),
-)

@@ -2,6 +2,7 @@
 
     scores, cache    = fill(cfg, params, tokens, lengths, cache, chunk)      prompts
     scores, proposal = verify(cfg, params, tokens, lengths, cache, exact)    several tokens a row
+    donated(at, ...)            a decorator: ``jax.jit`` that donates outside of a trace
 
 The operands are known to be right: ``jaxllama.generation`` has the same for callers of any kind.
 Logits of a row without room for its tokens are NaN.
@@ -10,18 +11,20 @@ Logits of a row without room for its tokens are NaN.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.compiler_options import donated
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.records import Hidden
+from pallas_kernels.jax_internals import get_opaque_trace_state
 
 Params = dict[str, Any]
 # Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
@@ -29,6 +32,37 @@ Params = dict[str, Any]
 PREFILL_TOKENS = 32768
 # Tokens of each row that a CPU's prefill takes through the model at once.
 CPU_PREFILL_TOKENS = 512
+
+
+def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
+
+    static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        keeping = jax.jit(function, **static)
+        donating = jax.jit(function, donate_argnums=at, **static)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_traced = get_opaque_trace_state() != _untraced()
+            return (keeping if is_traced else donating)(*args, **kwargs)
+
+        vars(call).update(lower=donating.lower, trace=donating.trace)
+        return call
+
+    return decorate
+
+
+@functools.cache
+def _untraced() -> Any:
+    """Return jax's state outside of any trace, which a new thread has.
+
+    To look for tracers among the parameters would cost each step hundreds of checks.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(get_opaque_trace_state).result()
 
 
 def prefill_chunk(rows: int, width: int) -> int | None:
@@ -57,21 +91,6 @@ def check_room(cache: Cache, width: int, what: str) -> None:
     """Raises JaxLlamaError where a row of the cache holds less than ``width`` tokens."""
     if cache.capacity is not None and width > cache.capacity:
         raise JaxLlamaError(f"{width} {what} do not fit a cache of max_len {cache.capacity}")
-
-
-def forward(
-    cfg: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    cache: Cache,
-    total: jax.Array | None = None,
-    sparse: bool = False,
-) -> tuple[Hidden, Cache]:
-    """``decoder.forward`` with a cache, which returns a cache."""
-    hidden, after = decoder.forward(cfg, params, tokens, lengths, cache, total, sparse=sparse)
-    assert after is not None
-    return hidden, after
 
 
 def scores_of(
@@ -117,7 +136,7 @@ def fill(
     before = cache
 
     if chunk is None or chunk >= tokens.shape[1]:
-        hidden, cache = forward(cfg, params, tokens, lengths, cache)
+        hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache)
         last = hidden.last(lengths)
     else:
         n_chunks = -(-tokens.shape[1] // chunk)
@@ -129,7 +148,7 @@ def fill(
             cache, last = carry
             index, part = piece
             n_new = jnp.clip(lengths - index * chunk, 0, chunk)
-            hidden, cache = forward(cfg, params, part, n_new, cache, total)
+            hidden, cache = decoder.forward(cfg, params, part, n_new, cache, total)
             return (cache, hidden.last(n_new, last)), None
 
         blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))

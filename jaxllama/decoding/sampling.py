@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllama.cutoff import cutoff
+from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
 from pallas_kernels.brief import short_repr
 

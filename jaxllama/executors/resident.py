@@ -24,15 +24,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
-from jaxllama.compiler_options import donated
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts, loop
 from jaxllama.decoding.forward import (
     Params,
     all_logits,
     check_room,
+    donated,
     fill_rows,
-    forward,
     int32_ids,
     prefill_chunk,
     scores_of,
@@ -248,7 +247,7 @@ def _prefill_alone(
     newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
     live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
     if width == 1:
-        hidden, after = forward(cfg, params, newest, live, cache)
+        hidden, after = decoder.forward(cfg, params, newest, live, cache)
         return scores_of(cfg, params, hidden[:, 0], cache, live), after
     # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
@@ -341,7 +340,7 @@ def _piece(
     last: Hidden,
 ) -> tuple[Hidden, Cache]:
     """A piece of every row's prompt; last: ``[B, D]`` of its last token so far."""
-    hidden, cache = forward(cfg, params, tokens, lengths, cache, total)
+    hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache, total)
     return hidden.last(lengths, last), cache
 
 
@@ -414,7 +413,7 @@ def _one_token(
     greedy_stops: the stop tokens where every row is greedy; else None.
     """
     before = rows.cache_of(inputs.fields.length)
-    hidden, after = forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
+    hidden, after = decoder.forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
     plan = None if greedy_stops is None else _own_end(cfg, params, hidden, greedy_stops)
 
     def in_one_kernel(ints: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +224,30 @@ def activation_dtype(params: Params) -> jnp.dtype:
 # The model
 
 
+@overload
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: None = ...,
+    total_lengths: jax.Array | None = ...,
+    *,
+    sparse: bool | jax.Array = ...,
+    fresh: bool = ...,
+) -> tuple[Hidden, None]: ...
+@overload
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total_lengths: jax.Array | None = ...,
+    *,
+    sparse: bool | jax.Array = ...,
+    fresh: bool = ...,
+) -> tuple[Hidden, Cache]: ...
 def forward(
     cfg: ModelConfig,
     params: Params,

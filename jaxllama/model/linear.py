@@ -22,6 +22,7 @@ Activations keep the dtype they come in; every sum is accumulated in float32.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,7 +39,8 @@ from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
-from pallas_kernels.matmul.op import fused_matmul, quantized_matmul
+from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -133,32 +135,49 @@ def _has_kernels(x: Input, weight: Weight) -> bool:
 def _norm_linears(
     stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: ModelConfig
 ) -> tuple[list[Columns], Stream]:
-    if any(_lora(linear) is not None for linear in linears):
-        normed, stream = norm(stream, scale, cfg)
-        return columns(normed, linears), stream
-    if scale is not None and cfg.norm == "rms":
-        stream, gamma = _rounded(stream), (scale["weight"], cfg.norm_eps)
-        weights = tuple(linear["weight"] for linear in linears)
-        plan = None
-        if stream.pending is None:
-            plan = own_blocks(stream.x, weights, norm=gamma)
-        if plan is not None:
-            made = blocks_matmul(stream.x, weights, norm=gamma, plan=plan)
-            biased = (linear.get("bias") for linear in linears)
-            return list(map(_biased, made, biased)), stream
+    weights = [linear["weight"] for linear in linears]
+    has_lora = any(_lora(linear) is not None for linear in linears)
+    has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
+    if has_kernel and scale is not None and cfg.norm == "rms":
+        made = _fused_norm_linears(_rounded(stream), scale, linears, cfg)
+        if made is not None:
+            return made
+    wanted = [None if has_lora else input_codes(linear) for linear in linears]
+    if len(set(wanted)) > 1:
+        return _by_codes(stream, scale, linears, wanted, cfg)
     # The input is quantized once for all that want the same codes.
-    wanted, dtype = [input_codes(linear) for linear in linears], stream.x.dtype
-    if len(set(wanted)) == 1:
-        normed, stream = norm(stream, scale, cfg, wanted[0])
-        return columns(normed, linears, dtype), stream
+    dtype = None if has_lora else stream.x.dtype
+    normed, stream = norm(stream, scale, cfg, wanted[0])
+    return columns(normed, linears, dtype), stream
+
+
+def _fused_norm_linears(
+    stream: Stream, scale: Params, linears: Sequence[Params], cfg: ModelConfig
+) -> tuple[list[Columns], Stream] | None:
+    """Return the norm and all products if one kernel does them, else None."""
+    weights, gamma = tuple(linear["weight"] for linear in linears), scale["weight"]
+    norm = gamma, cfg.norm_eps
+    plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
+    if plan is None:
+        return None
+    made = blocks_matmul(stream.x, weights, norm=norm, plan=plan)
+    return list(map(_biased, made, (linear.get("bias") for linear in linears))), stream
+
+
+def _by_codes(
+    stream: Stream,
+    scale: Params | None,
+    linears: Sequence[Params],
+    wanted: Sequence[str | None],
+    cfg: ModelConfig,
+) -> tuple[list[Columns], Stream]:
+    """The products of an input that they want in several codes, each of which is made once."""
+    dtype = stream.x.dtype
     normed, stream = norm(stream, scale, cfg)
     assert isinstance(normed, jax.Array)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
-    made = [
-        columns(inputs[codes], [linear], dtype)[0]
-        for codes, linear in zip(wanted, linears, strict=True)
-    ]
-    return made, stream
+    pairs = zip(wanted, linears, strict=True)
+    return [columns(inputs[codes], [linear], dtype)[0] for codes, linear in pairs], stream
 
 
 def _biased(y: Columns, bias: jax.Array | None) -> Columns:
@@ -321,7 +340,7 @@ def grouped(x: jax.Array, params: Params, experts: jax.Array, **options: Any) ->
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
     """``linear`` of several, each in an array of its own."""
-    products = [linear(x, params, dtype) for params in linears]
+    products = list(map(functools.partial(linear, x, dtype=dtype), linears))
     return [Columns(y, 0, y.shape[-1]) for y in products]
 
 

@@ -101,13 +101,15 @@ class TensorSource:
 class Param:
     """A parameter of ``shape`` whose memory is its ``sources``' memory, one after the other.
 
-    mean, std: of the normal distribution that it is drawn from.
+    mean, std: of the normal distribution that it is drawn from.  is_float32: a file's values are
+    kept in float32 whatever the weights' dtype, because rounding them would change a choice.
     """
 
     sources: tuple[TensorSource, ...]
     shape: Shape
     mean: float = 0.0
     std: float = 0.02
+    is_float32: bool = False
 
     def __post_init__(self) -> None:
         assert sum(source.size for source in self.sources) == math.prod(self.shape), self

@@ -45,6 +45,7 @@ _KIMI = dataclasses.replace(
     rate=(1, 1, -1, 1),
 )
 _MIXTRAL = ExpertNames("block_sparse_moe.", gate_up=("w1", "w3"), down="w2")
+_KIMI_EXPERTS = dataclasses.replace(_MIXTRAL, shared="shared_experts.")
 _GRANITE = ExpertNames(
     "block_sparse_moe.",
     router="router.layer",
@@ -73,7 +74,10 @@ FAMILIES = {
         ("gated_deltanet", "kda", "delta_net"),
         dataclasses.replace(FLA, mixers={"delta": delta.FLA}),
     ),
-    "kimi_linear": Names(mixers={"delta": _KIMI}, other_mlp="block_sparse_moe."),
+    "kimi_linear": Names(
+        mixers={"delta": _KIMI, "experts": _KIMI_EXPERTS}, other_mlp="block_sparse_moe."
+    ),
+    "glm4_moe": Names(mixers={"experts": ExpertNames(shared="shared_experts.")}),
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),

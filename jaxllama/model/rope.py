@@ -37,17 +37,23 @@ def rope_tables(
     """
     turning = head_dim if cfg.rotary_dim is None else cfg.rotary_dim
     inv_freq, amplitude = _frequencies(cfg, turning)
-    if cfg.scaling == "dynamic":
-        freq = _dynamic_frequencies(cfg, turning, total_lengths)[:, None, :]  # [B, 1, H/2]
-    elif cfg.scaling == "longrope":
-        long = total_lengths[:, None, None] > cfg.original_max_position
-        factors = (np.asarray(f, np.float32) for f in (cfg.long_factor, cfg.short_factor))
-        freq = jnp.where(long, *(jnp.asarray(inv_freq / factor) for factor in factors))
-    else:
-        freq = jnp.asarray(inv_freq)
+    freq = jnp.asarray(inv_freq)
+    if cfg.scaling in ("dynamic", "longrope"):
+        freq = _frequencies_of_rows(cfg, turning, inv_freq, total_lengths)  # [B, 1, H/2]
     angles = positions.astype(jnp.float32)[..., None] * freq
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
     return _with_still(cos, sin, head_dim // 2)
+
+
+def _frequencies_of_rows(
+    cfg: RopeConfig, turning: int, inv_freq: np.ndarray, total_lengths: jax.Array
+) -> jax.Array:
+    """Return the frequencies that depend on a row's length, float32 ``[B, 1, turning // 2]``."""
+    if cfg.scaling == "dynamic":
+        return _dynamic_frequencies(cfg, turning, total_lengths)[:, None, :]
+    long = total_lengths[:, None, None] > cfg.original_max_position
+    factors = (np.asarray(f, np.float32) for f in (cfg.long_factor, cfg.short_factor))
+    return jnp.where(long, *(jnp.asarray(inv_freq / factor) for factor in factors))
 
 
 def _with_still(
@@ -106,6 +112,7 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return rotate(x, cos, sin)
 
 
+@functools.lru_cache(maxsize=64)
 def _frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """(inverse frequencies ``[H/2]`` float32, amplitude of the tables)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 
 from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.dispatch import named_plan, wants_kernel
-from pallas_kernels.matmul.op import fused_matmul, product_plan, quantized_matmul
+from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 

@@ -102,6 +102,7 @@ def calibrate(
         n_layers=DEPTHS[1] * len(kinds),
         layer_types=DEPTHS[1] * kinds,
         window_layers=(),
+        experts=None if cfg.experts is None else cfg.experts.of_a_layer,
         name="calibration",
     )
     whole, resident = (

@@ -42,7 +42,7 @@ from jaxllama.quantization.calibration import DEFAULT_TEXT, windows
 from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
-from jaxllama.quantization.scheme import Recipe, is_packed, parse, untie
+from jaxllama.quantization.scheme import Recipe, check_experts, is_packed, parse, untie
 from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
@@ -156,15 +156,16 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> d
         scheme = recipe.of(name) if last == "weight" else None
         if scheme is None:
             return filled(0, leaf.shape, leaf.dtype)
-        rows, width = leaf.shape
-        groups = (rows, width // scheme.group_of(width, name))
+        check_experts(leaf, scheme, name)
+        *rows, width = leaf.shape
+        groups = (*rows, width // scheme.group_of(width, name))
         return QTensor(
             filled(0, leaf.shape, scheme.weights),
             filled(1, groups, scheme.scale_dtype(leaf, request.scale_dtype)),
             filled(0, groups, "int8") if scheme.zeros else None,
             scheme.activations,
             input_scale=filled(1, (), "float32") if scheme.static else None,
-            unit=filled(1, (rows, 1), "float32") if scheme.two_levels else None,
+            unit=filled(1, (*rows, 1), "float32") if scheme.two_levels else None,
         )
 
     return jax.tree_util.tree_map_with_path(one, shapes)

@@ -256,6 +256,14 @@ def quantize_leaf(
     return round_weight(leaf, chosen, name, scale_dtype)
 
 
+def check_experts(weight: Any, scheme: Scheme, name: str) -> None:
+    """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
+    if weight.ndim == 3 and scheme.activations is not None:
+        raise JaxLlamaError(
+            f"{name}: experts read activations in floats: add experts_*=w8a16 to the scheme"
+        )
+
+
 def round_weight(
     weight: jax.Array,
     scheme: Scheme,
@@ -268,10 +276,7 @@ def round_weight(
     name: for errors. scale_dtype: as in ``Scheme.scale_dtype``. importance: ``[in]`` or ``[E,
     in]``, as in ``rounding``. Raises JaxLlamaError for experts with quantized activations.
     """
-    if weight.ndim == 3 and scheme.activations is not None:
-        raise JaxLlamaError(
-            f"{name}: experts read activations in floats: add experts_*=w8a16 to the scheme"
-        )
+    check_experts(weight, scheme, name)
     grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)
     scale_dtype = scheme.scale_dtype(weight, scale_dtype)
     if scheme.is_fitted:

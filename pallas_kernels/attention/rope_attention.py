@@ -68,19 +68,50 @@ def rope_and_attend(
     check("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
-    weights, eps, h = None, None, qkv.shape[-1]
-    if norm is not None:
-        weights, eps = norm[:2], float(norm[2])
-        for name, weight in zip("qk", weights, strict=True):
-            if weight.shape != (h,):
-                raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
+    weights, eps = (None, None) if norm is None else _checked_norm(qkv, norm)
+    static = window, float(qkv.shape[-1] ** -0.5 if scale is None else scale), eps
     find = functools.partial(plan, qkv, k, weights, table)
-    on_cpu = functools.partial(prefill.new_token_plan, qkv, k, table, norm is not None)
+    on_cpu = functools.partial(_cpu_plan, qkv, k, table, norm is not None)
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
-    if found is not None:
-        scale = h**-0.5 if scale is None else float(scale)
-        choice, call = chosen(found, implementation), (window, scale, eps, found)
-        return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights, table)
+    operands = qkv, cos, sin, k, v, slots, weights, table
+    if found is None:
+        return _composed((*static, found), *operands, implementation=implementation)
+    return _rope_and_attend(chosen(found, implementation), (*static, found), *operands)
+
+
+def _checked_norm(
+    qkv: jax.Array, norm: tuple[jax.Array, jax.Array, float]
+) -> tuple[_Weights, float]:
+    """Return (weights, eps). Raises ValueError for a weight that is not of a head's width."""
+    weights = norm[:2]
+    for name, weight in zip("qk", weights, strict=True):
+        if weight.shape != qkv.shape[-1:]:
+            raise ValueError(
+                f"rope_and_attend: norm of {name} {weight.shape} is not [{qkv.shape[-1]}]"
+            )
+    return weights, float(norm[2])
+
+
+def _cpu_plan(qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool) -> Plan | Reason:
+    """Return the plan of the CPU's handler: of a step, or of several tokens a row."""
+    planner = prefill.new_token_plan if qkv.ndim == 4 else cpu.new_token_plan
+    return planner(qkv, k, table, norm)
+
+
+def _composed(
+    static: _Static,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    weights: _Weights | None,
+    table: jax.Array | None,
+    implementation: Implementation | None = "xla",
+) -> _Result:
+    """Compute the two ops one after the other, with their own choices."""
+    window, scale, eps, _ = static
     if weights is not None and eps is not None:  # both or neither
         qkv = norm_heads(qkv, k.shape[2], weights, eps)
     options: dict[str, Any] = {"table": table, "implementation": implementation}
@@ -93,10 +124,8 @@ def rope_and_attend(
     else:
         by_row = slots.reshape(slots.shape[0], -1)
         inside = (rope_cache.place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
-    out = decode_attention(
-        q, k, v, jnp.where(inside, slots + 1, 0), window=window, scale=scale, **options
-    )
-    return out, k, v
+    seen = jnp.where(inside, slots + 1, 0)
+    return decode_attention(q, k, v, seen, window=window, scale=scale, **options), k, v
 
 
 def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None) -> bool:
@@ -106,8 +135,16 @@ def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None)
     return on_cpu and isinstance(cpu.new_token_plan(qkv, k, table), cpu.CpuPlan)
 
 
-def _kernel(
-    call: _Static,
+def _kernel(static: _Static, *operands: Any) -> _Result:
+    window, scale, eps, plan = static
+    if isinstance(plan, cpu.CpuPlan):
+        options: dict[str, Any] = {"window": window, "scale": scale, "eps": eps or 0.0}
+        return cpu.rope_and_attend(*operands, **options, plan=plan)
+    return _mosaic(static, *operands)
+
+
+def _mosaic(
+    static: _Static,
     qkv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
@@ -117,67 +154,16 @@ def _kernel(
     weights: _Weights | None,
     table: jax.Array | None,
 ) -> _Result:
-    window, scale, eps, plan = call
-    if isinstance(plan, cpu.CpuPlan):
-        return cpu.rope_and_attend(
-            qkv,
-            cos,
-            sin,
-            k,
-            v,
-            slots,
-            weights,
-            table,
-            window=window,
-            scale=scale,
-            eps=eps or 0.0,
-            plan=plan,
-        )
     from pallas_kernels.attention import direct
 
+    window, scale, eps, plan = static
+    tables = cos, sin, *(weights or ())
     return direct.attend(
-        qkv,
-        (cos, sin, *(weights or ())),
-        slots,
-        k,
-        v,
-        table,
-        window=window,
-        scale=scale,
-        eps=eps,
-        plan=plan,
+        qkv, tables, slots, k, v, table, window=window, scale=scale, eps=eps, plan=plan
     )
 
 
-def _xla(
-    call: _Static,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-    slots: jax.Array,
-    weights: _Weights | None,
-    table: jax.Array | None,
-) -> _Result:
-    window, scale, eps, _ = call
-    norm = None if weights is None or eps is None else (*weights, eps)
-    return rope_and_attend(
-        qkv,
-        cos,
-        sin,
-        k,
-        v,
-        slots,
-        norm=norm,
-        window=window,
-        scale=scale,
-        table=table,
-        implementation="xla",
-    )
-
-
-_rope_and_attend = Op("rope_and_attend", _xla, _kernel)
+_rope_and_attend = Op("rope_and_attend", _composed, _kernel)
 
 
 def plan(

@@ -3,12 +3,13 @@
     warp: slot -> its head of q | k | v -> rotate (not v) -> round -> [int4: hadamard -> round]
           -> [extremes of a group, by shuffles] -> q out, or words and scales into the cache
 
-Of one token a row, a warp takes one of the N + 2K heads of the fused projection; of many, the
-N / K + 2 heads of one kv head, so that tables are read once for all of them and many loads are in
-flight.  Four warps a block; nothing is shared.  A lane holds features (2 lane, 2 lane + 1) of each
-64 of the first half of a head and their partners in the second half, so every bit of a feature's
-number is a bit of the lane's number or of a register's, and a butterfly of the Walsh-Hadamard
-transform is a shuffle or two additions.
+For one token a row (``_write``), a warp takes one of the N + 2K heads of the fused projection.  For
+many tokens (``_write_tokens``), it takes the N / K + 2 heads of one kv head.  Tables are then read
+once for all of these, and many loads are in flight.  A block has four warps, which share nothing.
+
+A lane holds features (2 lane, 2 lane + 1) of each 64 of a head's first half, and their partners in
+the second half.  So every bit of a feature's number is a bit of the lane's number or of a
+register's.  A butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
 
 Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  Result, one H200, that shape, microseconds
 (XLA): bfloat16 12.0 (15.5), int8 8.8 (16.9); NOTES.md.  Command: ``python -m

@@ -24,6 +24,8 @@ is another; so many heads that a part's stack is past ``STACK`` bytes.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.cache import LANES, CacheForm, form
+from pallas_kernels.cpu.cache import LANES, CacheForm, Stored, form_of
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.parts import VALUES, CallRows, Join, KeyPart, Write, ahead
 from pallas_kernels.cpu.scores import KEYS
 from pallas_kernels.cpu.softmax import PART
+from pallas_kernels.cpu.target import VARIABLE
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
@@ -64,25 +67,39 @@ def plan(q: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
 def new_token_plan(
     qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool = False
 ) -> CpuPlan | Reason:
-    """Of ``rope_and_attend``.  norm: with an RMSNorm of q's and k's heads before RoPE."""
+    """Return the plan of ``rope_and_attend``, or why there is none.
+
+    norm: with an RMSNorm of q's and k's heads before RoPE.
+    """
+    heads, width = qkv.shape[-2] - 2 * k.shape[2], qkv.shape[-1]
     if qkv.dtype != jnp.float32:
         return Reason(f"qkv is {qkv.dtype.name}; the handler rotates float32")
-    if qkv.shape[-1] % (2 * LANES):
-        return Reason(
-            f"qkv has heads of {qkv.shape[-1]} features; the handler rotates pairs of {LANES}"
-        )
+    if width % (2 * LANES):
+        return Reason(f"qkv has heads of {width} features; the handler rotates pairs of {LANES}")
     if k.dtype == jnp.int4:
         return Reason("an int4 cache is in another basis")
-    heads = qkv.shape[-2] - 2 * k.shape[2]
     return _plan(k, heads, table, new=True, norm=norm)
 
 
-def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPlan | Reason:
-    if isinstance(found := form(k), Reason):
+def _plan(
+    k: Cached, heads: int, table: jax.Array | None, new: bool = False, norm: bool = False
+) -> CpuPlan | Reason:
+    groups = k.scale.shape[-1] if isinstance(k, QTensor) else 0
+    stored = jnp.dtype(k.dtype).name, k.shape[-2:], groups
+    return _planned(stored, heads, table is not None, new, norm, os.environ.get(VARIABLE))
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(
+    stored: Stored, heads: int, is_paged: bool, new: bool, norm: bool, isa: str | None
+) -> CpuPlan | Reason:
+    """Return the plan, which depends on these alone: every layer of a model asks for the same."""
+    del isa
+    if isinstance(found := form_of(*stored), Reason):
         return found
     if reason := jit.unavailable():
         return reason
-    program = Attend(found, heads // found.heads, table is not None, **more)
+    program = Attend(found, heads // found.heads, is_paged, new, norm)
     if program.stack > STACK:
         return Reason(
             f"{heads} heads of {found.width} features take {program.stack} bytes of stack"
@@ -129,25 +146,19 @@ def rope_and_attend(
 
     weights: of the norm of q's heads and of k's, where the plan has one.
     """
-    shape = qkv.shape[:-2]
-    qkv, cos, sin, slots = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
+    shape, h, program = qkv.shape[:-2], qkv.shape[-1], plan.program
+    tokens = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
+    qkv, *turns, slots = tokens
     caches, tree = jax.tree.flatten((k, v))
-    program = plan.program
+    made: list[Any] = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
     if isinstance(program, Attend):
-        results = _results(program, qkv.shape[0], k, table)
-    else:
-        heads = qkv.shape[0], program.heads, program.cache.width
-        results = [jax.ShapeDtypeStruct(heads, jnp.float32)]
-    first = len(results)
-    results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
-    call = jax.ffi.ffi_call(
-        jit.register(program),
-        results,
-        input_output_aliases={2 + i: first + i for i in range(len(caches))},
-    )
-    rest = jax.tree.leaves((table, cos, sin))
-    rest += [weight.astype(jnp.float32) for weight in weights or ()]
-    out, *made = call(qkv, slots, *caches, *rest, **fixed(window, scale, eps))
+        made = _results(program, len(qkv), k, table)
+    first, norms = len(made), [weight.astype(jnp.float32) for weight in weights or ()]
+    made += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
+    aliases = {2 + i: first + i for i in range(len(caches))}
+    call = jax.ffi.ffi_call(jit.register(program), made, input_output_aliases=aliases)
+    rest = *caches, *jax.tree.leaves(table), *turns, *norms
+    out, *made = call(qkv, slots, *rest, **fixed(window, scale, eps))
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 

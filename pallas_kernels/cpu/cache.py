@@ -56,10 +56,18 @@ class CacheForm:
         return self.width * _BITS[self.dtype] // 8
 
 
+Stored = tuple[str, tuple[int, ...], int]  # dtype, (heads, width), scales of a head
+
+
 def form(k: jax.Array | QTensor) -> CacheForm | Reason:
-    """Of a cache ``[..., heads, width]``."""
-    name, (heads, width) = jnp.dtype(k.dtype).name, k.shape[-2:]
+    """Return the form of a cache ``[..., heads, width]``, or why the handlers do not read it."""
     groups = k.scale.shape[-1] if isinstance(k, QTensor) else 0
+    return form_of(jnp.dtype(k.dtype).name, k.shape[-2:], groups)
+
+
+def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason:
+    """Return ``form`` of a cache that is stored so."""
+    heads, width = head
     if name not in _BITS:
         return Reason(f"a cache of {name}; the handler reads {', '.join(_BITS)}")
     whole = 2 * LANES if name == "int4" else LANES

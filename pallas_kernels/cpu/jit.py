@@ -64,6 +64,12 @@ def _unavailable(isa: str) -> Reason | None:
 
 def host() -> Target:
     """The target of this process's programs.  Raises RuntimeError with ``unavailable``'s reason."""
+    return _host(os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _host(isa: str) -> Target:
+    del isa
     found = target()
     if isinstance(found, Reason):
         raise RuntimeError(found.text)

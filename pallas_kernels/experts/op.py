@@ -41,7 +41,7 @@ from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 
 Weight = jax.Array | QTensor | CpuWeight
-_Static = tuple[int, Gate | None, Any]  # experts of a row of x, the gate, the handler's plan
+_Static = tuple[int, Gate | None, Any]  # experts of a row of x, the gate, the plan
 _OPERANDS = {
     "w": "float|QTensor [E+, out, in]",
     "experts": "int32 [T, k+]",
@@ -106,20 +106,30 @@ def grouped_matmul(
     w = _weight_only(op, w)
     on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
     is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
-    plan = choose_plan(op, implementation, _plan, x, w, experts, cpu=on_cpu if is_cpu else None)
+    find = functools.partial(_row_plan, x, w, experts, gated)
+    plan = choose_plan(op, implementation, find, x, w, experts, cpu=on_cpu if is_cpu else None)
     if is_empty(x, w, experts):
         out = sizes["out"] // 2 if gated else sizes["out"]
         shape = experts.shape if weights is None else experts.shape[:1]
         return jnp.zeros((*shape, out), x.dtype)
     experts = jnp.clip(experts, 0, sizes["E"] - 1)
     static = 1 if x.ndim == 3 else sizes["k"], gated, plan
+    if plan is None and not isinstance(w, CpuWeight):
+        return _composed(static, x, w, experts, weights, bias)
+    return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
+
+
+def _row_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -> Plan | Reason:
+    from pallas_kernels.experts import plan
+
     if isinstance(w, CpuWeight):
-        return _handled(chosen(plan, implementation), static, x, w, experts, weights, bias)
-    return _composed(static, x, w, experts, weights, bias)
+        return Reason("w is in the layout of the CPU's handler")
+    return plan.plan(x, w, experts.size, _activation(gated))
 
 
-def _plan() -> Reason:
-    return Reason("grouped products have no kernel yet")
+def _activation(gated: Gate | None) -> str | None:
+    """The gate's activation that the Mosaic kernel has."""
+    return gated if isinstance(gated, str) and gated in ("silu", "gelu_tanh") else None
 
 
 def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
@@ -199,49 +209,63 @@ def _sums_backward(
     choice: OpChoice, fan: int, operands: Any, saved: Any, dy: jax.Array
 ) -> tuple[Any, ...]:
     x, w, experts = operands
-    dx, dw = xla.backward(x, w, experts, dy, fan)
-    if isinstance(w, QTensor):
-        dw = QTensor(*dw)
-    return dx, dw, None
+    return *xla.backward(x, w, experts, dy, fan), None
 
 
 _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
 
 
-# --- a CPU's handler ------------------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------------------
 
 
-def _handled_kernel(
+def _planned_kernel(
     static: _Static,
     x: jax.Array,
-    w: CpuWeight,
+    w: Any,
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """The pairs sorted by expert, their products, and back in the order of the tokens."""
+    """The products of a plan, and what stands behind them."""
     fan, gated, plan = static
-    pairs, n_experts = experts.reshape(-1), w.shape[0]
+    pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
+    if isinstance(plan, cpu.GroupedPlan):
+        y = _handled(fan, plan, rows, w, pairs)
+        left, added = (None, None) if plan.program.swiglu else (gated, bias)
+    else:
+        from pallas_kernels.experts import kernel
+
+        inside = _activation(gated)
+        how: dict[str, Any] = {"fan": fan, "activation": inside, "plan": plan}
+        y = kernel.grouped_rows(rows, w, pairs, bias, **how)
+        left, added = (gated if inside is None else None), None
+    y = y.reshape(*experts.shape, -1)
+    return _finished(y, left, experts, weights, added, x.dtype)
+
+
+def _handled(
+    fan: int, plan: cpu.GroupedPlan, x: jax.Array, w: CpuWeight, pairs: jax.Array
+) -> jax.Array:
+    """The CPU handler's products: pairs sorted by expert, and back in the order of the tokens."""
+    n_experts = w.shape[0]
     order = jnp.argsort(pairs, stable=True)
     before = pairs[:, None] < jnp.arange(n_experts + 1)
     starts = jnp.sum(before, axis=0, dtype=jnp.int32)
-    y = cpu.run(plan, x.reshape(-1, x.shape[-1])[order // fan], w, starts)
-    y = jnp.zeros_like(y).at[order].set(y).reshape(*experts.shape, -1)
-    left = None if plan.program.swiglu else gated
-    return _finished(y, left, experts, weights, bias, x.dtype)
+    y = cpu.run(plan, x[order // fan], w, starts)
+    return jnp.zeros_like(y).at[order].set(y)
 
 
-def _handled_xla(
+def _planned_xla(
     static: _Static,
     x: jax.Array,
-    w: CpuWeight,
+    w: Any,
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """By the weight that this one stands for."""
-    plain = _weight_only("grouped_matmul", restore(w))
+    """By the weight that a prepared one stands for."""
+    plain: Any = _weight_only("grouped_matmul", restore(w)) if isinstance(w, CpuWeight) else w
     return _composed(static, x, plain, experts, weights, bias)
 
 
-_handled = Op("grouped_matmul", _handled_xla, _handled_kernel)
+_planned = Op("grouped_matmul", _planned_xla, _planned_kernel)

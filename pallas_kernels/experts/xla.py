@@ -190,4 +190,4 @@ def _of_weight(w: Weight, dw: jax.Array) -> Any:
     elif w.zero is not None:
         d_zero = jnp.sum(by_group, axis=-1).astype(w.zero.dtype)
     d_scale = jnp.sum(by_group * codes, axis=-1).astype(w.scale.dtype)
-    return None, d_scale, d_zero
+    return dataclasses.replace(w, q=None, scale=d_scale, zero=d_zero)

@@ -346,14 +346,24 @@ def _readers(tiles_of):
 
 
 def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
-    """The operands of ``gradients_channels``, for Dk = Dv = 128:
+    """Compute the operands of ``gradients_channels``, for Dk = Dv = 128.
 
-    dP and dN, for each the two tiles of ``_symmetric``, bf16 [B, H, NC, 4, 64, 64]; dP's diagonal,
-    f32 [B, H, NC, 64]; scale do S^T, -dv S^T and U E^T, bf16 [B, H, NC*64, 128]; and in parts that
-    have to be summed <S, E>, f32 [B, H, NC, 2 halves of Dk, 4, 64], and u dv, [B, H, NC, 2, 64].
+    Parameters
+    ----------
+    k : [B, T, H, 128]
+        K from the chunk's start; it and ``writers`` are ``chunks_by_channel``'s.
+    states
+        The borders of ``kernel_scan.scan``.
+    d_v, ends
+        Results of ``gradients_kernel_scan.reverse_scan``.
 
-    k [B, T, H, 128], from the chunk's start, writers: ``chunks_by_channel``'s.  states:
-    ``kernel_scan.scan``'s borders.  d_v, ends: ``gradients_kernel_scan.reverse_scan``'s.
+    Returns
+    -------
+    list
+        dP and dN, for each the two tiles of ``_symmetric``, bfloat16 [B, H, NC, 4, 64, 64]; dP's
+        diagonal, float32 [B, H, NC, 64]; scale do S^T, -dv S^T and U E^T, bfloat16
+        [B, H, NC*64, 128]; and, in parts that have to be summed, <S, E>, float32
+        [B, H, NC, 2 halves of Dk, 4, 64], and u dv, [B, H, NC, 2, 64].
     """
     b, t, h, dk = k.shape
     assert dk == v.shape[-1] == CHANNELS

@@ -330,11 +330,22 @@ class _Chunk:
 def chunk_gradients(
     q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, scale: float
 ):
-    """(dq, dk, dlog_decay, dbeta [B, T, H]), for Dk = Dv = 128.  dq and dk of every value head, [B,
-    T, H, 128]; where two share a key head, whose sum depends on no order, [B, T, Hk, 128].
+    """Compute the gradients inside the chunks, for Dk = Dv = 128.
 
-    inverses, decays: ``kernel_chunks.chunks``'s.  states, remainders: ``kernel_scan.scan``'s
-    borders.  d_rest, ends: ``gradients_kernel_scan.reverse_scan``'s.
+    Parameters
+    ----------
+    inverses, decays
+        Results of ``kernel_chunks.chunks``.
+    states, remainders
+        The borders of ``kernel_scan.scan``.
+    d_rest, ends
+        Results of ``gradients_kernel_scan.reverse_scan``.
+
+    Returns
+    -------
+    dq, dk, dlog_decay, dbeta
+        dq and dk of every value head, [B, T, H, 128].  If two value heads share a key head they are
+        the sums, [B, T, Hk, 128], which depend on no order.  The others are [B, T, H].
     """
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]

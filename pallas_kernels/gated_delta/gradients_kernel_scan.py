@@ -183,10 +183,24 @@ class _Reverse:
 def reverse_scan(
     q, k, keys, weights, decays, d_out, d_state, *, segments: int = 1, want_out: bool = True
 ):
-    """(dv [B, T, H, Dv], E^T at the chunks' ends in two bf16 parts, [B, H, NC, 2, Dv, Dk], and E at
-    the segments' starts, [B, H, segments, Dk, Dv]; that alone unless ``want_out``) for
-    ``kernel_chunks.chunks``'s results; for ``kernel_channels.chunks_by_channel``'s E^T is rounded,
-    [B, H, NC, Dv, Dk].  d_state: E at the segments' ends, or None (zeros).
+    """Pass the state's gradient over the chunks, from the last one on.
+
+    The operands are q, k, the results of ``kernel_chunks.chunks`` (or those of
+    ``kernel_channels.chunks_by_channel``) and do.
+
+    Parameters
+    ----------
+    d_state : [B, H, segments, Dk, Dv] or None
+        E at the segments' ends; None is zeros.
+    want_out : bool
+        Return dv and the borders too.
+
+    Returns
+    -------
+    list
+        dv [B, T, H, Dv]; E^T at the chunks' ends in two bfloat16 parts, [B, H, NC, 2, Dv, Dk], for
+        a decay a channel rounded, [B, H, NC, Dv, Dk]; and E at the segments' starts, [B, H,
+        segments, Dk, Dv].
     """
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]

@@ -283,12 +283,24 @@ class _Worker:
 
 
 def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
-    """q, k [B, T, Hk, Dk] bf16, log_decay [B, T, H, Dk] and beta [B, T, H] f32 -> Q and K from the
-    chunk's start [B, T, H, Dk], K' [B, H, NC*64, Dk] and M^T [B, H, NC*64, 64], bf16, and
-    exp(G_64) [B, H, NC, Dk] f32: what ``kernel_scan.scan`` takes.
+    """Compute the operands of ``kernel_scan.scan`` for a decay of every key channel.
 
-    lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
-    save: also X^T, as two bf16 parts [B, H, 2, NC*64, 64].
+    Parameters
+    ----------
+    q, k : bfloat16 [B, T, Hk, Dk]
+    log_decay : float32 [B, T, H, Dk]
+    beta : float32 [B, T, H]
+    lengths : int32 [B] or None
+        Chunks that start at or after a row's length are not written.
+    save : bool
+        Return X^T too.
+
+    Returns
+    -------
+    list
+        Q and K from the chunk's start [B, T, H, Dk], K' [B, H, NC*64, Dk] and M^T [B, H, NC*64,
+        64], bfloat16; exp(G_64), float32 [B, H, NC, Dk].  With ``save`` X^T in two bfloat16 parts,
+        [B, H, 2, NC*64, 64].
     """
     b, t, hk, dk = q.shape
     h = beta.shape[-1]

@@ -249,11 +249,23 @@ class _Chunk:
 
 
 def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
-    """q, k [B, T, Hk, Dk] bf16, log_decay and beta [B, T, H] f32 -> K' [B, H, NC*64, Dk] and M^T
-    [B, H, NC*64, 64], bf16, and [B, H, NC, 2, 64] f32: exp(G) and scale * exp(G).
+    """Compute the operands of ``kernel_scan.scan`` for a decay a head.
 
-    lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
-    save: also (I + A)^-1, transposed, as two bf16 parts [B, H, 2, NC*64, 64].
+    Parameters
+    ----------
+    q, k : bfloat16 [B, T, Hk, Dk]
+    log_decay, beta : float32 [B, T, H]
+    lengths : int32 [B] or None
+        Chunks that start at or after a row's length are not written.
+    save : bool
+        Return the inverses too.
+
+    Returns
+    -------
+    list
+        K' [B, H, NC*64, Dk] and M^T [B, H, NC*64, 64], bfloat16; float32 [B, H, NC, 2, 64]: exp(G)
+        and scale * exp(G).  With ``save`` (I + A)^-1, transposed, in two bfloat16 parts, [B, H, 2,
+        NC*64, 64].
     """
     b, t, hk, dk = q.shape
     h = beta.shape[-1]

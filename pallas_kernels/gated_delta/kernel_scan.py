@@ -349,17 +349,31 @@ def scan(
     segments: int = 1,
     want: Want = "out",
 ):
-    """For q, k and ``kernel_chunks.chunks``'s results, or ``chunks_by_channel``'s, the last of
-    these being states at the segments' ends, [B, H, segments, Dk, Dv]:
+    """Pass the state over the chunks.
 
-    "out": o [B, T, H, Dv].
-    "borders": the transposed states at the chunks' starts, bf16 [B, H, NC, Dv, Dk], and what bf16
-        leaves of them, int32 [B, H, NC, Dv/64, Dk/64, ``remainder.WORDS``].
-    "transitions": nothing; the final states start from zero, and 128 columns more from the
-        identity, without values: in the first Dk of them the matrix by which a segment multiplies
-        its first state.
+    The operands are q, k, the results of ``kernel_chunks.chunks`` (or those of
+    ``kernel_channels.chunks_by_channel``) and v.
 
-    start: float32 [B, H, segments, Dk, Dv] or None (zeros).
+    Parameters
+    ----------
+    start : float32 [B, H, segments, Dk, Dv], optional
+        The states at the segments' starts; None is zeros.
+    lengths : int32 [B], optional
+    want : {"out", "borders", "transitions"}
+        The results beside the final states.
+
+    Returns
+    -------
+    list
+        The last result is the states at the segments' ends, [B, H, segments, Dk, Dv].  Before it:
+
+        - "out": o [B, T, H, Dv].
+        - "borders": the transposed states at the chunks' starts, bfloat16 [B, H, NC, Dv, Dk], and
+          their bits below bfloat16, int32 [B, H, NC, Dv/64, Dk/64, ``remainder.WORDS``].
+        - "transitions": nothing.  The final states start from zero.  128 columns more start from
+        the
+          identity, without values: the first Dk of them are the matrix by which a segment
+          multiplies its first state.
     """
     b, t, h, dv = v.shape
     hk, dk = q.shape[2:]

@@ -203,8 +203,19 @@ def gated_delta_step(
     scale: float,
     plan: DeltaStepPlan,
 ) -> tuple[Any, Any]:
-    """q, k [B, Hk, Dk], v [B, H, Dv], float32 log_decay [B, H] or [B, H, Dk], beta [B, H] and state
-    [B, H, Dk, Dv] -> (o [B, H, Dv], state).  The state is aliased: donate it and no copy is made.
+    """Compute one step, and update the state in place: donate it and no copy is made.
+
+    Parameters
+    ----------
+    q, k : [B, Hk, Dk]
+    v : [B, H, Dv]
+    log_decay : float32 [B, H] or [B, H, Dk]
+    beta : float32 [B, H]
+    state : float32 [B, H, Dk, Dv]
+
+    Returns
+    -------
+    o [B, H, Dv], state
     """
     b, h, dk, dv = state.shape
     shape = _Shape(

@@ -203,9 +203,20 @@ class _Worker:
 
 
 def gates(q, k, log_decay, lengths, scale: float):
-    """qg, kg [B, H, NC*64, Dk] bf16; A [B, H, pieces, NC*64, 64] bf16; decay [B, H, NC, Dk] f32.
+    """Compute the gated operands of ``gla.scan``.
 
-    lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
+    Parameters
+    ----------
+    q, k : bfloat16 [B, T, H, Dk]
+    log_decay : float32 [B, T, H, Dk]
+    lengths : int32 [B] or None
+        Chunks that start at or after a row's length are not written.
+
+    Returns
+    -------
+    list
+        qg, kg bfloat16 [B, H, NC*64, Dk]; A bfloat16 [B, H, pieces, NC*64, 64]; decay float32
+        [B, H, NC, Dk].
     """
     b, t, h, dk = q.shape
     width = piece_width(dk)

@@ -212,10 +212,13 @@ class _Worker:
 
 
 def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
-    """dq, dk [B, T, H, Dk] bf16 and dlog_decay f32 of the same shape.
+    """Compute dq, dk (bfloat16) and dlog_decay (float32), all [B, T, H, Dk].
 
-    before, after: bf16 [B, H, NC, Dv, Dk], the state at every chunk's start and the gradient of
-        the state at its end, transposed (``gla_scan.scan(want_borders=True)``).
+    Parameters
+    ----------
+    before, after : bfloat16 [B, H, NC, Dv, Dk]
+        The state at every chunk's start and the gradient of the state at its end, transposed
+        (``scan(want_borders=True)``).
     """
     b, t, h, dk = q.shape
     nc, n_slices = -(-t // CHUNK), dk // SLICE

@@ -305,10 +305,24 @@ def scan(
     want_borders: bool = False,
     reverse: bool = False,
 ):
-    """Returns (out [B, T, H, Dv] or None, borders [B, H, NC, Dv, Dk] bf16 or None, final states).
+    """Pass the state over the chunks; the operands are those of ``gla.gates``, and v.
 
-    start: float32[B, H, segments, Dk, Dv] or None (zeros); final states have the same shape.
-    borders: the transposed state at the start of every chunk (reverse: at its end).
+    Parameters
+    ----------
+    start : float32 [B, H, segments, Dk, Dv], optional
+        The states at the segments' starts; None is zeros.
+    lengths : int32 [B], optional
+    want_out, want_borders : bool
+        Return outputs, and the states at the chunks' borders.
+    reverse : bool
+        Pass from the last chunk to the first.
+
+    Returns
+    -------
+    list
+        out [B, T, H, Dv] or None; borders, bfloat16 [B, H, NC, Dv, Dk], or None: the transposed
+        state at the start of every chunk, with ``reverse`` at its end; the final states, as
+        ``start``.
     """
     b, t, h, dv = v.shape
     dk = qg.shape[-1]

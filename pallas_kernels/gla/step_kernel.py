@@ -116,10 +116,20 @@ def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def gla_step(q, k, v, log_decay, state, scale: float, plan: GlaStepPlan | None = None):
-    """q, k, log_decay [B, H, Dk], v [B, H, Dv], float32 state [B, H, Dk, Dv] -> (o, state).
+    """Compute one step, and update the state in place: donate it and no copy is made.
 
-    bf16 or f16 q, k, v; Dk in 64, 128, 256, 512; Dv % 128 == 0.  The state is aliased: donate it
-    and no copy is made.
+    Parameters
+    ----------
+    q, k : bfloat16 or float16 [B, H, Dk]
+        Dk is 64, 128, 256 or 512.
+    v : [B, H, Dv]
+        128 divides Dv.
+    log_decay : float32 [B, H, Dk]
+    state : float32 [B, H, Dk, Dv]
+
+    Returns
+    -------
+    o [B, H, Dv], state
     """
     b, h, dk = q.shape
     dv = v.shape[-1]

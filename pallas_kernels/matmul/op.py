@@ -18,7 +18,7 @@ else, so that no kernel knows of it.
 What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
 SwiGLU or an activation and a residual behind it.  Up to 16 rows of 16-bit floats it is then one
 kernel (but for the activation), float32 from the product to the only rounding; elsewhere the ops
-run one after the other.  ``fused_matmul`` is the one kernel or None.
+run one after the other.  ``fused.fused_matmul`` is the one kernel or None.
 A quantized x may bring a low-rank term (LoRA), which up to 64 rows is in the product's kernel.
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
@@ -58,13 +58,12 @@ from pallas_kernels.dispatch import (
     Reason,
     choose_plan,
     is_empty,
-    own_plan,
 )
 from pallas_kernels.matmul import choice, operands, xla
 from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.xla import finish, low_rank_sums
 from pallas_kernels.operands import FLOATS, check
-from pallas_kernels.qtensor import QTensor, RowBlocks, take_columns
+from pallas_kernels.qtensor import QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.transform import Op, chosen
@@ -189,16 +188,16 @@ def quantized_matmul(
     around = Around(
         jnp.dtype(out_dtype), bias, norm, residual, pending, swiglu, activation, low_rank
     )
-    _check(x, w, around)
+    check_operands(x, w, around)
     if activation is not None and not swiglu:
         return _with_activation(x, w, around, activation, implementation)
     if around.is_nothing and isinstance(w, QTensor | CpuWeight):
         return _product(x, w, around, implementation)
-    find, on_cpu = _planners(x, w, around, implementation)
+    find, on_cpu = planners(x, w, around, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, x, w, *around.arrays, cpu=on_cpu)
     if plan is None:
         return _composed(x, w, around, "xla" if is_empty(x, w) else implementation)
-    return _run(x, w, around, plan, implementation)
+    return run(x, w, around, plan, implementation)
 
 
 def _codes_result(x: QTensor, w: _Weight) -> DTypeLike:
@@ -207,41 +206,7 @@ def _codes_result(x: QTensor, w: _Weight) -> DTypeLike:
     return scale if scale.itemsize == 2 else jnp.float32
 
 
-def fused_matmul(
-    x: jax.Array | QTensor,
-    w: _Weight | RowBlocks,
-    *,
-    bias: jax.Array | None = None,
-    out_dtype: DTypeLike | None = None,
-    norm: tuple[jax.Array, float] | None = None,
-    residual: jax.Array | None = None,
-    swiglu: bool = False,
-    activation: str = "silu",
-    pending: jax.Array | None = None,
-) -> Any:
-    """Return ``quantized_matmul`` of these if one kernel does all of it here and is the faster way.
-
-    The result is None otherwise, and the caller computes the parts.
-    Raises ValueError as ``quantized_matmul`` does.
-    """
-    if isinstance(x, QTensor) or isinstance(w, RowBlocks):
-        return None
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    around = Around(out, bias, norm, residual, pending, swiglu, activation if swiglu else None)
-    _check(x, w, around)
-    find, on_cpu = _planners(x, w, around)
-    plan = own_plan(find, x, w, cpu=on_cpu)
-    return None if plan is None else _fused_run(x, w, around, plan)
-
-
-def _fused_run(x: jax.Array, w: _Weight, around: Around, plan: Plan) -> _Result:
-    """Compute a fused product by the plan, and tell ``explain`` of it."""
-    find: Find = lambda: plan  # noqa: E731
-    choose_plan("quantized_matmul", None, find, x, w, *around.arrays, cpu=find)
-    return _run(x, w, around, plan, None)
-
-
-def _planners(
+def planners(
     x: jax.Array | QTensor,
     w: _Weight,
     around: Around,
@@ -274,7 +239,7 @@ def _call(x: jax.Array | QTensor, w: _Weight, around: Around) -> MatmulCall:
     )
 
 
-def _run(
+def run(
     x: jax.Array | QTensor,
     w: _Weight,
     around: Around,
@@ -314,18 +279,18 @@ def _product(
     if isinstance(w, CpuWeight):
         return _prepared_product(x, w, around, implementation)
     rows, w = _flatten(x), _without_notes(x, w)
-    find, on_cpu = _planners(rows, w, around, implementation)
+    find, on_cpu = planners(rows, w, around, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if plan is None and around.low_rank is not None:
         return _with_low_rank(x, w, around, around.low_rank, implementation)
     if is_empty(x, w):
         return finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), around.bias, around.out)
-    choice = chosen(plan, implementation)
+    made = chosen(plan, implementation)
     static = Static(around.out, None if plan is None else _call(rows, w, around), plan)
     if isinstance(rows, QTensor):
-        out = _codes(choice, static, rows, w, around.bias, _flat_term(around.low_rank))
+        out = _codes(made, static, rows, w, around.bias, _flat_term(around.low_rank))
     else:
-        out = _weight_only(choice, static, rows, w, around.bias)
+        out = _weight_only(made, static, rows, w, around.bias)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -354,7 +319,7 @@ def _prepared_product(
 ) -> jax.Array:
     """Compute the product of a weight in the layout of the CPU's handler."""
     rows = _flatten(x)
-    find, on_cpu = _planners(rows, w, around, implementation)
+    find, on_cpu = planners(rows, w, around, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if plan is None:
         return _product(x, restore(w), around, "xla")
@@ -395,7 +360,7 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
     return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)
 
 
-def _check(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
+def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     """Raise ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
     gamma, residual, pending = around.arrays
@@ -406,7 +371,31 @@ def _check(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     if isinstance(x, QTensor):
         operands.check_codes(x, w, around)
     if not around.is_nothing or around.low_rank is not None:
-        operands.check_around(x, w, around)
+        _check_around(x, w, around)
+
+
+def _check_around(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
+    """Raise ValueError if what stands around the product does not fit it."""
+    op = "quantized_matmul"
+    if around.low_rank is not None:
+        operands.check_low_rank(x, w, *around.low_rank)
+    if around.pending is not None and around.norm is None:
+        raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
+    if around.swiglu and w.shape[0] % 2:
+        raise ValueError(f"{op}: the {w.shape[0]} rows of w are not gate and up")
+    shape = (*x.shape[:-1], w.shape[0] // 2 if around.swiglu else w.shape[0])
+    residual = around.residual
+    if residual is not None and (residual.shape, residual.dtype) != (shape, around.out):
+        raise ValueError(
+            f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
+            f"{around.out}{shape}, of x {x.shape} and w {w.shape}"
+        )
+    known = operands.GATES if around.swiglu else tuple(ACTIVATIONS)
+    if around.activation is not None and around.activation not in known:
+        what = "the gate of swiglu" if around.swiglu else "a product"
+        raise ValueError(
+            f"{op}: activation {around.activation!r} of {what} is not one of {', '.join(known)}"
+        )
 
 
 def _with_activation(

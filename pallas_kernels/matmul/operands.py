@@ -17,7 +17,6 @@ from pallas_kernels.qtensor import QTensor
 if TYPE_CHECKING:
     from pallas_kernels.matmul.op import Around
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # of a product
 GATES = ("silu", "gelu", "gelu_tanh")  # of SwiGLU
 
 
@@ -46,32 +45,7 @@ def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, around: Around) 
         raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
 
 
-def check_around(
-    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, around: Around
-) -> None:
-    """Raise ValueError if what stands around the product does not fit it."""
-    op = "quantized_matmul"
-    if around.low_rank is not None:
-        _check_low_rank(x, w, *around.low_rank)
-    if around.pending is not None and around.norm is None:
-        raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
-    if around.swiglu and w.shape[0] % 2:
-        raise ValueError(f"{op}: the {w.shape[0]} rows of w are not gate and up")
-    shape = (*x.shape[:-1], w.shape[0] // 2 if around.swiglu else w.shape[0])
-    residual = around.residual
-    if residual is not None and (residual.shape, residual.dtype) != (shape, around.out):
-        raise ValueError(
-            f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
-            f"{around.out}{shape}, of x {x.shape} and w {w.shape}"
-        )
-    known, what = (GATES, "the gate of swiglu") if around.swiglu else (ACTIVATIONS, "a product")
-    if around.activation is not None and around.activation not in known:
-        raise ValueError(
-            f"{op}: activation {around.activation!r} of {what} is not one of {', '.join(known)}"
-        )
-
-
-def _check_low_rank(
+def check_low_rank(
     x: jax.Array | QTensor,
     w: jax.Array | QTensor | CpuWeight,
     inner: jax.Array,

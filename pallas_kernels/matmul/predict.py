@@ -159,7 +159,7 @@ def product_us(call: MatmulCall) -> float:
 
 
 def shortest_form(x: Any, w: QTensor) -> Form:
-    """The form of XLA's that a weight-only product takes; x: ``[M, K]``."""
+    """Return the form of XLA's that a weight-only product takes; x: ``[M, K]``."""
     call, _ = _fitted(MatmulCall.of(x, QTensor(w.q, w.scale, w.zero), x.dtype))
     return min(forms(w.q, w.group_size), key=functools.partial(form_us, call=call))
 

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import device_of
 from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.predict import shortest_form
-from pallas_kernels.matmul.weight_only import BY_FORM, Dims, dot
+from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import OpChoice
 
@@ -44,10 +45,24 @@ def weight_only(static: Static, x: jax.Array, w: QTensor, bias: jax.Array | None
     """
 
     def on_accelerator(x: jax.Array, w: QTensor) -> jax.Array:
-        return BY_FORM[shortest_form(x, w)](x, w.scale, w.zero, w.q)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+        form = _form(device_of(()), x.shape, x.dtype, shapes)
+        return BY_FORM[form](x, w.scale, w.zero, w.q)
 
-    sums = lax.platform_dependent(x, w, default=on_accelerator, cpu=_weight_only_tiled)
+    is_packed = w.dtype == jnp.int4 and w.group_size % 2 == 0
+    tiled = _packed_tiled if is_packed else _weight_only_tiled
+    sums = lax.platform_dependent(x, w, default=on_accelerator, cpu=tiled)
     return finish(sums, bias, static.out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(device: Any, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> Form:
+    """Return ``shortest_form``, which layers that are alike ask for again and again.
+
+    device: whose costs are compared. w: the weight's shapes.
+    """
+    del device
+    return shortest_form(jax.ShapeDtypeStruct(shape, dtype), w)
 
 
 def weight_only_gradients(
@@ -113,8 +128,6 @@ def widened(q: jax.Array, multiple: jax.Array, zero: jax.Array | None) -> jax.Ar
 def _weight_only_tiled(x: jax.Array, w: QTensor) -> jax.Array:
     """For CPUs: tiles of rows, each dequantized in cache and used at once."""
     columns = x.astype(jnp.float32).T
-    if w.dtype == jnp.int4 and w.group_size % 2 == 0:
-        return _packed_tiled(columns, w)
 
     def product(tile: QTensor) -> jax.Array:
         return jnp.dot(tile.floats(jnp.float32), columns, precision=lax.Precision.HIGHEST)
@@ -122,24 +135,22 @@ def _weight_only_tiled(x: jax.Array, w: QTensor) -> jax.Array:
     return _map_tiles(product, w).T
 
 
-def _packed_tiled(columns: jax.Array, w: QTensor) -> jax.Array:
-    """``_weight_only_tiled`` of int4 codes, from ``columns[K, M]``.
+def _packed_tiled(x: jax.Array, w: QTensor) -> jax.Array:
+    """``_weight_only_tiled`` of int4 codes in groups of an even number of columns.
 
     Slices of int4 arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
     """
-    bytes_ = lax.bitcast_convert_type(w.q.reshape(-1, w.shape[1] // 2, 2), jnp.int8)
+    columns = x.astype(jnp.float32).T
+    pairs = lax.bitcast_convert_type(w.q.reshape(-1, w.shape[1] // 2, 2), jnp.int8)
     even, odd = columns[0::2], columns[1::2]
-
-    def half(tile: QTensor, q: jax.Array, columns: jax.Array) -> jax.Array:
-        floats = dataclasses.replace(tile, q=q).floats(jnp.float32)
-        return jnp.dot(floats, columns, precision=lax.Precision.HIGHEST)
+    dot = functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
 
     def product(tile: QTensor) -> jax.Array:
-        low = (tile.q << 4) >> 4
-        high = tile.q >> 4
-        return half(tile, low, even) + half(tile, high, odd)
+        codes = (tile.q << 4) >> 4, tile.q >> 4
+        low, high = (dataclasses.replace(tile, q=q) for q in codes)
+        return dot(low.floats(jnp.float32), even) + dot(high.floats(jnp.float32), odd)
 
-    return _map_tiles(product, dataclasses.replace(w, q=bytes_)).T
+    return _map_tiles(product, dataclasses.replace(w, q=pairs)).T
 
 
 def contract_rows(dy: jax.Array, w: QTensor, dtype: jnp.dtype) -> jax.Array:

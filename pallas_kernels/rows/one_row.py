@@ -43,7 +43,10 @@ def _warp_sum(value: p.Value) -> p.Value:
 
 
 def _warp_max(value: p.Value) -> p.Value:
-    """The largest of values that are not negative: their bits have the same order, NaN last."""
+    """The largest of values that are not negative.
+
+    Their bits have the same order, and NaN is last.
+    """
     code = "redux.sync.max.u32 $0, $1, -1;"
     return p.from_bits(p.ptx(code, p.bits(value), results=p.i32(), convergent=True))
 
@@ -254,8 +257,7 @@ class RowShare:
         return p.rsqrt(mean)
 
     def factor(self, row: p.Value, factor: p.Value | None, peak: p.Value | None):
-        """What t is multiplied by (None: nothing), by the norm ``factor``; stores the row's
-        scale."""
+        """Return the factor of t or None, by the norm's ``factor``; store the row's scale."""
         op, zero = self.op, p.cf(0.0)
         if peak is None:
             return factor

@@ -10,6 +10,7 @@ from benchmarks import engine, headline, results, verify
 from jaxllama.engine.engine import Engine
 from tests.helpers.engine_cases import OPTIONS, model
 
+write = results.write
 # Lines as the programs print them.
 PRINTED = {
     "matmul-decode": [
@@ -82,9 +83,6 @@ def test_a_row_is_written_with_machine_versions_and_commands(tmp_path, monkeypat
     assert record["versions"]["jax"] and record["machine"]["cores"] >= 1
     assert record["machine"]["devices"] and record["commands"].keys() == {"b"}
     assert "a row: {'b': 4} tokens/s" in capsys.readouterr().out
-
-
-write = results.write
 
 
 def test_the_engines_steady_rate():

@@ -201,7 +201,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
     ("config", "reason"),
     [
         ({"model_type": "gpt_oss", "num_local_experts": 8}, _EXPERTS),
-        ({"model_type": "glm4_moe"}, _EXPERTS),
+        ({"model_type": "ernie4_5_moe"}, _EXPERTS),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, _EXPERTS),
         ({"model_type": "doge", "is_moe": True, "num_experts": 16384}, _EXPERTS),
         ({"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
@@ -295,8 +295,9 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     model reads of a config}."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    dense = {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 99}}
-    config = transformers.AutoConfig.for_model(kind, **dense.get(kind, {})).to_dict()
+    given = {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 99},
+             "glm4_moe": {"head_dim": 128}}  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **given.get(kind, {})).to_dict()
     folder = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
@@ -306,8 +307,8 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         others |= {"text_config", "get_text_config", "vision_config", "image_token_id",
                    "mm_tokens_per_image"}  # fmt: skip
         others |= {"attn_logit_softcapping"}  # which it reads and never uses
-    if kind == "qwen3_5_text":
-        vision = transformers.AutoConfig.for_model("qwen3_5_vision").to_dict()
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
+        vision = transformers.AutoConfig.for_model(kind.replace("text", "vision")).to_dict()
         others |= {"text_config", "get_text_config", "vision_config", "image_token_id",
                    "video_token_id", "vision_start_token_id", *vision} - {*config}  # fmt: skip
     keys = {name for pair in found for name in pair if name} - others | {"is_causal"}

@@ -211,7 +211,7 @@ def test_a_missing_extra_is_one_line(package, words, tmp_path, monkeypatch, caps
     assert f"pip install -e '.[{extra}]' in jaxllama's checkout" in err
 
 
-OURS = ("jaxllama.serving.http", "jaxllama.evaluation.speed.load_generator", "jaxllama.training")
+OURS = ("jaxllama.serving", "jaxllama.evaluation.speed.load_generator", "jaxllama.training")
 
 
 def test_every_extra_package_is_declared():

@@ -13,9 +13,7 @@ from jaxllama.engine import programs
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.programs import Programs, Wanted
 from jaxllama.engine.request import Event, Request
-from jaxllama.language_model import LanguageModel
-from tests.helpers.engine_cases import CONFIGS, OPTIONS, PROMPTS, SAMPLINGS, model, written
-from tests.helpers.models import params_of
+from tests.helpers.engine_cases import OPTIONS, PROMPTS, SAMPLINGS, model, written
 
 
 def wait_until(condition) -> None:
@@ -32,8 +30,7 @@ def wanted(n: int) -> dict[int, Wanted]:
 
 @pytest.mark.core
 def test_an_engine_answers_before_all_programs_exist(monkeypatch):
-    cfg = CONFIGS["llama"].replace(n_layers=1, layer_types=())
-    small = LanguageModel(cfg, params_of(cfg), model("llama").tokenizer)
+    small = model("llama")
     requests = [
         Request(f"r{i}", PROMPTS[i], 6, SAMPLINGS[i % 5], ignore_eos=True) for i in range(5)
     ]

@@ -41,7 +41,6 @@ from jaxllama.engine.request import (
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 from tests.helpers.engine_cases import (
-    CONFIGS,
     MAX_LEN,
     OPTIONS,
     PROMPTS,
@@ -52,7 +51,7 @@ from tests.helpers.engine_cases import (
     search,
     written,
 )
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.models import FAMILIES
 
 FAMILY = pytest.mark.parametrize("family", ["llama", "gla", "hybrid"])
 
@@ -90,18 +89,11 @@ def test_a_repeated_prefix_is_not_computed_again(family):
     assert hits == [0, 32, 32]
 
 
-@pytest.fixture(scope="module")
-def small() -> LanguageModel:
-    """A model of one layer, for what is compiled ahead: all programs of an engine."""
-    cfg = CONFIGS["llama"].replace(n_layers=1, layer_types=())
-    return LanguageModel(cfg, params_of(cfg), model("llama").tokenizer)
-
-
-def test_the_warm_up_compiles_all_and_a_second_engine_takes_it(small, tmp_path, monkeypatch):
+def test_the_warm_up_compiles_all_and_a_second_engine_takes_it(tmp_path, monkeypatch):
     """Every sampling feature; counted by jax itself."""
 
     def made() -> Engine:
-        eng = Engine(small, **{**OPTIONS, "max_slots": 1, "max_len": 48})
+        eng = Engine(model("llama"), **{**OPTIONS, "max_slots": 1, "max_len": 48})
         eng.warm_up()
         return eng
 

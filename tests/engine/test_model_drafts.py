@@ -21,7 +21,6 @@ from tests.helpers.engine_cases import (
     model,
     run_schedule,
 )
-from tests.helpers.models import params_of
 
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 # (prompt, sampling, new tokens, step of its arrival, priority, step of its end or None)
@@ -82,8 +81,7 @@ def test_a_model_that_drafts_changes_no_tokens(family, draft):
 @pytest.mark.slow
 def test_a_draft_that_is_the_model_is_right():
     """Preempted rows read all again, and known prefixes are the draft's too."""
-    cfg = CONFIGS["llama"].replace(n_layers=1, layer_types=())
-    lm = LanguageModel(cfg, params_of(cfg), None)
+    lm = model("llama")
     eng = Engine(lm, draft=lm, draft_tokens=3, **{**OPTIONS, "max_slots": 2, "cache_tokens": 96})
     requests = [
         Request(f"r{i}", prompt, 24, SAMPLINGS[i % 5], ignore_eos=True)

@@ -13,6 +13,7 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.gated_delta import kernel as delta
 from pallas_kernels.gated_delta import step_kernel as delta_step
 from pallas_kernels.gated_delta import token as delta_token
@@ -51,6 +52,14 @@ def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096
         x,
         weight(scheme, *shape),
     )
+
+
+def grouped(scheme: str, n: int, k: int, gated: str | None = None):
+    """One token through 8 of 128 experts."""
+    one = weight(scheme, n, k)
+    w = jax.tree.map(lambda v: S((128, *v.shape), v.dtype), one)
+    given = S((1, k), BF16), w, S((1, 8), I32)
+    return functools.partial(grouped_matmul, gated=gated, implementation="mosaic"), given
 
 
 def cache_of(kind: str, batch: int, capacity: int, heads=HEADS):
@@ -134,6 +143,10 @@ CASES = {
     "product 1 int8": lambda: product(1, "int8"),
     "product 1 bfloat16": lambda: product(1, "bfloat16"),
     "product 1 int4 swiglu": lambda: product(1, "int4", shape=(28672, 4096), swiglu=True),
+    "experts bfloat16": lambda: grouped("bfloat16", 2048, 768),
+    "experts bfloat16 swiglu": lambda: grouped("bfloat16", 1536, 2048, "silu"),
+    "experts zeros swiglu": lambda: grouped("zeros", 1536, 2048, "silu"),
+    "experts int8": lambda: grouped("int8", 2048, 1024),
     "product 8 int4": lambda: product(8, "int4"),
     "product 16 int8": lambda: product(16, "int8"),
     "product 64 int4": lambda: product(64, "int4"),

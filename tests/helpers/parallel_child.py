@@ -359,7 +359,7 @@ def main(names: list[str]) -> None:
             random()
         elif name == "training":
             model = byte_model("gqa", n_layers=1, layer_types=("attention",))
-            training(model, {"one": [None], "moved": ["data=4", "data=2"]})
+            training(model, {"one": [None], "moved": ["data=4", None]})
         elif name == "resumed":
             runs = {"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2}
             training(byte_model("hybrid"), runs, is_scored=True)

@@ -57,6 +57,7 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 _DELTA = {"num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
           "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
           "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+_SIGMOID = {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # (model type, case, what its config.json says besides the sizes): every option of each family
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -153,6 +154,20 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("granitemoe", "", {
         "num_local_experts": 6, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
         "residual_multiplier": 0.22, "attention_multiplier": 0.0625, "tie_word_embeddings": True}),
+    ("glm4_moe", "", {
+        **_SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+        "head_dim": 16}),
+    ("glm4_moe", "groups", {
+        **_SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "use_qk_norm": True,
+        "attention_bias": True, "num_hidden_layers": 3, "first_k_dense_replace": 0,
+        "head_dim": 16}),
+    ("kimi_linear", "experts", {
+        **_SIGMOID, "num_hidden_layers": 3, "num_key_value_heads": 4, "num_experts": 8,
+        "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 2,
+        "topk_group": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+        "v_head_dim": 12, "linear_head_dim": 8, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
 )  # fmt: skip
 
 

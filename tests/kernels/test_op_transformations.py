@@ -558,7 +558,7 @@ def test_export_refuses_a_named_kernel() -> None:
 
 # --- the kernels themselves ----------------------------------------------------------------------
 
-# XLA's fusion is all there is to swiglu, and its forms to products with experts.
+# XLA's fusion is all there is to swiglu; products with experts have a test of their own.
 KERNELS = [n for n in CASES if n not in ("swiglu", "grouped_matmul")]
 
 

@@ -42,7 +42,6 @@ CASES = {
 }  # fmt: skip
 SLOW = ("gqa", "sparse", "mqa-window", "norm of all heads, capped")
 WIDER = 12  # than heads of 8
-PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (1, 9, 21)]
 
 
 def kept_wide(monkeypatch, width: int = WIDER) -> None:

@@ -14,6 +14,7 @@ import pytest
 from jaxllama.decoding import forward
 from jaxllama.generation import prefill
 from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from jaxllama.model.mixers.attention import mix as attention
 from jaxllama.model.mixers.attention.state import KVCache, write
@@ -48,7 +49,8 @@ def pretend_a_gpu(monkeypatch):
     """``extend`` in float32 on any machine, in blocks of 128 keys."""
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 128)
-    monkeypatch.setattr(attention, "has_cudnn", lambda q: True)
+    for module in (attention, chunk):
+        monkeypatch.setattr(module, "has_cudnn", lambda q: True)
 
 
 def poison(cache: Cache) -> Cache:

@@ -28,11 +28,14 @@ from jaxllama.model.split import check_shards
 from jaxllama.modules import Decoder, MixtureOfExperts
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from jaxllama.quantization.checkpoint import QuantizeRequest, check
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
 from pallas_kernels.cpu import restore_tree
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.models import LLAMA, params_of, tokens_of
+from tests.helpers.parity_cases import CASES
+from tests.helpers.parity_cases import params_of as parity_params
 
 EXPERTS = ExpertsConfig(n_experts=8, n_active=3, d_ff=32, shared=32, shared_gate=True, layers=(1,))
 CFG = LLAMA.replace(
@@ -125,6 +128,7 @@ def test_prompt_and_steps_are_the_whole_sequence() -> None:
     np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=2e-5)
 
 
+@pytest.mark.usefixtures("engines_of_one_size")
 def test_engine_drafts_and_offloading_give_generates_answers() -> None:
     lm, tokens, _ = model()
     prompts = [tokens[0, :6].tolist(), tokens[1, :4].tolist(), tokens[0, 2:5].tolist()]
@@ -204,9 +208,22 @@ def test_what_is_not_done_is_refused_by_name(tmp_path) -> None:
     mixed = jl.quantize_params(lm.params, "w8a8,experts_*=w8a16")
     with pytest.raises(JaxLlamaError, match="experts need format 'native', not 'compressed"):
         packed.check(CFG, mixed, "compressed-tensors")
+    with pytest.raises(JaxLlamaError, match=r"add experts_\*=w8a16"):
+        check(CFG, QuantizeRequest(tmp_path / "q", "w8a8"))
+    check(CFG, QuantizeRequest(tmp_path / "q", "w4a16"))
     assert not any(".experts." in name for name in products(CFG))
     with pytest.raises(JaxLlamaError, match="experts.n_experts|experts = "):
         hf.save(tmp_path / "x", CFG.replace(stored=CheckpointForm()), lm.params)
+
+
+def test_a_choice_s_bias_stays_in_float32(tmp_path) -> None:
+    cfg, params = CASES["glm4_moe"], parity_params("glm4_moe")
+    _, read = hf.load(hf.save(tmp_path / "glm", cfg, params), dtype=jnp.bfloat16)
+    router = read["layer_1"]["mlp"]["router"]
+    assert (router["weight"].dtype, router["choice_bias"].dtype) == (jnp.bfloat16, np.float32)
+    np.testing.assert_array_equal(
+        router["choice_bias"], params["layer_1"]["mlp"]["router"]["choice_bias"]
+    )
 
 
 def test_config() -> None:

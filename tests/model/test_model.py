@@ -16,7 +16,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
 from jaxllama.model.cache import Cache, init_cache
-from jaxllama.model.mixers.attention.mix import attend, attend_cached
+from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.recurrent import RecurrentState

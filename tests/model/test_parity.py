@@ -82,7 +82,8 @@ ALSO = (
     "phi3-longrope", "qwen3", "smollm3-window-bias", "granite", "seed_oss", "ernie4_5", "helium",
     "olmo2-bias-yarn", "olmo3", "gemma2-uncapped", "gemma3_text-layer-types", "glm", "glm4-no-bias",
     "cohere", "cohere2-pattern", "qwen3_5_text", "mixtral", "mixtral-window", "olmoe",
-    "qwen2_moe", "qwen3_moe", "qwen3_next-experts", "qwen3_next-mixed-experts",
+    "qwen2_moe", "qwen3_moe", "qwen3_next-experts", "qwen3_next-mixed-experts", "glm4_moe",
+    "kimi_linear-experts",
 )  # fmt: skip
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 
@@ -137,6 +138,7 @@ WRITTEN_TOO = (
     "rope-yarn-options", "kimi_linear", "olmo3-yarn", "gemma2", "glm4", "stablelm-parallel-bias",
     "ernie4_5-bias", "qwen3_5_text-bias", "mixtral", "olmoe-normalized-bias",
     "qwen3_moe-mixed-window", "qwen3_next-mixed-experts", "qwen3_5_moe_text", "granitemoe",
+    "glm4_moe-groups", "kimi_linear-experts",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The keys of a mixture of experts in ``config.json`` <-> ``ExpertsConfig``.
 
-    Mixture(count=, active=, ...)                  the defaults of a family's missing keys
+    Mixture(...), SigmoidMixture(...)              the defaults of a family's missing keys
     mixture.fields(read), mixture.to_hf(cfg)       for ``hf.families``
 
 transformers names the number of experts ``num_experts`` or ``num_local_experts``. It has written
@@ -10,6 +10,8 @@ both names for one family, so both are read.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
@@ -109,3 +111,104 @@ class Mixture:
             dense = [i for i in range(cfg.n_layers) if cfg.experts_of(i) is None]
             keys |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
         return keys
+
+
+# The names of each key; a family's own name comes first.
+_ROLES = {
+    "count": ("n_routed_experts", "num_local_experts"),
+    "active": ("num_experts_per_tok",),
+    "normalize": ("norm_topk_prob",),
+    "groups": ("n_group",),
+    "active_groups": ("topk_group",),
+    "shared": ("n_shared_experts",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidMixture:
+    """DeepSeek-V3's router (arXiv 2412.19437) as other families use it.
+
+    It has sigmoids, a bias that only affects the choice, and groups of experts. Its shared experts
+    have no gate and are read as one wide expert. count, active, width, scale: the defaults. names:
+    other names of keys, by role. has_types: whether ``mlp_layer_types`` can name the dense layers;
+    otherwise the first ``first_k_dense_replace`` layers are dense.
+    """
+
+    count: int
+    active: int
+    width: int
+    scale: float = 1.0
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, Any])
+    has_types: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of ``config.json`` that are read or have no effect."""
+        roles = {**_ROLES, **self.names}
+        found = tuple(name for names in roles.values() for name in names)
+        found += ("moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace")
+        return found + ("mlp_layer_types",) * self.has_types + _TRAINING
+
+    def _key(self, read: JsonReader, role: str) -> str:
+        """Return the name under which the file has the key of this role."""
+        names = {**_ROLES, **self.names}[role]
+        return next((name for name in names if name in read.config), names[0])
+
+    def fields(self, read: JsonReader) -> Fields:
+        """Return ``{"experts": ...}``, with None if no layer has experts.
+
+        Raises JaxLlamaError, which names the key.
+        """
+        layers = self._layers(read)
+        if not layers:
+            return {"experts": None}
+        key = functools.partial(self._key, read)
+        width, count = read.size("moe_intermediate_size", self.width), key("count")
+        experts = ExpertsConfig(
+            n_experts=read.size(count, self.count),
+            n_active=read.size(key("active"), self.active),
+            d_ff=width,
+            scores="sigmoid",
+            normalize=read.flag(key("normalize"), True),
+            scale=read.number("routed_scaling_factor", self.scale),
+            choice_bias=True,
+            n_groups=read.size(key("groups"), 1),
+            n_active_groups=read.size(key("active_groups"), 1),
+            shared=width * read.natural(key("shared"), 1),
+            layers=layers,
+        )
+        return {"experts": experts}
+
+    def _layers(self, read: JsonReader) -> tuple[int, ...]:
+        n, dense = read.size("num_hidden_layers"), read.natural("first_k_dense_replace", 1)
+        kinds = read.config.get("mlp_layer_types") if self.has_types else None
+        if kinds is None:
+            return tuple(range(min(dense, n), n))
+        is_list = isinstance(kinds, list) and len(kinds) == n
+        if not is_list or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise read.error("mlp_layer_types", f"must be {n} entries of 'dense' and 'sparse'")
+        return tuple(index for index, kind in enumerate(kinds) if kind == "sparse")
+
+    def to_hf(self, cfg: ModelConfig) -> Fields:
+        """Return the keys of ``config.json`` for a config."""
+        experts, roles = cfg.experts, {**_ROLES, **self.names}
+        is_sparse = [cfg.experts_of(index) is not None for index in range(cfg.n_layers)]
+        keys: Fields = {"first_k_dense_replace": is_sparse.count(False)}
+        if self.has_types:
+            keys["mlp_layer_types"] = [("dense", "sparse")[one] for one in is_sparse]
+        if experts is None:
+            return keys
+        own = {
+            "count": experts.n_experts,
+            "active": experts.n_active,
+            "normalize": experts.normalize,
+            "groups": experts.n_groups,
+            "active_groups": experts.n_active_groups,
+            "shared": experts.shared // experts.d_ff,
+        }
+        keys |= {roles[role][0]: value for role, value in own.items()}
+        return {
+            **keys,
+            "moe_intermediate_size": experts.d_ff,
+            "routed_scaling_factor": experts.scale,
+        }

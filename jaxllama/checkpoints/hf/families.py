@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllama.checkpoints.hf.experts import Mixture
+from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -43,7 +43,8 @@ class Family:
     ``use_sliding_window``, from layer ``max_window_layers`` on); or a function that replaces a
     missing ``layer_types``, by a layer's index. is_local: whether sliding layers have
     rope_parameters of their own. is_nope: (index, config, slides) -> whether that layer has no
-    positions. unused: prefixes of tensors that a file may have and the model does not use.
+    positions. unused: prefixes of tensors that a file may have and the model does not use;
+    ``{n_layers}`` in them becomes the number of layers.
     """
 
     architectures: tuple[str, ...]
@@ -181,10 +182,6 @@ def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
 
 
 def _kimi(read: JsonReader) -> Fields:
-    n, dense = read.size("num_hidden_layers"), read.natural("first_k_dense_replace", 1)
-    kinds = read.config.get("mlp_layer_types") or [*["dense"] * dense, *["sparse"] * n]
-    if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds[:n]):
-        raise read.error("num_experts", "a mixture of experts, which is not supported")
     latent = LatentConfig(
         kv_rank=read.size("kv_lora_rank", 512),
         d_nope=read.size("qk_nope_head_dim", 128),
@@ -214,6 +211,7 @@ def _kimi(read: JsonReader) -> Fields:
         "latent": latent,
         "delta": delta,
         "head_dim": latent.d_nope + latent.d_rope,
+        **_KIMI_EXPERTS.fields(read),
         **context,
     }
 
@@ -224,7 +222,7 @@ def _kimi_to_hf(cfg: ModelConfig) -> Fields:
         raise JaxLlamaError(f"latent = {latent!r}: this family's attention has it")
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
-        "mlp_layer_types": ["dense"] * cfg.n_layers,
+        **_KIMI_EXPERTS.to_hf(cfg),
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.d_nope,
         "qk_rope_head_dim": latent.d_rope,
@@ -237,22 +235,21 @@ def _kimi_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
-# Keys of experts, which a dense Kimi-Linear does not have.
-_EXPERTS = (
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "output_router_logits",
-    "router_aux_loss_coef",
+_KIMI_EXPERTS = SigmoidMixture(
+    256,
+    8,
+    width=1024,
+    scale=2.446,
+    names={
+        "count": ("num_experts", "num_local_experts"),
+        "active": ("num_experts_per_token", "num_experts_per_tok"),
+        "normalize": ("moe_renormalize", "norm_topk_prob"),
+        "groups": ("num_expert_group", "n_group"),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+    has_types=True,
 )
-_KIMI_EXPERTS = tuple(
-    """
-    num_local_experts n_shared_experts num_shared_experts num_experts_per_token moe_renormalize
-    moe_router_activation_func moe_layer_freq use_grouped_topk num_expert_group n_group topk_group
-    routed_scaling_factor num_nextn_predict_layers
-    """.split()
-)
+_GLM_EXPERTS = SigmoidMixture(128, 8, width=1408)
 _QWEN_DELTA = Family(
     architectures=("Qwen3_5ForCausalLM",),
     defaults={
@@ -385,7 +382,7 @@ FAMILIES: dict[str, Family] = {
         same=_BIAS,
         fields=_OLMOE_EXPERTS.fields,
         to_hf=_OLMOE_EXPERTS.to_hf,
-        fixed={"clip_qkv": (None,)},
+        fixed={"clip_qkv": (None,), "sliding_window": (None,)},
         facts={"qk_norm": "full"},
     ),
     "qwen2_moe": Family(
@@ -457,8 +454,6 @@ FAMILIES: dict[str, Family] = {
         },
         keys=(
             "layer_types",
-            "mlp_layer_types",
-            "first_k_dense_replace",
             "linear_attn_config",
             "linear_head_dim",
             "linear_num_heads",
@@ -469,15 +464,17 @@ FAMILIES: dict[str, Family] = {
             "v_head_dim",
             "qk_head_dim",
             "model_max_length",
-            "num_experts",
-            *_EXPERTS,
-            *_KIMI_EXPERTS,
+            "use_grouped_topk",
+            "moe_layer_freq",
+            "num_nextn_predict_layers",
+            *_KIMI_EXPERTS.keys,
         ),
         fields=_kimi,
         to_hf=_kimi_to_hf,
         fixed={
             "q_lora_rank": (None,),
             "mla_use_nope": (True, None),
+            "moe_router_activation_func": ("sigmoid", None),
             "attention_bias": (False, None),
         },
         is_nope=lambda *_: True,
@@ -658,6 +655,30 @@ FAMILIES: dict[str, Family] = {
     "glm": _GLM,
     "glm4": dataclasses.replace(
         _GLM, architectures=("Glm4ForCausalLM",), facts={"post_norms": True}
+    ),
+    "glm4_moe": Family(
+        ("Glm4MoeForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=(
+            "use_qk_norm",
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            *_GLM_EXPERTS.keys,
+        ),
+        same=(_QKV_BIAS,),
+        fields=lambda read: {
+            "qk_norm": "head" if read.flag("use_qk_norm", False) else "none",
+            **_GLM_EXPERTS.fields(read),
+        },
+        to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_GLM_EXPERTS.to_hf(cfg)},
+        unused=("model.layers.{n_layers}.",),  # a draft of several tokens
     ),
     "stablelm": Family(
         ("StableLmForCausalLM",),

@@ -178,14 +178,15 @@ def load(
         with working(f"reading {directory.name}", total, progress) as advance:
 
             def floats(spec: Param) -> np.ndarray:
-                return _read(files, spec, dtype, added or {}, advance)
+                kept = np.dtype(np.float32) if spec.is_float32 else dtype
+                return _read(files, spec, kept, added or {}, advance)
 
             for path, spec in table.items():
                 *rooms, leaf = path
                 room = params
                 for key in rooms:
                     room = room.setdefault(key, {})
-                if path not in leaves and stream is not None:
+                if path not in leaves and stream is not None and not spec.is_float32:
                     read = functools.partial(_read_part, files, spec, added or {}, advance=advance)
                     room[leaf] = stream(path, spec.shape, read)
                     continue
@@ -225,7 +226,8 @@ def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.Exi
 def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     """Return the tensors that the family's models use; one warning counts the others."""
     family = FAMILIES.get(cfg.stored.family)
-    prefixes = () if family is None else family.unused
+    unused = () if family is None else family.unused
+    prefixes = tuple(prefix.format(n_layers=cfg.n_layers) for prefix in unused)
     unused = {name: None for name in files if name.startswith(prefixes)}
     if unused:
         warnings.warn(

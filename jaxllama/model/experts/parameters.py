@@ -57,7 +57,9 @@ def table(
     if options.router_bias:
         rows["router", "bias"] = one(f"{prefix}{own.router}.bias", n, std=0.0)
     if options.choice_bias:
-        rows["router", "choice_bias"] = one(f"{prefix}{own.choice_bias}", n, std=0.0)
+        rows["router", "choice_bias"] = one(
+            f"{prefix}{own.choice_bias}", n, std=0.0, is_float32=True
+        )
     rows |= _experts(options, d, prefix, own, present, residual)
     if options.shared:
         shared = f"{prefix}{own.shared}"

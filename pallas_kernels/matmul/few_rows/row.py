@@ -195,14 +195,23 @@ class WeightRows:
         p.when(p.less(self.lane, 1), store)
 
 
-def run(plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, smem: Any) -> None:
-    """Emit one block's program while the kernel is traced.  smem: x, and squares of it."""
+def run(
+    plan: RowPlan,
+    scheme: FewRowsScheme,
+    operands: FewRowsOperands,
+    smem: Any,
+    block: Value | None = None,
+) -> None:
+    """Emit one block's program while the kernel is traced.  smem: x, and squares of it.  block: its
+    number, if it is not the grid's and the kernel before has ended (``experts.kernel``)."""
     xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
     lane = arith.andi(thread, p.ci(31))
     # Neighbouring warps of a block have neighbouring rows.
-    first = p.add(p.mul(p.register("ctaid.x"), plan.warps), warp)
+    has_waited = block is not None
+    block = p.register("ctaid.x") if block is None else block
+    first = p.add(p.mul(block, plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
     loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
     source = Input(plan, operands, loop, thread, squares)
@@ -212,7 +221,8 @@ def run(plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, smem: A
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
     rows.prefetch(start)
-    p.await_kernel()
+    if not has_waited:
+        p.await_kernel()
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
     source.store(asked, warp, lane)

@@ -62,7 +62,7 @@ class PartialSums:
             return at, value
 
         def finish(index, t, value_of):
-            """Of output tile t of the batch; value_of(slot, token, row): a sum over all of K."""
+            """Finish output tile t; value_of(slot, token, row): a sum over all of K."""
             token, row = token_and_row(index)
             slots = [slot_of(p.mul(t, parts), i) for i in range(parts)]
             sums = [value_of(slot, token, row) for slot in slots]

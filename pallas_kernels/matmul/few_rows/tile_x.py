@@ -2,7 +2,7 @@
 
 With a norm, x is multiplied by the norm's weight on the way and its squares are summed, float32,
 in an order that depends on K's division alone; the token's factor meets the product's sum later.
-What is still to be added to x is so before, and rounded as the sum that is stored.
+The pending term is added to x first, and the sum is rounded to x's dtype, as it is stored.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Fragments:
     ready: Sequence[Sequence[Sequence[Value]]] | None = None
 
     def of(self, piece: int):
-        """Of one block of columns, by 8 tokens."""
+        """The fragments of one block of columns, by 8 tokens."""
         if self.ready is not None:
             return self.ready[piece]
         return [self.load(piece, t) for t in range(self.block.plan.n_tiles)]
@@ -195,7 +195,7 @@ class NormedX:
         return [range(start, min(start + each, steps)) for start in range(0, steps, each)]
 
     def begin(self) -> list:
-        """Asks for the first of x.  What is done before ``end`` travels with it."""
+        """Request the first of x, which travels until ``end``."""
         return [self.load(step) for step in self.steps[0]]
 
     def end(self, loaded: list) -> None:

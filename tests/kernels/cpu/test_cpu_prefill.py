@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.model.mixers.attention.mix import attend, attend_cached
+from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.cpu import attention, frame, jit, prefill
 from pallas_kernels.cpu.cache import CacheForm

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import quantized_matmul
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import plan as planning
-from pallas_kernels.matmul.op import fused_matmul
+from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers.few_rows import run_tiles

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import launch as launching
 from pallas_kernels import quantize
 from pallas_kernels.dispatch import choose_plan, named_plan
 from pallas_kernels.matmul.call import MatmulCall
@@ -143,22 +144,25 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
 
 
 def one_view(monkeypatch):
-    """The interpreter gives a RefUnion's views separate memories, so take one of each dtype; and it
-    knows no PTX, with which the kernel waits for the one before."""
+    """Give the interpreter one memory for each dtype of ``Views``, and no PTX.
 
-    def rows_and_tiles(shape, dtype, divided=(), low=None):
-        row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-        view = plgpu.SMEM(shape, dtype, transforms=prefill_pipeline.tiled(dtype, row_bytes))
-        if low is None:
-            return view
-        width = row_bytes // jnp.dtype(low).itemsize
-        return [view, rows_and_tiles((*shape[:-1], width), low)]
+    It gives the views of a union memories of their own.  The kernel waits for the one before by
+    PTX, which the interpreter does not know.
+    """
+    memory = launching._memory
 
-    def views(refs):
-        return [ref for ref in (refs if isinstance(refs, list) else [refs]) for _ in range(2)]
+    def by_dtype(kind):
+        if not isinstance(kind, launching.Views):
+            return memory(kind)
+        return [kind[name] for name in ("tiles", "low_tiles") if name in kind]
 
-    monkeypatch.setattr(prefill_pipeline, "rows_and_tiles", rows_and_tiles)
-    monkeypatch.setattr(prefill_pipeline, "views", views)
+    def by_view(kind, refs):
+        if not isinstance(kind, launching.Views):
+            return refs
+        return SimpleNamespace(**{name: refs[name.startswith("low")] for name in kind})
+
+    monkeypatch.setattr(launching, "_memory", by_dtype)
+    monkeypatch.setattr(launching, "_by_view", by_view)
     monkeypatch.setattr(prefill_pipeline, "await_kernel", lambda *_: None)
 
 

@@ -1,14 +1,8 @@
 """Attention over a KVCache: GQA, MQA and MHA, prefill in chunks, decode, sliding window, sparse V.
 
 ``q`` heads are grouped by the kv head they share: N = K * G.  A query at position p sees the keys
-at positions s <= p (and > p - window).  Two forms:
-
-* ``attend`` over k, v of the sequence itself (no cache: training, teacher forcing).  Queries go in
-  blocks, so memory is linear in the sequence.
-* ``attend_cached`` over a cache for several new tokens: ``attention.blockwise``, queries in blocks.
-
-On a GPU in 16-bit both are cuDNN's kernels (``mixers.attention.cudnn``), unless scores are capped;
-on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
+at positions s <= p (and > p - window).  Several tokens of a row at once are ``attention.chunk``'s,
+behind a cache on a GPU in 16 bits cuDNN's (``mixers.attention.cudnn``), unless scores are capped.
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``records.Draft``) are such rows too, several of one cache row:
@@ -28,7 +22,6 @@ caches of every dtype.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,18 +32,16 @@ from jax import lax
 
 from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.model.linear import Params, linear
-from jaxllama.model.mixers.attention.cudnn import causal, extend, has_cudnn
+from jaxllama.model.mixers.attention.chunk import attend, attend_cached, without_padding
+from jaxllama.model.mixers.attention.cudnn import extend, has_cudnn
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
-    attention_scores,
     blockwise_attention,
-    is_visible,
     joined,
-    weighted_values,
 )
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
@@ -61,16 +52,10 @@ from pallas_kernels.attention.rope_cache import (
     rope_and_write,
 )
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
-from pallas_kernels.cpu import prefill
-from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.matmul.blocks import Columns
-from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.transform import Op, chosen
 
 __all__ = ["init_state", "inputs", "mix"]
-_Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
-QUERY_BLOCK = 512
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
@@ -87,31 +72,19 @@ def mix(
     if cache is not None and at.rope is not None and cache.k.shape[-1] != cfg.head_dim:
         heads, cache = _in_wide_heads(cfg, p, qkv, cache, at, at.rope)
     else:
-        heads, cache = _attended(cfg, p, qkv, cache, at)
+        heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
     return finished(cfg, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
-
-
-def _attended(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
-) -> tuple[jax.Array, KVCache | None]:
-    """``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache)."""
-    if isinstance(at, Chunk):
-        return _extend(cfg, p, qkv, cache, at)
-    assert cache is not None
-    if isinstance(at, Step):
-        return _decode(cfg, p, qkv, cache, at)
-    return _verify(cfg, p, qkv, cache, at)
 
 
 def _in_wide_heads(
     cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, rope: Ropes
 ) -> tuple[jax.Array, KVCache | None]:
-    """``_attended`` over a cache of wider heads (``cache.cached_width``)."""
+    """Attention over a cache of wider heads (``cache.cached_width``)."""
     width = cache.k.shape[-1]
     heads, rope = widened(split_heads(cfg, p, qkv), rope, width)
     wide = cfg.replace(head_dim=width, qk_norm="none", latent=None)
     at = dataclasses.replace(at, rope=rope)
-    out, after = _attended(wide, p, heads.reshape(*qkv.shape[:2], -1), cache, at)
+    out, after = _ATTENDS[type(at)](wide, p, heads.reshape(*qkv.shape[:2], -1), cache, at)
     return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
@@ -321,6 +294,14 @@ def _verify(
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
 
 
+# By the record of the tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache).
+_ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
+    Chunk: _extend,
+    Step: _decode,
+    Draft: _verify,
+}
+
+
 def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
     """A cache without a table as pages, and their table; a page is no longer than what the XLA
     form reads at once, if that divides the rows."""
@@ -351,7 +332,7 @@ def _mixed(
 
     def few() -> jax.Array:
         whole = cache if table is None else joined(cache, table)
-        places = positions if q.shape[1] == 1 else _without_padding(positions, lengths)
+        places = positions if q.shape[1] == 1 else without_padding(positions, lengths)
         out = sparse_attend(q, whole, places, share, window)
         return from_cache_basis(cache.v, out)
 
@@ -361,155 +342,3 @@ def _mixed(
     kinds = jnp.stack([jnp.any(is_new & sparse), jnp.all(sparse | ~is_new)])
     both = lambda: jnp.where(sparse[:, :, None, None], few(), dense())  # noqa: E731
     return lax.switch(jnp.sum(kinds, dtype=jnp.int32), (dense, both, few))
-
-
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    window: int | None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
-    count up by one."""
-    if has_cudnn(q) and softcap is None:
-        return causal(q, k, v, window)
-    plan = _cpu_plan("attend", q, k, softcap)
-    form = _attend_in_blocks if plan is None else functools.partial(_attend, chosen(plan, None))
-    return form((window, softcap, plan), q, k, v, positions)
-
-
-def _cpu_plan(
-    name: str,
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    softcap: float | None,
-    table: jax.Array | None = None,
-) -> Plan | None:
-    """The CPU's handler, where it takes the call."""
-    no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
-    on_cpu = functools.partial(prefill.plan, q, k, table, softcap)
-    return choose_plan(name, None, no_kernel, q, k, cpu=on_cpu)
-
-
-def _attend_on_cpu(
-    call: _Static,
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    positions: jax.Array,
-    table: jax.Array | None = None,
-) -> jax.Array:
-    window, _, plan = call
-    scale = q.shape[-1] ** -0.5
-    return prefill.attend(q, k, v, positions, table, window=window, scale=scale, plan=plan)
-
-
-def _attend_in_blocks(
-    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
-) -> jax.Array:
-    """XLA's form of ``attend``."""
-    window, softcap, _ = call
-    n_new = q.shape[1]
-    if n_new <= QUERY_BLOCK:
-        return _attend_block(q, k, v, positions, positions, window, softcap)
-    blocks = -(-n_new // QUERY_BLOCK)
-    pad = blocks * QUERY_BLOCK - n_new
-    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
-    # Scores are recomputed in the backward pass: one block of them is alive at a time.
-    block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
-    out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions), (q_blocks, p_blocks))
-    return _join_queries(out, n_new)
-
-
-def _attend_block(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_positions: jax.Array,
-    k_positions: jax.Array,
-    window: int | None,
-    softcap: float | None,
-) -> jax.Array:
-    scores = attention_scores(q, k, softcap=softcap)
-    visible = is_visible(q_positions, k_positions, window)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    return weighted_values(weights, v).astype(q.dtype)
-
-
-def _causal_on_cpu(
-    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
-) -> jax.Array:
-    return _attend_on_cpu(call, q, k, v, positions - positions[:, :1])
-
-
-_attend = Op("attend", _attend_in_blocks, _causal_on_cpu)
-
-
-def attend_cached(
-    q: jax.Array,
-    cache: KVCache,
-    positions: jax.Array,
-    lengths: jax.Array,
-    window: int | None,
-    softcap: float | None = None,
-    table: jax.Array | None = None,
-) -> jax.Array:
-    """Attention of ``q[B, T, N, H]`` over the cache, which already holds the T new tokens.
-
-    ``positions[B, T]`` are the queries'; ``lengths[B]`` says how many of the T are valid; the
-    others give finite garbage.
-    """
-    plan = _cpu_plan("attend_cached", q, cache.k, softcap, table)
-    form = _cached_in_blocks
-    if plan is not None:
-        form = functools.partial(_attend_cached, chosen(plan, None))
-    positions = _without_padding(positions, lengths)
-    return form((window, softcap, plan), q, cache.k, cache.v, positions, table)
-
-
-def _cached_in_blocks(
-    call: _Static,
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    positions: jax.Array,
-    table: jax.Array | None,
-) -> jax.Array:
-    """XLA's form of ``attend_cached``."""
-    window, softcap, _ = call
-    n_new = q.shape[1]
-    block = functools.partial(
-        blockwise_attention, k=k, v=v, window=window, softcap=softcap, table=table
-    )
-    if n_new <= QUERY_BLOCK:
-        return block(q, positions=positions)
-    blocks = -(-n_new // QUERY_BLOCK)
-    pad = blocks * QUERY_BLOCK - n_new
-    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
-    out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
-    return _join_queries(out, n_new)
-
-
-_attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
-
-
-def _without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:
-    """``positions [B, T]`` with padded queries at their row's last valid position: they look at
-    nothing unwritten."""
-    valid = jnp.arange(positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    last = jnp.max(jnp.where(valid, positions, 0), axis=1, keepdims=True)
-    return jnp.minimum(positions, last)
-
-
-def _split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:
-    """``[B, T, ...]`` -> ``[blocks, B, T / blocks, ...]``, the last query repeated as padding."""
-    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode="edge")
-    x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
-
-
-def _join_queries(blocks: jax.Array, n_new: int) -> jax.Array:
-    joined = jnp.moveaxis(blocks, 0, 1)
-    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :n_new]

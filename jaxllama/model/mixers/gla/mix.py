@@ -47,7 +47,7 @@ from jaxllama.model.mixers.recurrent import (
 )
 from jaxllama.model.records import At, Chunk, Draft, Step
 from pallas_kernels.brief import short_repr
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, wants_kernel
 from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
@@ -102,29 +102,37 @@ def mix(
     assert gla is not None
     streams = dict(zip(widths(cfg), projected, strict=True))
     batch, n_new, _ = streams["q"].rows.shape
-    conv_state, read = None, []
+    conv_state, read = None, ()
     if gla.use_short_conv:
-        past = (None,) * 3 if state is None or state.conv is None else state.conv
-        new = []
-        for name, old in zip(("q", "k", "v"), past, strict=True):
-            x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
-            y, last = short_convolution(x, weight, old, at.row_lengths())
-            streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
-            new.append(last)
-            read.append(x)
-        conv_state = tuple(new)
+        conv_state, read = _convolve(p, streams, state, at)
     if isinstance(at, Draft):
         assert state is not None
         fused = _fused(cfg, p, streams, at, state.state)
         o, tokens = _verify(cfg, p, streams, at, state.state) if fused is None else fused
-        return o.reshape(batch, n_new, -1), GLATokens(*tokens, tuple(read))
-    before = None if state is None else state.state
-    fused = None
-    if isinstance(at, Step):
+        return o.reshape(batch, n_new, -1), GLATokens(*tokens, read)
+    before, fused = None if state is None else state.state, None
+    if isinstance(at, Step) and wants_kernel(None, before):
         assert before is not None
         fused = _fused(cfg, p, streams, at, before)
     o, after = _recur(cfg, p, streams, at, before) if fused is None else fused
     return o.reshape(batch, n_new, -1), None if state is None else RecurrentState(after, conv_state)
+
+
+def _convolve(
+    p: Params, streams: dict[str, Columns], state: RecurrentState | None, at: At
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Put q, k and v through their convolutions -> (the convolutions' states, what they read)."""
+    batch, n_new, _ = streams["q"].rows.shape
+    past = (None,) * 3 if state is None or state.conv is None else state.conv
+    after: list[jax.Array] = []
+    read: list[jax.Array] = []
+    for name, old in zip(("q", "k", "v"), past, strict=True):
+        x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
+        y, last = short_convolution(x, weight, old, at.row_lengths())
+        streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
+        after.append(last)
+        read.append(x)
+    return tuple(after), tuple(read)
 
 
 def _fused(

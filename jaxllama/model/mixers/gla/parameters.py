@@ -6,8 +6,10 @@ How a mesh splits them, where a scale can be absorbed, how many operations a tok
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection
+import types
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,8 @@ class GLANames:
     norms: tuple[str, ...] = ("g_norm_swish_gate", "g_norm")
 
 
-def widths(cfg: ModelConfig) -> dict[str, int]:
+@functools.lru_cache(maxsize=64)
+def widths(cfg: ModelConfig) -> Mapping[str, int]:
     """Of everything that is projected from the input, in order."""
     gla = cfg.gla
     assert gla is not None
@@ -39,7 +42,7 @@ def widths(cfg: ModelConfig) -> dict[str, int]:
     if gla.use_output_gate:
         sizes["g"] = gla.n_heads * d_v
     decay = {"channel": {"gk_0": gla.gate_low_rank_dim}, "head": {"gk": gla.n_heads}, "none": {}}
-    return {**sizes, **decay[gla.decay]}
+    return types.MappingProxyType({**sizes, **decay[gla.decay]})
 
 
 def table(

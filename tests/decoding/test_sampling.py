@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.cutoff import by_digits, by_halves
+from jaxllama.decoding.cutoff import by_digits, by_halves
 from jaxllama.decoding.sampling import (
     History,
     Sampling,

@@ -1,0 +1,160 @@
+"""``grouped_matmul`` on a GPU: device time of each form beside ``lax.ragged_dot`` and our own dense
+product of as many bytes, and values against the reference.
+
+    python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4]
+
+The shapes are Qwen3-30B-A3B's (8 of 128 experts) and gpt-oss-20b's (4 of 32), gate and up with
+SwiGLU, and down.  ``share`` is the bytes of the experts that some token has chosen, over the time
+and the rate of a copy.  Tokens choose their experts at random, others in each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.kernels.timing import device_us
+from pallas_kernels import QTensor, dequantize, grouped_matmul, quantize, quantized_matmul
+from pallas_kernels.device import gpu
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.experts import plan as planning
+from pallas_kernels.experts import predict, xla
+from pallas_kernels.experts.gate import apply_gate
+from pallas_kernels.experts.op import grouped_matmul_reference
+from pallas_kernels.qtensor import tree_bytes
+
+SHAPES = {  # experts, chosen, rows and columns of one, SwiGLU
+    "qwen3 gate_up": (128, 8, 1536, 2048, True),
+    "qwen3 down": (128, 8, 2048, 768, False),
+    "gpt-oss gate_up": (32, 4, 5760, 2880, True),
+    "gpt-oss down": (32, 4, 2880, 2880, False),
+    "olmoe gate_up": (64, 8, 2048, 2048, True),
+    "olmoe down": (64, 8, 2048, 1024, False),
+}
+CALLS = 8  # choices of experts, which the calls take in turn
+
+
+def weight(scheme: str, n_experts: int, n: int, k: int) -> Any:
+    """Random experts ``[E, N, K]``, or None where no group divides K."""
+
+    def one(key: jax.Array) -> Any:
+        w = (jax.random.normal(key, (n, k)) * k**-0.5).astype(jnp.bfloat16)
+        if scheme == "bf16":
+            return w
+        if scheme == "w8":
+            return quantize(w, "int8", scale_dtype="float32")
+        return quantize(w, "int4", group_size=128, symmetric=False)
+
+    if scheme == "w4" and k % 128:
+        return None
+    return jax.jit(functools.partial(lax.map, one))(jax.random.split(jax.random.key(0), n_experts))
+
+
+def choices(tokens: int, chosen: int, n_experts: int) -> list[jax.Array]:
+    """Different experts for each token, int32 ``[T, k]``."""
+    rng = np.random.default_rng(0)
+    order = [rng.random((tokens, n_experts)).argsort(-1)[:, :chosen] for _ in range(CALLS)]
+    return [jnp.asarray(one.astype(np.int32)) for one in order]
+
+
+def of_form(form: str, swiglu: bool) -> Callable[..., jax.Array]:
+    """XLA's form of the op, whatever is predicted."""
+
+    def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
+        sums = xla.sums(x, w, experts.reshape(-1), experts.shape[1], form)
+        return (apply_gate(sums, "silu") if swiglu else sums).astype(x.dtype)
+
+    return run
+
+
+def ragged(swiglu: bool) -> Callable[..., jax.Array]:
+    """``lax.ragged_dot`` on the pairs sorted by expert; codes are dequantized first."""
+
+    def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
+        floats = dequantize(w, x.dtype) if isinstance(w, QTensor) else w
+        pairs = experts.reshape(-1)
+        order = jnp.argsort(pairs, stable=True)
+        sizes = jnp.sum(pairs[:, None] == jnp.arange(w.shape[0]), axis=0, dtype=jnp.int32)
+        rows = x[order // experts.shape[1]]
+        sums = lax.ragged_dot(
+            rows, floats.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32
+        )
+        sums = jnp.zeros_like(sums).at[order].set(sums)
+        return (apply_gate(sums, "silu") if swiglu else sums).astype(x.dtype)
+
+    return run
+
+
+def dense(w: Any, hit: int) -> Any:
+    """As many experts' rows as one weight ``[hit N, K]``."""
+    return jax.tree.map(lambda v: v[:hit].reshape(-1, v.shape[-1]), w)
+
+
+def report(name: str, scheme: str, tokens: int) -> None:
+    n_experts, chosen, n, k, swiglu = SHAPES[name]
+    w = weight(scheme, n_experts, n, k)
+    if w is None:
+        return
+    x = jax.random.normal(jax.random.key(1), (tokens, k)).astype(jnp.bfloat16)
+    picked = choices(tokens, chosen, n_experts)
+    sets = [(x, w, experts) for experts in picked]
+    hit = int(np.mean([len(np.unique(np.asarray(experts))) for experts in picked]))
+    floor = 1e6 * tree_bytes(w) * hit / n_experts / gpu().copy_rate
+    gated = "silu" if swiglu else None
+    pairs = tokens * chosen
+    forms: dict[str, Callable[..., jax.Array]] = {"blocks": of_form("blocks", swiglu)}
+    if pairs <= 512:
+        forms["gather"] = of_form("gather", swiglu)
+    found = planning.plan(x, w, pairs, gated)
+    if not isinstance(found, Reason) or found.plan is not None:
+        forms["mosaic"] = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
+    if pairs * n_experts * k <= 1 << 31:  # it makes a copy of x for every expert
+        forms["ragged_dot"] = ragged(swiglu)
+    want = None
+    if pairs <= 64:
+        want = np.asarray(grouped_matmul_reference(x, w, picked[0], gated=gated), np.float32)
+    chosen_form = predict.shortest_form(w, pairs)
+    for form, f in forms.items():
+        us, error = device_us(f, sets), ""
+        if want is not None:
+            got = np.asarray(jax.jit(f)(*sets[0]), np.float32).reshape(want.shape)
+            error = f"error {np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)):.1e}"
+        predicted = ""
+        if form in ("gather", "blocks"):
+            mark = "*" if form == chosen_form else ""
+            predicted = f"predicted {predict.form_us(form, w, pairs):.1f}{mark}"
+        print(
+            f"{name:16} {scheme:5} T={tokens:5} {form:10} {us:9.1f} us  share {floor / us:5.0%}  "
+            f"{predicted:22} {error}",
+            flush=True,
+        )
+    if tokens <= 16:
+        one = dense(w, hit)
+        us = device_us(lambda x, w: quantized_matmul(x, w, swiglu=swiglu), [(x[:1], one)])
+        print(
+            f"{name:16} {scheme:5} T={tokens:5} {'dense':10} {us:9.1f} us  of {hit} experts' bytes"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 8192])
+    parser.add_argument("--schemes", nargs="+", default=["bf16", "w8", "w4"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    options = parser.parse_args()
+    print(jax.devices()[0].device_kind, "jax", jax.__version__)
+    for name in options.shapes:
+        for scheme in options.schemes:
+            for tokens in options.tokens:
+                report(name, scheme, tokens)
+
+
+if __name__ == "__main__":
+    main()

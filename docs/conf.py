@@ -1,0 +1,52 @@
+"""The guide's build: ``sphinx-build -W -b html docs docs/_build``.
+
+The build needs no network: there is no intersphinx, and the theme loads no remote fonts or
+scripts. ``reference.py`` writes the pages of ``reference/`` before Sphinx reads them, so that they
+follow from the code. ``docstrings.py`` makes docstrings valid reStructuredText.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import docstrings  # noqa: E402
+import reference  # noqa: E402
+
+project = "jaxllama"
+author = "jaxllama developers"
+copyright = "jaxllama developers, Apache-2.0"
+release = version = importlib.metadata.version("jaxllama")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+smartquotes = False  # they would change --options and code
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = False
+python_maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = f"jaxllama {version}"
+html_static_path = ["_static"]
+html_css_files = ["guide.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+
+def setup(app: Any) -> None:
+    """Write the reference before Sphinx looks for pages, and clean each docstring."""
+    app.connect("config-inited", lambda *_: reference.write(HERE / "reference"))
+    # Before napoleon, which reads the NumPy sections.
+    app.connect("autodoc-process-docstring", docstrings.process, priority=100)
+    app.connect("autodoc-process-signature", docstrings.without_flax)

@@ -1,0 +1,186 @@
+"""Attention of a chunk's queries: many tokens of a row at once.
+
+    attend(q, k, v, positions, window)                     over keys and values of the sequence
+    attend_cached(q, cache, positions, lengths, window)    over a cache that holds the new tokens
+
+Queries go in blocks, so memory is linear in the sequence.  On a GPU in 16 bits ``attend`` is
+cuDNN's kernel, unless scores are capped.  On a CPU both are one handler
+(``pallas_kernels.cpu.prefill``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.model.mixers.attention.cudnn import causal, has_cudnn
+from jaxllama.model.mixers.attention.state import KVCache
+from pallas_kernels.attention.blockwise import (
+    attention_scores,
+    blockwise_attention,
+    is_visible,
+    weighted_values,
+)
+from pallas_kernels.cpu import prefill
+from pallas_kernels.dispatch import Plan, Reason, choose_plan
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.transform import Op, chosen
+
+_Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
+QUERY_BLOCK = 512
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
+    count up by one."""
+    if has_cudnn(q) and softcap is None:
+        return causal(q, k, v, window)
+    plan = _cpu_plan("attend", q, k, softcap)
+    form = _attend_in_blocks if plan is None else functools.partial(_attend, chosen(plan, None))
+    return form((window, softcap, plan), q, k, v, positions)
+
+
+def _cpu_plan(
+    name: str,
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    softcap: float | None,
+    table: jax.Array | None = None,
+) -> Plan | None:
+    """The CPU's handler, where it takes the call."""
+    no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
+    on_cpu = functools.partial(prefill.plan, q, k, table, softcap)
+    return choose_plan(name, None, no_kernel, q, k, cpu=on_cpu)
+
+
+def _attend_on_cpu(
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    positions: jax.Array,
+    table: jax.Array | None = None,
+) -> jax.Array:
+    window, _, plan = call
+    scale = q.shape[-1] ** -0.5
+    return prefill.attend(q, k, v, positions, table, window=window, scale=scale, plan=plan)
+
+
+def _attend_in_blocks(
+    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """XLA's form of ``attend``."""
+    window, softcap, _ = call
+    n_new = q.shape[1]
+    if n_new <= QUERY_BLOCK:
+        return _attend_block(q, k, v, positions, positions, window, softcap)
+    blocks = -(-n_new // QUERY_BLOCK)
+    pad = blocks * QUERY_BLOCK - n_new
+    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
+    # Scores are recomputed in the backward pass: one block of them is alive at a time.
+    block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
+    out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions), (q_blocks, p_blocks))
+    return _join_queries(out, n_new)
+
+
+def _attend_block(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
+    scores = attention_scores(q, k, softcap=softcap)
+    visible = is_visible(q_positions, k_positions, window)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return weighted_values(weights, v).astype(q.dtype)
+
+
+def _causal_on_cpu(
+    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> jax.Array:
+    return _attend_on_cpu(call, q, k, v, positions - positions[:, :1])
+
+
+_attend = Op("attend", _attend_in_blocks, _causal_on_cpu)
+
+
+def attend_cached(
+    q: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+    softcap: float | None = None,
+    table: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of ``q[B, T, N, H]`` over the cache, which already holds the T new tokens.
+
+    ``positions[B, T]`` are the queries'; ``lengths[B]`` says how many of the T are valid; the
+    others give finite garbage.
+    """
+    plan = _cpu_plan("attend_cached", q, cache.k, softcap, table)
+    form = _cached_in_blocks
+    if plan is not None:
+        form = functools.partial(_attend_cached, chosen(plan, None))
+    positions = without_padding(positions, lengths)
+    return form((window, softcap, plan), q, cache.k, cache.v, positions, table)
+
+
+def _cached_in_blocks(
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    positions: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
+    """XLA's form of ``attend_cached``."""
+    window, softcap, _ = call
+    n_new = q.shape[1]
+    block = functools.partial(
+        blockwise_attention, k=k, v=v, window=window, softcap=softcap, table=table
+    )
+    if n_new <= QUERY_BLOCK:
+        return block(q, positions=positions)
+    blocks = -(-n_new // QUERY_BLOCK)
+    pad = blocks * QUERY_BLOCK - n_new
+    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
+    out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
+    return _join_queries(out, n_new)
+
+
+_attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
+
+
+def without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``positions [B, T]`` with padded queries at their row's last valid position: they look at
+    nothing unwritten."""
+    valid = jnp.arange(positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    last = jnp.max(jnp.where(valid, positions, 0), axis=1, keepdims=True)
+    return jnp.minimum(positions, last)
+
+
+def _split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:
+    """``[B, T, ...]`` -> ``[blocks, B, T / blocks, ...]``, the last query repeated as padding."""
+    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode="edge")
+    x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+
+def _join_queries(blocks: jax.Array, n_new: int) -> jax.Array:
+    joined = jnp.moveaxis(blocks, 0, 1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :n_new]

@@ -1,0 +1,184 @@
+"""``linear_p``: a derivative of an op, as a linear function of tangents that knows its transpose.
+
+``transform.Op`` binds it in its rule of jvp.  ``Derivative`` says which form is differentiated, or
+transposed by the op's own ``backward``; under vmap it is mapped over the leading axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+if TYPE_CHECKING:
+    from pallas_kernels.transform import OpCall
+
+Leaves = Sequence[jax.Array]
+_Dims = Sequence[int | None]  # of the mapped axes
+
+
+def is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_codes(x: jax.Array) -> bool:
+    return not is_float(x) or x.dtype.itemsize == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """(operands, saved, tangents of those that move) -> tangents of the floats that come out; or,
+    transposed, from those back to those that move."""
+
+    call: OpCall
+    moves: tuple[bool, ...]
+    saved: Any
+    transposed: bool = False
+    smooth: bool = False  # made of jax.numpy alone, for the derivative of a derivative
+
+    def __call__(self, *args: jax.Array) -> Any:
+        op, call, n = self.call.op, self.call, len(self.moves)
+        primals, n_kept = args[:n], n + self.saved.num_leaves
+        saved, moved = args[n:n_kept], args[n_kept:]
+        if self.transposed and op.backward is not None and not self.smooth:
+            operands = jax.tree.unflatten(call.tree, primals)
+            saved = jax.tree.unflatten(self.saved, saved)
+            back = op.backward(call.choice, call.static, operands, saved, *moved)
+            back = call.tree.flatten_up_to(back)
+            return [d for d, m in zip(back, self.moves, strict=True) if m]
+        moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
+
+        def form(*moving: jax.Array) -> list[jax.Array]:
+            each = iter(moving)
+            leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
+            outs = jax.tree.leaves(call.run(op.derivative or op.xla, leaves))
+            return [x for x in outs if is_float(x)]
+
+        if self.transposed:
+            return list(jax.vjp(form, *moving)[1](list(moved)))
+        return jax.jvp(form, tuple(moving), moved)[1]
+
+    def smoothed(self) -> Derivative:
+        return dataclasses.replace(self, smooth=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A derivative under vmap, mapped over the leading axes."""
+
+    f: Derivative | _Mapped
+    axes: tuple[int | None, ...]
+
+    def __call__(self, *args: jax.Array) -> Any:
+        return jax.vmap(self.f, in_axes=self.axes)(*args)
+
+    def smoothed(self) -> _Mapped:
+        return dataclasses.replace(self, f=self.f.smoothed())
+
+
+_Linear = Derivative | _Mapped
+linear_p = Primitive("linear_derivative")
+linear_p.multiple_results = True
+
+
+@linear_p.def_impl
+def _linear_impl(*args: jax.Array, f: _Linear, **_: Any) -> Any:
+    return _run(f, *args)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(f: _Linear, *args: jax.Array) -> Any:
+    return f(*args)
+
+
+@linear_p.def_abstract_eval
+def _linear_types(*args: Any, out_types: tuple[Any, ...], **_: Any) -> list[Any]:
+    return list(out_types)
+
+
+def _linear_jvp(
+    primals: Leaves, tangents: Sequence[Any], *, f: _Linear, n_kept: int, **params: Any
+) -> Any:
+    bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
+    out = bind(*primals)
+    moves = [
+        not (isinstance(t, ad.Zero) or is_codes(x)) for x, t in zip(primals, tangents, strict=True)
+    ]
+    if not any(moves[:n_kept]):
+        return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))
+
+    def form(*moving: jax.Array) -> Any:
+        each = iter(moving)
+        return f.smoothed()(*(next(each) if m else x for x, m in zip(primals, moves, strict=True)))
+
+    moving = [(x, t) for x, t, m in zip(primals, tangents, moves, strict=True) if m]
+    at, along = zip(*moving, strict=True)
+    return out, jax.jvp(form, at, along)[1]
+
+
+def _linear_transpose(
+    d_outs: Sequence[Any],
+    *args: Any,
+    f: _Linear,
+    transpose: _Linear,
+    n_kept: int,
+    out_types: tuple[Any, ...],
+) -> list[Any]:
+    kept, linear = args[:n_kept], args[n_kept:]
+    back = linear_p.bind(
+        *kept,
+        *map(ad.instantiate_zeros, d_outs),
+        n_kept=n_kept,
+        f=transpose,
+        transpose=f,
+        out_types=tuple(x.aval for x in linear),
+    )
+    return [None] * n_kept + back
+
+
+def _linear_batching(
+    args: Leaves,
+    dims: _Dims,
+    *,
+    f: _Linear,
+    transpose: _Linear,
+    n_kept: int,
+    out_types: tuple[Any, ...],
+) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    linear = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
+        for x, d in zip(args[n_kept:], dims[n_kept:], strict=True)
+    ]
+    kept_axes = tuple(None if d is None else 0 for d in dims[:n_kept])
+    outs = linear_p.bind(
+        *args[:n_kept],
+        *linear,
+        n_kept=n_kept,
+        f=_Mapped(f, (*kept_axes, *(0 for _ in linear))),
+        transpose=_Mapped(transpose, (*kept_axes, *(0 for _ in out_types))),
+        out_types=tuple(_mapped_type(t, size) for t in out_types),
+    )
+    return outs, [0] * len(outs)
+
+
+def _mapped_type(t: Any, size: int) -> Any:
+    spec = PartitionSpec(None, *t.sharding.spec)
+    return t.update(shape=(size, *t.shape), sharding=t.sharding.update(spec=spec))
+
+
+ad.primitive_jvps[linear_p] = _linear_jvp
+ad.primitive_transposes[linear_p] = _linear_transpose
+batching.primitive_batchers[linear_p] = _linear_batching
+mlir.register_lowering(
+    linear_p,
+    mlir.lower_fun(lambda *args, f, **_: f(*args), multiple_results=True),
+)

@@ -1,0 +1,99 @@
+"""A grouped product of few pairs on Hopper: all experts of all tokens in one launch.
+
+    out[p] = x[p // fan] @ w[experts[p]].T          float32, behind bias and SwiGLU
+
+The program is that of one row (``matmul.few_rows.row``), which says who does what and in which
+order sums go.  A block belongs to one pair: it reads the pair's expert and moves the addresses of
+w, scales, zeros, bias, x and the result there.
+
+    block  ctaid -> pair, block of the pair | the kernel before has ended | the pair's expert
+    all    the program of one row with that expert's weight
+
+Numerics are the one-row kernel's, so a pair's result depends on its row and expert alone.
+Floor: the bytes of the pairs' experts at 4.3 TB/s.  Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import ptx as p
+from pallas_kernels.experts.plan import GroupedRowPlan
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import launch
+from pallas_kernels.matmul.few_rows import row
+from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
+from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.ptx import Value
+from pallas_kernels.qtensor import QTensor
+
+
+@functools.partial(jax.jit, static_argnames=("fan", "activation", "plan"))
+def grouped_rows(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    experts: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    fan: int,
+    activation: str | None,
+    plan: GroupedRowPlan,
+) -> jax.Array:
+    """float32 ``[P, N]``, or ``[P, N / 2]`` with an activation of SwiGLU's gate.
+
+    x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]`` in [0, E), bias ``[E, N]``.
+    """
+    _, n, k = w.shape
+    one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
+    scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
+    bias = None if bias is None else bias.astype(jnp.float32)
+    inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
+    n_out = n if activation is None else n // 2
+    out = jax.ShapeDtypeStruct((plan.pairs, n_out), jnp.float32)
+    kinds = kinds_of({**inputs, "out": out})
+    gate = {"swiglu": activation is not None, "activation": activation or "silu"}
+    # Bytes of an expert, of each operand that has one.
+    sizes = {
+        name: v.size // w.shape[0] * jnp.iinfo(v.dtype).bits // 8
+        if jnp.issubdtype(v.dtype, jnp.integer)
+        else v.size // w.shape[0] * v.dtype.itemsize
+        for name, v in inputs.items()
+        if v is not None and name not in ("x", "experts")
+    }
+
+    def body(gmem, smem):
+        memory = dict(vars(gmem))
+        chosen = p.address(memory.pop("experts"))
+        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gate)
+        pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
+        p.await_kernel()
+        (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
+        moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
+        token, _ = divided(pair, fan)
+        moved["x"] = p.offset(operands.x, token, 2 * k)
+        moved["out"] = p.offset(operands.out, pair, 4 * n_out)
+        operands = dataclasses.replace(operands, **moved)
+        row.run(plan.row, scheme, operands, smem, block)
+
+    sizes_of_scratch = [size // 4 for size in plan.row.scratch_sizes(normed=False)]
+    (found,) = launch(
+        body,
+        inputs,
+        {"out": out},
+        name=plan.kernel.removesuffix("_mosaic"),
+        grid=plan.row.blocks * plan.pairs,
+        warpgroups=plan.row.warps // 4,
+        scratch=dict(zip(row.SCRATCH, sizes_of_scratch, strict=True)),
+        registers=True,
+    )
+    return found
+
+
+def divided(index: Value, by: int) -> tuple[Value, Value]:
+    """(quotient, remainder)."""
+    return arith.divui(index, p.ci(by)), arith.remui(index, p.ci(by))

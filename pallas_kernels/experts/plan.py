@@ -1,0 +1,47 @@
+"""How the Mosaic kernel computes a grouped product of few pairs: arithmetic only.
+
+Each pair of a token and an expert is a product of one row, so it is divided as ``few_rows`` divides
+that product, over its share of the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Predicted, Reason, named_plan
+from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
+
+MOST_PAIRS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedRowPlan(Predicted):
+    """row: the division of one pair's product among ``row.blocks`` blocks."""
+
+    kernel: ClassVar[str] = "grouped_matmul_row_mosaic"
+    row: RowPlan
+    pairs: int
+
+
+def plan(x: jax.Array, w: Any, n_pairs: int, activation: str | None) -> GroupedRowPlan | Reason:
+    """The kernel's plan for ``x[..., K]`` and ``w[E, N, K]``, or why it has none.
+
+    activation: of SwiGLU's gate, None without one.
+    """
+    if n_pairs > MOST_PAIRS:
+        return Reason(f"{n_pairs} pairs; the kernel takes up to {MOST_PAIRS}")
+    one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
+    row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
+    gate = {} if activation is None else {"swiglu": True, "activation": activation}
+    divided = row_plan(MatmulCall.of(row, one, jnp.float32, **gate))
+    found = named_plan(divided)
+    if found is None:
+        return divided
+    assert isinstance(found, RowPlan)
+    found = dataclasses.replace(found, sms=max(1, N_SM // n_pairs))
+    return Reason("the kernel has not been timed on a GPU", GroupedRowPlan(found, n_pairs))

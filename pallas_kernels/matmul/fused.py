@@ -1,0 +1,52 @@
+"""A product and all that stands around it, if one kernel does it: the question of a caller who else
+computes the parts in another way than ``quantized_matmul``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.cpu.weight import CpuWeight
+from pallas_kernels.dispatch import Find, Plan, choose_plan, own_plan
+from pallas_kernels.matmul.op import Around, check_operands, planners, run
+from pallas_kernels.qtensor import QTensor, RowBlocks
+
+_Weight = jax.Array | QTensor | CpuWeight
+_Result = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def fused_matmul(
+    x: jax.Array | QTensor,
+    w: _Weight | RowBlocks,
+    *,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    activation: str = "silu",
+    pending: jax.Array | None = None,
+) -> Any:
+    """Return ``quantized_matmul`` of these if one kernel does all of it here and is the faster way.
+
+    The result is None otherwise, and the caller computes the parts.
+    Raises ValueError as ``quantized_matmul`` does.
+    """
+    if isinstance(x, QTensor) or isinstance(w, RowBlocks):
+        return None
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    around = Around(out, bias, norm, residual, pending, swiglu, activation if swiglu else None)
+    check_operands(x, w, around)
+    find, on_cpu = planners(x, w, around)
+    plan = own_plan(find, x, w, cpu=on_cpu)
+    return None if plan is None else _fused_run(x, w, around, plan)
+
+
+def _fused_run(x: jax.Array, w: _Weight, around: Around, plan: Plan) -> _Result:
+    """Compute a fused product by the plan, and tell ``explain`` of it."""
+    find: Find = lambda: plan  # noqa: E731
+    choose_plan("quantized_matmul", None, find, x, w, *around.arrays, cpu=find)
+    return run(x, w, around, plan, None)

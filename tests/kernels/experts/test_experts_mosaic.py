@@ -1,0 +1,100 @@
+"""The Mosaic kernel of few pairs: its code on numpy, and lowered for CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, grouped_matmul
+from pallas_kernels.dispatch import Reason, named_plan
+from pallas_kernels.experts import kernel
+from pallas_kernels.experts import plan as planning
+from pallas_kernels.experts.op import grouped_matmul_reference
+from pallas_kernels.matmul.few_rows import operands, row, row_loops, widen
+from tests.helpers.matmul_cases import activations, newest, weight
+from tests.helpers.warp_emulator import emulated
+
+E, PAIRS = 3, 4
+CASES = [  # weights, N, K, the gate's activation, with a bias
+    ("plain", 96, 512, None, False),
+    ("plain", 96, 512, "silu", True),
+    ("w8-row", 80, 1024, None, True),
+    ("w8-row", 96, 512, "gelu_tanh", False),
+    ("w4-g128", 96, 1024, "silu", False),
+    ("w4-g128-zero", 80, 2048, None, True),
+]
+
+
+def stacked(name: str, n: int, k: int):
+    """``[E, N, K]``: the rows of one weight, cut."""
+    w = weight(name, E * n, k, jnp.bfloat16)
+    w = QTensor(w.q, w.scale, w.zero) if isinstance(w, QTensor) else w
+    return jax.tree.map(lambda v: v.reshape(E, n, *v.shape[1:]), w)
+
+
+def case(name, n, k, has_bias):
+    x = activations((PAIRS // 2, k), jnp.bfloat16)
+    experts = jnp.asarray([[2, 0], [1, 2]], jnp.int32)
+    bias = activations((E, n), jnp.float32, 2) if has_bias else None
+    return x, stacked(name, n, k), experts, bias
+
+
+def check(got, want) -> None:
+    """Relative RMS, as of the one-row kernel: x is rounded to bfloat16 beside int4."""
+    got, want = (np.asarray(v, np.float64) for v in (got, want))
+    assert np.sqrt(np.mean((got - want) ** 2)) <= 4e-3 * np.sqrt(np.mean(want**2))
+
+
+@newest
+@pytest.mark.parametrize("name,n,k,activation,has_bias", CASES, ids=str)
+def test_emulated(name, n, k, activation, has_bias) -> None:
+    x, w, experts, bias = case(name, n, k, has_bias)
+    plan = named_plan(planning.plan(x, w, PAIRS, activation))
+    assert plan is not None
+    plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, sms=2))
+    with emulated(kernel, operands, row, row_loops, widen):
+        got = kernel.grouped_rows(
+            x, w, experts.reshape(-1), bias, fan=2, activation=activation, plan=plan
+        )
+    want = grouped_matmul_reference(x, w, experts, bias=bias, gated=activation)
+    check(got, np.asarray(want).reshape(PAIRS, -1))
+
+
+@newest
+@pytest.mark.parametrize("name,n,k,activation,has_bias", CASES, ids=str)
+def test_lowers_for_cuda(name, n, k, activation, has_bias) -> None:
+    x, w, experts, bias = case(name, n, k, has_bias)
+    weights = jnp.ones((2, 2), jnp.float32)
+    f = functools.partial(grouped_matmul, gated=activation, implementation="mosaic")
+    call = jax.jit(lambda *given: f(*given[:3], weights=given[3], bias=given[4]))
+    text = call.trace(x, w, experts, weights, bias).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128", "w4-g128-zero"])
+@pytest.mark.parametrize("n,k", [(1536, 2048), (2048, 1024), (5760, 3072)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_values_on_the_gpu(name, n, k, activation) -> None:
+    x, w, experts, bias = case(name, n, k, True)
+    f = functools.partial(grouped_matmul, bias=bias, gated=activation)
+    first, again = (jax.jit(functools.partial(f, implementation="mosaic"))(x, w, experts),) * 2
+    assert (first == again).all()
+    check(
+        first.astype(jnp.float32),
+        grouped_matmul_reference(x, w, experts, bias=bias, gated=activation),
+    )
+
+
+def test_what_it_takes() -> None:
+    x, w, _, _ = case("plain", 96, 512, False)
+    assert isinstance(planning.plan(x, w, 4, None), Reason)  # until it has been timed
+    assert named_plan(planning.plan(x, w, 4, None)).row.sms == 33
+    assert "129 pairs" in planning.plan(x, w, 129, None).text
+    assert "float32" in planning.plan(x.astype(jnp.float32), w, 4, None).text
+    assert "multiple of 1024" in planning.plan(x, stacked("w4-g128", 96, 768), 4, None).text
