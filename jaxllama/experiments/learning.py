@@ -10,9 +10,9 @@ of the chosen rate on another held-out part.
 Without a text the model learns to recall (multi-query associative recall, arXiv 2312.04927). A row
 begins with facts, each a key and its value. After them every key occurs once more, at a random
 place among random bytes, and only the values there count. ``recall`` is the share of these values
-that are the likeliest of all 256 bytes. It is measured by the number of ``facts`` in a row of the
-training length, and by ``distance`` with the fewest facts, in rows that may be longer than in
-training. Chance is 1/112.
+that are the likeliest of all 256 bytes. Recall is measured by the number of ``facts``
+in a row of the training length. It is also measured by ``distance`` with the fewest facts, in rows
+that may be longer than in training. Chance is 1/112.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def bytes_per_step(lm: LanguageModel) -> int:
 def read_in_step(lm: LanguageModel) -> Params:
     """Return the parameters that one decode step reads.
 
-    Of an embedding that is not the head, a step reads only its tokens' rows, so it is left out.
+    They exclude an embedding that is not the head: a step reads only the rows of its tokens.
     """
     if lm.config.tie_embeddings:
         return lm.params
