@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Bad(argparse.ArgumentTypeError):
-    """The text behind the option's name, as ``Parser.error`` joins them."""
+    """The text after the option's name, as ``Parser.error`` joins them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     examine(model) -> report (a dict)        table(report) -> text
 
-An op's line is that of ``pallas_kernels.explain``, for a typical call of a bfloat16 model. With a
+An op's line comes from ``pallas_kernels.explain``, for a typical call of a bfloat16 model. With a
 model, there is a line for each call of its decode steps and its prefill. These programs are traced,
 so the line agrees with what runs.
 """

@@ -10,8 +10,8 @@ With a reference, the same predictions give three more figures. ``rise`` is the 
 the perplexity over the reference's. ``kl`` is the mean of KL(reference || model) in nats. ``top1``
 is the share of positions at which both models have the same likeliest token. The ``_se`` of a
 figure is its standard error. It comes from the means of ``BATCH`` consecutive predictions, since
-neighbours are not independent (batch means). The error of ``rise`` is that of the pairs, in which
-the text's own difficulty cancels. ``evaluation.damage`` locates the damage.
+neighbours are not independent (batch means). The error of ``rise`` is the error of the pairs, in
+which the text's own difficulty cancels. ``evaluation.damage`` locates the damage.
 
 A quantized cache is scored in the same single pass. Keys and values are written in their stored
 form, and every query reads all of them from the cache, its own included, as in decoding token by

@@ -82,8 +82,8 @@ def run(
     """Plan a task and measure it; see the module docstring.
 
     policy: the policy to measure, by default the solver's. base: fields that the solver does not
-    search (``planner.solve``). device_bytes, host_bytes, disk_bytes: limits, by default those of
-    the device, the system and the disk. recalibrate: measure the machine and the task again.
+    search (``planner.solve``). device_bytes, host_bytes, disk_bytes: limits, by default the limits
+    of the device, the system and the disk. recalibrate: measure the machine and the task again.
     """
     enable_compilation_cache()
     dtype = jnp.dtype(default_dtype() if dtype is None else dtype)

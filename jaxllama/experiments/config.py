@@ -130,7 +130,7 @@ class Experiment:
 
 
 def load_experiment(name: str | Path, text: str | Path | None = None) -> Experiment:
-    """Return a shipped experiment, given by name, or that of a TOML file, given by path.
+    """Return a shipped experiment, given by name, or the experiment of a TOML file, given by path.
 
     text: a file, or "bible", that replaces every text in the TOML file except "facts". Raises
     JaxLlamaError naming the file, the key and what is allowed.
@@ -245,7 +245,7 @@ def _read(workload: str, table: dict[str, Any], path: Path, models: dict[str, Mo
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge two tables recursively; ``over`` wins."""
+    """Merge two tables recursively; ``over`` has priority."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)

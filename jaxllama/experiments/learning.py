@@ -181,7 +181,7 @@ def recalled_over(cfg: ModelConfig, params: Params, settings: LearnSettings) -> 
         length = max(settings.distances) + 2 * facts
         more = rng.integers(KEYS, size=(trials, length))
         more[:, : 2 * facts] = rows[:, : 2 * facts]
-        # The last fact if the distance reaches behind all facts only from there.
+        # The last fact if the distance goes past all facts only from there.
         asked = facts - 1 if distance < 2 * facts else rng.integers(facts)
         at = max(2 * asked + distance, 2 * facts)
         more[:, at] = more[:, 2 * asked]

@@ -395,7 +395,7 @@ def _model(
 ) -> LanguageModel:
     """The model of a point; random weights are of the seed.
 
-    Quality is that of the scheme alone, so its products are exact on a CPU, too.
+    Quality depends on the scheme alone, so its products are exact on a CPU, too.
     """
     scheme = None if settings.scheme == "none" else settings.scheme
     exact = isinstance(settings, QualitySettings)

@@ -9,7 +9,8 @@ behind however the process ends, and no other process can remove or replace it. 
 before it is written, so a full disk is one error at the beginning of a write.
 
 Chunks are read with positioned reads into the destination, and not through a mapping. The pages of
-a mapping count as memory in use beside the copy, and the disk is there to save host memory.
+a mapping count as memory in use beside the copy, and the purpose of the disk is to save host
+memory.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ A token's weight says how much an error in it can matter:
 An attention sink (arXiv 2309.17453) is one token in hundreds, and every query reads its key and
 value. With the weight of one token it is sacrificed for the others (token importance: RSQ, arXiv
 2503.01820). Sites that read the block's input use the attention of this block. The other sites use
-that of the next block, which reads their outputs.
+the attention of the next block, which reads their outputs.
 
 size_t is ``mean(h_t^2)`` for o and down. Their outputs matter relative to the residual stream,
 which the next norm divides by its size. For the other sites, whose inputs come from a norm, size_t

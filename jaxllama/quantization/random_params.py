@@ -7,7 +7,7 @@ the tree has the form of ``quantize_params``, but no floats are drawn for it. Co
 uniformly over their range (float8: normal), with one constant scale that gives the same deviation.
 So a model whose floats fit nowhere can be measured, such as a 70B shape in w4a16 on one GPU.
 Weights of one shape share one program. On a mesh every device draws the whole weight and keeps its
-part, so the model is that of one device, split.
+part, so the model equals the model of one device, split.
 
 Such a model's text has no meaning.
 """

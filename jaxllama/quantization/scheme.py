@@ -26,7 +26,7 @@ path (``layer_*/mlp/down``). ``*`` and ``?`` are wildcards.
 
 The recipe applies to the matmuls of the layers and to an untied head, and to an embedding only if
 it is named (``embed=w8a16``). A tied model's head, which is the embedding, gets a quantized copy of
-its own. Its scheme is that of ``head=SCHEME``, or w8a16 if the recipe's default is weight-only.
+its own. Its scheme comes from ``head=SCHEME``, or w8a16 if the recipe's default is weight-only.
 ``head=none`` makes no copy, and a quantized embedding needs none. Norms, biases and the small gate
 projections of GLA stay unchanged. The README's table has the measured costs of rounding.
 """

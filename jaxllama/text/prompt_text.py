@@ -7,7 +7,7 @@
     PlainSpelling(backend, markers).encode(prompt)     token ids
 
 A marker is a token with which a chat template structures a conversation, such as ``<|im_end|>``.
-``guard`` puts a character that occurs nowhere else behind the first character of every marker in
+``guard`` puts a character that occurs nowhere else after the first character of every marker in
 the messages.  The template may trim, quote or join the messages: the character stays where it is.
 ``ChatPrompt.of`` takes it out again and keeps the positions.  ``PlainSpelling`` holds a copy of the
 tokenizer in which every marker has a random name.  It writes these names for the template's own

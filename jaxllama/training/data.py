@@ -9,7 +9,7 @@ SHA-256. The tokenizer's own files are there too, and a trained model takes them
 file is one document, followed by the tokenizer's end-of-text token.
 
 Batches are windows of ``length + 1`` tokens. Each window overlaps the next by one token, so every
-token is predicted once an epoch. A seed shuffles their order anew for every epoch. A batch depends
+token is predicted once an epoch. A seed shuffles their order again for every epoch. A batch depends
 on (seed, step) only, so there is no position to save. Left out: masks at the borders of documents,
 mixtures of files.
 """
@@ -202,8 +202,8 @@ def pieces(text: str, size: int) -> Iterator[str]:
     """Yield ``text`` in pieces of ``size`` characters or more.
 
     Pieces end before line ends that follow a visible character. Byte-level tokenizers split there
-    too, so the ids are those of the whole text. (A SentencePiece tokenizer treats each piece as a
-    separate text.)
+    too, so the ids equal the ids of the whole text. (A SentencePiece tokenizer treats each piece as
+    a separate text.)
     """
     begin = 0
     while begin < len(text):

@@ -1,6 +1,6 @@
 """The model in training: layer by layer, so that each layer can be recomputed on its own.
 
-The blocks are those of ``model.decoder.forward``, without a cache and on whole rows. With ``remat``
+The blocks come from ``model.decoder.forward``, without a cache and on whole rows. With ``remat``
 a layer keeps only its input for the backward pass. Parameters are float32 (the master weights), and
 every matmul casts its own to the activations' dtype.
 """

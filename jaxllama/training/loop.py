@@ -4,7 +4,7 @@
 
 A run is a function of its configuration and its data. A step's number determines its batch and
 learning rate, so a checkpoint needs only parameters, moments and step. On a CPU the curve after a
-resume equals that of an uninterrupted run to the last bit. (On a GPU that needs
+resume equals the curve of an uninterrupted run to the last bit. (On a GPU that needs
 XLA_FLAGS=--xla_gpu_deterministic_ops=true, because scatters there add in any order.)
 
 Metrics are fetched one step late, so that the device never waits for the host. Ctrl-C saves the

@@ -1,7 +1,7 @@
 """GGUF's architectures: a table from ``general.architecture`` to a family and its peculiarities.
 
 Metadata is translated to a config.json of the family, so that only ``hf.families`` interprets it.
-The facts are those of llama.cpp's conversion and loader: which architectures rotate neighbouring
+The facts come from llama.cpp's conversion and loader: which architectures rotate neighbouring
 features, the patterns of windows, and the names that differ.
 """
 
@@ -31,7 +31,7 @@ class Architecture:
 
 
 def _gemma(largest: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function for q's scale; only the number of layers tells the 27B models."""
+    """Return a function for q's scale; the 27B ones have the most layers."""
 
     def more(sizes: Mapping[str, Any]) -> dict[str, Any]:
         is_largest = sizes["num_hidden_layers"] == largest

@@ -330,7 +330,7 @@ def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
 
 
 def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> dict[str, Any]:
-    """Find the llama3 rule behind ``rope_freqs.weight``, which holds each frequency's divisor.
+    """Find the llama3 rule that gives ``rope_freqs.weight``, which holds each frequency's divisor.
 
     The file does not have the rule's constants. Those of Llama 3.1 and 3.2 are tried with the
     factor that the slowest frequency implies, and must reproduce the tensor.

@@ -140,9 +140,9 @@ class Launch(NamedTuple):
 def launches(text: str, loop: bool) -> list[Launch]:
     """Return the kernels of the program in order. loop: only those of its first loop.
 
-    Bytes are those of operands and results. If a fusion only slices an operand, or updates a result
-    in place, only that part counts. An array that a library or Pallas call updates in place (a
-    cache) counts once.
+    Bytes are the bytes of operands and results. If a fusion only slices an operand, or updates a
+    result in place, only that part counts. An array that a library or Pallas call updates in place
+    (a cache) counts once.
     """
     program, entry = computations(text)
     names = _loop(program, entry) if loop else [entry]
@@ -235,7 +235,7 @@ def _type_bytes(text: str) -> int:
 
 
 def _walk(name: str, program: Computations) -> list[Instruction]:
-    """Return the instructions of a computation, with those of plain calls in place."""
+    """Return the instructions of a computation, with the instructions of plain calls in place."""
     found: list[Instruction] = []
     for step in program.get(name, []):
         if step.opcode == "call":

@@ -11,9 +11,10 @@ them (``return_token_ids``, as jaxllama and vLLM do); otherwise they repeat as m
 
 Times are a client's. ``ttft`` is the time until the first chunk, ``itl`` the time between chunks (a
 chunk may have several tokens). ``tpot`` is the mean time per token after the first, and ``e2e``
-that of the whole request. With a rate the times count from the arrival, so they include the wait
-for a free connection (no coordinated omission). Goodput is the rate of requests that met all their
-limits (DistServe, arXiv 2401.09670). Refusals (429) and failures are counted and never retried.
+the time of the whole request. With a rate the times count from the arrival, so they include the
+wait for a free connection (no coordinated omission). Goodput is the rate of requests that met all
+their limits (DistServe, arXiv 2401.09670). Refusals (429) and failures are counted and never
+retried.
 
 The client is aiohttp (extra ``bench``). It takes 17 us of CPU a chunk, and httpx takes 34, so the
 clock measures the server.

@@ -6,8 +6,8 @@
 A row has the launches of a step with the same name and the same number of bytes: launches,
 microseconds, bytes, floor, share of the floor. The bytes come from the compiled program
 (``hlo.launches``). The floor is the larger of two times: bytes over this machine's memory rate, and
-a product's operations over its rate. The latter is that of the default dtype, twice for operands of
-8 bits. Both rates are measured in the same run.
+a product's operations over its rate. The latter is the rate of the default dtype, twice for
+operands of 8 bits. Both rates are measured in the same run.
 
 ``between`` is the time inside a step in which no kernel ran. ``outside`` is the difference between
 a step's unprofiled wall time and the trace. In a loop it is the condition and the start of the next

@@ -7,8 +7,8 @@
 Token ids, logprobs and prepared requests cross the socket; text never does. A front end numbers its
 requests. Each question has a ``call`` number, and its answer carries the same number.
 
-The structs are arrays on the wire, and their first element (msgspec's tag) tells them apart. Both
-ends have the same version and user, so nothing here is validated against a foreign client.
+The structs are arrays on the wire, and their first element (msgspec's tag) identifies the class.
+Both ends have the same version and user, so nothing here is validated against a foreign client.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Limited(HttpToolsProtocol):
             return
         self._is_refused = True
         _log.info("refused", extra={"fields": {"client": self.address, "status": status}})
-        # The error must not be written into another answer or behind this request's own answer.
+        # The error must not be written into another answer or after this request's own answer.
         if not self.is_answering and (self._in_head or not self.cycle.response_started):
             error = to_json(ApiError(status, message).body())
             self.transport.write(

@@ -134,7 +134,7 @@ Told = dict[str, Any]
 class Writer:
     """Turns pieces of text into items and events.
 
-    ``read`` returns the events for the client. ``output`` holds the items, and ``status`` tells how
+    ``read`` returns the events for the client. ``output`` holds the items, and ``status`` says how
     the response has ended.
     """
 

@@ -233,8 +233,9 @@ class ChunkStream(EventStream):
     def _writer(self, index: int, offsets: TextOffsets) -> Callable[[TextPiece], bytes]:
         """Return the function from a choice's pieces to the bytes of its chunks.
 
-        The chunks of a stream differ only in the text, and those of a chat also in logprobs. So one
-        chunk is split into the parts around its text, and each further chunk is joined from them.
+        The chunks of a stream differ only in the text, and the chunks of a chat also in logprobs.
+        So one chunk is split into the parts around its text, and each further chunk is joined from
+        them.
         """
         run, call = self._run, self._run.call
         if call.reading is not None:

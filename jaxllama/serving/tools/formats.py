@@ -112,7 +112,7 @@ class MarkFinder:
         self.mark, self._held = mark, ""
 
     def feed(self, text: str) -> tuple[str, str, str | None]:
-        """Return (text before the mark, the blanks after it, text behind the mark).
+        """Return (text before the mark, the blanks after it, text after the mark).
 
         The last is None until the mark has come.
         """
@@ -162,7 +162,7 @@ class _Object:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> str:
-        """Add text. Returns the rest behind the end of the object."""
+        """Add text. Returns the rest after the end of the object."""
         for index, char in enumerate(text, start=1):
             if self._escaped:
                 self._escaped = False
@@ -249,7 +249,7 @@ class CallReader(Machine):
         return ""
 
     def _at_call(self, text: str, parts: list[AnswerPart]) -> str:
-        """Decide by the text behind a mark which form the call has."""
+        """Decide by the text after a mark which form the call has."""
         self._raw += text
         inside = self._raw.lstrip().removeprefix(self._format.mark).lstrip("[" + _BLANKS)
         if not inside:
