@@ -197,7 +197,7 @@ def write(
     ----------
     path : Path
         The file to write.
-    tensors : iterable of (str, tuple of int, dtype)
+    tensors : iterable of (str, tuple of int, data-type)
         Name, shape and dtype of each tensor, in file order.
     data : iterator of arrays
         The values of each tensor in turn, contiguous and with as many bytes.

@@ -153,7 +153,7 @@ class EngineOptions:
         ----------
         cfg : ModelConfig
             Config of the model.
-        dtype : dtype
+        dtype : data-type
             Dtype of the activations.
         devices : int
             Number of devices over which a token's keys and values are split.

@@ -73,7 +73,7 @@ def perplexity(
         Tokens between two windows, at most window - 1.
     reference : LanguageModel or None
         A model with the same vocabulary to compare with.
-    kv_dtype : dtype or None
+    kv_dtype : data-type or None
         Dtype of a cache through which the model is scored; the reference has none. An offloaded
         model's default follows from its policy.
     max_tokens : int or None

@@ -102,7 +102,7 @@ def calibrate(
         Schemes of the weights.
     method : str
         One of ``METHODS``.
-    scale_dtype : dtype or None
+    scale_dtype : data-type or None
         See ``Scheme.scale_dtype``.
     measure : bool
         Whether to make report entries.

@@ -39,7 +39,7 @@ def quantize_params(
     cfg : ModelConfig or None
         The model's config. With it w4a16's grids are fitted to each weight's inputs for random
         tokens, as in ``load``, which lowers the KL by a third.
-    scale_dtype : dtype or None
+    scale_dtype : data-type or None
         See ``Scheme.scale_dtype``.
     progress : bool
         Whether to show a bar on stderr.

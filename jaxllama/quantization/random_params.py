@@ -59,7 +59,7 @@ def random_params(
         Config of the model.
     key : jax.Array
         Random key.
-    dtype : dtype
+    dtype : data-type
         Dtype of the floats.
     scheme : str or None
         Recipe of the quantized weights.

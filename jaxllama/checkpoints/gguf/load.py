@@ -89,7 +89,7 @@ def load_params(
         The file, which may be open.
     cfg : ModelConfig
         Config of the file's model.
-    dtype : dtype
+    dtype : data-type
         Dtype of the numpy arrays; scales and zeros of QTensors are float32.
     keep_quantized : bool
         Whether quantized matrices become QTensors. A fused matrix whose parts have different types

@@ -118,7 +118,7 @@ def load(
     ----------
     directory : str or Path
         The directory.
-    dtype : dtype
+    dtype : data-type
         Dtype of the parameters that are not quantized.
     progress : bool
         Whether to show a bar on stderr.
