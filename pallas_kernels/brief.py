@@ -2,8 +2,8 @@
 
     brief(value) -> "float32[64, 128]"       size_text(tree) -> "32.8 kB"
 
-A class of arrays says ``__repr__ = short_repr``; it then prints as its name with its fields.  What
-may stand in for an array inside a pytree (a tracer, a shape, a partition, anything) prints as well.
+A class of arrays sets ``__repr__ = short_repr`` and then prints as its name with its fields.  Any
+leaf of a pytree prints as well: a tracer, a shape, a partition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What plans and benches have to know of a GPU: one table of facts."""
+"""Facts about a GPU for plans and benchmarks, in one table a model."""
 
 from __future__ import annotations
 
@@ -116,8 +116,11 @@ TABLES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by the device's
 
 
 def gpu() -> Gpu:
-    """Of the device where new arrays are.  A device without a table, and a CPU, for which kernels
-    are lowered as for an H200, have the H200's rates and costs."""
+    """Return the facts of the device on which new arrays are placed.
+
+    A device without a table gets the H200's rates and costs.  So does a CPU, because kernels are
+    lowered for it as for an H200.
+    """
     device = device_of(())
     if device.platform != "gpu":
         return H200

@@ -1,17 +1,21 @@
-"""Which implementation an op uses, and ``explain``, which tells.
+"""The choice of an op's implementation, and ``explain``, which reports it.
 
 "xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel and "cpu" the
 handler that is generated for this machine's CPU (``pallas_kernels.cpu``), or NotImplementedError
-that names the fact that rules it out.  None is the kernel where the operands are on Hopper, jax is
-a version that was tested, and the op has a plan for the call (``Plan``) and no reason against it
-(``Reason``); the handler where they are on a CPU and the op has a plan for that; XLA everywhere
-else.  Nothing is tried and caught.  A call with an operand of size 0 is XLA's under each: there is
-nothing to launch.
+that names the fact that rules it out.  None chooses one of three:
 
-Where the operands are: on the devices of committed arrays and of meshes, else on the default
-device.  Inside ``jax.jit`` without a mesh nothing says where the arguments will be, and the default
-device stands for them; a function that is jitted for another device is traced under
-``jax.default_device`` of it, or asks for "xla".
+    the kernel    the operands are on Hopper, the version of jax was tested, and the op returns a
+                  ``Plan`` for the call, not a ``Reason`` against it
+    the handler   the operands are on a CPU, and the op returns a ``Plan`` for it
+    XLA           everywhere else
+
+The choice never tries a kernel and catches its error.  XLA takes every call with an operand of
+size 0, because such a call has nothing to launch.
+
+Committed arrays and meshes decide which device the operands are on; without any it is the default
+device.  ``jax.jit`` without a mesh does not know where its arguments will be, so the choice assumes
+the default device there.  To jit a function for another device, trace it under
+``jax.default_device`` of that device, or ask for "xla".
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class Plan(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What a plan carries beside its division, if its op has a table of costs.
+    """Predicted times of a call, which a plan carries if its op has a table of costs.
 
     predicted_us, xla_us: predicted microseconds of the kernel, and of XLA's form of the call.
     """
@@ -243,8 +247,10 @@ def _text(found: Plan | Reason) -> str | None:
 
 
 def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
-    """What the first planner that has a plan says of the call, be it that another way is faster;
-    where none has one, why."""
+    """Return the answer of the first planner that has a plan, or a Reason that joins all reasons.
+
+    A planner's Reason that holds a plan (another form is faster) also counts as an answer.
+    """
     reasons = []
     for planner in planners:
         found = planner(call)
@@ -289,7 +295,7 @@ def is_empty(*operands: Any) -> bool:
 
 @dataclasses.dataclass
 class Choice:
-    """What ``choose_plan`` came to, with the kernel and its plan where it is one."""
+    """A result of ``choose_plan``, with the name and plan of the kernel if it chose a kernel."""
 
     op: str
     operands: str
@@ -362,8 +368,10 @@ def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str
 
 
 def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> list[Choice]:
-    """What is chosen in ``function(*operands, **options)``, which is traced and not run.  A kernel
-    that is asked for and not there is a choice too, the last one."""
+    """Return the choices made in ``function(*operands, **options)``, which is traced, not run.
+
+    If the function asks for a kernel that does not cover its call, that is the last choice.
+    """
     leaves, tree = jax.tree.flatten((operands, options))
     traced = [
         hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type) for x in leaves

@@ -2,8 +2,8 @@
 
     n = (w - zero) / scale         q = clip(round(n), low, high)         y = q * scale + zero
 
-per group of consecutive columns, for quantization-aware training.  Rounding passes gradients on as
-if it were not there (the straight-through estimator, arXiv 1308.3432), which with dy gives
+per group of consecutive columns, for quantization-aware training.  The derivative treats rounding
+as the identity (the straight-through estimator, arXiv 1308.3432).  For a cotangent dy this gives:
 
     inside the range    dw = dy      dscale = sum dy * (q - n)     dzero = 0
     beyond it           dw = 0       dscale = sum dy * q           dzero = sum dy

@@ -28,8 +28,10 @@ def packed(values: Sequence[Value], kind: str = "bf16") -> list[Value]:
 
 
 def layer_address(ref: Any, layer: Value | None) -> Value | None:
-    """Of an operand in device memory, or None for None; of a tuple of them, one a layer, the
-    layer's."""
+    """Return the address of an operand in device memory, or None if ``ref`` is None.
+
+    If ``ref`` is a tuple with one operand per layer, return the address of ``layer``'s operand.
+    """
     if not isinstance(ref, tuple):
         return None if ref is None else p.address(ref)
     base, *others = map(p.address, ref)

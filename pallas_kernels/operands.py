@@ -1,4 +1,4 @@
-"""What the operands of an op have to be: a table for each op, checked once while it is traced.
+"""Checks of an op's operands against a table for each op, once while the op is traced.
 
     sizes = check("gla", {"q": "float [B, T, H, Dk]", "lengths": "int32 [B] ?"}, q=q, lengths=None)
 

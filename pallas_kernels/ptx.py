@@ -159,12 +159,12 @@ def no(condition: Value) -> Value:
 
 
 def smaller(a: Value, b: Value) -> Value:
-    """Of signed i32."""
+    """Return the smaller of two signed i32."""
     return arith.minsi(a, b)
 
 
 def larger(a: Value, b: Value) -> Value:
-    """Of signed i32."""
+    """Return the larger of two signed i32."""
     return arith.maxsi(a, b)
 
 
@@ -197,7 +197,7 @@ def from_bits(word: Value) -> Value:
 
 
 def minimum(a: Value, b: Value | int) -> Value:
-    """Of f32; of an unsigned i32 and a Python integer."""
+    """Return the smaller of two f32, or of an unsigned i32 and a Python integer."""
     if isinstance(b, int):
         return arith.minui(a, ci(b))
     return _f32("min.f32 $0, $1, $2;", a, b)

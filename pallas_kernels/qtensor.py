@@ -59,7 +59,10 @@ class QTensor:
     def on_grid(
         cls, q: jax.Array, scale: jax.Array, zero: jax.Array | None, scale_dtype: DTypeLike
     ) -> QTensor:
-        """Of what ``rounding.grid`` and ``codes`` gave: int8 scales become multiples of a unit."""
+        """Return a QTensor of the results of ``rounding.grid`` and ``rounding.codes``.
+
+        If ``scale_dtype`` is int8, the scales become int8 multiples of a unit.
+        """
         if jnp.dtype(scale_dtype) != jnp.int8:
             return cls(q, scale, zero)
         multiple, unit = multiples(scale, zero)

@@ -79,7 +79,8 @@ def multiples(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.
     """(multiples int8 ``[..., groups]``, unit float32 ``[..., 1]``) nearest to int4 codes' scales.
 
     (code - zero) * multiple is int8 for every code, and the group that comes closest to that bound
-    keeps its scale (QServe's second level, arXiv 2405.04532).  Of ``kept`` scales it gives those.
+    keeps its scale (QServe's second level, arXiv 2405.04532).  For scales that ``kept`` has already
+    rounded, the result is the multiples and unit they were rounded to.
     """
     scale = scale.astype(jnp.float32)
     below = 8.0 if zero is None else zero.astype(jnp.float32) + 8.0  # codes under the zero

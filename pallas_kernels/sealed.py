@@ -1,8 +1,9 @@
 """Files with a checksum, for code that a process loads and runs.
 
-    write(path, data)          whole or not at all
-    read(path) -> data | None  None if there is no such file; Damaged if its bytes were changed
-    keep(path, data, pattern, most)   writes, and removes the oldest of its folder
+    write(path, data)                 writes the whole file or nothing
+    read(path) -> data | None         None if there is no such file.  Raises Damaged if its bytes
+                                      were changed.
+    keep(path, data, pattern, most)   writes, and removes the oldest files of its folder.
 
 A damaged object file crashes the process that loads it, so its bytes are verified first.  A file is
 a mark of 8 bytes, the SHA-256 of the data and the data.  It is flushed to the disk before it gets

@@ -4,12 +4,12 @@ both kinds of kernels, Mosaic's on a GPU and the generated handlers on a CPU.
 An ``Op`` is a form in plain jax.numpy beside a kernel that computes the same.  ``kernel_p`` is the
 launch of the kernel, ``linear_p`` a derivative:
 
-    jit        the kernel, on a single device or inside a ``jax.shard_map`` over all axes.  XLA
-               cannot partition a kernel and would gather its operands.  Under a ``jit`` over
-               several devices, for another platform and in ``jax.export`` (which has no stable form
-               of a kernel) the XLA form takes its place, or an error where the caller named the
-               kernel.
-    jvp, grad  of the XLA form, at any order, or what the op gives as ``backward``.  Only operands
+    jit        runs the kernel on a single device or inside a ``jax.shard_map`` over all axes.  XLA
+               cannot partition a kernel and would gather its operands.  The XLA form therefore
+               replaces it under a ``jit`` over several devices and for another platform.
+               ``jax.export`` uses the XLA form too, since a kernel has no stable exported form.
+               In these places a caller that named the kernel gets an error.
+    jvp, grad  are those of the XLA form, at any order, or the op's own ``backward``.  Only operands
                are kept between the passes; the rest is computed again.  Codes (integers and 8-bit
                floats) have no derivative.
     vmap       the kernel once for each element.
@@ -42,7 +42,7 @@ Form = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class OpChoice:
-    """What ``dispatch`` came to, and whether the caller had named it."""
+    """The implementation that ``dispatch`` chose, and whether the caller had named it."""
 
     implementation: Implementation
     named: bool = False

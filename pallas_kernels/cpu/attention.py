@@ -1,24 +1,27 @@
 """Attention of one query token a row over its cache: the handler of ``decode_attention`` and, with
 RoPE and the cache's write before it, of ``rope_and_attend``.
 
-A row's keys are cut into parts, in the order of ``cpu.softmax``, whatever the threads and the other
-rows:
+A row's keys are cut into parts, in the order of ``cpu.softmax``.  The cut does not depend on the
+threads or the other rows:
 
     scores of a part's keys, their weights, sums of weight times value   phase 1, by rows and parts
     the parts joined in turn                                             phase 2, by rows, kv heads
 
-so a query's bits depend on neither, and are those that ``cpu.prefill`` gives it.  All is float32,
-on what the cache holds; a row of one part is done after phase 1.  In a part tokens go 16 at a time
-through all heads, as they lie, and each asks for what lies 16 tokens on, so that a cache is read
-at memory's rate.
+So a query's result is the same bits for any threads and other rows, and the same as from
+``cpu.prefill``.  All arithmetic is float32 on the cached values; a row of one part is done after
+phase 1.
 
-With RoPE the part that ends with the new token writes it first; where several consecutive rows are
-tokens of one row of the cache (a draft being verified), a phase before writes them all.  So a
-token's bits are those of its own step.  Cache arrays are operands and results in one.
+A part takes 16 tokens at a time through all heads, in the order of memory.  Each token prefetches
+the one that lies 16 tokens ahead, so the cache is read at the rate of memory.
 
-Source: Flash-Decoding's split over keys (as ``attention.op``).  Leaves out: float8 caches; heads of
-other than multiples of 16 features (32 with int4 or RoPE); RoPE before an int4 cache, whose basis
-is another; so many heads that a part's stack is past ``STACK`` bytes.
+With RoPE, the part that ends with the new token first writes it to the cache.  Several consecutive
+rows may be tokens of one row of the cache (a draft being verified); an extra first phase then
+writes them all.  So each token gets the bits of its own decode step.  Cache arrays are operands
+and results at once.
+
+Source: Flash-Decoding's split over keys (as ``attention.op``).  Leaves out: float8 caches; head
+widths that are no multiple of 16 features (32 with int4 or RoPE); RoPE before an int4 cache, which
+is in another basis; so many heads that a part's stack exceeds ``STACK`` bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class AttendPlan(CpuPlan):
 
 
 def plan(q: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
-    """Of ``decode_attention``."""
+    """Return the plan of ``decode_attention``, or the reason why the handler does not run."""
     if q.dtype not in FLOATS:
         return Reason(f"q is {q.dtype.name}")
     return _plan(k, q.shape[-2], table)

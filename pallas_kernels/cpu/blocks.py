@@ -34,7 +34,7 @@ def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight |
 
     Returns
     -------
-    None if a scale or a minimum is not finite, or if ``minimum + 8 * scale``, which is the zero of
+    None if a scale or a minimum is not finite.  None, too, if ``minimum + 8 * scale``, the zero of
     a QTensor, is not exact in float32.
     """
     n, groups, _ = blocks.shape

@@ -5,9 +5,9 @@
     int4                           two codes to a byte, and for each group a float16 scale and zero:
                                    x = scale q + zero
 
-A head is vectors of 16 floats.  Of int4 two of them are the even and the odd features of 32, which
-lie in the halves of 16 bytes: what meets such a head is brought ``as_stored`` first, and what is
-summed of such heads is put ``in_order`` at the end.
+A head is vectors of 16 floats.  An int4 head has its 32 even and odd features in two vectors: the
+low and the high halves of 16 bytes.  Vectors that meet such a head are permuted by ``as_stored``
+first; sums over such heads are permuted back by ``in_order`` at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CacheForm:
 
     @property
     def bytes(self) -> int:
-        """Of a head's numbers or codes."""
+        """The bytes of one head's numbers or codes, without scales."""
         return self.width * _BITS[self.dtype] // 8
 
 
@@ -116,7 +116,7 @@ class Heads:
 
     @classmethod
     def of(cls, form: CacheForm, call: CallFrame, first: int) -> Heads:
-        """Whose arrays are the call's operands from ``first`` on."""
+        """Return the heads whose arrays are the call's operands from number ``first`` on."""
         return cls(form, call.e, [call.argument(first + i) for i in range(form.arrays)])
 
     def or_else(self, condition: Value, other: Heads) -> Heads:
@@ -135,14 +135,14 @@ class Heads:
             self.e.prefetch(self.at(token, head), line)
 
     def prefetch_scales(self, token: Value) -> None:
-        """Of a token in int8."""
+        """Prefetch the scales of one token of an int8 cache."""
         e = self.e
         start = e.b.mul(token, e.i64(4 * self.form.heads))
         for line in range(0, 4 * self.form.heads, 64):
             e.prefetch(self.scales[0], e.b.add(start, e.i64(line)))
 
     def load(self, token: Value, head: Value, first: int, count: int) -> list[Value]:
-        """Vectors of a head; of int8 without their scale, of int4 in pairs."""
+        """Return the vectors of a head: int8 codes before scaling, int4 in pairs of vectors."""
         e, b, dtype = self.e, self.e.b, self.form.dtype
         at = self.at(token, head)
         if dtype != "int4":
@@ -171,7 +171,7 @@ class Heads:
         return [self.e.b.fmul(v, scale) for v in values]
 
     def scale(self, token: Value, head: Value) -> Value:
-        """Of a head in int8."""
+        """Return the scale of a head of an int8 cache."""
         e = self.e
         index = e.b.add(e.b.mul(token, e.i64(self.form.heads)), head)
         return e.load(self.scales[0], e.F32, e.b.mul(index, e.i64(4)))

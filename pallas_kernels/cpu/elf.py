@@ -1,6 +1,6 @@
 """Object files of x86-64 Linux, placed in this process's memory without LLVM.
 
-    load(data) -> Image | None     None for a file, or a machine, that this loader does not know
+    load(data) -> Image | None     None if this loader does not know the file or the machine.
 
 LLVM's shared library takes 0.1 s of CPU time to load and 100 MB of resident memory.  A process that
 only runs handlers which an earlier one has compiled does without it.  The format is that of the

@@ -1,4 +1,4 @@
-"""What the handlers are written in: LLVM's IR with vectors of 16 lanes, and the few things that
+"""The language of the handlers: LLVM's IR with vectors of 16 lanes, and the few operations that
 differ between targets.
 
 An ``Emitter`` appends to one function.  Vectors have 16 lanes of whatever type: one register of
@@ -145,7 +145,7 @@ class Emitter:
         return b.trunc(near, vector(I16, count))
 
     def round_to_i32(self, value: Value) -> Value:
-        """Floats below 2^22 as integers, nearest, ties to even.  Of NaN any integer: no trap."""
+        """Round floats below 2^22 to the nearest integer, ties to even; NaN gives any integer."""
         shifted = self.b.fadd(value, self.floats(_MAGIC))
         bits = self.b.bitcast(shifted, vector(I32))
         return self.b.sub(bits, self.splat(self.i32(0x4B400000)))
@@ -170,15 +170,15 @@ class Emitter:
         return b.bitcast(b.add(b.bitcast(p, vector(I32)), power), vector(F32))
 
     def larger(self, a: Value, b: Value) -> Value:
-        """Of two floats, or lane by lane; a NaN in ``a`` is dropped."""
+        """Return the larger of two floats or of each pair of lanes; a NaN in ``a`` is dropped."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
     def largest(self, value: Value) -> Value:
-        """Of a vector's lanes; NaN may be dropped."""
+        """Return the largest lane of a vector; NaN may be dropped."""
         return self._fold(value, self.larger)
 
     def transposed(self, rows: Sequence[Value]) -> list[Value]:
-        """Of 16 vectors: the i-th has their i-th lanes."""
+        """Transpose 16 vectors: result i holds lane i of every vector."""
         found, width = list(rows), LANES // 2
         while width:  # swaps the blocks of so many lanes off the diagonal
             first = [LANES + j - width if j & width else j for j in range(LANES)]
@@ -204,7 +204,7 @@ class Emitter:
         return found[0]
 
     def sum(self, value: Value) -> Value:
-        """Of a vector's lanes, by halves, so that the order is one on every target."""
+        """Return the sum of a vector's lanes, added by halves: one order on every target."""
         add = self.b.fadd if value.type.element == F32 else self.b.add
         return self._fold(value, add)
 
@@ -321,7 +321,7 @@ class Emitter:
             yield
 
     def least(self, a: Value, b: Value) -> Value:
-        """Of two i64."""
+        """Return the smaller of two signed i64."""
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
     def limited(self, value: Value, end: Value) -> Value:
@@ -336,11 +336,14 @@ class Emitter:
     # --- dot products of 8-bit integers ---------------------------------------------------------
 
     def code_offset(self, bits: int) -> int:
-        """What ``dots`` adds to each code: its caller takes as often the sum of x off."""
+        """Return the offset that ``dots`` adds to each code.
+
+        The caller subtracts the offset times the sum of x.
+        """
         return 128 if bits == 8 and "vnni" in self.target.name else 0
 
     def raised(self, w: Value, bits: int) -> Value:
-        """Codes with ``code_offset`` added, for ``dots`` that are told so."""
+        """Return codes with ``code_offset`` added, for ``dots(..., raised=True)``."""
         return self._unsigned(w, bits) if self.code_offset(bits) else w
 
     def dots(
@@ -362,7 +365,8 @@ class Emitter:
         return part(acc, pairs, bits)
 
     def _vnni512(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
-        # Of 4 bits in two chains, for a sum waits five cycles for itself; int8 gained nothing.
+        # Codes of 4 bits take two chains, since each sum has a latency of five cycles.  Two chains
+        # gained nothing for int8.
         chains = [acc, self.splat(self.i32(0))] if bits == 4 and len(pairs) > 1 else [acc]
         for i, (w, x) in enumerate(pairs):
             args = (self.b.bitcast(v, vector(I32)) for v in (self._unsigned(w, bits), x))

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 MAJOR = 0
 EXECUTE = 3  # the stage
 METADATA = 1  # an extension's type: XLA asks which version a handler was made for
-# Of a call frame.
+# Offsets in a call frame.
 EXTENSION, API, CONTEXT, STAGE = 8, 16, 24, 32
 ARGUMENT_COUNT, ARGUMENTS, RESULT_COUNT, RESULTS, ATTRIBUTES = 56, 72, 96, 112, 160
-# Of a buffer, of an attribute that is a number.
+# Offsets in a buffer, and in an attribute that is a number.
 DATA, DIMS, SCALAR = 24, 40, 8
-# Of the table of functions.
+# Offsets in the table of API functions.
 VERSION, ERROR_CREATE, ERROR_DESTROY, SCHEDULE, NUM_THREADS = 32, 48, 64, 136, 144
 INVALID_ARGUMENT = 3
 
 
 @functools.cache
 def version_reason() -> str | None:
-    """Why this jaxlib's foreign functions are none that we know, or None."""
+    """Return why this jaxlib's foreign function interface is unknown to us, or None."""
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     try:
         text = header.read_text()

@@ -4,13 +4,13 @@
     emit(program, target, triple) -> llvmlite's module, whose function ``entry`` XLA calls
 
 A phase is a number of chunks and what one of them does.  The calling thread and helpers from XLA's
-pool take chunks from one counter; the next phase begins when all are done.  What a chunk computes
-depends on its number alone, so the result does not on who took it.
+pool take chunks from one counter; the next phase begins when all are done.  A chunk's result
+depends on its number alone, so it does not matter which thread takes it.
 
-A phase's state lies in a slot of the module's own memory, claimed by a count of those who may still
-look at it.  The caller never waits for a helper to start, only for chunks that one has begun: a
-helper that starts late finds no chunk and lets go of the slot.  Without a free slot, a pool or a
-helper that it takes, the caller does all chunks.
+The state of a phase lies in a slot of the module's own memory.  A slot counts the threads that may
+still read it.  The caller never waits for a helper to start, only for chunks that a helper has
+begun.  A helper that starts late finds no chunk and releases the slot.  The caller does all chunks
+if there is no free slot or no pool, or if the pool accepts no helper.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from pallas_kernels.cpu.target import Target
 
 SLOTS, SLOT = 64, 256
-# Of a slot: those who may look, the next chunk and the chunks done (each in a line of its own),
-# how many there are, whose they are, what one does, how many threads may take them.
+# Offsets in a slot: the number of threads that may read it, the next chunk and the chunks done
+# (each in its own cache line).  Then the number of chunks, the call frame, the function of a chunk
+# and the number of threads that may take chunks.
 REFS, NEXT, DONE, COUNT, FRAME, CHUNK, TAKERS = 0, 64, 128, 192, 200, 208, 216
-# A thread takes chunks that follow each other, so that what one asks for ahead is its own: a share
-# of those left, of SHARES for each thread, and SPAN at most, for another process may hold it up.
+# A thread takes consecutive chunks, so that its prefetches are for its own next chunk.  It takes
+# the chunks left, divided by SHARES for each thread.  It takes at most SPAN, because another
+# process may delay the thread.
 SHARES, SPAN = 4, 16
 SPINS = 4000  # looks at the counter, some 40 us, before the waiting thread yields its core
 
@@ -46,14 +48,14 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a handler is generated from: fields, all of which its emission may read, and its name.
+    """The input from which a handler is generated: a name and fields that the emission may read.
 
-    arguments, results: how many buffers it is called with.
+    arguments, results: numbers of buffers in a call.
     """
 
     @property
     def name(self) -> str:
-        """Of this program among all: its class and fields."""
+        """The unique name of this program: its class and its fields."""
         fields = (str(getattr(self, f.name)) for f in dataclasses.fields(self))
         return "_".join((type(self).__name__, *fields))
 
@@ -225,7 +227,7 @@ def _emit_parallel(
     api, context = (e.load(frame, PTR, offset, align=8) for offset in (ffi.API, ffi.CONTEXT))
 
     def ask(offset: int, args: Value) -> Value:
-        """Did a function of the API fail?  What it then says is dropped: the caller does alone."""
+        """Did a function of the API fail?  Its error is dropped: the caller does all chunks."""
         function = e.load(api, PTR, offset, align=8)
         error = e.call_at(function, ir.FunctionType(PTR, [PTR]), args)
         failed = b.icmp_unsigned("!=", error, null)
