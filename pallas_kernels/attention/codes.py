@@ -5,8 +5,8 @@ order; the query's pairs and the values' token pairs are put in the same order.
 
 int4 codes are not converted at all.  A code u + 8 masked out of its 32 bits is the float16 of that
 many times 2^-24, a subnormal, which the mma multiplies exactly; one masked out 4 bits higher is 16
-times as much.  Who multiplies by them makes good the factors (``Codes.steps``), and the 8 goes into
-the zero points.
+times as much.  The code that multiplies them corrects these factors (``Codes.steps``).  The zero
+points absorb the 8.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Codes:
         self.name, self.bits, self.groups, self.head_dim = name, _BITS[name], groups, head_dim
         self.quantized = name not in KIND
         self.zeros = name == "int4"
-        # What the two mmas multiply in.  Codes are exact in bf16, whose range holds any weight
-        # times any scale; int4's are float16's subnormals, and its scales float16 themselves.
+        # Operand dtypes of the two mmas.  Codes are exact in bf16, whose range holds any weight
+        # times any scale.  int4 codes are float16 subnormals, and their scales are float16.
         self.q_kind = "f16" if self.zeros else q_kind
         self.v_kind = "f16" if self.zeros else "bf16" if self.quantized else q_kind
-        # What the code's float i (of ``pairs``, and of a lane's values) has to be multiplied by.
+        # Factors for the two floats of a pair (``pairs``, and a lane's values).
         self.steps = (2.0**24, 2.0**20) if self.zeros else (1.0, 1.0)
         self.scale_size = 2 if self.zeros else 4
         self.staged = groups * (1 + self.zeros)  # numbers of a token that come with its codes
@@ -50,7 +50,7 @@ class Codes:
 
     @classmethod
     def of(cls, q, k) -> Codes:
-        """Of a call's cache k; q for its dtype."""
+        """Return the Codes of a cache ``k``; q gives the dtype of a cache of floats."""
         groups = 1 if k.dtype == q.dtype else k.scale.shape[-1]
         return cls(k.dtype, k.shape[-1], groups, KIND[q.dtype.name])
 

@@ -8,8 +8,8 @@
     end      the warps' parts through shared memory, the blocks' through that of the cluster
              (``attention.gather``), in a fixed order, float32
 
-Such a row takes microseconds, so it needs no ring: all its bytes are requested at once, and the
-launches are the cost.  A row's result depends on nothing but the row.
+Such a row takes microseconds, so it needs no ring: all its bytes are requested at once.  Launches
+are the main cost.  A row's result depends on nothing but the row.
 
 Floor at 1152 tokens: 4.3 MB, 1.0 us, beside a launch.  Result, one H200, 32/8 heads of 128,
 bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8.  With RoPE and the cache write it takes 4.9

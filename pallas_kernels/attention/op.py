@@ -3,12 +3,14 @@ step, and of one that verifies a draft.
 
     out[b, n] = softmax_s(scale * q[b, n] . k[b, s, n // G]) v[b, s, n // G],   s < lengths[b]
 
-with G = N / K query heads to a kv head, and with a sliding window only the last ``window`` of those
-keys.  Contract: what a cache holds at s >= lengths[b] reaches nobody, NaN included; a row of length
-0 gives zeros; a row's result depends on no other row, and is the same bits every time.
+with G = N / K query heads to a kv head.  A sliding window keeps only the last ``window`` of those
+keys.
 
-T tokens of a row, each with a length of its own, are T such rows over one cache that is read once:
-the product that a kernel computes has T * G rows, masked each for itself.
+Contract: values that the cache holds at s >= lengths[b], even NaN, never change a result.  A row of
+length 0 gives zeros.  A row's result depends on no other row, and is the same bits every time.
+
+T tokens of a row, each with its own length, are T such rows over one cache, which is read once.
+The product that a kernel computes has T * G rows, each with its own mask.
 
 A quantized cache is read as it is stored, codes and scales, and never exists as floats in memory.
 
@@ -136,8 +138,11 @@ def _with_tokens(q: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array
 def attend_at_once(
     call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
 ) -> jax.Array:
-    """The form that is differentiated: all keys in one block, since a loop whose length is known at
-    run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
+    """The form that is differentiated: all keys in one block.
+
+    A loop with a length known only at run time has no transpose.  Keys and values that no query
+    sees are replaced by zeros, so NaN there reaches no gradient.
+    """
     window, scale, _ = call
     capacity = capacity_of(k, table)
     rows, lengths = _with_tokens(q, lengths)

@@ -1,8 +1,8 @@
 """Where the tokens of a row lie in a pool of pages: a block table, for the Mosaic kernels.
 
-A step's tokens (16 or 32, aligned) lie in one page, so one number added to a token gives its place
-in the pool, and everything else is as in a cache of rows whose one row is the pool.  That number
-takes an entry of the table, which kernels load a step before the copy that needs it.
+A step's tokens (16 or 32, aligned) lie in one page.  So one shift added to a token gives its place
+in the pool.  Everything else is as in a cache of rows with one row, the pool.  The shift needs an
+entry of the table, which kernels load one step before the copy that uses it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class BlockTable:
         return entry
 
     def shift(self, token, entry):
-        """What brings ``token``, of the page that ``entry`` is for, and those beside it to their
-        places in the pool, whatever the entry."""
+        """Return the shift from a token to its place in the pool, for all tokens of its page.
+
+        entry: the table's entry of that page.  Any value is safe: it is clamped to the pool.
+        """
         page = arith.divui(token, p.ci(self.paging.page))
         entry = p.minimum(entry, self.paging.pool - 1)
         return p.mul(arith.subi(entry, page), self.paging.page)

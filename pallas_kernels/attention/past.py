@@ -49,15 +49,24 @@ def plan(q: jax.Array, k: jax.Array | QTensor) -> PastPlan | Reason:
 def attend(
     q: jax.Array, k: QTensor, v: jax.Array, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them
-    -> (``[B, T, N, H]``, the logarithm of each sum of exponentials, float32 ``[B, T, N]``).  A row
-    without keys has one of zeros."""
+    """Return attention of ``q`` over each row's first ``n_keys`` keys, and its log-sum-exp.
+
+    Parameters
+    ----------
+    q: ``[B, T, N, H]``.
+    k, v: ``[B, S, K, H]``; v is zeros past the first ``n_keys`` tokens.
+    n_keys: int32 ``[B]``.  A row without keys is computed with one key of zeros.
+
+    Returns
+    -------
+    ``[B, T, N, H]``, and the logarithm of each sum of exponentials, float32 ``[B, T, N]``.
+    """
     from pallas_kernels.attention import past_kernel
 
     codes = quantize_kv(q, "int8")
     is_key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < n_keys[:, None]
     scale = jnp.where(is_key[:, :, None], k.scale[..., 0], 0.0)
-    # Of a q of zeros the scale is 0, by which the scores of keys that are not seen, -inf, are NaN.
+    # A q of zeros has scale 0, and 0 times -inf, the score of a masked key, would be NaN.
     factor = jnp.maximum(codes.scale[..., 0], 1e-30) * (q.shape[-1] ** -0.5 * math.log2(math.e))
     factor, scale = (jnp.swapaxes(x, 1, 2) for x in (factor, scale))
     out, log = past_kernel.attend(codes.q, factor, k.q, scale, v, jnp.maximum(n_keys, 1))

@@ -1,16 +1,20 @@
-"""What a warpgroup of ``past_kernel`` has in registers, and its products.
+"""The registers of one warpgroup of ``past_kernel``, and its products.
 
-Contract: a tile is 64 queries by 128 keys.  A thread has 64 of its scores, in wgmma's order: number
-4 t + 2 r + b is row g + 8 r of the 16 of its warp, key 8 t + 2 c + b (g = lane // 4, c = lane % 4);
-of the means as many features in the same order; of a row's numbers those of its two rows.  What a
-step leaves travels to the next call as a "bundle", a Pallas array whose element i * 128 + thread is
-register i of thread.
+Contract: a tile is 64 queries by 128 keys.  With g = lane // 4 and c = lane % 4, a thread holds:
 
-It is PTX because both products of a step are in flight while the softmax runs: ``plgpu.wgmma``
-fences an operand in registers behind what is in flight, and ptxas then waits for each instruction
-(its message C7513).  Here one statement asks for both, nothing reads what they write before
-``_landed``, and what the next ones read is made behind the wait for these: the order of
-FlashAttention-3 (arXiv 2407.08608, algorithm 2).
+    scores   64 of them in wgmma's order: score 4 t + 2 r + b is row g + 8 r of the warp's 16 rows
+             and key 8 t + 2 c + b
+    means    as many features, in the same order
+    rows     one number for each of its two rows
+
+The registers after a step pass to the next call as a "bundle".  A bundle is a Pallas array whose
+element i * 128 + thread is register i of that thread.
+
+The code is PTX because both products of a step are in flight while the softmax runs.
+``plgpu.wgmma`` puts a fence between an operand in registers and the products in flight; ptxas then
+waits for each instruction (its message C7513).  Here one statement starts both products, and
+nothing reads their results before ``_landed``.  The operands of the next products are made after
+the wait for these.  This is the order of FlashAttention-3 (arXiv 2407.08608, algorithm 2).
 """
 
 from __future__ import annotations

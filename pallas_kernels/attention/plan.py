@@ -96,12 +96,12 @@ def team_of(plan: AttentionPlan, group: int) -> tuple[int, int]:
 
 
 def units_of(plan: AttentionPlan, capacity: int, n_kv: int) -> int:
-    """Of work for a team, in a row that is cut into chunks."""
+    """Return the number of units of work for teams in a row that is cut into chunks."""
     return -(-capacity // plan.chunk) * (n_kv // plan.heads)
 
 
 def blocks_of(plan: AttentionPlan, capacity: int, n_kv: int, group: int) -> int:
-    """Of a row."""
+    """Return the number of blocks of a row."""
     if plan.cluster:
         return n_kv // plan.heads * plan.cluster
     return -(-units_of(plan, capacity, n_kv) // team_of(plan, group)[1])
@@ -113,7 +113,7 @@ def gather_of(plan: AttentionPlan, group: int, codes: Codes) -> Gather:
 
 
 def shared_bytes(plan: AttentionPlan, group: int, codes: Codes) -> tuple[int, ...]:
-    """Of a block: ring, scales, barriers; where it sums parts the gather's."""
+    """Return a block's bytes of shared memory: ring, scales, barriers, and the gather's if any."""
     teams = team_of(plan, group)[1]
     scales = max(16, plan.warps * scale_bytes(plan, codes))
     own = teams * ring_bytes(plan, plan.heads, codes), scales, teams * 2 * plan.depth * 16

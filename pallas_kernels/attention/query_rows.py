@@ -26,7 +26,7 @@ class QueryRows(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a kv head."""
+        """Query rows of a kv head."""
         return self.tokens * self.group
 
     def token(self, j):

@@ -47,10 +47,12 @@ def rope_and_attend(
     table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
-    """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
-    (heads ``[B, N, H]``, k, v with the new tokens); or of several tokens ``qkv [B, T, N + 2K, H]``
-    -> heads ``[B, T, N, H]``, each of which sees those before it.
+    """Rotate new tokens, write them to the cache, and return their attention and the cache.
 
+    qkv: ``[B, N + 2K, H]`` for one token a row: the heads of q, then of k, then of v.  The result
+        is (heads ``[B, N, H]``, k, v with the new tokens).  With several tokens a row,
+        ``[B, T, N + 2K, H]``, the heads are ``[B, T, N, H]``; each token sees those before it.
+    k, v: the cache, ``[B, S, K, H]``.
     cos, sin, slots, table: as ``rope_and_write``, or ``rope_and_write_tokens``, takes them.
     window, scale: as ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.

@@ -42,11 +42,15 @@ def rope_and_write_tokens(
     table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> _Written:
-    """``qkv [B, T, N + 2K, H]`` and a cache ``k, v [B, S, K, H]`` -> (q ``[B, T, N, H]``, the new k
-    and v ``[B, T, K, H]`` as they are stored, k, v).
+    """Rotate several new tokens a row and write them to the cache.
 
-    cos, sin: float32 ``[B, T, H / 2]``.  slots: int32 ``[B, T]``, no two of a row alike.  All else,
-    and jax's transformations: as of ``rope_cache.rope_and_write``.
+    qkv: ``[B, T, N + 2K, H]``, the heads of q, then of k, then of v.
+    k, v: the cache, ``[B, S, K, H]``.
+    cos, sin: float32 ``[B, T, H / 2]``.
+    slots: int32 ``[B, T]``, all different within a row.
+
+    Returns (q ``[B, T, N, H]``, the new k and v ``[B, T, K, H]`` as they are stored, k, v).
+    Everything else, jax's transformations too, is as for ``rope_cache.rope_and_write``.
     """
     op = "rope_and_write_tokens"
     check_operands(op, qkv, cos, sin, k, v, slots, table)

@@ -35,7 +35,7 @@ def load_heads(base, codes: Codes) -> list[list]:
 
 
 def features_of(codes: Codes) -> int:
-    """Of a lane's chunk of keys."""
+    """Return the number of features in a lane's chunk of keys."""
     return codes.k_chunk * 8 // codes.bits
 
 
@@ -110,8 +110,10 @@ def key_pairs(rows, codes: Codes) -> list:
 
 
 def maxima(scores, top) -> tuple[list, list]:
-    """Of each of a lane's two heads, over all tokens of the tiles' scores and ``top``, and what
-    sums up to ``top`` fade by."""
+    """Return (new maxima, factors by which earlier sums fade) of a lane's two heads.
+
+    A new maximum is over all tokens of the tiles' scores and the earlier maximum ``top``.
+    """
     new, fade = [], []
     for c in range(2):
         best = functools.reduce(p.maximum, [s[i] for s in scores for i in (c, c + 2)])
@@ -173,8 +175,11 @@ def run_of(codes: Codes) -> int:
 
 
 def head_outputs(out, zeros, c: int, codes: Codes):
-    """Of head 2 quad + c: [(first feature, beside the lane's own; values)], each a run; zeros: the
-    weights' sums with the zero points, over all tokens, by group."""
+    """Yield runs of the outputs of head 2 quad + c, as (first feature, values).
+
+    The first feature is relative to the lane's own.  zeros: the sums over all tokens of weights
+    times zero points, by group.
+    """
     run = run_of(codes)
     for j in range(codes.v_chunks):
         first = j * run * 2  # of out's floats: two features and two heads an mma tile

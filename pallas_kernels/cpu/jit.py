@@ -1,16 +1,16 @@
-"""Programs to machine code, kept on disk, known to XLA by name.
+"""Compilation of programs to machine code, kept on disk and registered with XLA by name.
 
-    unavailable() -> Reason | None         why no handler can run in this process
-    register(program) -> name              what ``jax.ffi.ffi_call`` is given
-    registered()                           all that are known to XLA, for a process that takes over
-                                           what this one has compiled
-    compiled(program).address              of the handler, for calls by hand
+    unavailable() -> Reason | None         says why no handler can run in this process.
+    register(program) -> name              returns the name for ``jax.ffi.ffi_call``.
+    registered()                           lists all handlers known to XLA, for a process that
+                                           takes over the compiled handlers of this one.
+    compiled(program).address              is the handler's address, for calls by hand.
 
 llvmlite (LLVM, no compiler on the user's machine) generates an object in tenths of a second.  The
 object is kept in ``cache_folder()`` under the hash of all that it depends on: target, llvmlite,
 these sources, the program.  Another process loads it from there in milliseconds.  On x86-64 Linux
 it does so without llvmlite (``elf``), elsewhere with LLVM's own loader.  A damaged file would crash
-the process, so each carries a checksum (``sealed``) and is built anew if it does not match.
+the process.  So each file carries a checksum (``sealed``) and is built anew if it does not match.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def build(program: Program, on: Target, assembly: bool = False) -> Any:
     parsed = binding.parse_assembly(str(handler.emit(program, on, machine.triple)))
     parsed.verify()
     options = binding.create_pipeline_tuning_options(speed_level=2)
-    # What the emitters wrote is what is to run: nothing is to be vectorized or unrolled again.
+    # LLVM must keep the emitted code as it is: no further vectorization or unrolling.
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(machine, options)
     passes.getModulePassManager().run(parsed, passes)

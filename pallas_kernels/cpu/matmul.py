@@ -4,16 +4,17 @@
     y[r, n] = sum over groups g of scale[n, g] (sum over g's blocks of xs[r] (w - zero)[n] . xq[r])
                                                                 phase 2, by runs of tiles
 
-Products are of integers, exact; each block's sum goes to float32 and is added in K's order.  So
-the result depends on neither threads nor rows beside: only x was rounded, to 1/254 of the largest
-value in its block, as llama.cpp's Q8 blocks do.  RMSNorm before, bias, SwiGLU and a residual behind
-are in float32.  A zero point takes part by the sum of a group's x, made in phase 1.
+Products are of integers and exact.  Each block's sum becomes float32 and is added in the order of
+K.  So the result depends neither on the threads nor on other rows.  The only rounding is that of
+x, to 1/254 of the largest value in its block, as in llama.cpp's Q8 blocks.  An RMSNorm before the
+product and a bias, SwiGLU and residual after it are in float32.  Phase 1 sums each group of x; a
+zero point is multiplied by that sum.
 
-Up to 8 rows of x share each vector of w that is unpacked; more go through w's run in turns, while
-it stays in the L2 cache.  One row reads w at memory's rate.
+Up to 8 rows of x share each unpacked vector of w.  More rows go through a run of w in turns, while
+the run stays in the L2 cache.  One row reads w at the rate of memory.
 
-Leaves out: x in codes, columns in another order beside a norm, what is pending, a gate by
-other than SiLU, halves of a gate that are no whole tiles.
+Leaves out: x in codes, reordered columns together with a norm, a pending residual, a gate with an
+activation other than SiLU, and a gate whose halves are not whole tiles.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from pallas_kernels.cpu.target import Target
     from pallas_kernels.matmul.call import MatmulCall
 
-RUN_BYTES = 1 << 16  # of w in a chunk at most, more or less
+RUN_BYTES = 1 << 16  # about the largest number of bytes of w in a chunk
 RUNS = 16  # chunks at least, where there are so many tiles
 ALONE_BYTES = 1 << 15  # of w that are not worth another thread
 # Bytes from what is multiplied to what is asked for: with one row int4 goes from 70 to 93% of the
@@ -169,7 +170,7 @@ class Matmul(Program):
 
 
 class _Body:
-    """What both phases read off the call: sizes (i64) and where things are."""
+    """The sizes (i64) and addresses that both phases read from the call."""
 
     def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
         b = e.b
@@ -189,7 +190,7 @@ class _Body:
 
     @property
     def offset(self) -> int:
-        """What is kept of w, or multiplied, above its code."""
+        """The amount by which the multiplied bytes of w exceed its codes."""
         kept = 8 if self.p.bits == 4 and not self.p.minimum and self.p.zero != "int8" else 0
         return kept + self.e.code_offset(self.p.bits)
 
@@ -551,7 +552,7 @@ class TilesOfRows(_Body):
         return e.loop(self.groups, group, [e.floats(0.0)] * len(rows))
 
     def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
-        """Of w's codes and x, x's scales in it."""
+        """Return each row's sum over group g of w's codes times x, with x's scales applied."""
         e, b, count = self.e, self.e.b, self.blocks_of_group
         zeros = [e.floats(0.0)] * len(rows)
         if isinstance(count, int) and count <= 4:

@@ -1,6 +1,6 @@
-"""What ``cpu.attention`` does with a row's keys, in emitted code: a part of them, the parts joined.
+"""The emitted code of ``cpu.attention``: attention over one part of a row's keys, and the join.
 
-Rows     what a call has: rows, the keys that each sees, its parts, where their records are
+Rows     a call's rows, the keys that each sees, its parts, and where the parts' records are
 Write    new tokens into the cache; a phase before the others where a row of it has several
 Part     phase 1: queries (rotated, where they are new), scores, weights, sums of values
 Join     phase 2
@@ -37,8 +37,12 @@ def ahead(form: CacheForm) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RowParts:
-    """Of a row, i64: the first key that it sees, the one behind the last, the first of its parts
-    (by number, from the cache row's first token on) and how many there are."""
+    """The keys and parts of one row, as i64.
+
+    first, end: the row sees the keys ``first <= s < end``.
+    part, parts: the number of its first part, counted from the cache row's first token, and the
+    count of its parts.
+    """
 
     first: Value
     end: Value
@@ -47,7 +51,7 @@ class RowParts:
 
 
 class CallRows:
-    """What both phases read off the call."""
+    """The sizes and addresses that both phases read from the call."""
 
     def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
         self.p, self.e, self.call, self.b = program, e, call, e.b

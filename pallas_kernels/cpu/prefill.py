@@ -3,19 +3,20 @@
     out[r, n] = softmax_s(scale q[r, n] . k[b, s, n // G]) v[b, s, n // G],
                 lengths[r] - window <= s < lengths[r],      r = b T + t
 
-A chunk is a row of the cache, a kv head and a tile of query tokens, with their G heads about
-``ROWS``.  Keys come in blocks, of which k is laid out by features and v by keys, as float32, once
-for the tile; several queries at a time meet 16 keys in registers.  The softmax is online and in
-float32, in the order of ``cpu.softmax``: a query has the bits that ``cpu.attention`` gives it.
-Blocks that a tile does not see are not read, and nothing behind the last key that it sees.
+A chunk is a row of the cache, a kv head and a tile of query tokens.  A tile has about ``ROWS``
+query rows: its tokens times their G heads.  A tile takes keys in blocks and converts each block
+once to float32, k laid out by features and v by keys.  Several queries at a time meet 16 keys in
+registers.  The softmax is online and in float32, in the order of ``cpu.softmax``.  So a query has
+the bits that ``cpu.attention`` gives it.  A tile reads only the blocks that it sees, and nothing
+after the last key that it sees.
 
 With RoPE (``new``) a phase before writes the new tokens into the cache, as ``cpu.attention`` does;
 a chunk rotates its queries.
 
-A chunk's work depends on its own queries, so bits do not on threads or other rows.
+A chunk's work depends only on its own queries, so its bits do not depend on threads or other rows.
 
-Source: FlashAttention (arXiv 2205.14135).  Leaves out: what ``cpu.attention`` does, and a cap on
-scores.
+Source: FlashAttention (arXiv 2205.14135).  Leaves out: the cases that ``cpu.attention`` leaves
+out, and a cap on scores.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PrefillPlan(CpuPlan):
 def plan(
     q: jax.Array, k: Cached, table: jax.Array | None, softcap: float | None
 ) -> CpuPlan | Reason:
-    """Of ``attend``, or why there is none."""
+    """Return the plan of ``attend``, or the reason why it has none."""
     if q.dtype not in FLOATS:
         return Reason(f"q is {q.dtype.name}")
     if softcap is not None:
@@ -65,7 +66,10 @@ def plan(
 def new_token_plan(
     qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool = False
 ) -> CpuPlan | Reason:
-    """Of ``rope_and_attend``: for many tokens a row this handler, else ``cpu.attention``'s."""
+    """Return the plan of ``rope_and_attend``.
+
+    Many tokens a row take this handler, few take the one of ``cpu.attention``.
+    """
     found = attention.new_token_plan(qkv, k, table, norm)
     if qkv.ndim < 4 or qkv.shape[1] <= FEW_TOKENS or isinstance(found, Reason):
         return found
@@ -129,17 +133,17 @@ class Prefill(Program):
 
     @property
     def tokens(self) -> int:
-        """Of a tile."""
+        """Query tokens of a tile."""
         return max(1, ROWS // self.group)
 
     @property
     def rows(self) -> int:
-        """Of a tile, for which there is room."""
+        """Query rows for which a tile has room: a multiple of ``AT_ONCE``."""
         return -(-self.tokens * self.group // AT_ONCE) * AT_ONCE
 
     @property
     def stack(self) -> int:
-        """Bytes: queries and sums, what the softmax knows of a row; keys, values; scores."""
+        """Bytes of queries and sums, the softmax's numbers of a row, keys, values and scores."""
         width = self.cache.width
         floats = self.rows * (3 * width + 4 * LANES + 4)
         return 4 * (floats + 2 * BLOCK * (width + 1) + AT_ONCE * BLOCK)
@@ -170,7 +174,7 @@ class _Tile(Write):
         super().__init__(program, e, call)
         f = program.cache
         self.scored = columns_of(self.k, program.rows)
-        # Of a query the sums of its part and of the parts before.
+        # Each query's sums over the current part, and over the parts before it.
         size = 4 * program.rows * f.width
         self.sums, self.joined = e.room(size), e.room(size)
         # The part's largest score and its weights' sum lane by lane, and those of the parts before.

@@ -4,10 +4,10 @@
     ways.keys(token, head)   16 keys; token(t): the t-th's place
     ways.score(n)            a vector of their products with query n
 
-``FloatScores``: keys in float32, each product's lanes summed at the end.  ``CodeScores``, of int8:
-queries as sums of three codes of 8 bits, q = s (a + b / 254 + c / 254^2), which leaves an error of
-2^-24 of the largest, so that products are of integers, four to a lane and none across lanes; half
-the time of the first with four queries to a head.
+``FloatScores`` has keys in float32 and sums each product's lanes at the end.  ``CodeScores`` is for
+int8 keys.  It writes a query as a sum of three 8-bit codes, q = s (a + b / 254 + c / 254^2), with
+an error of 2^-24 of the query's largest value.  Its products are of integers, four to a lane, and
+no sum runs across lanes.  It takes half the time of ``FloatScores`` with four queries to a head.
 
 ``FloatColumns`` and ``CodeColumns`` give the same bits for ``BLOCK`` keys and many queries.
 """
@@ -34,7 +34,7 @@ def scores_of(heads: Heads, queries: int) -> FloatScores | CodeScores:
 
 
 def columns_of(heads: Heads, queries: int) -> FloatColumns | CodeColumns:
-    """Of ``BLOCK`` keys at once, with the bits of ``scores_of``."""
+    """Return the scores of ``BLOCK`` keys at once, with the same bits as ``scores_of``."""
     return (CodeColumns if heads.form.dtype == "int8" else FloatColumns)(heads, queries)
 
 
@@ -91,7 +91,7 @@ class FloatColumns(FloatScores):
                     e.store(value, self.block, at, align=64)
 
     def scores(self, rows: Sequence[Value], out: Value) -> None:
-        """Of the queries ``rows`` with the block's keys to ``out`` ``[rows, BLOCK]``."""
+        """Store scores of the queries ``rows`` with the block's keys in ``out[rows, BLOCK]``."""
         e, b, n = self.e, self.e.b, self.at_once
         for r in range(0, len(rows), n):
             queries = [e.at(self.queries, b.mul(row, e.i64(self.size))) for row in rows[r : r + n]]
@@ -132,7 +132,8 @@ class FloatColumns(FloatScores):
 class CodeScores:
     def __init__(self, heads: Heads, queries: int, keys: int = KEYS) -> None:
         self.heads, self.e, width = heads, heads.e, heads.form.width
-        # Of a query its codes by levels, their sums times what keys are raised by, its scale.
+        # A query's record: its codes level by level, each level's sum of codes times the offset
+        # that is added to keys, and the query's scale.
         self.end = LEVELS * width
         self.size = self.end + 16
         self.queries, self.block = self.e.room(queries * self.size), self.e.room(keys * width)
@@ -222,7 +223,7 @@ class CodeColumns(CodeScores):
 
 
 def _transposed(e: Emitter, rows: list[Value]) -> list[Value]:
-    """Of four vectors of four quarters: vector i has their i-th quarters."""
+    """Transpose four vectors of four quarters: result i holds quarter i of every vector."""
     halves = []
     for i in (0, 8):
         picked = [*range(i, i + 8), *range(16 + i, 24 + i)]

@@ -53,7 +53,10 @@ class SelfTest(Program):
 
 
 def fault(address_of: Callable[[Program], int]) -> str | None:
-    """What is wrong on this machine, or None.  address_of: where a program's handler is."""
+    """Return the fault of this machine's handlers, or None.
+
+    address_of: returns the address of a program's handler.
+    """
     rng = np.random.default_rng(0)
     x = rng.integers(-127, 128, (CHUNKS, 64), dtype=np.int8)
     x[0], x[1] = 127, -127

@@ -6,8 +6,8 @@
     join:   the parts' sums, in turn, by the same rule
 
 ``cpu.attention`` (few query tokens, parts shared among threads) and ``cpu.prefill`` (many) call
-these two functions.  A key that a query does not see has weight 0, and a block or part without keys
-changes no sum, so a query's result is the same in a step, a prompt, a padded prompt and a batch.
+these two functions.  A key that a query does not see has weight 0.  A block or part without keys
+changes no sum.  So a query's result is the same in a step, a prompt, a padded prompt and a batch.
 
 A score is 16 sums, each over every 16th feature in turn, added by halves (``Emitter.sums``).
 """
@@ -70,6 +70,6 @@ def join(e: Emitter, before: Sequence[Value], part: Sequence[Value]) -> list[Val
 
 
 def _base(e: Emitter, top: Value) -> Value:
-    """What is subtracted from scores: 0 where no key was seen."""
+    """Return the number that is subtracted from scores: ``top``, or 0 where no key was seen."""
     none = e.b.fcmp_ordered("==", top, e.floats(float("-inf")))
     return e.b.select(none, e.floats(0.0), top)

@@ -1,17 +1,21 @@
 """A weight as the CPU's products read it, and the way there and back.
 
-    prepare(QTensor) -> CpuWeight | Reason        once, where a model is loaded
-    restore(CpuWeight) -> QTensor                 its inverse, to the bit
-    prepare_tree(params) -> params                every QTensor that has a form, in RowBlocks too;
-                                                  large float arrays move to large pages
+    prepare(QTensor) -> CpuWeight | Reason        runs once, while a model is loaded.
+    restore(CpuWeight) -> QTensor                 is its exact inverse.
+    prepare_tree(params) -> params                prepares every QTensor that has a form, also
+                                                  those in RowBlocks.  It moves large float
+                                                  arrays to large pages.
 
-A tile is 16 rows.  Of a tile come first the first 4 columns of its rows, 64 bytes, then the next 4:
-each of the 16 lanes of a vector then sums its own row, and no sum runs across lanes.  Codes of 4
-bits stand as code + 8, columns ``8 j .. 8 j + 3`` in the low and the next four in the high halves
-of 64 bytes.  Scales and zero points lie by tile, group, row, in float16 where that is exact.  Rows
-are padded to whole tiles and, of a weight with one group, columns to whole blocks, with codes 0 and
-scales 0.  Scales in two levels are multiplied; ``unit`` tells them again.  One layout serves all
-targets.
+A tile is 16 rows.  A tile stores the first 4 columns of all its rows (64 bytes), then the next 4
+columns.  So each of the 16 lanes of a vector sums its own row, and no sum runs across lanes.
+
+4-bit codes are stored as code + 8.  In 64 bytes, columns ``8 j .. 8 j + 3`` are in the low halves
+and the next four columns in the high halves.  Scales and zero points lie by tile, group, row, in
+float16 where that is exact.
+
+Padding has codes 0 and scales 0.  Rows are padded to whole tiles.  The columns of a weight with
+one group are padded to whole blocks.  The two levels of a two-level scale are multiplied into one;
+``unit`` allows ``restore`` to separate them.  One layout serves all targets.
 """
 
 from __future__ import annotations
