@@ -7,11 +7,11 @@ right-hand side has the state before the chunk in it, so with ``T = (I + M)^-1``
     u      = T diag(b) V - W S           W = T diag(b) (K e^c)
     S_next = e^(c_C) S + (K e^(c_C - c))^T u
 
-where everything but the two products with S is done for all chunks at once (WY, or UT,
-representation).  T is built by blocks over GLA's binary tree: where T inverts the blocks of s rows
-and M' is the part of M between two of them, ``T - T M' T`` inverts those of 2s.  For keys of length
-one, however alike, no entry of T exceeds 1 (it is what one token's value does to a later token's
-write), which no power of M would hold to.
+Everything but the two products with S is computed for all chunks at once (the WY, or UT,
+representation).  T is built by blocks over GLA's binary tree.  If T inverts the blocks of s rows
+and M' is the part of M between two of them, ``T - T M' T`` inverts the blocks of 2s rows.  An entry
+of T is the effect of one token's value on a later token's write.  For keys of length one, however
+alike, no entry exceeds 1; powers of M have no such bound.
 
 Decays are GLA's sums (``recurrence.decay``): no exponential of a positive number, no difference of
 running sums.  A decay that is one number a head multiplies the products ``q k^T``, ``k k^T``

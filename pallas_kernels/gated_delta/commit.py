@@ -1,9 +1,9 @@
-"""The first of some tokens that a row may take: ``gated_delta_tokens``' other half.
+"""Acceptance of a draft's first ``count`` tokens, after ``gated_delta_tokens`` computed them all.
 
     d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count, |k_t| = 1
 
-and the last inputs of the convolution behind them, of all layers of a model in one kernel, in
-place.  The XLA form is a chain of steps of each layer.
+One kernel updates the states and the last inputs of the convolution of all layers of a model, in
+place.  The XLA form is a chain of steps for each layer.
 """
 
 from __future__ import annotations

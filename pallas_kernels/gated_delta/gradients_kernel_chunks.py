@@ -198,8 +198,7 @@ class _Chunk:
 
     def through_states(self):
         """(do S^T, dR S^T, R E^T, S E) of half of the key channels."""
-        # What both warpgroups do stands once, for the one that runs it: written out for each, the
-        # instructions are more than their cache holds.
+        # Both warpgroups run the same code.  A copy for each would exceed the instruction cache.
         smem, wg, ends = self.smem, self.warpgroup, self.ends
         states, r, low = smem.states.tiles, smem.r.tiles, smem.r_low.tiles
         return _products(

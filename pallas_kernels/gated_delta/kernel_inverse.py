@@ -83,7 +83,7 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
 
 
 class InverseRows(ThreadPlace):
-    """Of a warp w that owns rows 16w..16w+15."""
+    """A thread's rows: warp w owns rows 16w..16w+15."""
 
     def __init__(self):
         super().__init__()

@@ -74,10 +74,12 @@ def gated_delta(
     normalize_qk: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``q, k [B, T, Hk, Dk]``, ``v [B, T, H, Dv]``, ``log_decay [B, T, H]`` or ``[B, T, H, Dk]``,
-    ``beta [B, T, H]`` -> (``o [B, T, H, Dv]`` in v's dtype, float32 ``state [B, H, Dk, Dv]`` after
-    the last token).
+    """Return ``o [B, T, H, Dv]`` in v's dtype, and the float32 state after the last token.
 
+    The state is ``[B, H, Dk, Dv]``.
+
+    q, k: ``[B, T, Hk, Dk]``.  v: ``[B, T, H, Dv]``.  log_decay: ``[B, T, H]``, or
+        ``[B, T, H, Dk]`` for one decay a key channel.  beta: ``[B, T, H]``.
     q, k, v: one dtype of float32, bfloat16, float16; Hk divides H.
     log_decay: natural logarithm, <= 0, -inf allowed, float32 (16-bit is cast up), as beta is.
     scale: of the output, Dk ** -0.5 by default.
@@ -136,9 +138,10 @@ def gated_delta_step(
     normalize_qk: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token: ``q, k [B, Hk, Dk]``, ``v [B, H, Dv]``, ``log_decay [B, H]`` or ``[B, H, Dk]``,
-    ``beta [B, H]``, float32 ``state [B, H, Dk, Dv]`` -> (``o [B, H, Dv]`` in v's dtype, new state).
-    Donate the state to have it updated in place.
+    """Compute one token; return ``o [B, H, Dv]`` in v's dtype, and the new state.
+
+    q, k: ``[B, Hk, Dk]``.  v: ``[B, H, Dv]``.  log_decay: ``[B, H]`` or ``[B, H, Dk]``.
+    beta: ``[B, H]``.  state: float32 ``[B, H, Dk, Dv]``.  Donate it to have it updated in place.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, k, v, log_decay, beta, state: the XLA form's |
@@ -231,7 +234,7 @@ def _chunked(
     """((o, state), the states that ``chunked_backward`` takes)."""
     scale, normalize_qk, _ = static
     if initial_state is None:
-        # Of v, so that inside a shard_map it varies over the axes that v does.
+        # It is made from v, so that inside a shard_map it varies over the same axes as v.
         zero = jnp.zeros_like(v[:, 0, :, None], jnp.float32)
         initial_state = jnp.broadcast_to(zero, (*zero.shape[:2], q.shape[-1], zero.shape[-1]))
     *out, borders = chunked_forward(

@@ -4,8 +4,9 @@
 
 ``gated_delta_recurrent`` is that recursion, one step after the other: the oracle.
 ``gated_delta_parallel`` is the form without a recursion, which the chunkwise form uses inside a
-chunk.  A token writes ``u_t = b_t (v_t - k_t diag(exp(g_t)) S_{t-1})``, what its value adds to what
-its key finds, so S is a plain decayed sum of ``k_t u_t^T`` and all u solve one triangular system:
+chunk.  A token writes ``u_t = b_t (v_t - k_t diag(exp(g_t)) S_{t-1})``, the difference between its
+value and the value that its key reads.  So S is a plain decayed sum of ``k_t u_t^T``, and all u
+solve one triangular system:
 
     (I + M) U = diag(b) (V - (K exp(c)) S_0)      M_ij = b_i sum_d k_id k_jd exp(c_id - c_jd), j < i
     o = scale * ((Q exp(c)) S_0 + P U)            P_ij = sum_d q_id k_jd exp(c_id - c_jd), j <= i
@@ -26,7 +27,7 @@ EPSILON = 1e-6  # of normalize_qk
 
 
 def normalized(x: jax.Array) -> jax.Array:
-    """Of length one over the last axis, a zero vector still zero."""
+    """Scale x to length one over the last axis; a zero vector stays zero."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
 
 

@@ -1,8 +1,8 @@
-"""What bf16 leaves of a float32, in four bits: a state that is stored twice keeps twelve bits.
+"""The remainder of a float32 beyond its bf16, in four bits.  Both together keep twelve bits.
 
 The integer difference between a number's bits and those of its bf16 lies within half a unit of
-bf16's last place; the four bits say which sixteenth of that unit.  A
-thread has 32 entries of a [64, 64] array: four words of codes.
+bf16's last place.  The four bits say which sixteenth of that unit.  A thread has 32 entries of a
+[64, 64] array: four words of codes.
 """
 
 from __future__ import annotations

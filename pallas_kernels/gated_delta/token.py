@@ -1,11 +1,12 @@
 """Tokens of a gated delta layer between its projections and its output product, as one kernel: the
 short convolution, the gates, the steps, the norm and the output's gate.
 
-``gated_delta_token`` is one token.  ``gated_delta_tokens`` are several that may not stay: nothing
-of the row is written, and what ``gated_delta.commit`` needs to take some of them comes out too.
+``gated_delta_token`` computes one token.  ``gated_delta_tokens`` computes several tokens of a
+draft, some of which may be rejected.  It writes nothing of the row; it also returns the operands
+with which ``gated_delta.commit`` accepts some of them.
 
-What they compute is ``jaxllama.model.mixers.delta.mix`` with one decay a head; there is no other
-form of it here.  ``plan`` says where the kernel does not go.
+Both compute the same as ``jaxllama.model.mixers.delta.mix`` with one decay a head.  This folder has
+no XLA form of it.  ``plan`` says which calls the kernel does not take.
 """
 
 from __future__ import annotations
@@ -84,12 +85,14 @@ def gated_delta_tokens(
     beta_max: float,
     planned: Plan | None = None,
 ) -> tuple[jax.Array, ...]:
-    """(y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]`` of any length, v ``[B, T, H, Dv]``, float32
-    log_decay and beta ``[B, T, H]``, what the convolution read ``[B, T, F]``) of T tokens of each
-    row, one behind the other, from a state and last inputs that stay.
+    """Compute T consecutive tokens of each row from a state and last inputs that are only read.
 
-    streams: as of ``gated_delta_token``, ``[B * T, ...]``.  Raises as it does, for an empty state
-    NotImplementedError too.
+    streams: as in ``gated_delta_token``, with ``B * T`` rows.
+
+    Returns (y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]`` before normalization, v ``[B, T, H, Dv]``,
+    float32 log_decay and beta ``[B, T, H]``, the convolution's inputs ``[B, T, F]``).
+
+    Raises the errors of ``gated_delta_token``, and NotImplementedError for an empty state.
     """
     operands = streams, conv, decay, norm, None, state, last
     found = planned or plan(*operands)

@@ -1,4 +1,4 @@
-"""The chunkwise form of GLA in plain XLA, forward and backward: what runs without a kernel.
+"""The chunkwise form of GLA in plain XLA, forward and backward, for calls without a kernel.
 
 A sequence is cut into chunks of C tokens.  With b the running sum of log_decay g inside a chunk,
 
@@ -13,7 +13,7 @@ first half of one block of 2s tokens, and
     b_i - b_j = (sum of g from the second half's start to i) + (sum of g after j to the first's end)
 
 Both sums run over numbers <= 0, so every exponent is <= 0, nothing cancels, and log_decay = -inf is
-a plain 0.  A row is at each level either on the query or on the key side, so one operand
+a plain 0.  At each level a row is either on the query or on the key side.  So one operand
 y = where(second half, q, k) * exp(its sum) gives the level's products as y y^T.
 
 The backward pass keeps the inputs and one state per *group* of chunks, and recomputes the rest
@@ -72,8 +72,11 @@ def chunked_forward(
     scale: float,
     chunk: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``q, k, log_decay [B, T, H, Dk]``, ``v [B, T, H, Dv]``, ``initial_state [B, H, Dk, Dv]`` ->
-    (``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``)."""
+    """Return (``o [B, T, H, Dv]``, the final state, the state before each group of chunks).
+
+    q, k, log_decay: ``[B, T, H, Dk]``.  v: ``[B, T, H, Dv]``.  initial_state: ``[B, H, Dk, Dv]``.
+    The states before the groups are ``[groups, B, H, Dk, Dv]``.
+    """
     grouping = grouping_of(q, v, chunk)
     groups = GlaChunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
     dtype = operand_dtype(q.dtype)

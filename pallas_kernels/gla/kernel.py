@@ -7,9 +7,9 @@
      combine of the segments' states in XLA]
     scan with outputs                          gla_scan
 
-The document's two choices, "store chunk states and scan" and "loop inside the kernel", become one:
-the loop runs inside the kernel over a segment of chunks, and ``segments_for`` picks how many
-segments a row has, so that value blocks x heads x rows x segments just fits the GPU's SMs.
+The kernel joins two known designs, "store chunk states and scan" and "loop inside the kernel".  The
+loop runs inside the kernel over a segment of chunks.  ``segments_for`` picks the number of segments
+of a row, so that value blocks x heads x rows x segments just fits the GPU's SMs.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length;
 Dk in 64, 128, 256, and 512 as two heads of 256 whose answers are added; Dv a multiple of 64, padded

@@ -65,9 +65,11 @@ def gla(
     chunk: int = 64,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``q, k, log_decay [B, T, H, Dk]``, ``v [B, T, H, Dv]`` -> (``o [B, T, H, Dv]`` in v's dtype,
-    float32 ``state [B, H, Dk, Dv]`` after the last token, None unless ``return_state``).
+    """Return ``o [B, T, H, Dv]`` in v's dtype, and the state after the last token or None.
 
+    The state is float32 ``[B, H, Dk, Dv]``; it is None unless ``return_state``.
+
+    q, k, log_decay: ``[B, T, H, Dk]``.  v: ``[B, T, H, Dv]``.
     q, k, v: one dtype of float32, bfloat16, float16.  log_decay: natural logarithm, <= 0, -inf
         allowed, float32 (16-bit is cast up).
     scale: of the output, Dk ** -0.5 by default.
@@ -206,7 +208,7 @@ def _chunked(
     """((o, state), the states that ``chunked_backward`` takes)."""
     scale, chunk, _ = static
     if initial_state is None:
-        # Of q, so that inside a shard_map it varies over the axes that q does.
+        # It is made from q, so that inside a shard_map it varies over the same axes as q.
         zero = jnp.zeros_like(q[:, 0, :, :, None], jnp.float32)
         initial_state = jnp.broadcast_to(zero, (*zero.shape[:-1], v.shape[-1]))
     *out, borders = chunked_forward(q, k, v, g, initial_state, scale=scale, chunk=chunk)
@@ -255,7 +257,7 @@ def _keeping(
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
-    # What it saves is linear in T: a bf16 state per 64 tokens, 5 bytes per element of q.
+    # The saved arrays are linear in T: a bf16 state per 64 tokens, 5 bytes per element of q.
     o, state, saved = gla_mosaic.gla_forward(
         q, k, v, g, scale=scale, initial_state=initial_state, segments=plan.segments, save="all"
     )

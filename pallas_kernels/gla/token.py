@@ -5,12 +5,13 @@
     o         = Dk ** -0.5 * q S
     y         = rms_norm(o, norm) * silu(gate)                        per head
 
-``gla_token`` is one token.  ``gla_tokens`` are several that may not stay: the state is not written,
-and what ``gla.commit`` needs to take some of them comes out too.
+``gla_token`` computes one token.  ``gla_tokens`` computes several tokens of a draft, some of which
+may be rejected.  It does not write the state; it also returns the operands with which
+``gla.commit`` accepts some of them.
 
-What they compute is ``jaxllama.model.mixers.gla.mix``; there is no other form of it here.  ``plan``
-says where the kernel does not go.  The projections come as columns of wider arrays, as a product
-with several weights leaves them, and are read there.
+Both compute the same as ``jaxllama.model.mixers.gla.mix``; this folder has no XLA form of it.
+``plan`` says which calls the kernel does not take.  The projections are columns of wider arrays, as
+a product with several weights writes them.  The kernel reads them in place.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ def gla_tokens(
     exact: bool = False,
     planned: Plan | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(y ``[B * T, H, Dv]``, k ``[B, T, H, Dk]``, v ``[B, T, H, Dv]``, float32 log_decay
-    ``[B, T, H, Dk]``) of T tokens of each row, one behind the other, from a state that stays.
+    """Compute T consecutive tokens of each row from a state that is only read.
 
-    streams, planned: as of ``gla_token``, ``[B * T, ...]``.  exact: with the bits of a step of
-        B * T rows.
+    Returns (y ``[B * T, H, Dv]``, k ``[B, T, H, Dk]``, v ``[B, T, H, Dv]``, float32 log_decay
+    ``[B, T, H, Dk]``).
+
+    streams, planned: as in ``gla_token``, streams with ``B * T`` rows.
+    exact: gives the bits of a step of B * T rows.
     Raises as ``gla_token`` does.
     """
     found = planned or plan(streams, decay, norm, None, state, exact=exact)

@@ -61,7 +61,10 @@ class MatmulCall:
         low_rank: Any = None,
         **fixed: Any,
     ) -> MatmulCall:
-        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu, activation."""
+        """Return the call of these arrays or shapes; x is ``[..., K]``.
+
+        fixed: eps, swiglu, activation.
+        """
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
         added = {"norm": gamma, "residual": residual, "pending": pending}
         dtypes = {name: None if v is None else jnp.dtype(v.dtype) for name, v in added.items()}
@@ -95,10 +98,10 @@ LowRankTerm = tuple[jax.Array, tuple[jax.Array, ...]]  # inner products, second 
 
 
 class Static(NamedTuple):
-    """What the traced operands of a product do not say.
+    """The static facts of a product, which its traced operands do not carry.
 
-    out: the result's dtype. call, plan: of the kernel, None if XLA's form is taken. Each kernel has
-    a type of plan of its own.
+    out: the result's dtype.  call, plan: those of the kernel, None for XLA's form.  Each kernel has
+    its own type of plan.
     """
 
     out: jnp.dtype

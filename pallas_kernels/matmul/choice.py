@@ -24,12 +24,12 @@ from pallas_kernels.qtensor import QTensor
 
 
 def plans(call: MatmulCall) -> list[Plan | Reason]:
-    """What the planner of each kernel says of a call on a GPU."""
+    """Return the plan or reason of every kernel for a call on a GPU."""
     return [*few_rows.plans(call), many_rows.plan(call)]
 
 
 def plan(call: MatmulCall) -> Plan | Reason:
-    """The shortest by prediction, XLA's form included."""
+    """Return the plan with the shortest predicted time, or a Reason if XLA's form is shorter."""
     w = call.w
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")

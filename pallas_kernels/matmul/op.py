@@ -9,30 +9,32 @@ The scheme is read off the operands:
     x int8   x  w int4, scales in two levels    W4A8: int32 accumulation, exact
     x int8 or fp8  x  w int4                    W4A8: float32 accumulation of groups' sums
 
-In these ``x`` is a QTensor with one scale per token, without zeros; in the first two ``w`` has one
-per output channel and no zeros either, an int4 ``w`` groups and integer zeros as it likes.  Scales
-of tokens and rows and the bias are applied to the accumulator, then one cast.
-A ``w`` with ``columns`` (act-order) takes x's features in that order: one gather before anything
-else, so that no kernel knows of it.
+In the last four schemes ``x`` is a QTensor with one scale per token, without zeros.  In W8A8 and
+FP8 ``w`` has one scale per output channel and no zeros either.  An int4 ``w`` may have groups and
+integer zeros.  The scales of tokens and rows and the bias are applied to the accumulator, then the
+result is cast once.  A ``w`` with ``columns`` (act-order) takes x's features in that order.  x is
+gathered before everything else, so no kernel sees that order.
 
-What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
-SwiGLU or an activation and a residual behind it.  Up to 16 rows of 16-bit floats it is then one
-kernel (but for the activation), float32 from the product to the only rounding; elsewhere the ops
-run one after the other.  ``fused.fused_matmul`` is the one kernel or None.
-A quantized x may bring a low-rank term (LoRA), which up to 64 rows is in the product's kernel.
+The call may include the work around the product in a decoder: an RMSNorm of x before it, and
+SwiGLU, an activation or a residual after it.  With up to 16 rows of 16-bit floats all of it but the
+activation is one kernel, float32 from the product to the only rounding.  Elsewhere the ops run one
+after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x may have a
+low-rank term (LoRA).  With up to 64 rows the product's kernel computes that term.
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
-``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so there is no
-re-layout at load.  A CPU's handler (``cpu.matmul``) reads its own: where w is a ``CpuWeight``,
-whose preparation was the choice, floats of x are rounded to 8 bits by blocks of 32.
+``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
+model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own layout, a
+``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
+of 32.
 
-Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
-to what is fused; for QTensor x, with respect to both scales and bias.  Codes get none.  That of x
-is one product with the dequantized weight (in blocks of 512 MiB where that is larger) on an
-accelerator, of operands in x's dtype summed in float32; on a CPU it goes by tiles, in float32.
+Gradients: for float x, with respect to x, bias, w.scale, a floating w.zero (or a plain w) and the
+fused operands; for QTensor x, with respect to both scales and bias.  Codes get none.  On an
+accelerator, the gradient of x is one product with the dequantized weight, in blocks of 512 MiB if
+it is larger.  Its operands have x's dtype and its sums are float32.  On a CPU it goes by tiles, in
+float32.
 
-Leaves out: mixed pairs but with int4, scales that vary along K for quantized x, a residual behind
-SwiGLU in one kernel.
+Leaves out: mixed pairs of dtypes other than with int4; scales that vary along K for quantized x; a
+residual after SwiGLU in one kernel.
 Sources: LLM.int8 (arXiv 2208.07339), AWQ (2306.00978), GPTQ (2210.17323), SmoothQuant (2211.10438).
 """
 
@@ -81,7 +83,7 @@ _Result = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class Around(NamedTuple):
-    """What stands around a product, as ``quantized_matmul`` takes it; out: the result's dtype."""
+    """The work around a product, as ``quantized_matmul`` takes it; out: the result's dtype."""
 
     out: jnp.dtype
     bias: jax.Array | None = None
@@ -100,7 +102,7 @@ class Around(NamedTuple):
 
     @property
     def arrays(self) -> tuple[jax.Array | None, ...]:
-        """What a fused kernel reads beside x, w and the bias: norm's weight, residual, pending."""
+        """The other arrays that a fused kernel reads: the norm's weight, residual, pending."""
         return None if self.norm is None else self.norm[0], self.residual, self.pending
 
 

@@ -1,4 +1,4 @@
-"""What the operands of a product have to be beyond their dtypes and axes.
+"""Checks of a product's operands beyond their dtypes and axes.
 
 Each function raises ValueError that names the operand and the fact. The table of dtypes and axes
 stands in ``matmul.op``.

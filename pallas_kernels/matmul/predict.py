@@ -193,7 +193,10 @@ def form_work(form: Form, call: MatmulCall) -> MatmulWork:
 
 
 def product_work(call: MatmulCall) -> MatmulWork:
-    """Of plain weights, and of codes by codes: int4 ones as those of 8 bits."""
+    """Return the work of a product with a plain weight, or of codes by codes.
+
+    int4 codes count as codes of 8 bits.
+    """
     m, n, k, stored = call.m, call.n, call.k, _megabytes(call)
     is_int4 = not call.plain and call.w.dtype == jnp.int4
     if m == 1 and is_int4:

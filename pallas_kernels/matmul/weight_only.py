@@ -6,7 +6,7 @@ Three forms give the same float32 sums.  They differ in what they write beside t
     sums   a product with the codes themselves, then the scales; writes one float32 sum for each
            group, row of x and row of w.  With one scale a row these sums are the result
     copy   dequantize, then a product; writes a copy of the weight in x's dtype, because XLA does
-           not fuse scales into the operand of its product
+           not fuse scales into the operand of its product.
 
 Microseconds at 14336 x 4096 on an H200, int4 in groups of 128, M = 1 / 4 / 16: words 18 / 53 / -,
 sums 23 / 26 / 38, copy 113 / 107 / 109; temporaries at M = 1: 16 KB, 4.6 MB, 117 MB.

@@ -34,7 +34,7 @@ _LAST: Dims = (((1,), (1,)), ((), ()))
 _EXACT_BLOCK = 1024
 # Rows of a weight that are dequantized at a time on a CPU; measured best among 64..576.
 _CPU_TILE = 192
-# Of a weight that a backward pass holds as floats at once on an accelerator.
+# Bytes of a weight that a backward pass dequantizes at once on an accelerator.
 _WHOLE_BYTES = 1 << 29
 
 

@@ -27,8 +27,11 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 
 def operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """What matrix products read: bfloat16 for 16-bit inputs on a GPU (states would leave float16's
-    range), float32 on a CPU, where 16-bit products are slower."""
+    """Return the dtype of the operands of matrix products.
+
+    16-bit inputs on a GPU give bfloat16, because states would leave float16's range.  All else is
+    float32; on a CPU 16-bit products are slower.
+    """
     return jnp.dtype(jnp.bfloat16 if dtype.itemsize == 2 and on_gpu() else jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of both recurrences take, and how operands are made to fit."""
+"""Checks of the operands that the kernels of both recurrences accept, and padding to fit them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ WIDTHS = 64, 128, 256, 512  # of keys
 
 
 def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
-    """What GLA's kernels cannot take of q and v, whose value channels come by ``block``."""
+    """Return why GLA's kernels cannot take the widths of q and v, or None.
+
+    block: Dv has to be a multiple of it.
+    """
     if q.shape[-1] not in WIDTHS:
         return f"q has Dk = {q.shape[-1]}, which is not 64, 128, 256 or 512"
     if v.shape[-1] % block:
@@ -20,7 +23,10 @@ def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
 
 
 def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str | None:
-    """What kernels that multiply the state in 16 bits cannot take: float16 ends at 65,504."""
+    """Return why kernels that multiply the state in 16 bits cannot take q, k and v, or None.
+
+    They take bfloat16 only, because float16 ends at 65,504.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != jnp.bfloat16:
             return f"{name} is {x.dtype}, the kernel takes bfloat16"

@@ -1,4 +1,4 @@
-"""What every scan over tokens does about lengths, segments and the sign of a decay."""
+"""Lengths, segments and the check of a decay's sign, for every scan over tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Register work of ``gla.gates``: one slice of 64 key channels of one chunk, by one warpgroup.
 
-Contract: everything here runs inside ``plgpu.inline_mgpu``; byte offsets are into a slot of four
-8 KiB tiles (q, k and the two halves of the gates), each of 64 rows of 128 bytes with TMA's 128-byte
-swizzle.  The algorithm is in ``gla.gates``; copies, barriers of copies and the loop stay there.
+Contract: everything here runs inside ``plgpu.inline_mgpu``.  Byte offsets are into a slot of four
+8 KiB tiles: q, k and the two halves of the gates.  A tile is 64 rows of 128 bytes with TMA's
+128-byte swizzle.  ``gla.gates`` has the algorithm, the copies, their barriers and the loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pallas_kernels.recurrence.channels import TILE, ThreadPlace, half_products,
 
 
 class Lane(ThreadPlace):
-    """Of a warp w that owns rows 16w..16w+15, a lane two columns."""
+    """A thread's place: warp w owns rows 16w..16w+15, and a lane owns two columns."""
 
     def __init__(self, base):
         super().__init__()
@@ -108,12 +108,13 @@ class Tree:
 
 
 class Borders:
-    """The decays from a warp's 16 rows to the borders of 32 and of all 64, of a lane's two columns,
-    when every warp has left the product of its rows in a table, at ``at``.
+    """The decays of a lane's two columns from a warp's 16 rows to the borders of 32 and 64 rows.
 
-    before, after: of what lies between a row's own 16 and all 64 rows' first and last.  between:
-    what level 32's operand has beside that of the 16 rows, their partner's product where it lies
-    between the row and its 32-row block's border.
+    Before, every warp stores the product of its rows in a table, at ``at``.
+
+    before, after: products over the rows between a warp's 16 and the first and last of all 64.
+    between: the extra factor of level 32's operand beyond that of the 16 rows.  It is the partner
+    warp's product, if that warp lies between the row and the border of its 32-row block.
     """
 
     def __init__(self, lane, table, column, at: int = 0):

@@ -1,12 +1,12 @@
-"""A row's inner products with the first factors of its LoRA adapter, in the kernel that makes it.
+"""A row's inner products with its LoRA adapter's first factors, in the kernel that writes the row.
 
     inner[s, i, k] = (i == the row's adapter) * sum_c y[c] first[i, s, k, c]       float32, one cast
 
-Every row reads its own adapter, a thread the columns that it holds of the row, 16 ranks of 8
-columns at once and as many already asked for.  16 sums are added up over a warp in 16 shuffles,
-each of which halves what a lane carries; what the warps have (of all blocks of the row's cluster)
-meets in shared memory.  Ranks of other adapters are zeros, so that the product with the second
-factors is one for all rows (``matmul.many_rows.pair``).
+Every row reads its own adapter.  A thread reads the adapter's columns that it holds of the row: 16
+ranks of 8 columns at once, while it prefetches as many.  A warp adds 16 sums over its lanes in 16
+shuffles, and each round halves the number of sums in a lane.  The sums of all warps and all blocks
+of the row's cluster meet in shared memory.  Ranks of other adapters are zeros, so one product with
+the second factors serves all rows (``matmul.many_rows.pair``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ _RANKS = 16  # whose values a thread has at once
 
 
 def padded_ranks(op: RowOp) -> int:
-    """Of one adapter in all sources, in whole steps."""
+    """Return the ranks of one adapter over all sources, rounded up to whole steps of 16."""
     assert op.adapters is not None
     _, sources, rank = op.adapters
     return -(-sources * rank // _RANKS) * _RANKS
 
 
 class Inner:
-    """Of one row; made before the row's values are there, to ask for the first factors early."""
+    """The inner products of one row.
+
+    It is made before the row's values arrive, so that the first factors are requested early.
+    """
 
     def __init__(self, rows: RowShare, row: p.Value):
         self.rows, self.row, op = rows, row, rows.op
@@ -118,7 +121,7 @@ class Inner:
 
 
 def _warp_sums(values: list[p.Value], lane: p.Value) -> p.Value:
-    """Of 16 values the sum over the warp of the one numbered ``lane >> 1``."""
+    """Sum each of 16 values over the warp; a lane gets the sum of value ``lane >> 1``."""
     distance = 16
     while len(values) > 1:
         half = len(values) // 2

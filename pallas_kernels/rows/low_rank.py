@@ -1,11 +1,11 @@
-"""What a quantized product with LoRA adapters reads: rows' codes, and their inner products.
+"""The operands of a quantized product with LoRA adapters: codes of rows, and inner products.
 
     inner[..., s, i, k] = (i + 1 == adapter) * sum_c y[..., c] first[i, s, k, c]
 
-y is what ``rms_norm``, ``swiglu`` or ``quantize_tokens`` makes codes of, in floats.  The ranks of
-all n adapters lie side by side, zeros where they are another's, so that one product with their
-second factors serves all rows: ``quantized_matmul(..., low_rank=)``.  Sources are the tensors that
-are fused in one weight, each with first factors of its own.
+y is the float result of ``rms_norm`` or ``swiglu``, or the input of ``quantize_tokens``, before it
+becomes codes.  The ranks of all n adapters lie side by side; those of other adapters are zeros.  So
+one product with the second factors serves all rows: ``quantized_matmul(..., low_rank=)``.  Sources
+are the tensors that are fused in one weight; each has its own first factors.
 
 Up to 64 rows it is one kernel (``rows.inner``); elsewhere the ops run one after the other.
 Source: LoRA, arXiv 2106.09685.
@@ -39,7 +39,7 @@ _OPERANDS = {
 
 
 class _Call(NamedTuple):
-    """What the traced arrays do not say."""
+    """The static arguments of a call."""
 
     form: str  # of the rows' kernel: "norm", "gate", "copy"
     eps: float

@@ -1,5 +1,7 @@
-"""What the row-wise kernel computes of a call, and how it runs, as plain data.  Nothing here needs
-Pallas, so that calls which end in XLA do not import it."""
+"""The row-wise kernel's computation and its division, as plain data.
+
+Nothing here needs Pallas, so calls that end in XLA do not import it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _RING_BYTES = 200 * 1024  # of the 227 KB that a multiprocessor's blocks share
 
 @dataclasses.dataclass(frozen=True)
 class RowOp:
-    """What is computed; kinds are those of ``KIND``."""
+    """The computation of one call; dtypes are named by the kinds of ``KIND``."""
 
     form: str  # "norm", "gate", "copy"
     width: int  # of the result
@@ -43,7 +45,7 @@ class RowOp:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of x."""
+        """Bytes of one row of x."""
         return 2 * self.width * (2 if self.form == "gate" else 1)
 
 

@@ -32,8 +32,8 @@ def quantize_tokens(
 ) -> QTensor:
     """``x[..., D]`` as codes of ``dtype`` (int8, float8_e4m3fn) and a float32 scale per row.
 
-    scale: a float32 scalar, every row's scale; by default each row's own.  What lies beyond its
-        range is clipped.
+    scale: a float32 scalar, every row's scale; by default each row has its own.  Values beyond the
+        range of the scale are clipped.
     implementation: "xla", "mosaic", or None for the kernel where it is the faster one.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |

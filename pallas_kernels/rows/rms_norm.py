@@ -29,7 +29,7 @@ _OPERANDS = {"x": "float [..., D+]", "weight": "float [D]", "residual": "x [...,
 
 
 class _Call(NamedTuple):
-    """What the traced arrays do not say."""
+    """The static arguments of a call."""
 
     eps: float
     quantize: str | None

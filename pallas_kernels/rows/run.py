@@ -16,7 +16,7 @@ def run(
     first: jax.Array | None = None,
     adapter: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """What ``rows.kernel.run`` gives, shaped as x is."""
+    """Return the results of ``rows.kernel.run`` with the leading axes of x."""
     from pallas_kernels.rows import kernel
 
     lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])

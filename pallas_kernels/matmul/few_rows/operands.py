@@ -1,4 +1,4 @@
-"""What a kernel of few rows is given, and what both of its programs do with it."""
+"""The operands of a kernel of few rows, and the work on them that both programs share."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
     rows = 2 if swiglu or bits == 4 or one_round else 1
-    # Of two blocks an SM one makes room for the next kernel's earlier; but each brings all of x.
+    # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
+    # But each block loads all of x.
     warps = 8 if k <= 2048 else WARPS
     return RowPlan(k, rows, n // rows, bits, warps=warps)
 
@@ -145,7 +146,7 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
 CLUSTERS = {1: N_SM, 2: 66, 4: 30, 8: 14}
 SHARED = 226 * 1024
 SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
-# Up to so many rows of x stay in shared memory rather than divide K among the blocks of a cluster.
+# With at most this many rows, x stays in shared memory, and K is not divided among a cluster.
 RESIDENT_TOKENS = 4
 # Squares of x: a sum per warp and token, then one per token.
 SQUARES = 4 * (WARPS + 1) * TOKENS

@@ -75,11 +75,10 @@ class Floats:
 class Nibbles:
     """The product of int4 in groups of 128, two rows at a time, by mma.m16n8k16.
 
-    There would be too many instructions to a byte otherwise.  Of a chunk of 1024 columns the 4
-    lanes with one row index g of the mma hold one group: so row g of the left operand is group g of
-    the one row of w and row g + 8 group g of the other, column g of the right operand is x of that
-    group, and the products wanted are the diagonal.  Seven eighths are for nothing, as with 8
-    columns of which 7 are no token.
+    Multiplying in float32 would take too many instructions a byte.  In a chunk of 1024 columns, the
+    4 lanes with row index g of the mma hold group g.  Row g of the left operand is group g of the
+    first row of w; row g + 8 is group g of the second.  Column g of the right operand is x of group
+    g.  So the wanted products are the diagonal, and seven eighths of the mma's work is unused.
     """
 
     plan: RowPlan

@@ -24,9 +24,9 @@ from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
 from pallas_kernels.launch import Views, launch
 
-AHEAD = 512  # bytes of a row of w that L2 is asked for before the kernel before has ended
-# Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
-# sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.
+AHEAD = 512  # bytes of a row of w that are prefetched to L2 before the previous kernel has ended
+# Registers a thread of the feeder and of a compute warpgroup, by the number of compute warpgroups.
+# Their sum may not exceed the launch's registers (3 * 168, 5 * 96), or setmaxnreg waits for ever.
 REGISTERS = {2: (40, 232), 4: (32, 112)}
 
 

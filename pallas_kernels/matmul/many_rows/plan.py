@@ -117,8 +117,8 @@ class WeightTile(Predicted):
         used += across * 256 * min(self.store, self.tokens)
         used += self.vector_slots(m, n) * self.rows * (row_bytes + 8)
         used += self.vector_slots(m, n) * self.tokens * 4 * (self.block == CODES_K)
-        # Of x two swizzles' bytes or one, and scales and zeros of up to two groups where they are
-        # not stored.
+        # A slot holds two swizzles (or one) of x.  Where scales and zeros are not stored, it also
+        # holds those of up to two groups.
         slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
         stages = min(self.stages, (_SHARED_BYTES - used) // slot)
@@ -269,7 +269,7 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
 
 
 def quantized_plan(call: MatmulCall) -> PairTile | Reason:
-    """Of x and w both int8 or both e4m3, x with a scale a row, w with one a row."""
+    """Return the plan for x and w both int8 or both e4m3, each with one scale a row."""
     n, k = call.w.shape
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")
@@ -288,7 +288,7 @@ def quantized_plan(call: MatmulCall) -> PairTile | Reason:
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:
-    """Of x and w both bf16 or both f16."""
+    """Return the plan for x and w both bf16 or both f16."""
     m, n, k, w = call.m, call.n, call.k, call.w
     if not 1 <= m <= 64:
         return Reason(f"x has {m} rows: 1 to 64 of plain weights' products have a kernel")
@@ -304,7 +304,10 @@ def plain_plan(call: MatmulCall) -> PairTile | Reason:
 
 
 def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | Reason:
-    """Of x in codes with a scale a row and w in int4 codes.  tile: another than the table's."""
+    """Return the plan for x in codes with a scale a row, and w in int4 codes.
+
+    tile: overrides the tile of the table.
+    """
     w, n, k = call.w, call.n, call.k
     if call.low_rank is not None:
         return Reason("a low-rank term beside int4 codes")
@@ -329,7 +332,10 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
 
 
 def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | Reason:
-    """Of x in 16-bit floats and w in int4 or int8 codes.  tile: another than the table's."""
+    """Return the plan for x in 16-bit floats and w in int4 or int8 codes.
+
+    tile: overrides the tile of the table.
+    """
     w, n, k = call.w, call.n, call.k
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")

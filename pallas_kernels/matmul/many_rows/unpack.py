@@ -1,25 +1,26 @@
-"""int4 codes to the operand that wgmma takes from registers: int8, e4m3 or bfloat16.
+"""Unpacking of int4 codes to the operand that wgmma takes from registers: int8, e4m3 or bfloat16.
 
-To int8 they are multiplied exactly,
+int8.  Codes are multiplied exactly:
 
     a = (q - zero) * multiple        with  -128 <= a <= 127  for every code (``rounding.multiples``)
 
-Four bytes at a time in 32-bit arithmetic: u = q + 8 is 0..15, so ``u * multiple + (128 - (zero + 8)
-* multiple)`` is a + 128, 0..255, in each byte without a carry into the next, whatever wraps on the
-way; flipping each byte's top bit makes it a.  For 8 weights 12 instructions, 4 of them the loads'.
+The arithmetic is in 32 bits, four bytes at a time.  With u = q + 8 in 0..15, each byte computes
+``u * multiple + (128 - (zero + 8) * multiple)``, which is a + 128 in 0..255.  No byte carries into
+the next, even if intermediate values wrap.  Flipping each byte's top bit gives a.  8 weights take
+12 instructions, 4 of them loads.
 
-Of e4m3 the bytes 0..16 are their number times 2^-9, subnormals and the first two binades alike, so
-code less zero is its magnitude under a sign, four bytes at a time, for zeros from -8 to 8.  Nothing
-is multiplied: sums of a group are, by its scale.
+e4m3.  The bytes 0..16 mean their number times 2^-9, subnormals and the first two binades alike.  So
+the difference of code and zero is a magnitude with a sign bit, four bytes at a time, for zeros from
+-8 to 8.  Weights are not multiplied; the scale multiplies a group's sum.
 
-A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes, the quad's 8 bytes in a row
-of 64; a swizzle of 64 bytes spreads the warp's eight rows over all banks, so nothing is exchanged
-between lanes.
+A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes; a quad's are 8 bytes in a row
+of 64.  A swizzle of 64 bytes spreads the warp's eight rows over all banks, so lanes exchange
+nothing.
 
-Of wgmma's 16-bit operand a thread has two columns of eight, which are one byte of codes: times
-0x1001 it has one code at the foot of each half word, which under a constant exponent is 136 + q.
-136 + zero is taken off exactly, so a zero point from -8 to 119 costs nothing, and the product with
-the scale is rounded once.
+bfloat16.  A thread has two of eight columns of wgmma's 16-bit operand, which are one byte of codes.
+That byte times 0x1001 has one code at the low end of each half word.  Under a constant exponent the
+half word is 136 + q.  136 + zero is subtracted exactly, so a zero point from -8 to 119 costs
+nothing.  The product with the scale is rounded once.
 
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
 arithmetic.
