@@ -123,9 +123,9 @@ def default_dtype() -> jnp.dtype:
 def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
     """Features of a head in an attention layer's cache, where this process (or the mesh) runs.
 
-    ``head_dim``; but decoding's kernels take heads of 64, 128 and 256, and where they run heads
-    of at least 5/8 of one of these (80, 96, 192) are kept as wide, with zeros: 1.6 times the memory
-    at most, read at several times the rate of XLA's form.
+    It is ``head_dim``, or more where the kernels of decoding run.  These take heads of 64, 128 and
+    256.  Heads of at least 5/8 of such a width (80, 96, 192) are padded to it with zeros.  That
+    takes at most 1.6 times the memory, but is read at several times the rate of XLA's form.
     """
     place = None if mesh is None else NamedSharding(mesh, P())
     where = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)

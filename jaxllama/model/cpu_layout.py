@@ -1,7 +1,7 @@
 """Quantized weights in the layout that a CPU's handlers read.
 
-    lay_out(params) -> params             on a CPU; anywhere else the same tree
-    slow_on_cpu(params) -> str | None     why quantized weights run without a handler
+    lay_out(params) -> params             lays out weights on a CPU; elsewhere returns the tree.
+    slow_on_cpu(params) -> str | None     returns why quantized weights run without a handler.
 
 ``LanguageModel`` calls ``lay_out`` for its parameters, so every way to a quantized weight leads
 through it.  A handler rounds activations to 8 bits (``pallas_kernels.cpu``).  Weights stay as they

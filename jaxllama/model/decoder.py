@@ -5,17 +5,16 @@
 
     block:  stream += mixer(norm(stream));  stream += mlp(norm(stream))     mixer by cfg.layer_types
 
-Where norms stand, which they are, and whether the two sublayers read the same stream is the
-config's; what a layer has no norm for its parameters lack.
+The config decides where norms stand, which norms they are, and whether the two sublayers read the
+same stream.  The parameters of a layer have no entry for a norm that it lacks.
 
-Pure functions of the parameter tree that ``model.module`` declares; those that users call are in
-``generation``.  ``walk`` is the only way over the layers and ``block`` the only layer: training,
-distillation, calibration and offloading call them too.  For parameters on a mesh, ``forward`` and
-``logits`` run over it (``model.sharded``).
+All functions here are pure functions of the parameter tree that ``model.module`` declares; the
+functions for users are in ``generation``.  ``walk`` is the only loop over the layers and ``block``
+the only layer: training, distillation, calibration and offloading call them too.  For parameters on
+a mesh, ``forward`` and ``logits`` run over it (``model.sharded``).
 
-In a decode step of few rows on Hopper a Llama layer is five kernels, one for each line of
-``mix_half`` and ``feed_half`` that calls something, and so is a GLA layer; norms behind the
-sublayers (Gemma) are one more each.
+In a decode step of few rows on Hopper, a Llama or GLA layer is five kernels: one for each line of
+``mix_half`` and ``feed_half`` that calls an op.  A norm after a sublayer (Gemma) is one more.
 
 Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 """
@@ -160,7 +159,7 @@ def _block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
     return block if is_recording() else _block_once
 
 
-# What is around the layers
+# The code around the layers
 
 
 def positions_of(
@@ -178,8 +177,13 @@ def positions_of(
 def places_of(
     cfg: ModelConfig, start: jax.Array, lengths: jax.Array, width: int
 ) -> tuple[jax.Array, jax.Array, Ropes | None]:
-    """Of ``lengths[B]`` tokens from ``start[B]`` on, each of up to ``width`` a row by itself:
-    (positions ``[B width, 1]``, which there are, int32 ``[B width]``, RoPE tables or None)."""
+    """Return the places of ``lengths[B]`` tokens from ``start[B]`` on, each as a row by itself.
+
+    width: the largest number of tokens of a row.
+
+    Returns (positions ``[B width, 1]``, 1 for each token that exists, else 0, int32 ``[B width]``,
+    RoPE tables or None).
+    """
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     first = (start[:, None] + place).reshape(-1)
     is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
@@ -188,7 +192,7 @@ def places_of(
 
 
 def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
-    """Of rows without padding or a past."""
+    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past."""
     lengths = jnp.full((batch,), length, jnp.int32)
     positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
     return Chunk(positions, lengths, rope)
@@ -206,7 +210,7 @@ def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
 
 
 def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
-    """What the head's product reads."""
+    """Apply the final norm; the head's product reads its result."""
     stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
     return linear.norm(stream, params["norm"], cfg)[0]
 
@@ -259,11 +263,11 @@ def forward(
     sparse: bool | jax.Array = False,
     fresh: bool = False,
 ) -> tuple[Hidden, Cache | None]:
-    """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states ``[B, T, D]`` for
-    ``logits``, cache).
+    """Return (hidden states ``[B, T, D]`` for ``logits``, cache) of new tokens.
 
-    They are appended to ``cache``, or with None are whole sequences by themselves.  Of each row's
-    tokens those that the cache has no room for are left out, like padding.
+    tokens: ``[B, T]``, right-padded; the first ``lengths[B]`` of a row are valid.
+    cache: the tokens are appended to it.  With None they are whole sequences by themselves.  Tokens
+    for which the cache has no room are left out, like padding.
     total_lengths[B]: tokens of each row when the whole prompt is in, where a call is one chunk
     of it (dynamic RoPE depends on it).
     sparse: which of these tokens read the share ``cfg.attn_sparsity`` of the cache's values:
@@ -364,8 +368,10 @@ def propose(
 
 
 def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
-    """The cache with the first ``count[B]`` of the tokens, all of them where there are fewer.
-    exact: as ``propose`` was told."""
+    """Return the cache with the first ``count[B]`` of the proposed tokens, or all if fewer exist.
+
+    exact: the same value as in the call of ``propose``.
+    """
     cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
     layers: list[Any] = list(cache.layers)
     kinds: dict[str, dict[int, Any]] = {}

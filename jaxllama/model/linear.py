@@ -3,15 +3,15 @@
     y, stream = norm_linear(stream, norm, linear, cfg)    a norm of the stream, then a product
     stream    = linear_add(x, linear, stream, cfg)        a product, added to the stream
 
-A norm stands before a product and a residual behind one, so these are the places where kernels
-join what belongs together: in a decode step on Hopper each is one kernel, with the quantization of
-its input, a gated activation, bias and the sum over devices inside where a kernel has them.
-LayerNorm, a norm behind a product and the exact GELU are steps of their own.
+A norm stands before a product and a residual after one, so these two operations are where kernels
+fuse work.  In a decode step on Hopper each is one kernel.  It includes the quantization of its
+input, a gated activation, bias and the sum over devices, as far as a kernel has them.  LayerNorm, a
+norm after a product and the exact GELU are separate steps.
 ``linear`` is a product alone, ``norm`` a norm alone.
 
-The stream is a pair (x, pending): where the product that makes the last term cannot add it in its
-own kernel, the next norm does, or the product behind that norm.  A sum over devices is pending in
-float32 and rounded where it is added.
+The stream is a pair (x, pending).  ``pending`` is a last term that its product could not add to x
+in its own kernel.  The next norm adds it, or the product after that norm.  A sum over devices is
+pending in float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
 array, a QTensor, RowBlocks or a CpuWeight, ``[out, in]``; no caller looks which.  Where rows have
@@ -52,8 +52,11 @@ Params = Mapping[str, Any]
 
 
 class Adapted(NamedTuple):
-    """What a quantized product with adapters reads: codes, and the inner products of the floats
-    that they were made of with each row's first factors."""
+    """The input of a quantized product with adapters.
+
+    codes: the quantized rows.  inner: products of the rows, before quantization, with the first
+    factors of each row's adapter.
+    """
 
     codes: QTensor
     inner: jax.Array
@@ -75,7 +78,7 @@ class Stream(NamedTuple):
 
     @property
     def awaits_rounding(self) -> bool:
-        """What is pending is a sum over devices, in float32."""
+        """Is the pending term a sum over devices, which is float32?"""
         return self.pending is not None and self.pending.dtype != self.x.dtype
 
 
@@ -210,9 +213,11 @@ def linear_add(
 
 
 class Observer:
-    """The two operations, one step after the other, told to ``inputs`` and ``outputs``: by the
-    identity of a layer's parameters what it read and what it made.  For calibration and
-    distillation, which ask what passes through a block."""
+    """Runs the two operations step by step and records each layer's input and output.
+
+    ``inputs`` and ``outputs`` are keyed by the identity of the layer's parameters.  Calibration and
+    distillation read them.
+    """
 
     def __init__(self) -> None:
         self.inputs: dict[int, jax.Array] = {}

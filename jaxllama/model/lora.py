@@ -6,21 +6,23 @@
 ``for_rows`` makes every function of the tree that takes B rows (prefill, decode_step, the engine's)
 one with adapters.  Without it the tree is the base model's and compiles to the same programs.
 
-One mechanism for any rows and any number of tokens: x meets the first factors of all n adapters in
-one product, what is not a row's own becomes zero, and the rest meets their second factors in
-another.  So no factor is gathered, each is read once a step however many rows use it, and a row
-without an adapter gets exactly zero added.  Sums are float32, the base product's with them, before
-the one cast; what passes between the two products is in the activations' dtype.  Their input is the
-norm's output in floats, also where the weight wants it quantized.
+One mechanism serves any rows and any number of tokens.  One product multiplies x by the first
+factors of all n adapters.  The results of adapters other than the row's own become zero.  A second
+product multiplies the rest by the second factors.  So no factor is gathered, and a step reads each
+factor once for all rows.  A row without an adapter gets exactly zero added.
 
-Beside a weight whose input is quantized it costs no kernel of its own up to 64 rows on Hopper: what
-quantizes a row multiplies it with the row's first factors too (``pallas_kernels.rows.low_rank``),
-and the product adds the second ones.
+Sums, including the base product's, are float32 before the one cast.  The values between the two
+products are in the activations' dtype.  The input is the norm's output in floats, even if the
+weight takes it quantized.
 
-A step of m rows reads ``n r (S in + out)`` values for each product and computes 2 m times as much:
-it grows with n, and for hundreds of adapters factors gathered by row would be cheaper.  What that
-is for an 8B model: ``model/README.md``.  Left out: meshes and offloading (merged adapters go
-there).
+Beside a weight with a quantized input, adapters need no kernel of their own up to 64 rows on
+Hopper.  The kernel that quantizes a row also multiplies it with the row's first factors
+(``pallas_kernels.rows.low_rank``), and the product adds the second ones.
+
+A step of m rows reads ``n r (S in + out)`` values for each product and computes 2 m times as much.
+This cost grows with n; for hundreds of adapters, factors gathered by row would be cheaper.
+``model/README.md`` has the numbers for an 8B model.  Left out: meshes and offloading, which take
+merged adapters.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def for_rows(params: Mapping[str, Any], rows: jax.Array | np.ndarray) -> dict[st
 
 
 def chosen(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the products read: each ``Lora`` with the tree's rows."""
+    """Return the parameters with the tree's adapter rows set in each ``Lora``."""
     rows = params.get(ROWS)
 
     def walk(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a checkpoint family calls the parts of a decoder."""
+"""The names of a decoder's parts in a family of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  ``mixer``
-    and ``mlp`` go before their tensors' names; ``other_mlp`` is another prefix that files may have
-    in the place of ``mlp``.  One name for ``qkv`` or ``gate_up``: the file has
-    them in one tensor.  mixers: by kind, what a mixer's own names are, in a type of that mixer."""
+    """The names of a decoder's parts in a family of checkpoints.
+
+    layer: is formatted with the layer's index.
+    mixer, mlp: prefixes of their tensors' names.  other_mlp: a prefix that files may have instead
+    of ``mlp``.
+    qkv, gate_up: a single name means that the file has them in one tensor.
+    mixers: the own names of each kind of mixer, in a type of that mixer.
+    """
 
     embed: str = "model.embed_tokens"
     layer: str = "model.layers.{}"

@@ -1,6 +1,6 @@
-"""What passes between the rooms of a model: where new tokens stand, and what leaves the layers.
+"""Records passed between the parts of a model: the places of new tokens, and the hidden states.
 
-    at = Chunk(...) | Step(...) | Draft(...)      what a call's tokens are; every mixer takes one
+    at = Chunk(...) | Step(...) | Draft(...)      the kind of a call's tokens, for every mixer
     hidden = Hidden(x)                            before the last norm; ``decoder.logits`` reads it
 
 A ``Chunk`` is any number of consecutive tokens of each row: a prompt, a piece of it, or a whole
@@ -151,7 +151,10 @@ class Hidden:
         return Hidden(self.x[index])
 
     def last(self, lengths: jax.Array, before: Hidden | None = None) -> Hidden:
-        """Of each row's last valid token, ``[B, D]``; a row of no tokens keeps ``before``'s."""
+        """Return the state of each row's last valid token, ``[B, D]``.
+
+        A row without tokens keeps its state in ``before``, if that is given.
+        """
         picked = self.x[jnp.arange(self.x.shape[0]), jnp.maximum(lengths - 1, 0)]
         if before is None:
             return Hidden(picked)

@@ -29,11 +29,11 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin), each float32 ``[B, T, head_dim // 2]``, for ``positions[B, T]``.
 
-    total_lengths[B] counts a row's tokens when this step is done.  "dynamic" looks at it: past
-    the trained context its base grows with the length, so there keys already cached keep the
-    rotation of their own step (as in transformers).  "longrope" does too: it has other frequencies
-    for rows that are longer than the trained context (a row that grows past it keeps the keys it
-    has, where transformers' generate computes the whole row again).
+    total_lengths[B] counts a row's tokens when this step is done.  "dynamic" and "longrope" depend
+    on it.  Past the trained context the base of "dynamic" grows with the length; keys already
+    cached keep the rotation of their own step (as in transformers).  "longrope" has other
+    frequencies for rows longer than the trained context.  A row that grows past it keeps its cached
+    keys, while transformers' generate computes the whole row again.
     """
     turning = head_dim if cfg.rotary_dim is None else cfg.rotary_dim
     inv_freq, amplitude = _frequencies(cfg, turning)
@@ -78,9 +78,12 @@ class Ropes:
         return self.tables[self.configs.index(cfg)]
 
     def widened(self, width: int) -> Ropes:
-        """Tables of heads of ``width`` features: what was added does not turn, and all turns are
-        longer by (width / H) ** (1 / 4), so that scores over the root of the width are those over
-        that of H, and no caller names a scale."""
+        """Return the tables for heads padded from H to ``width`` features.
+
+        Added features do not rotate.  cos and sin are multiplied by (width / H) ** (1 / 4).  So
+        scores divided by sqrt(width) equal the original scores divided by sqrt(H), and no caller
+        has to pass a scale.
+        """
 
         def one(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
             longer = (width / (2 * cos.shape[-1])) ** 0.25

@@ -5,12 +5,12 @@
     read_leaf(cfg, mesh, dtype, path, shape, read) -> array
 
 ``cfg`` is always the original model's; the config that comes back differs from it where kv heads
-are repeated.  Of a quantized weight, scales and zero points follow their rows and, along the
-inputs, their groups; one scale a row is on every shard.  Groups that shards would cut are written
-as smaller ones, the same numbers.
+are repeated.  The scales and zero points of a quantized weight follow their rows and, along the
+inputs, their groups.  A scale for a whole row is on every shard.  Groups that shards would cut are
+split into smaller ones with the same numbers.
 
-``read_leaf`` asks for the rows and columns that this process's devices hold and for nothing else,
-so a host of many reads its own share of a checkpoint.
+``read_leaf`` asks only for the rows and columns that this process's devices hold.  So each of
+several hosts reads only its share of a checkpoint.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def place_params(
 
 
 def gather_params(cfg: ModelConfig, params: Mapping[str, Any], n: int) -> dict[str, Any]:
-    """What ``shard_params`` was given, as numpy arrays, from parameters on a mesh of ``model=n``.
-    (Groups that were split stay so.)"""
+    """Undo ``shard_params``: return numpy arrays from parameters on a mesh of ``model=n``.
+
+    Groups that were split stay split.
+    """
 
     def one(path: Path, field: str, array: Any, order: np.ndarray | None) -> np.ndarray:
         whole = fetch(array)
@@ -162,7 +164,7 @@ def gather_params(cfg: ModelConfig, params: Mapping[str, Any], n: int) -> dict[s
         order = row_order(cfg, path, n)
         if order is None or not isinstance(leaf, RowBlocks):
             return _arrays_of_leaf(one, path, leaf, order)
-        # Of every shard's rows the blocks have the same, consecutive parts.
+        # Each block holds the same consecutive part of every shard's rows.
         shards, blocks, begin = order.reshape(n, -1), [], 0
         for block in leaf.blocks:
             end = begin + block.shape[0] // n

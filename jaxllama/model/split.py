@@ -5,14 +5,14 @@ are split by output rows, those that write it by input columns, so that a layer 
 the shards.  Heads, the feed-forward's width and the vocabulary are split; norms and low-rank gate
 inputs are whole everywhere.
 
-``split_axis(path)`` says along which axis a parameter is split.  Where rows of several kinds are
-fused (q|k|v, gate|up), a plain split would hand one shard all of q: ``row_order`` is the
-permutation that makes shard j's slice ``[q_j, k_j, v_j]``, so that a shard is an ordinary, smaller
-model (``local_config``) that knows nothing of the others.  ``natural_rows`` is its inverse.
+``split_axis(path)`` returns the axis along which a parameter is split.  A plain split of fused rows
+(q|k|v, gate|up) would hand one shard all of q.  ``row_order`` is the permutation that makes shard
+j's slice ``[q_j, k_j, v_j]``, so a shard is an ordinary, smaller model (``local_config``).
+``natural_rows`` is its inverse.
 
-Fewer kv heads than shards: each is repeated ``n / K`` times, in the weights and so in the cache,
-which is the same function (query head i reads a copy of the head it read before).  A vocabulary
-that n does not divide is padded with rows of zeros, whose logits are cut off again.
+With fewer kv heads than shards, each kv head is repeated ``n / K`` times, in the weights and so in
+the cache.  The function stays the same: query head i reads a copy of the head that it read before.
+A vocabulary that n does not divide is padded with rows of zeros, whose logits are cut off again.
 
 Left out: splitting the sequence or the layers; experts.
 """
@@ -73,7 +73,7 @@ def check_shards(cfg: ModelConfig, n: int) -> None:
 
 
 def _kinds(cfg: ModelConfig) -> list[Any]:
-    """What its mixers say of their parameters."""
+    """Return the ``parameters`` modules of the mixers that ``cfg`` uses."""
     return [mixer.parameters for kind, mixer in MIXERS.items() if kind in cfg.layer_types]
 
 

@@ -1,16 +1,19 @@
-"""What a layer does differently when it holds one shard of its weights.
+"""Communication of a layer that holds one shard of its weights.
 
-Inside a ``shard_map`` over the mesh's "model" axis (``model.sharded``) a layer sees local
-arrays, and three things need the other shards: a matmul whose inputs are split ends in a sum
-(``row_parallel_matmul``), a lookup in a split embedding does too (``lookup_rows``), and activations
-that are quantized per token take the scale of the whole token.  (A weight with act-order columns
-also gathers its input.)  ``mesh.is_split()`` asks the trace itself whether this is such a place, so
-outside of one nothing changes.
+Inside a ``shard_map`` over the mesh's "model" axis (``model.sharded``) a layer sees local arrays.
+Three computations need the other shards:
 
-Partial sums are added in float32 and rounded once, as one long sum would be, and a token's int8
-codes are those of the unsplit model: tokens do not depend on the mesh, and W8A8 logits not by a
-bit.  (Where a kernel writes 16-bit floats only, as the weight-only one for prefill does, its
-partial sums are rounded first.)
+    row_parallel_matmul   a matmul with split inputs ends in a sum over the shards
+    lookup_rows           a lookup in a split embedding ends in such a sum, too
+    quantization          activations quantized per token take the scale of the whole token
+
+A weight with act-order columns also gathers its input.  ``mesh.is_split()`` asks the trace whether
+it is inside such a ``shard_map``; outside of one nothing changes.
+
+Partial sums are added in float32 and rounded once, as one long sum would be.  A token's int8 codes
+are those of the unsplit model.  So tokens do not depend on the mesh, and W8A8 logits are the same
+bits.  One exception: a kernel that writes only 16-bit floats, such as the weight-only one for
+prefill, rounds its partial sums first.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ Every process runs the same program on the same inputs; a mesh spans all devices
 process reads its own part of the weights, and process 0 prints.  A process takes all of its host's
 GPUs (CUDA_VISIBLE_DEVICES says otherwise).
 
-The work is ``jax.distributed``'s, which lets nobody pass until all are there.  Its own answer to a
-host that does not come is to abort the process with a dump of its stack, later than asked for; a
-timer says it in one line before.  Who is missing jax does not tell: those that are there say so.  A
-host that dies later is found by jax's heartbeats, which end the other processes within HEARTBEAT
-seconds.
+``jax.distributed`` does the work: no process continues until all have joined.  If a host does not
+come, jax aborts the process with a dump of its stack, later than the timeout.  A timer here reports
+it in one line before.  jax does not say which host is missing; each host that has joined says so.
+If a host dies later, jax's heartbeats end the other processes within HEARTBEAT seconds.
 
 Left out: finding the coordinator by asking Slurm or Kubernetes (their launch lines say it).
 """
@@ -31,9 +30,12 @@ _SPEC = re.compile(r"(?P<host>[^,\s]+):(?P<port>\d{1,5}),(?P<count>\d{1,6}),(?P<
 
 
 def join(hosts: str, timeout: float = TIMEOUT) -> int:
-    """Join the processes of "ADDRESS:PORT,COUNT,INDEX"; returns the index.  Before any other use of
-    jax.  Raises JaxLlamaError naming what is wrong; ends the process with status 2 and one line on
-    stderr when not all have come within ``timeout`` seconds."""
+    """Join the processes of "ADDRESS:PORT,COUNT,INDEX" and return the index.
+
+    Call it before any other use of jax.  Raises JaxLlamaError naming the fault.  If not all
+    processes have joined within ``timeout`` seconds, it ends the process with status 2 and one line
+    on stderr.
+    """
     host, port, count, index = read_hosts(hosts)
     where = f"{host}:{port}"
     if index == 0:

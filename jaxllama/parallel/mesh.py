@@ -7,9 +7,9 @@
 and then ``prefill``, ``decode_step``, ``generate``, ``logits`` as always.  The mesh is part of the
 arrays' types, so the model finds it while tracing (``traced_mesh``) and runs under ``shard_map``
 (``model.sharded``): each device its own, smaller model (``model.split``) on local arrays, with
-its own kernels and two sums a layer (``parallel.collectives``).  What is around it (sampling,
-inserting rows) is plain jnp on sharded arrays, which XLA partitions: logits stay split over the
-vocabulary. Gradients pass through; a parameter's is summed over the data axis.
+its own kernels and two sums a layer (``parallel.collectives``).  The code around the model
+(sampling, inserting rows) is plain jnp on sharded arrays, which XLA partitions: logits stay split
+over the vocabulary.  Gradients pass through; a parameter's is summed over the data axis.
 
 Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
 several hosts are ``parallel.hosts``.  Left out: sequence, pipeline and expert parallelism.
@@ -44,8 +44,8 @@ def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
     "model" is the inner axis, so that it stays on one host where it fits.  Raises JaxLlamaError
     naming the axis, or the number of devices that there are.
     """
-    # What XLA gives to NCCL is in order, whether in CUDA graphs or not; left alone, NCCL orders the
-    # two once more, with two nodes of the graph for every sum.
+    # XLA already orders its NCCL calls, inside and outside of CUDA graphs.  By default NCCL orders
+    # the two kinds again, with two more graph nodes for every sum.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     sizes = mesh_sizes(shape)
     if isinstance(shape, Mesh):
@@ -126,16 +126,18 @@ def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> str | None:
     return DATA_AXIS if size > 1 and batch % size == 0 else None
 
 
-# What runs
+# Data-parallel functions
 
 
 def data_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(params, *others, rows) -> means over the rows`` (a loss and its gradients), with
-    the rows split over the data axis of the mesh that ``params`` are on, if they are on one.
+    """Return ``function`` with its rows split over the data axis of the mesh of ``params``.
 
-    Every device runs the function on its own rows, kernels included, and the results are averaged:
-    the same means, since all have as many rows.  Raises JaxLlamaError for a mesh with "model" above
-    1, or rows that "data" does not divide.
+    function: ``function(params, *others, rows)`` returns means over the rows, such as a loss and
+    its gradients.  If ``params`` are not on a mesh, it runs unchanged.
+
+    Every device runs the function on its own rows, kernels included, and the results are averaged.
+    They are the same means, because all devices have equally many rows.  Raises JaxLlamaError for a
+    mesh with "model" above 1, or rows that "data" does not divide.
     """
 
     def run(params: Any, *args: Any) -> Any:

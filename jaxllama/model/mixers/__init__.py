@@ -1,22 +1,22 @@
 """The kinds of layers.  ``MIXERS[kind]`` is the only list of them; a kind is a folder.
 
-    MIXERS[kind].parameters    what a layer has; imports no jax
+    MIXERS[kind].parameters    the parameters of a layer; imports no jax
         table(cfg, layer, names, present) -> {path: Param}      SPLIT: {parameter's name: axis}
         KEEPS_TOKENS: its cache grows with the context
-        heads, obstacle, replicated, shard, fused_heads          what a mesh asks
-        sites(cfg)                                               what calibration asks
+        heads, obstacle, replicated, shard, fused_heads          for a mesh
+        sites(cfg)                                               for calibration
         flops(cfg, index, sequence_length)
     MIXERS[kind].module        MIXER: its Flax module; imports flax
-    MIXERS[kind].mix           what it computes
-        inputs(cfg, p) -> what reads the layer's input
+    MIXERS[kind].mix           the computation
+        inputs(cfg, p) -> the weights that multiply the layer's input
         mix(cfg, p, projected, state, at) -> (heads, state)
         init_state(cfg, rows, length, width, dtype) -> state
-        commit(states, tokens, count, exact) -> states           where a draft's tokens are kept
+        commit(states, tokens, count, exact) -> states           accepts tokens of a draft
 
 A layer's state is a ``KVCache``, or any pytree of arrays ``[B, ...]`` of fixed size.  Its method
-``specs(rows)`` says how a mesh splits it.  For a ``records.Draft`` ``mix`` leaves a state of fixed
-size as it is and returns the tokens that it would take, a type with the ``kind``; ``commit`` takes
-some of them.
+``specs(rows)`` says how a mesh splits it.  For a ``records.Draft``, ``mix`` does not change a state
+of fixed size.  It returns the tokens that the state may take, in a type that has the ``kind``;
+``commit`` applies some of them.
 """
 
 from __future__ import annotations

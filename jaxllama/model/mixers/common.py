@@ -1,4 +1,4 @@
-"""What every mixer says of its parameters, in terms that all share."""
+"""The terms in which every mixer describes its parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sites(NamedTuple):
 
 
 def heads_obstacle(kind: str, heads: int, kv_heads: int, n: int) -> str | None:
-    """What of grouped heads ``n`` shards do not divide."""
+    """Return the name of the grouped heads that ``n`` shards do not divide, or None."""
     if heads % n:
         return f"the {heads} {kind}heads"
     if kv_heads % n and n % kv_heads:

@@ -1,5 +1,8 @@
-"""What GLA and the delta rule share: a state of fixed size that moves token by token, the short
-convolutions before it and the gated norm behind it."""
+"""Parts that GLA and the delta rule share.
+
+They are a state of fixed size that is updated token by token, the short convolutions before it, and
+the gated norm after it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,12 @@ from pallas_kernels.rows.rms_norm import rms_norm
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecurrentState:
-    """The state of GLA or the delta rule, float32 ``[B, H, Dk, Dv]``, and, with short convolutions,
-    the last ``W - 1`` inputs of the q, k and v streams (of the delta rule's, which are one), each
-    ``[B, W - 1, features]``."""
+    """The state of a GLA or delta rule layer.
+
+    state: float32 ``[B, H, Dk, Dv]``.
+    conv: with short convolutions, the last ``W - 1`` inputs of each stream,
+    ``[B, W - 1, features]``.  GLA has the streams q, k and v; the delta rule has one.
+    """
 
     state: jax.Array
     conv: tuple[jax.Array, ...] | None = None
@@ -46,8 +52,11 @@ class Convolved(Protocol):
 def empty_state(
     rows: int, heads: int, d_k: int, d_v: int, taps: int, features: Sequence[int], dtype: str
 ) -> RecurrentState:
-    """Of no tokens.  taps: of the convolutions, 0 for none; features of each.  dtype: of a cache; a
-    quantized one keeps these few rows in float32: they are inputs, not history."""
+    """Return the state before any token.
+
+    taps: width W of the convolutions, 0 for none.  features: of each convolution.
+    dtype: that of the cache.  With a quantized cache the convolutions' few inputs are float32.
+    """
     state = jnp.zeros((rows, heads, d_k, d_v), jnp.float32)
     if not taps:
         return RecurrentState(state)
@@ -67,7 +76,7 @@ def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
 def last_convolved(
     state: RecurrentState, tokens: Convolved, count: jax.Array
 ) -> tuple[jax.Array, ...] | None:
-    """What the convolutions read after the first ``count[B]`` of the tokens."""
+    """Return the convolutions' last inputs after the first ``count[B]`` of the tokens."""
     if state.conv is None:
         return None
     read = zip(state.conv, tokens.conv, strict=True)
@@ -143,8 +152,11 @@ def causal_convolution(
 
 
 def last_inputs(past: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What a convolution's next token reads: as many inputs as ``past [B, W - 1, features]`` has,
-    up to the first ``lengths[B]`` of ``x [B, T, features]``."""
+    """Return the last ``W - 1`` inputs of a convolution, ``[B, W - 1, features]``.
+
+    They end with the first ``lengths[B]`` tokens of ``x [B, T, features]``, which follow
+    ``past [B, W - 1, features]``.  The convolution's next token reads them.
+    """
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     last = lengths[:, None] + jnp.arange(past.shape[1], dtype=lengths.dtype)[None, :]
     return jnp.take_along_axis(inputs, last[:, :, None], axis=1).astype(past.dtype)

@@ -1,21 +1,23 @@
 """Attention of several new tokens on a GPU in 16-bit floats: cuDNN's fused kernels, mostly.
 
     causal(q, k, v, window)                a sequence by itself: training, prompts of an empty cache
-    extend(q, k, v, cache_k, cache_v, n)   new tokens behind the n[B] that each row's cache holds;
-                                           with a window, behind the last of them
+    extend(q, k, v, cache_k, cache_v, n)   new tokens after the n[B] in each row's cache; with a
+                                           window, after the last of these
 
-cuDNN's causal mask begins at the first key of a call, and its padding mask ends at a row's last, so
-a token's sum over the keys it sees is two: causal over its own chunk, and without a mask over the
-past, which comes in blocks of keys.  Each call gives the logarithm of its sum of exponentials, by
-which the parts are weighed in float32 (FlashAttention, arXiv 2205.14135; its parts over keys are
-FlashDecoding's).  A block of the past is a copy of that much of the cache: as floats where it is
-quantized, and with zeros for what no row owns, because cuDNN multiplies such values by a weight of
-zero, and they may be NaN.  Blocks past the longest row are not run.  Of an int8 cache a block is
-``pallas_kernels.attention.past``'s, where it has a kernel: scores of codes.
+cuDNN's causal mask begins at the first key of a call, and its padding mask ends at a row's last
+key.  So a token's sum over keys has two parts: a causal one over its own chunk, and one without a
+mask over the past, in blocks of keys.  Each call returns the logarithm of its sum of exponentials,
+which weighs the parts in float32 (FlashAttention, arXiv 2205.14135; the split over keys is
+FlashDecoding's).
 
-Through a window a token sees one key of the past less than the token before it.  Of the past's
-keys, newest first, some are then seen by all tokens, and the others by fewer and fewer of them:
-with the tokens in reverse too, that is the causal mask.
+A block of the past is a copy of a part of the cache.  Quantized values become floats in it.  Values
+that no row owns become zeros: cuDNN multiplies them by a weight of zero, and they may be NaN.
+Blocks past the longest row are not run.  For an int8 cache ``pallas_kernels.attention.past``
+computes a block from the codes, where it has a kernel.
+
+With a window, a token sees one key of the past less than the token before it.  Count the past's
+keys from the newest.  All tokens see the first of them; fewer and fewer tokens see the others.
+With the tokens in reverse order too, that is the causal mask.
 
 Left out: capped scores (Gemma 2).
 """
@@ -69,9 +71,13 @@ def extend(
     table: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """``q[B, T, N, H]`` over the first ``n_past[B]`` tokens of a row of ``cache_k, cache_v
-    [B, S, K, H]``, or of its pages by a table (``model.cache.Cache``), and causally over
-    ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``; window: as of ``causal``."""
+    """Return attention ``[B, T, N, H]`` of new tokens over their past and causally over themselves.
+
+    q: ``[B, T, N, H]``.  k, v: the new tokens, ``[B, T, K, H]``.
+    cache_k, cache_v: ``[B, S, K, H]``, or pages with a table (``model.cache.Cache``).
+    n_past: ``[B]``, tokens of each row of the cache that are read.
+    window: as for ``causal``.
+    """
     batch, page, capacity = q.shape[0], cache_k.shape[1], capacity_of(cache_k, table)
     if window is not None and window < capacity:
         return _extend_through(window, q, k, v, (cache_k, cache_v), n_past, table)
@@ -111,9 +117,11 @@ def _extend_through(
     n_past: jax.Array,
     table: jax.Array | None,
 ) -> jax.Array:
-    """``extend`` through a window.  Of the past's keys, newest first, all tokens see the first
-    ``shared``; of the ``corner`` behind those the token i of the first ``corner`` sees all but
-    the i last ones, and other tokens none."""
+    """``extend`` with a window.
+
+    Count the past's keys from the newest.  All tokens see the first ``shared`` keys.  Only the
+    first ``corner`` tokens see the next ``corner`` keys: token i sees all of them but the last i.
+    """
     corner = min(q.shape[1], window - 1)
     shared = window - 1 - corner  # none where some tokens see no past
     block = min(max(PAST_TOKENS // q.shape[0], 128), -(-shared // 128) * 128)
@@ -156,8 +164,11 @@ def _extend_through(
 def _newest(
     cache: Any, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
 ) -> Any:
-    """Of each row's ``n_past[B]`` tokens the ``n`` behind the newest ``first``, newest first,
-    ``[B, n, ...]``; past a row's oldest token, any."""
+    """Return ``n`` tokens of each row's past, newest first, ``[B, n, ...]``.
+
+    They follow the newest ``first`` of the row's ``n_past[B]`` tokens.  Entries past a row's oldest
+    token have arbitrary values.
+    """
     slots = n_past[:, None] - 1 - first - jnp.arange(n, dtype=jnp.int32)[None, :]
     slots = jnp.maximum(slots, 0)
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

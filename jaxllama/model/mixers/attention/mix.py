@@ -59,7 +59,7 @@ __all__ = ["init_state", "inputs", "mix"]
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
-    """What reads the layer's input."""
+    """Return the weights that multiply the layer's input."""
     return p["qkv"] if cfg.latent is None else [p["q"], p["kv_a"]]
 
 
@@ -91,8 +91,8 @@ def _in_wide_heads(
 def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:
     """The products of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``).
 
-    Of latents each head's key is its own part and the one that all share, and values are as wide as
-    keys, with zeros.
+    With latents, each head's key is its own part joined with the part that all heads share.  Values
+    are padded with zeros to the width of keys.
     """
     if cfg.latent is not None:
         return None, _from_latents(cfg, cfg.latent, p, projected)
@@ -178,7 +178,7 @@ def _extend(
         if at.fresh:
             out = attend(q, k, v, positions, window, cap)
         elif has_cudnn(q) and cap is None:
-            # What a row without new tokens holds need not be read.
+            # The past of a row without new tokens need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
             out = extend(q, k, v, cache.k, cache.v, n_past, table, window)
         else:

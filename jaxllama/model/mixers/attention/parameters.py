@@ -88,7 +88,7 @@ def heads(cfg: ModelConfig) -> int:
 
 
 def obstacle(cfg: ModelConfig, n: int) -> str | None:
-    """What ``n`` shards do not divide."""
+    """Return the name of the heads that ``n`` shards do not divide, or None."""
     return heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
 
 

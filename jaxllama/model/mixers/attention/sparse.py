@@ -47,10 +47,10 @@ def sparse_decode(
 ) -> jax.Array:
     """One query token per row, ``q[B, 1, N, H]``, reading only the heaviest rows of V.
 
-    Of a row's ``len - 1`` older keys each head keeps the ``int(sparsity * (len - 1))`` with the
-    largest softmax weights (a window hides what it hides), plus the newest token always; the
-    weights are those of the full softmax and are not renormalised.  Keys are all read; of V only
-    the kept rows are gathered.
+    A row has ``len - 1`` keys older than the newest token.  Each head keeps the
+    ``int(sparsity * (len - 1))`` of them with the largest softmax weights, among those that the
+    window shows.  The newest token is always kept.  The weights are those of the full softmax and
+    are not renormalised.  All keys are read, but only the kept rows of V are gathered.
     """
     index, weights = heaviest(q, cache.k, positions, sparsity, window)
     rows = jnp.arange(q.shape[0])[:, None, None, None]
@@ -60,7 +60,7 @@ def sparse_decode(
 
 
 def quotas(sparsity: float, capacity: int) -> np.ndarray:
-    """Of ``int(sparsity * older)`` for 0 to ``capacity - 1`` older keys, int32 ``[capacity]``.
+    """Return ``int(sparsity * older)`` for 0 to ``capacity - 1`` older keys, int32 ``[capacity]``.
 
     It is a table because the product must be Python's own, of doubles: in float32 450 of the 405504
     products of hundredths and up to 4095 keys have another integer part.

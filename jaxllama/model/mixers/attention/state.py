@@ -1,4 +1,4 @@
-"""What an attention layer keeps of the tokens so far: a ``KVCache``."""
+"""The state of an attention layer: a ``KVCache`` with the keys and values of the tokens so far."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class KVCache:
 
 
 def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> KVCache:
-    """Of no tokens: ``rows`` rows of ``length`` tokens, or as many pages; heads as wide as
-    ``width``."""
+    """Return an empty cache of ``rows`` rows (or pages) of ``length`` tokens.
+
+    width: features of a head in the cache.
+    """
     shape = (rows, length, cfg.n_kv_heads, width)
     if dtype not in QUANTIZED_CACHE:
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -9,9 +9,9 @@
 A channel's decay and Kimi's output gate are products of two factors.  q, k and v go through one
 convolution, whose last ``conv_size - 1`` inputs are part of the row's state.  No positions.
 
-On Hopper, with one decay a head, all that a decode step, or the verifying of a draft, has between
-the projections and the output's product is one kernel (``gated_delta.token``), and ``commit`` one
-for all layers.
+On Hopper, with one decay a head, one kernel (``gated_delta.token``) does all the work between the
+projections and the output's product.  This holds for a decode step and for the verification of a
+draft.  ``commit`` is one kernel for all layers.
 
 Sources: arXiv 2406.06484, 2412.06464, 2510.26692; transformers' ``qwen3_next``,
 flash-linear-attention's layers of these names.  Left out: other feature maps than SiLU, biases of
@@ -50,9 +50,11 @@ from pallas_kernels.matmul.blocks import Columns
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaTokens:
-    """T tokens that a state may yet take: k ``[B, T, Hk, Dk]``, v ``[B, T, H, Dv]``, log_decay
-    ``[B, T, H]`` or ``[B, T, H, Dk]``, beta ``[B, T, H]``, and what the short convolution read,
-    ``[B, T, features]``."""
+    """T tokens of a draft that a state may accept later.
+
+    k: ``[B, T, Hk, Dk]``.  v: ``[B, T, H, Dv]``.  log_decay: ``[B, T, H]`` or ``[B, T, H, Dk]``.
+    beta: ``[B, T, H]``.  conv: the inputs of the short convolution, ``[B, T, features]``.
+    """
 
     kind: ClassVar[str] = "delta"
     k: jax.Array
@@ -65,7 +67,7 @@ class DeltaTokens:
 
 
 def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
-    """Of no tokens; it does not grow with a row's ``length``."""
+    """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
     delta = cfg.delta
     assert delta is not None
@@ -74,7 +76,7 @@ def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str)
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
-    """What reads the layer's input."""
+    """Return the weights that multiply the layer's input."""
     return [p[name] for name in INPUTS if name in p]
 
 

@@ -23,12 +23,13 @@ INPUTS = ("qkvz", "ba", "f_0", "g_0")
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNames:
-    """Of a gated delta layer; ``mixer`` goes before them.
+    """The names of a gated delta layer's tensors in a checkpoint; ``mixer`` is their prefix.
 
     inputs, gates, conv: the tensors of q|k|v|output gate, of beta|decay and of the convolutions,
-    each with how many of those parts it is.  grouped: the first two have the parts of each key head
-    together.  low_rank: of decay and output gate, each two tensors.  rate: A_log's shape, -1 for
-    the heads.
+    each with the number of these parts that it holds.
+    grouped: the tensors of ``inputs`` and ``gates`` hold the parts of each key head together.
+    low_rank: the names of decay and output gate, two tensors each.
+    rate: A_log's shape, -1 for the heads.
     """
 
     mixer: str = "linear_attn."
@@ -112,7 +113,7 @@ def heads(cfg: ModelConfig) -> int:
 
 
 def obstacle(cfg: ModelConfig, n: int) -> str | None:
-    """What ``n`` shards do not divide."""
+    """Return the name of the heads that ``n`` shards do not divide, or None."""
     assert cfg.delta is not None
     count = cfg.delta.n_k_heads
     return f"the {count} key heads of the delta rule" if count % n else None

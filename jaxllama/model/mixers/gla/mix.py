@@ -14,9 +14,9 @@ With fewer kv heads than heads, each key, value and decay serves ``n_heads // n_
 consecutive query heads.  The state of a row does not grow with its context: one ``[Dk, Dv]`` matrix
 a head, and with convolutions the last ``conv_size - 1`` inputs of each.
 
-In a decode step of few rows on Hopper it is three kernels: the projections with the norm before
-them, ``gla.token``, and the output product with the residual; so it is where a draft's tokens are
-verified, and ``commit`` is one kernel for all layers.
+In a decode step of few rows on Hopper the mixer is three kernels: the projections with the norm
+before them, ``gla.token``, and the output product with the residual.  The verification of a draft
+has the same three kernels.  ``commit`` is one kernel for all layers.
 
 Sources: arXiv 2312.06635, section 4.4; 2006.16236 (feature maps, normalizer); parameters and their
 order are those of flash-linear-attention's ``gla`` layers.  Left out: feature maps with parameters,
@@ -72,7 +72,7 @@ class GLATokens:
 
 
 def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
-    """Of no tokens; it does not grow with a row's ``length``."""
+    """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
     gla, (d_k, d_v) = cfg.gla, cfg.gla_head_dims
     assert gla is not None
@@ -83,7 +83,7 @@ def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str)
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
-    """What reads the layer's input."""
+    """Return the weights that multiply the layer's input."""
     return [p[name] for name in widths(cfg)]
 
 
@@ -304,7 +304,7 @@ def _verify(
 def commit(
     states: Sequence[RecurrentState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
 ) -> Iterator[RecurrentState]:
-    """Of several layers the state after the first ``count[B]`` of the tokens."""
+    """Yield each layer's state after the first ``count[B]`` of a draft's tokens."""
     before = tuple(state.state for state in states)
     kept = [tuple(getattr(of, name) for of in tokens) for name in ("k", "v", "log_decay")]
     plan = own_commit(before, *kept, count)

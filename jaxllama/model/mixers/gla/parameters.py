@@ -25,8 +25,11 @@ SPLIT = dict.fromkeys(("q", "k", "v", "g", "gk", "gk_1", "q_conv", "k_conv", "v_
 
 @dataclasses.dataclass(frozen=True)
 class GLANames:
-    """Of a GLA layer.  norms: of a head's output, of which a file has one; the first is the name
-    beside an output gate, where nothing else is known."""
+    """The names of a GLA layer's tensors in a checkpoint.
+
+    norms: names for the norm of a head's output; a file has one of them.  If the file is not known,
+    the first is the name for a layer with an output gate.
+    """
 
     decay: str = "gk_proj"
     norms: tuple[str, ...] = ("g_norm_swish_gate", "g_norm")
@@ -34,7 +37,7 @@ class GLANames:
 
 @functools.lru_cache(maxsize=64)
 def widths(cfg: ModelConfig) -> Mapping[str, int]:
-    """Of everything that is projected from the input, in order."""
+    """Return the width of every projection of the layer's input, in order."""
     gla = cfg.gla
     assert gla is not None
     d_k, d_v = cfg.gla_head_dims
@@ -93,7 +96,7 @@ def heads(cfg: ModelConfig) -> int:
 
 
 def obstacle(cfg: ModelConfig, n: int) -> str | None:
-    """What ``n`` shards do not divide."""
+    """Return the name of the heads that ``n`` shards do not divide, or None."""
     assert cfg.gla is not None
     return heads_obstacle("GLA ", cfg.gla.n_heads, cfg.gla.n_kv_heads, n)
 

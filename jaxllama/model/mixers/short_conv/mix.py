@@ -4,8 +4,8 @@
     y_t     = c_t * sum_w weight[w] (b x)_{t - W + 1 + w}        a feature by itself
     out     = o(y)
 
-A row's state is the last ``W - 1`` products b x.  No positions.  Nothing here is a kernel of its
-own: the products around it are, and what is between them XLA makes one loop of.
+A row's state is the last ``W - 1`` products b x.  The layer has no positions.  The products around
+the convolution are kernels.  XLA fuses everything between them into one loop.
 
 Source: LFM2 (arXiv 2511.23404); transformers' ``lfm2`` has the parameters' names.  This folder is
 also the example of a mixer: ``examples/new_layer.py`` runs it.
@@ -54,7 +54,7 @@ class ShortConvTokens:
 
 
 def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> ShortConvState:
-    """Of no tokens; it does not grow with a row's ``length``."""
+    """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
     own = options(cfg)
     dtype = "float32" if dtype in QUANTIZED_CACHE else dtype
@@ -62,7 +62,7 @@ def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str)
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
-    """What reads the layer's input."""
+    """Return the weights that multiply the layer's input."""
     del cfg
     return [p["bcx"]]
 
@@ -88,7 +88,7 @@ def commit(
     count: jax.Array,
     exact: bool,
 ) -> Iterator[ShortConvState]:
-    """Of several layers the state after the first ``count[B]`` of the tokens."""
+    """Yield each layer's state after the first ``count[B]`` of a draft's tokens."""
     del exact
     for state, of in zip(states, tokens, strict=True):
         yield ShortConvState(last_inputs(state.last, of.read, count))

@@ -34,7 +34,7 @@ class ShortConvOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvNames:
-    """What a checkpoint calls the tensors; ``mixer`` goes before them."""
+    """The names of the tensors in a checkpoint; ``mixer`` is their prefix."""
 
     mixer: str = "conv."
     inputs: str = "in_proj"
@@ -75,7 +75,7 @@ def heads(cfg: ModelConfig) -> int:
 
 
 def obstacle(cfg: ModelConfig, n: int) -> str | None:
-    """What ``n`` shards do not divide."""
+    """Return the name of the streams that ``n`` shards do not divide, or None."""
     width = options(cfg).width
     return f"the {width} streams of the short convolution" if width % n else None
 
