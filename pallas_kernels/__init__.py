@@ -1,9 +1,9 @@
 """The ops: quantized matmul, norms, activations, Gated Linear Attention and the gated delta rule,
 on arrays and QTensors.
 
-Each has a readable reference, an XLA form that runs anywhere, and where it pays a Pallas Mosaic GPU
-kernel for Hopper; ``dispatch`` says which is taken, and ``explain`` tells it of a call.  No flax
-and no configuration in here.
+Each op has a readable reference and an XLA form that runs anywhere.  Where it pays, an op has a
+Pallas Mosaic GPU kernel for Hopper.  ``dispatch`` chooses the implementation, and ``explain``
+reports the choice for a call.  This package does not use flax or a configuration.
 """
 
 from pallas_kernels.attention.op import decode_attention

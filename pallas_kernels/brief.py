@@ -17,8 +17,11 @@ import jax
 
 
 def brief(value: Any) -> str:
-    """An array as dtype and shape, alike neighbours of a tuple counted, anything else as its own
-    ``repr``."""
+    """Return a short text of a value.
+
+    An array is its dtype and shape, and equal neighbours of a tuple are counted.  Anything else is
+    its ``repr``.
+    """
     if not hasattr(value, "_fields") and isinstance(value, tuple):
         runs = [(text, len(list(run))) for text, run in itertools.groupby(map(brief, value))]
         return f"({', '.join(text if n == 1 else f'{n} x {text}' for text, n in runs)})"

@@ -34,14 +34,17 @@ def is_codes(x: jax.Array) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """(operands, saved, tangents of those that move) -> tangents of the floats that come out; or,
-    transposed, from those back to those that move."""
+    """The derivative of an op's call, as a function.
+
+    It takes (operands, saved, tangents of the operands that move) and returns the tangents of the
+    float results.  Transposed, it returns the cotangents of the operands that move.
+    """
 
     call: OpCall
     moves: tuple[bool, ...]
     saved: Any
     transposed: bool = False
-    smooth: bool = False  # made of jax.numpy alone, for the derivative of a derivative
+    smooth: bool = False  # uses only jax.numpy, for the derivative of a derivative
 
     def __call__(self, *args: jax.Array) -> Any:
         op, call, n = self.call.op, self.call, len(self.moves)

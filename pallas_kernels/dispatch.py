@@ -41,8 +41,11 @@ _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
 
 
 class Plan(Protocol):
-    """How a kernel computes one call: what a planner comes to and its launcher is given.  Hashable;
-    its ``str`` is what ``explain`` prints.  A CPU handler's has an ``implementation``, "cpu"."""
+    """The way a kernel computes one call; a planner returns it, and the kernel's launcher takes it.
+
+    It is hashable, and ``explain`` prints its ``str``.  The plan of a CPU handler has an
+    ``implementation``, "cpu".
+    """
 
     kernel: ClassVar[str]  # the kernel's name
 
@@ -60,8 +63,11 @@ class Predicted:
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why a planner has no plan for a call.  plan: it has one, and the text says what was measured
-    to be faster; a caller who names the implementation gets it all the same."""
+    """Why a planner has no plan for a call, or advises against its plan.
+
+    plan: a plan that exists, while the text names a form that was measured to be faster.  A caller
+    who names the implementation still gets this plan.
+    """
 
     text: str
     plan: Plan | None = None

@@ -1,7 +1,7 @@
 """The one way in which a Mosaic GPU kernel is launched.
 
-A launch has three tables: operands, results and scratch memory, each a mapping from a name to what
-the name stands for.  The kernel's body gets references under the same names, grouped by place:
+A launch has three tables: operands, results and scratch memory.  Each maps a name to an array or a
+type of memory.  The kernel's body gets references under the same names, grouped by place:
 
     def body(gmem, smem, barrier): ...      gmem.q   gmem.out   smem.k   barrier.full
 

@@ -326,7 +326,7 @@ def shuffle_xor(x: Value, lanes: int) -> Value:
 
 
 def shuffle_up(x: Value, lanes: int) -> Value:
-    """The value of the lane this many below; of the first ones their own."""
+    """Return the value of the lane this many below; the first lanes keep their own values."""
     code = f"shfl.sync.up.b32 $0, $1, {lanes}, 0, -1;"
     return ptx(code, x, results=type_of(x), convergent=True)
 
@@ -409,13 +409,13 @@ def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> N
 
 
 def load_half(base: Value, at: int = 0, cache: str = "") -> Value:
-    """16 bits of device memory, in the low half of a word; cache: as of ``load_global``."""
+    """Load 16 bits of device memory into the low half of a word; cache: as in ``load_global``."""
     code = f"{{ .reg .b16 h; ld.global{cache}.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
     return ptx(code, base, results=i32())
 
 
 def load_signed_byte(base: Value, at: int = 0, cache: str = "") -> Value:
-    """8 bits of device memory as an i32; cache: as of ``load_global``."""
+    """Load 8 bits of device memory as an i32; cache: as in ``load_global``."""
     code = f"{{ .reg .b16 h; ld.global{cache}.s8 h, [$1+{at}]; cvt.s32.s16 $0, h; }}"
     return ptx(code, base, results=i32())
 

@@ -3,9 +3,9 @@
     scale, zero = grid(w, dtype, group, zeros, shrink)      codes(w, scale, zero, dtype) -> q
 
 ``qtensor.quantize`` is ``grid`` with ``shrink`` 1, and ``codes``.  A shrink below 1 clips: the grid
-covers that share of the group's range, and what lies outside goes to its ends (AWQ's clipping,
-arXiv 2306.00978, OmniQuant's and GPTQ's "mse" search).  A grid with zero points has two ends, which
-may be clipped apart: a pair (low, high).
+covers that share of the group's range, and values outside go to its ends (AWQ's clipping, arXiv
+2306.00978, OmniQuant's and GPTQ's "mse" search).  A grid with zero points has two ends, which may
+be clipped by different shares: a pair (low, high).
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _xla_lowering(ctx: Any, args: Any, call: OpCall, obstacle: tuple[str, ...]) 
 
 
 def _partitions(context: Any) -> int:
-    """Devices among which XLA would divide what is lowered in this context."""
+    """Return the number of devices over which XLA would partition code lowered in this context."""
     if hasattr(context, "manual_axes"):
         shape = dict(context.mesh.shape)
         return math.prod(n for axis, n in shape.items() if axis not in context.manual_axes)

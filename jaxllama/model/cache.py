@@ -3,13 +3,13 @@
     Cache(layers=(KVCache | RecurrentState, ...), lengths=int32[B], table=None | int32[B, M])
 
 Contract: a cache goes in, a new cache comes out; callers donate the old one, so XLA updates it in
-place.  Row ``b`` owns positions ``0 .. lengths[b] - 1``; what lies beyond may hold anything, NaN
-included, and never reaches another row.  Attention rows grow with the context; rows of a recurrent
-state do not.
+place.  Row ``b`` owns positions ``0 .. lengths[b] - 1``.  Positions beyond may hold anything, even
+NaN, and never change a result.  Attention rows grow with the context; rows of a recurrent state do
+not.
 
-With a table the rows of all attention layers share pools of pages (``init_pages``), so a row takes
-what it holds and not what it might; what a page holds that no row owns reaches nobody either
-(PagedAttention, arXiv 2309.06180).
+With a table, the rows of all attention layers share pools of pages (``init_pages``).  So a row uses
+memory for the tokens that it has, not for its capacity.  Pages that no row owns never change a
+result either (PagedAttention, arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A cache and tokens behind it, of which ``decoder.commit`` keeps some.
+    """A cache and the tokens of a draft, some of which ``decoder.commit`` keeps.
 
-    cache: its attention rows hold the tokens' keys and values past its lengths, where they are
-    dead; its recurrent states have not moved.  new int32 ``[B]``: tokens that there are.  tokens:
-    of each layer with such a state what it would take, None for attention.
+    cache: its attention rows hold the tokens' keys and values past its lengths, where no query
+    reads them.  Its recurrent states do not contain the tokens yet.
+    new: int32 ``[B]``, the number of tokens of each row.
+    tokens: for each layer with a recurrent state, the tokens in its own form; None for attention.
     """
 
     cache: Cache
@@ -115,8 +116,10 @@ def init_cache(
 
 
 def default_dtype() -> jnp.dtype:
-    """The dtype of activations where nobody names one: bfloat16, but float32 where the default
-    backend is a CPU, on which XLA's bfloat16 products are an order slower."""
+    """Return the default dtype of activations: bfloat16, or float32 on a CPU backend.
+
+    On a CPU XLA's bfloat16 products are an order of magnitude slower.
+    """
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
@@ -170,7 +173,7 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
     Rows that share pages are not split."""
     if cache.table is not None:
         rows = None
-    row = P() if rows is None else P(rows)  # programs give P(), which jit tells from P(None)
+    row = P() if rows is None else P(rows)  # jit distinguishes a program's P() from P(None)
 
     table = None if cache.table is None else row
     specs: Any = row, table  # where a cache has arrays
@@ -178,7 +181,7 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
 
 
 def proposal_specs(cache: Cache, rows: str | None) -> Proposal:
-    """``cache_specs`` of what may come of a cache."""
+    """Return the specs of a ``Proposal``, as ``cache_specs`` does for a cache."""
     tokens: Any = P(rows, None, MODEL_AXIS)
 
     def one(layer: Any) -> Any:

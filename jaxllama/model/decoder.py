@@ -136,7 +136,7 @@ def walk(
     at: At,
     each: Callable[..., tuple[Stream, LayerState]] = block,
 ) -> tuple[Stream, tuple[LayerState, ...]]:
-    """Through all layers; each: what a layer does, called as ``block``."""
+    """Run the stream through all layers; each: the function of one layer, called as ``block``."""
     new = []
     for index in range(cfg.n_layers):
         state = None if states is None else states[index]
@@ -155,7 +155,10 @@ def _block_once(
 
 
 def _block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
-    """Return ``block`` for a program; where choices are recorded, every layer makes its own."""
+    """Return ``block`` for a program, compiled once for all layers that are alike.
+
+    While choices are recorded, every layer is traced, so that each records its own choices.
+    """
     return block if is_recording() else _block_once
 
 

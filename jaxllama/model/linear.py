@@ -66,7 +66,7 @@ Input = jax.Array | QTensor | Adapted
 
 
 class Stream(NamedTuple):
-    """The residual stream ``[..., D]``: x, and what is still to be added to it, or None."""
+    """The residual stream ``[..., D]``: x, and a pending term that is added later, or None."""
 
     x: jax.Array
     pending: jax.Array | None = None
@@ -131,7 +131,7 @@ def _fused_norm_linear(
 
 
 def _has_kernels(x: Input, weight: Weight) -> bool:
-    """Whether a kernel may join a product with what stands around it, here."""
+    """Can a kernel fuse this product with the work around it?"""
     return isinstance(weight, CpuWeight) or wants_kernel(None, x, weight)
 
 
@@ -174,7 +174,7 @@ def _by_codes(
     wanted: Sequence[str | None],
     cfg: ModelConfig,
 ) -> tuple[list[Columns], Stream]:
-    """The products of an input that they want in several codes, each of which is made once."""
+    """Compute products that want one input in several codes; each code is made once."""
     dtype = stream.x.dtype
     normed, stream = norm(stream, scale, cfg)
     assert isinstance(normed, jax.Array)
@@ -297,7 +297,7 @@ def _layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
 
 
 def _rounded(stream: Stream) -> Stream:
-    """Not the norm but what rounds a sum over devices adds it."""
+    """Add a pending sum over devices to x now, with rounding, instead of in the norm."""
     return Stream(stream.total) if stream.awaits_rounding else stream
 
 
@@ -344,7 +344,7 @@ def grouped(x: jax.Array, params: Params, experts: jax.Array, **options: Any) ->
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
-    """``linear`` of several, each in an array of its own."""
+    """Apply ``linear`` with several weights; each result is a separate array."""
     products = list(map(functools.partial(linear, x, dtype=dtype), linears))
     return [Columns(y, 0, y.shape[-1]) for y in products]
 

@@ -64,7 +64,7 @@ class Lora(NamedTuple):
         return low_rank_sums(inner_products(x, self.a, self.of(x)), self.b)
 
     def added(self, index: int) -> np.ndarray:
-        """``[out, in]``: what adapter ``index`` adds to the weight, in float32."""
+        """Return the matrix ``[out, in]`` that adapter ``index`` adds to the weight, in float32."""
         a, r = np.asarray(self.a[index], np.float32), self.a.shape[2]
         ours = [np.asarray(b[:, index * r : index * r + r], np.float32) for b in self.b]
         return np.concatenate([high @ low for high, low in zip(ours, a, strict=True)])

@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
-        """The state of ``batch`` rows of no tokens; arguments as of ``jl.init_cache``."""
+        """Return the state of ``batch`` rows without tokens; arguments as in ``jl.init_cache``."""
         return init_cache(layer_config(self.cfg, self.index)[0], batch, max_len, dtype).layers[0]
 
     @nn.compact

@@ -52,8 +52,10 @@ class Turned:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """Rows of several ``parts`` (rows a group), of which a checkpoint has all of one group together
-    and we have all groups of one part."""
+    """Rows that a checkpoint orders by group and we order by part.
+
+    parts: the number of rows of each part in a group.
+    """
 
     groups: int
     parts: tuple[int, ...]

@@ -63,7 +63,7 @@ def join(hosts: str, timeout: float = TIMEOUT) -> int:
 
 
 def read_hosts(hosts: str) -> tuple[str, int, int, int]:
-    """(address, port, count, index).  Raises JaxLlamaError naming what is wrong."""
+    """Return (address, port, count, index).  Raises JaxLlamaError naming the fault."""
     match = _SPEC.fullmatch(hosts.strip())
     if match is None:
         raise JaxLlamaError(f"hosts {hosts!r}: expected ADDRESS:PORT,COUNT,INDEX")

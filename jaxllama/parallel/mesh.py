@@ -98,7 +98,7 @@ def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """The mesh that (concrete) arrays are on; None without one."""
+    """Return the mesh that (concrete) arrays are on, or None."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     is_ours = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == AXES
     return sharding.mesh if is_ours else None

@@ -1,8 +1,8 @@
 """Attention over a cache in blocks of keys with an online softmax, in plain jax.numpy.
 
 The XLA form of ``decode_attention``, and for more than one query token the way prefill reads a
-cache.  The trip count is known at run time: what lies beyond the longest row is never read, and
-what lies beyond a row's own length is masked in the scores and in V, so NaN there reaches nobody.
+cache.  The trip count is known at run time, so values beyond the longest row are never read.
+Values beyond a row's own length are masked in the scores and in V, so NaN there reaches no result.
 
 Pages: with ``table`` int32 ``[B, M]`` a cache is a pool of pages ``[P, page, K, H]``, and a row's
 token t lies at ``[table[b, t // page], t % page]``; S is M * page.  Entries past the pages that a

@@ -128,7 +128,10 @@ def as_float16(raw, factor, kind):
 
 
 def query_sums_of(query, codes):
-    """[group][head 2 quad | 2 quad + 1]: sums of what meets the group's codes."""
+    """Return the sums of query features that multiply each group's codes.
+
+    They are indexed [group][head 2 quad | 2 quad + 1].
+    """
     sums = [[p.cf(0.0)] * 4 for _ in range(codes.groups)]
     # Those that meet codes 16 times too large are that much smaller.
     ones = [p.ci(0x3C003C00)] * 2 + [p.ci(0x4C004C00)] * 2

@@ -178,8 +178,10 @@ class _Kernel:
         return self.source.entry(p.add(token0, ahead)) if self.paging else None
 
     def step(self, token0, state, keys, values, following, entry):
-        """One tile; what has been used is loaded again for the tile at ``following``, whose page
-        is the table's ``entry``."""
+        """Compute one tile, and reload each used register for the tile at ``following``.
+
+        entry: the table's entry for the page of that next tile.
+        """
         top, total, zeros, out = state
         pairs = tile.key_pairs(keys[0], self.codes)
         scores = self.queries.scores(pairs, self.adjusted(keys[1], False))

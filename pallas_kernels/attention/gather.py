@@ -66,7 +66,10 @@ class Gathering:
         self.shares, self.barriers = p.shared_address(share_ref), p.shared_address(barrier_ref)
 
     def start(self) -> None:
-        """By all threads, early: nobody sends before all have begun, which ``finish`` waits for."""
+        """Announce that this block has begun.  All threads call it early.
+
+        ``finish`` waits for all blocks before it sends.
+        """
         plan = self.plan
         if plan.cluster == 1:
             return

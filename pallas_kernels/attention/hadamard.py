@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard rotation of a head: what spreads a cache's outlier channels before 4 bits.
+"""The Walsh-Hadamard rotation of a head, which spreads outlier channels before 4-bit rounding.
 
     hadamard(x) = x W,   W = W^T = W^-1,   W[i, j] = +-1 / sqrt(H) for H a power of two
 

@@ -98,7 +98,7 @@ def decode_attention(
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     find, on_cpu = lambda: plan(q, k, v, table), lambda: cpu.plan(q, k, table)
     found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
-    if is_empty(q, k):  # nobody asks, or there is nothing to see
+    if is_empty(q, k):  # there are no queries or no keys
         return jnp.zeros(q.shape, q.dtype)
     call = window, scale, found
     return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)

@@ -2,8 +2,8 @@
 
     attend(q, k, v, n_keys) -> (out, log)
 
-q is rounded to int8 token by token and head by head, as the cache's keys are; its rounding adds to
-a score what theirs has added already: 0.7% of the result at scores of deviation 1, 1.6% at 6.
+q is rounded to int8 token by token and head by head, as the cache's keys are.  It adds the same
+error to a score as their rounding: 0.7% of the result for scores of deviation 1, and 1.6% for 6.
 """
 
 from __future__ import annotations

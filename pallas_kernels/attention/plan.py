@@ -39,10 +39,10 @@ class AttentionPlan:
 
 
 def plan(call) -> AttentionPlan:
-    """For any (q, k, query heads): what was fastest, cut down to the shared memory there is.
+    """Return the fastest measured division for any (q, k, query heads) that fits shared memory.
 
-    Chunks are as long as leaves every SM a team, but no longer than lets rows of unequal lengths
-    share the SMs; then there are 2^k of them to a row, which 2^i rows deal out evenly.
+    Chunks are as long as possible under two conditions: every SM has a team, and rows of unequal
+    lengths can share the SMs.  A row then has 2^k chunks, which 2^i rows divide evenly.
     """
     q, k, n = call
     batch, capacity, n_kv, _ = k.shape

@@ -131,8 +131,10 @@ def _composed(
 
 
 def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None) -> bool:
-    """Whether of several tokens ``qkv [B, T, N + 2K, H]`` each gets the bits that a call of its own
-    would give: where the CPU's handler runs."""
+    """Does each of several tokens get the same bits as in a call with that token alone?
+
+    This holds where the CPU's handler runs.  qkv: ``[B, T, N + 2K, H]``.
+    """
     on_cpu = device_of((qkv, k)).platform == "cpu"
     return on_cpu and isinstance(cpu.new_token_plan(qkv, k, table), cpu.CpuPlan)
 

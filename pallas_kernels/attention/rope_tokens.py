@@ -3,8 +3,8 @@
     q, k, v = split(qkv);  q, k = rope(q), rope(k);  cache[b, slots[b, t]] = k, v
 
 ``rope_cache.rope_and_write`` of T tokens a row, with its contract (slots, tables of pages, the
-basis of an int4 cache).  k and v also come back as whoever reads the cache would get them, rounding
-included, because a prompt's tokens attend to one another without a way through the cache.
+basis of an int4 cache).  k and v also come back with the rounding of the cache.  A prompt's tokens
+attend to one another through these arrays, without reading the cache.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class HeadWords:
         mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
         self.raw_query = self.projected(mine)
         if self.tables:
-            # All that comes out of the projection is on its way before it is known who wants it.
+            # All loads from the projection start before the block knows whether it needs them.
             self.new_key, self.new_value = self.load_new_key(), self.load_new_value()
             self.slot, self.there = number, p.less(number, self.capacity)
             number = arith.select(self.there, p.add(number, 1), p.ci(0))

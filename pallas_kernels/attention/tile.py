@@ -64,7 +64,11 @@ class Queries:
         self.sums = [query_sums_of(x, codes) for x in self.pairs] if codes.zeros else None
 
     def adjust(self, scale, zero, values: bool):
-        """A product is scale times the codes' and zero times the sum of what they meet."""
+        """Return the factors that correct a product of codes.
+
+        The true product is scale times the product of codes, plus zero times the sum of the other
+        operand.
+        """
         if zero is None:
             return (scale if values else arith.mulf(scale, self.factor),)
         # Codes come 8 too large.
@@ -130,8 +134,10 @@ def weights_of(scores, top) -> list:
 
 
 def right_operand(weights, numbers, zeros: list, codes: Codes) -> list:
-    """A tile's weights times the values' scales, transposed, by group; what zero points they meet
-    is added to ``zeros``, [group][head]."""
+    """Return a tile's weights times the values' scales, transposed, by group.
+
+    The weights' products with the zero points are added to ``zeros``, [group][head].
+    """
     right = []
     for of in range(codes.groups):
         w = weights

@@ -18,7 +18,7 @@ from pallas_kernels.cpu import pages
 from pallas_kernels.cpu.weight import TILE, CpuWeight, WeightForm, by_tile
 
 _AT_ONCE = 1 << 12  # blocks
-_ROWS = 1 << 10  # of which a zero is looked for at a time
+_ROWS = 1 << 10  # rows in which a zero is searched at a time
 
 
 def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight | None:

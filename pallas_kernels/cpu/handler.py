@@ -73,7 +73,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class CpuPlan:
-    """How a handler computes an op's call (``dispatch.Plan``): what runs, on which instructions."""
+    """How a handler computes an op's call (``dispatch.Plan``): the program and the target."""
 
     kernel: ClassVar[str] = ""  # an op's own
     implementation: ClassVar[str] = "cpu"

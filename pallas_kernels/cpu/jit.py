@@ -133,7 +133,7 @@ def _compiled(program: Program, on: Target) -> Compiled:
 
 
 def _loaded(data: bytes, on: Target) -> tuple[int, Any]:
-    """(the address of an object file's ``entry``, what holds its code)."""
+    """Return (the address of an object file's ``entry``, the object that keeps its code alive)."""
     image = elf.load(data)
     if image is not None:
         return image.symbols["entry"], image

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 RUN_BYTES = 1 << 16  # about the largest number of bytes of w in a chunk
 RUNS = 16  # chunks at least, where there are so many tiles
-ALONE_BYTES = 1 << 15  # of w that are not worth another thread
-# Bytes from what is multiplied to what is asked for: with one row int4 goes from 70 to 93% of the
-# rate at which one thread reads memory, int8 from 88 to 97%; with 4 and 8 rows SmolLM2's products
-# take 26% and 16% less; 2 to 8 KB are alike, and 512 rows do not mind.
+ALONE_BYTES = 1 << 15  # bytes of w that are not worth another thread
+# Distance of the prefetch in bytes.  With one row it takes int4 from 70 to 93% of the rate at which
+# one thread reads memory, and int8 from 88 to 97%.  With 4 and 8 rows SmolLM2's products take 26%
+# and 16% less time.  Distances of 2 to 8 KB are alike; 512 rows show no difference.
 AHEAD = 4096
-# AVX2 has 16 registers, so that sums of many rows lie in the first-level cache, and beside them w's
-# codes, unpacked once for so many rows.  Four rows at a time share what is loaded of the codes.
+# AVX2 has only 16 registers.  So sums of many rows lie in the first-level cache, beside codes of w
+# that are unpacked once for HELD_ROWS rows.  Four rows at a time share each load of the codes.
 HELD_ROWS, AT_ONCE, LEAST_HELD = 64, 4, 4
 _LARGEST = 3.4028234663852886e38  # finite float32
 _SUMS = TILE * 4  # bytes of a row's
@@ -181,7 +181,7 @@ class _Body:
         self.padded_k = b.udiv(self.tile_bytes, e.i64(TILE * program.bits // 8))
         self.blocks = b.udiv(self.padded_k, e.i64(program.block))
         self.groups = call.argument_dim(2, 1)
-        # The scratch array: codes, their scales, what sums begin with, sums of groups.
+        # The scratch array: codes, their scales, initial values of sums, sums of groups.
         self.codes = call.result(1)
         self.x_scales = e.at(self.codes, b.mul(self.n_rows, self.padded_k))
         by_block = b.mul(b.mul(self.n_rows, self.blocks), e.i64(4))
@@ -419,8 +419,11 @@ class TilesOfRows(_Body):
             e.store(value, pointer, b.mul(row, e.i64(_SUMS)), align=64)
 
         def each(body: Callable[[list[Value]], None]) -> None:
-            """Four rows at a time; the last one stands for those that there are not.  All of them
-            are read before one is written, so that it is computed again and not added twice."""
+            """Run the body for four rows at a time; the last row replaces rows that do not exist.
+
+            All four are read before one is written.  So the last row is computed again, and its
+            sum is not added twice.
+            """
             e.loop(
                 count,
                 lambda j: body([e.least(b.add(j, e.i64(i)), last) for i in range(AT_ONCE)]),

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pallas_kernels.cpu.frame import CallFrame
 
 VALUES = 32  # between two visits to the sums in memory
-AHEAD = 1 << 16  # bytes from what is read to what is asked for, so that weighing waits for nothing
+AHEAD = 1 << 16  # distance of the prefetch in bytes, so that the weights' loop does not wait
 EPS, SCALE, WINDOW = range(3)  # attributes, in the order of their names
-MOST_AHEAD = 64  # tokens, for the place of each is looked up
+MOST_AHEAD = 64  # tokens at most, because the place of each is looked up
 
 
 def ahead(form: CacheForm) -> int:
-    """Tokens from what is read to what is asked for."""
+    """Return the distance of the prefetch in tokens."""
     tokens = AHEAD // (form.heads * form.bytes) // KEYS * KEYS
     return min(max(tokens, KEYS), MOST_AHEAD)
 
@@ -219,8 +219,11 @@ class KeyPart(Write):
     # --- before -------------------------------------------------------------------------------
 
     def find(self, owner: Value, begin: Value, first: Value, left: Value) -> None:
-        """The places of a part's tokens from ``begin`` on, of which the row has ``left``; those
-        before ``first`` are not seen, and it stands for them."""
+        """Find the places of a part's tokens from ``begin`` on.
+
+        left: tokens that the row has from there on.  first: the first token that is seen; its place
+        replaces those of the tokens before it.
+        """
         e, b = self.e, self.b
         many = e.least(left, e.i64(PART + self.ahead))
 
@@ -239,7 +242,10 @@ class KeyPart(Write):
             e.loop(PART + self.ahead, lambda j: keep(last, j), start=many)
 
     def ask(self, count: Value) -> None:
-        """For the first keys; what follows asks for those behind, the values, the next part."""
+        """Prefetch the first ``count`` keys.
+
+        The loops after it prefetch the later keys, the values and the next part.
+        """
         e = self.e
 
         def one(j: Value) -> None:

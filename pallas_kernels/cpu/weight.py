@@ -276,7 +276,7 @@ def _narrow(v: np.ndarray) -> np.ndarray:
 
 
 def _on_large_pages(leaf: Any) -> Any:
-    """A large float array, copied to large pages; what is small, traced or no array stays."""
+    """Copy a large float array to large pages; return any other leaf unchanged."""
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, np.ndarray | jax.Array):
         return leaf
     if leaf.nbytes < pages.PAGE or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -346,7 +346,7 @@ def _unpacked(q: Any, form: WeightForm) -> Any:
 
 
 def _affine(q: Any, scale: Any, zero: Any, w: CpuWeight) -> QTensor:
-    """Codes as they are kept, with what makes a QTensor of them."""
+    """Return the QTensor of stored codes, with their scales and zero points."""
     form = w.form
     if form.bits == 4 and not (form.minimum or (zero is not None and zero.dtype == np.int8)):
         q = q - np.int8(8)

@@ -51,8 +51,8 @@ from pallas_kernels.recurrence.channels import (
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
-# Tiles, by halves of the channels; those of S^T and E^T by value and key channels.  The right names
-# are what takes their places.
+# Tiles, by halves of the channels; those of S^T and E^T by value and key channels.  On one line,
+# the names on the right reuse the place of the names before them.
 _V = _R = _U = 0
 _K = _R_LOW = 2
 _X = 4
@@ -100,9 +100,11 @@ def _diagonal_call(ctx, out, x) -> None:
 
 
 def _symmetric(tiles, lower, upper) -> None:
-    """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
-    and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
-    16 x 16 blocks on the diagonal."""
+    """Store G + G^T without a diagonal, from the words of G and of G^T below the diagonal.
+
+    The layout is that of ``gla.products``: a second tile has the pairs of the levels 1 to 8 of the
+    16 x 16 blocks on the diagonal.
+    """
     symmetric = _Symmetric(lower, upper)
     symmetric.rows.store_tile(tiles, symmetric.whole())
     levels = symmetric.levels()

@@ -150,7 +150,7 @@ class _Levels:
                 self.add_first(h, m, e, *values)
 
     def add_either(self, h: int, m: int, e: int, f, asked, seen, y_q, y_k) -> None:
-        """The lane's bit tells the half."""
+        """Add the terms of a query or a key row; the lane's bit selects the half."""
         d_q, d_k, flux, bit = self.d_q[h][m], self.d_k[h][m], self.flux[h][m], self.bit
         both = arith.addf(asked, seen)
         d_q[e] = arith.addf(d_q[e], arith.select(bit, arith.mulf(f, asked), p.cf(0.0)))
@@ -215,10 +215,10 @@ def levels(words, pairs) -> list:
 
 
 def finish(words, states, gates_out, diagonal, through, state) -> None:
-    """dq, dk and dlog_decay: to the tiles ``ASKED`` and ``SEEN``, and to two tiles of their own.
+    """Write dq and dk to the tiles ``ASKED`` and ``SEEN``, and dlog_decay to two other tiles.
 
-    states: address of the tiles ``ASKED``, ``SEEN``, ``KEYS``.  diagonal: of dP's diagonal, 64
-    floats.  through: of exp(G_64) <S, E>, 64 floats.  state: what ``levels`` gave.
+    states: address of the tiles ``ASKED``, ``SEEN``, ``KEYS``.  diagonal: address of dP's diagonal,
+    64 floats.  through: address of exp(G_64) <S, E>, 64 floats.  state: the result of ``levels``.
     """
     lane = ChannelLane()
     columns, moved = lane.column_matrices(words), lane.column_matrices(states)

@@ -1,16 +1,20 @@
 """The gated delta rule on Hopper: the Mosaic GPU kernels put together.
 
-``kernel_chunks``, for a decay of every key channel ``kernel_channels``, does what a chunk's tokens
-do among themselves, all chunks at once, and ``kernel_scan`` passes the state over the chunks.
-Where there are too few heads to fill the GPU a row is cut into segments, whose first states follow
-from a scan of each from zero, and of the identity, which finds the matrix that the segment
-multiplies its first state by.  Backwards ``gradients_kernel_scan`` passes the state's gradient back
-over the chunks, and ``gradients_kernel_chunks`` finds the others; for a decay of every key channel
-``gradients_channels_products`` and ``gradients_channels`` do.
+``kernel_chunks`` computes the products among a chunk's tokens, for all chunks at once.  With a
+decay for every key channel ``kernel_channels`` does that.  ``kernel_scan`` then passes the state
+over the chunks.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length; Dk
-64 or 128, forwards and with a decay a head 256; Dv a multiple of 64, padded here with channels of
-zeros to one of 128 where it is none, backwards up to 128.  Everything is read and written in
+If there are too few heads to fill the GPU, a row is cut into segments.  One scan of each segment
+starts from zero.  Another starts from the identity and gives the matrix by which the segment
+multiplies its first state.  Both together give the first states of all segments.
+
+Backwards, ``gradients_kernel_scan`` passes the state's gradient back over the chunks, and
+``gradients_kernel_chunks`` computes the other gradients.  With a decay for every key channel
+``gradients_channels_products`` and ``gradients_channels`` do that.
+
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length.  Dk
+is 64 or 128, or 256 in the forward pass with one decay a head.  Dv is a multiple of 64, at most 128
+in the backward pass; zero channels pad it to a multiple of 128.  Everything is read and written in
 [B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
 new segment.
 
@@ -42,13 +46,16 @@ from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.operands import operands_reason, padded
 from pallas_kernels.recurrence.states import VALUE_BLOCK
 
-LEAST_BETA = 1e-10  # what a token's gradients are divided by, for a decay a key channel
+LEAST_BETA = 1e-10  # least divisor of a token's gradients, with a decay for each key channel
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPlan:
-    """segments: parts of a row that are scanned side by side.  backward: whether the gradients have
-    kernels too."""
+    """The division of a call.
+
+    segments: parts of a row that are scanned side by side.  backward: do the gradients have kernels
+    too?
+    """
 
     kernel: ClassVar[str] = "gated_delta_mosaic"
     segments: int
@@ -72,9 +79,11 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Delt
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 128) -> int:
-    """Segments per row: those of the least time, by what an H200 takes: 1.4 us (Dk = 256: 2) for a
-    chunk of each wave of blocks, or what memory gives, and 18 for one more segment's first state
-    and ends."""
+    """Return the number of segments of a row with the least predicted time on an H200.
+
+    A chunk of each wave of blocks takes 1.4 us (Dk = 256: 2), or the time of its memory traffic.
+    The first state and the ends of one more segment take 18 us.
+    """
     wide = dk > 128  # blocks of 64 value channels, not 128
     blocks = n_rows * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
     of_identity = n_rows * n_heads * (1 + wide) ** 2
@@ -94,9 +103,12 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 12
 def segment_starts(
     local: jax.Array, transitions: jax.Array, start: jax.Array | None, reverse: bool = False
 ) -> jax.Array:
-    """States at the segments' starts, [B, H, segments, Dk, Dv], from those at their ends that began
-    at zero and the matrices [B, H, segments, Dk, Dk] by which a segment multiplies its first state.
-    reverse: the states' gradients at the segments' ends, from those at their starts."""
+    """Return the states at the segments' starts, [B, H, segments, Dk, Dv].
+
+    local: states at the segments' ends, each scanned from zero.
+    transitions: matrices [B, H, segments, Dk, Dk] by which a segment multiplies its first state.
+    reverse: return the states' gradients at the segments' ends, from those at their starts.
+    """
     n = local.shape[2]
     state = jnp.zeros_like(local[:, :, 0]) if start is None else start
     states = [state] * n
@@ -109,7 +121,7 @@ def segment_starts(
 
 
 def _starts(operands, start, lengths, segments):
-    """(``start`` of ``scan``, the segments' transitions)."""
+    """Return (the argument ``start`` of ``scan``, the segments' transitions)."""
     if segments == 1:
         return None if start is None else start[:, :, None], None
     (ends,) = scan(*operands, lengths=lengths, segments=segments, want="transitions")

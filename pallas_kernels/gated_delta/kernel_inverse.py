@@ -107,7 +107,7 @@ class InverseRows(ThreadPlace):
 
 
 def split(pair):
-    """Two floats as two words of bf16 pairs: high, and what is left of them, low."""
+    """Split two floats into two words of bf16 pairs: the rounded values, and their remainders."""
     high = p.pack(*pair)
     rest = [arith.subf(x, f(high)) for x, f in zip(pair, (p.widen, p.widen_high), strict=True)]
     return high, p.pack(*rest)

@@ -225,7 +225,7 @@ class _Scan:
         return state
 
     def inside(self, c, x):
-        """x, zeros for what is past the row's end."""
+        """Return x with zeros past the row's end."""
         if self.gmem.lengths is None:
             return x
         token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
@@ -248,7 +248,7 @@ class _Scan:
         return [acc[...] for acc in accs]
 
     def store_border(self, c, state, rounded) -> None:
-        """The state at the chunk's start, and what rounding takes off it."""
+        """Store the rounded state at the chunk's start, and its remainder from rounding."""
         gmem, facts, (b, head) = self.gmem, self.facts, (self.row, self.head)
         write_rows(facts.dk, facts.dk)(gmem.borders.at[b, head, c, self.columns], rounded)
         for part, at in enumerate(facts.parts):

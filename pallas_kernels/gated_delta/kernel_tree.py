@@ -1,9 +1,9 @@
 """Register work of ``gated_delta.kernel_channels``: q k^T and k k^T of a chunk whose decay is one
 number a key channel, by ``gla.gates``'s tree.
 
-With p and t the products of a = exp(log_decay) from a block's start to a row, and from behind it to
-the block's end, rows i and j of a chunk meet at the level s at which i lies in the second and j in
-the first half of one block of 2s rows: exp(G_i - G_j) = p_i t_j, two numbers in [0, 1].  A level
+Let a = exp(log_decay).  p is the product of a from a block's start to a row, t that from after the
+row to the block's end.  Rows i and j of a chunk meet at one level s: there i lies in the second and
+j in the first half of one block of 2s rows.  exp(G_i - G_j) = p_i t_j, both in [0, 1].  A level
 inside a warp's 16 rows is one mma per 16 channels: on the left its 8 rows q p, then 8 rows k p, on
 the right its 8 rows k t; of the 64 pairs those of one block count.  Levels 16 and 32 exchange the
 warps' products, and have one block of 16 x 16 for each warp and product, two at most.
@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 SLOTS = Slot(0, 7, 1, 1, 2), Slot(5, 8, 3, 4, 3)
 TILES = 9
 MIXED = 6  # the right operands of the levels, or rows q p of levels 16 and 32
-SCORES, KEYS = 0, 2  # two tiles each, [64, 64] float32: what P and A are made of
+SCORES, KEYS = 0, 2  # two tiles each, [64, 64] float32: the products for P and A
 BLOCKS = 4  # two tiles for the inverse's blocks
 TABLE, BETA, WORDS = 0, 1024, 320  # of the scratch: bytes, and how many words in all
 

@@ -60,8 +60,11 @@ class DeltaTokenPlan:
 def _launched(
     shape: DeltaTokenShape, operands: DeltaTokenOperands, rows: int, out: Any, refs: Any
 ) -> Any:
-    """Launch the kernel, and return results of the types ``out``, of which the last five may be
-    what is kept.  rows: of the state; refs: (state, last)."""
+    """Launch the kernel and return results of the types ``out``.
+
+    The last five results may be the operands for a later commit.  rows: number of rows of the
+    state.  refs: (state, last).
+    """
     state, last = refs
     layers = len(state) if isinstance(state, tuple) else 1
     given = operands._replace(state=state, last=last)._asdict()

@@ -63,7 +63,7 @@ class DeltaTokenShape:
 
 
 class DeltaTokenOperands(NamedTuple):
-    """Device memory of a call; None for what it does not have."""
+    """Device memory of a call; an array that the call lacks is None."""
 
     qkvz: Any = None
     ba: Any = None
@@ -114,8 +114,8 @@ class Token:
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
         self.key_head = arith.divui(self.head, p.ci(shape.group))
         keys = shape.key_heads * shape.dk
-        # A thread's channel of q or k, of which there are as many as threads, and of v, where
-        # those beyond do as the others do.
+        # A thread's channel of q or k, and of v.  There are as many channels of q and k as threads.
+        # Threads beyond the channels of v repeat the work of others.
         self.is_key = p.less(p.ci(shape.dk - 1), self.thread)
         self.channel = p.masked(self.thread, shape.dk - 1)
         of_head = p.add(p.mul(self.key_head, shape.dk), self.channel)
@@ -284,7 +284,10 @@ class Token:
         p.when(p.less(self.lane, 1), store)
 
     def convolved(self) -> Callable[[], None]:
-        """q, k and v of all tokens.  Returns what stores the new last inputs, or the draft."""
+        """Compute q, k and v of all tokens.
+
+        Returns a function that stores the new last inputs, or the draft.
+        """
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
         of_qk, of_v = (
             self.activated(x, feature) for x, feature in ((qk, self.feature), (v, self.v_feature))
@@ -351,8 +354,10 @@ class Token:
             p.when(p.less(self.thread, COLUMNS), of_value_head)
 
     def taken(self, count: Any):
-        """(decay and beta of each token, what stores the last inputs) where ``count`` of the tokens
-        that were kept are taken; the others change nothing."""
+        """Accept ``count`` of the draft's tokens; the others change nothing.
+
+        Returns (decay and beta of each token, a function that stores the last inputs).
+        """
         shape, memory, gates = self.shape, self.memory, []
         for t in range(shape.tokens):
             stays = p.less(p.ci(t), count)

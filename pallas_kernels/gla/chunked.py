@@ -147,7 +147,7 @@ def _group_backward(
     a = _chunk_attention(q, k, levels, dtype)
     states, _ = _chunk_states(k, x.v, prefix, suffix, state, dtype)
 
-    # The state's cotangent runs backward over the same scan, fed by what each chunk's output reads.
+    # The state's cotangent runs backward over the same scan.  Each chunk's output adds to it.
     reads = dot("...cd,...ce->...de", q * q_decay, d_o, dtype)
     d_after, d_state = _state_scan(whole, reads, d_final, dtype, reverse=True)
 

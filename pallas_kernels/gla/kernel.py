@@ -97,9 +97,9 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
 
 
 def segment_starts(local, decay, start, lengths, n_segments, *, reverse=False):
-    """States at the start of every segment from the segments' own: [B, H, segments, Dk, Dv].
+    """Return the state at the start of every segment, [B, H, segments, Dk, Dv].
 
-    local: every segment's final state from a zero start; decay [B, H, NC, Dk].
+    local: every segment's final state from a zero start.  decay: [B, H, NC, Dk].
     """
     b, h, nc, dk = decay.shape
     per = -(-nc // n_segments)

@@ -196,7 +196,7 @@ class _Scan:
         plgpu.copy_smem_to_gmem(staged.at[self.warpgroup], to)
 
     def clear_values(self, values, left) -> None:
-        """Zeros for what is past the row's end."""
+        """Replace values past the row's end by zeros."""
         tile = plgpu.load(values, layout=_WGMMA)
         token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_WGMMA)
         values[...] = jnp.where(token < left, tile, jnp.zeros_like(tile))

@@ -57,8 +57,10 @@ class GlaStepShape:
 
 
 class GlaStepOperands(NamedTuple):
-    """Device memory of a call; None for what it does not have.  k, v, log_decay and state may be
-    tuples, of layers."""
+    """Device memory of a call; an array that the call lacks is None.
+
+    k, v, log_decay and state may be tuples with one array for each layer.
+    """
 
     q: Any = None
     k: Any = None
@@ -195,8 +197,11 @@ class GlaStepLayout:
         p.when(p.less(self.warp, min(shape.warps, shape.tokens)), finish)
 
     def prefetch(self, rows: int, count: int) -> None:
-        """Asks for what is known before the kernel before has ended: the first ``count`` of the
-        warp's ``rows`` of the state, a lane each, and the decays' weights."""
+        """Prefetch memory that the previous kernel does not write, before it has ended.
+
+        That is the first ``count`` of the warp's ``rows`` of the state, one a lane, and the decays'
+        weights.
+        """
         shape = self.shape
         size, pitch = 4 * shape.columns, 4 * shape.dv
         state = p.offset(self.memory.state, self.whole_head, pitch * shape.dk)
@@ -264,7 +269,7 @@ class GlaStepLayout:
                 p.when(p.less(d, shape.dk), functools.partial(entry, d))
 
     def load_channel(self, t: int, d: Any, key: Any):
-        """(q, k, of the decay the low rank's values, or itself)."""
+        """Load one channel: (q, k, the low-rank values of the decay or the decay itself)."""
         shape, q = self.shape, None
         if self.memory.q is not None:
             q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)))

@@ -191,7 +191,7 @@ def own_token(
 
 
 def _check(streams, decay, norm, lengths, state) -> None:
-    """ValueError that names the operand for what no layer's tokens have."""
+    """Raise ValueError that names the operand, if the operands fit no layer."""
     op, lines = "gla_token", _OPERANDS
     if lengths is None:
         op, lines = "gla_tokens", _OF_SEVERAL

@@ -1,4 +1,4 @@
-"""One call of a product as what chooses its kernel sees it: shapes and dtypes, no values."""
+"""One call of a product as the planners see it: shapes and dtypes, no values."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class MatmulCall:
 
     @property
     def alone(self) -> bool:
-        """Is nothing fused but what the kernels of many rows fuse, SwiGLU behind plain weights?"""
+        """Is nothing fused, except SwiGLU after plain weights, which many-row kernels fuse too?"""
         return self.norm is None and self.residual is None and (self.plain or not self.swiglu)
 
 

@@ -1,8 +1,8 @@
 """Which kernel computes a product: the one with the shortest predicted time, or XLA's form.
 
-On a CPU ``cpu.matmul.plan`` is asked, of a weight in its layout.  On a GPU the planner of each
-kernel says how it would divide a call, or why it has no plan for it; ``predict`` says how long
-each plan and XLA's form would take.  The plan that is found is what the kernel is launched with.
+On a CPU ``cpu.matmul.plan`` plans calls with a weight in its layout.  On a GPU the planner of each
+kernel returns its division of a call, or why it has none.  ``predict`` predicts the times of each
+plan and of XLA's form.  The kernel is launched with the chosen plan.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def fused_matmul(
 
 
 def _fused_run(x: jax.Array, w: _Weight, around: Around, plan: Plan) -> _Result:
-    """Compute a fused product by the plan, and tell ``explain`` of it."""
+    """Compute a fused product by the plan, and record the choice for ``explain``."""
     find: Find = lambda: plan  # noqa: E731
     choose_plan("quantized_matmul", None, find, x, w, *around.arrays, cpu=find)
     return run(x, w, around, plan, None)

@@ -224,7 +224,7 @@ def planners(
 
 
 def _call(x: jax.Array | QTensor, w: _Weight, around: Around) -> MatmulCall:
-    """Return what the planners see of a product."""
+    """Return a product's call, as the planners see it."""
     gamma, residual, pending = around.arrays
     return MatmulCall.of(
         x,
@@ -457,7 +457,7 @@ def _around(
     residual: jax.Array | None,
     pending: jax.Array | None,
 ) -> Around:
-    """Return what stands around the product of a fused call."""
+    """Return the work around the product of a fused call."""
     call = static.call
     assert call is not None
     norm = None if gamma is None or call.eps is None else (gamma, call.eps)  # both or neither

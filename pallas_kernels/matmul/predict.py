@@ -129,10 +129,10 @@ def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
 
 
 def xla_us(call: MatmulCall) -> float:
-    """XLA's form of the product, and of what the call has around it."""
+    """Return the predicted time of XLA's form of the product and of the work around it."""
     fitted, times = _fitted(call)
     around = MatmulWork("xla around", around_work(fitted), ())
-    # Measured times are sums over kernels, without what lies between two of them.
+    # Measured times are sums over kernels, without the gaps between kernels.
     more = (call.norm, call.residual, call.pending, call.low_rank)
     kernels = sum(part is not None for part in more) + call.swiglu
     between = kernels * gpu().costs["between kernels"].start

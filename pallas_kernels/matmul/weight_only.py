@@ -94,7 +94,7 @@ def _scaled(
     scale: jax.Array,
     zero: jax.Array | None,
 ) -> jax.Array:
-    """Sums of x times codes as sums of x times what they stand for; ones: sums of x alone."""
+    """Turn sums of x times codes into sums of x times weights; ones: sums of x alone."""
     scale = scale.astype(jnp.float32)
     if zero is None or ones is None:
         return sums * scale

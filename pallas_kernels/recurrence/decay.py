@@ -1,4 +1,4 @@
-"""Sums of log_decay over parts of a chunk: what the chunkwise form of GLA takes exponentials of.
+"""Sums of log_decay over parts of a chunk: the exponents of the chunkwise form of GLA.
 
 For ``g[..., C, D]`` with C a power of two, row i has one sum per level s = 1, 2, 4 .. C/2 of a
 binary tree of blocks, and two for the whole chunk:

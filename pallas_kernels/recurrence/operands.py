@@ -34,7 +34,7 @@ def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str
 
 
 def padded(x: jax.Array | None) -> jax.Array | None:
-    """Zero channels up to whole blocks: they are a state of zeros that nothing else reads."""
+    """Pad x with zero channels to whole blocks; their state is zeros and nothing else reads it."""
     if x is None or x.shape[-1] % VALUE_BLOCK == 0:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])

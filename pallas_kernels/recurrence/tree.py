@@ -135,7 +135,7 @@ class Borders:
             self.after.append(arith.mulf(*left))
 
     def whole(self, own):
-        """The decay of all 64 rows, for that of the warp's own."""
+        """Return the decay of all 64 rows from ``own``, the decay of the warp's rows."""
         return times(times(own, self.near), self.across)
 
 

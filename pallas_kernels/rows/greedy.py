@@ -1,5 +1,4 @@
-"""The end of a greedy decode step: the likeliest token, its log-probability, and what a loop of
-steps keeps of them.
+"""The end of a greedy decode step: the likeliest token, its log-probability, and the loop's state.
 
     token   = the first largest logit              logprob = log_softmax(logits)[token]
 

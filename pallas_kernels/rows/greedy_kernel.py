@@ -89,7 +89,7 @@ class _Greedy:
     def run(self) -> None:
         gmem, lane = self.gmem, self.lane
         p.when(p.less(self.thread, 1), self.initialise)
-        p.cluster_arrive()  # nobody sends before all have begun
+        p.cluster_arrive()  # no block sends before all have begun
         p.await_kernel()
         self.row = [p.load_global(p.address(gmem.rows), 1, 4 * i)[0] for i in range(5)]
         self.stop = None  # the lane's stop token

@@ -43,7 +43,7 @@ class RecurrentState:
 
 
 class Convolved(Protocol):
-    """Tokens of a draft: what the short convolutions read of them, each ``[B, T, features]``."""
+    """Tokens of a draft; conv: their inputs of the short convolutions, ``[B, T, features]``."""
 
     @property
     def conv(self) -> tuple[jax.Array, ...]: ...

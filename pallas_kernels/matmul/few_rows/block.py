@@ -42,7 +42,7 @@ class TileBlock:
             cluster, rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         else:
             cluster, rank = p.register("ctaid.x"), p.ci(0)
-        # Warps without columns of their own repeat the last one's; nobody reads their sums.
+        # Warps without their own columns repeat those of the last warp; their sums are not read.
         working = p.minimum(warp, plan.warps - 1)
         k0 = p.mul(p.add(p.mul(rank, plan.warps), working), plan.k_warp)
         block = cls(plan, scheme, n, k, thread, warp, lane, row, quad, cluster, rank, working, k0)

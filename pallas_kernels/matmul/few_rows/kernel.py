@@ -34,9 +34,12 @@ def matmul(
     pending: jax.Array | None = None,
     plan: RowPlan | TilePlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """x [M, K] bf16 or f16, w [N, K] -> [M, N]; ``plan`` says what else is asked of them.
-    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [M, K], f32
-    or x's dtype: to be added to x before the norm; the result is then a pair, with the sum."""
+    """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
+
+    ``plan`` has further conditions.  gamma [K], eps: of a norm of x.  residual: has the result's
+    shape and dtype.  pending [M, K], f32 or x's dtype: is added to x before the norm; the result is
+    then a pair, with the sum.
+    """
     (m, k), n = x.shape, w.shape[0]
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)

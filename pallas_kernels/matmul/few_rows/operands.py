@@ -47,7 +47,7 @@ class FewRowsOperands:
             p.when(p.less(thread, 1), lambda: p.prefetch(self.gamma, size))
 
     def eight(self, name: str, at: Value) -> list[Value]:
-        """8 neighbours of gamma or of what is pending, as floats."""
+        """Load 8 neighbouring values of gamma or of the pending term, as floats."""
         if self.kinds[name] != "f32":
             return floats(p.load_global(at, 4))
         return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32")]

@@ -1,8 +1,7 @@
 """Which kernel of few rows takes a product, and how it divides ``x[M, K] w[N, K]^T`` among the
 blocks and warps of an H200: arithmetic only.
 
-``row`` is the kernel of one row, ``tile`` that of up to 16; their docstrings tell what the parts
-do.
+``row`` is the kernel of one row, ``tile`` that of up to 16; their docstrings describe the parts.
 """
 
 from __future__ import annotations
@@ -300,7 +299,7 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     if not slices(k, scheme.bits, m):
         wanted = scheme.columns
         return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
-    # Room for a bias is asked for in any case: who fuses what does not know of one.
+    # The plan always reserves room for a bias, because the planner of fused calls does not see it.
     fused = {"residual": call.residual is not None, "pairs": call.swiglu}
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:

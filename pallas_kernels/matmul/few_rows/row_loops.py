@@ -1,7 +1,7 @@
 """How a warp multiplies a row of w by x: the inner part of the kernel of one row.
 
-``row`` brings the codes and ends the sums.  A loop says how x lies in shared memory (``store_x``),
-what becomes of a group of loads (``group``) and what of a row's sum a lane has (``totals``).
+``row`` loads the codes and ends the sums.  A loop class has three methods: ``store_x`` lays x out
+in shared memory, ``group`` multiplies a group of loads, ``totals`` returns a lane's part of a sum.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Nibbles:
         return [scale] if self.zeros is None else [scale, p.offset(self.zeros, row, groups)]
 
     def vectors(self, places, chunk: int):
-        """The scale of the lane's group, and what is taken off its pairs of codes."""
+        """Return the scale of the lane's group, and the offset subtracted from pairs of codes."""
         at, start = places[0], 8 * self.scheme.scale_bytes * chunk
         if self.scheme.scale_kind == "f32":
             scale = p.load_global(at, 1, start, "f32")[0]

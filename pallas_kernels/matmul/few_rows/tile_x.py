@@ -258,7 +258,7 @@ class NormedX:
                 store()
 
     def load_pending(self, token, index):
-        """8 columns of what is to be added to a token, as floats."""
+        """Load 8 columns of a token's pending term, as floats."""
         size = BYTES[self.operands.kinds["pending"]]
         at = p.offset(self.operands.pending, token, size * self.block.k)
         at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), size)

@@ -1,4 +1,4 @@
-"""The products of many rows on Hopper: a plan's kernel, and what is prepared for it.
+"""The products of many rows on Hopper: the kernel of a plan, and the preparation of its operands.
 
 Weights stay in the plain ``[N, K]`` layout; int4 stays packed up to the registers.
 

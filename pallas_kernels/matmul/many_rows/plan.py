@@ -206,10 +206,12 @@ def stream_tile(
     swiglu: bool = False,
     sources: tuple[int, ...] = (),
 ) -> PairTile:
-    """For one tile of rows, where the bytes of w [N, row_bytes] decide: what an SM copies at 80
-    bytes a nanosecond, or all of w at the memory's 4200, and a microsecond to add the two halves of
-    a split K.  At M = 64 it is within 10% of what was measured, less the 4 us that every launch
-    takes; of equals the one that copies least.
+    """Return the tile for one tile of rows, where the bytes of w [N, row_bytes] decide.
+
+    The predicted time is the larger of an SM's copies at 80 bytes a nanosecond and all of w at the
+    memory's 4200.  Adding the two halves of a split K takes one more microsecond.  At M = 64 the
+    prediction is within 10% of the measured time less the 4 us of every launch.  Among equal tiles
+    it takes the one that copies least.
 
     swiglu: K is not split, and a warpgroup has at least 16 columns of gate.
     sources: as of ``pair_tile``.
@@ -254,7 +256,7 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
 
 
 def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
-    """For one tile of tokens: what gives the busiest block the least to do."""
+    """Return the tile, for one tile of tokens, that gives the busiest block the least work."""
 
     def cost(option):
         tile, us = option

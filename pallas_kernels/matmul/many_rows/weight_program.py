@@ -96,7 +96,7 @@ class WeightBlock:
 
 
 class _Feeder:
-    """The copies: x, w and what comes with a slot into the ring, vectors once a tile."""
+    """The copies: x, w and the parameters of a slot go into the ring, vectors once a tile."""
 
     def __init__(self, block: WeightBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier

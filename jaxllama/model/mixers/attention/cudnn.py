@@ -87,7 +87,7 @@ def extend(
     longest = jnp.max(n_past)
 
     def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
-        # The last block may overhang the capacity: it is moved back, and what was done, out of it.
+        # A last block that exceeds the capacity begins earlier; a roll moves keys done to its end.
         begin = jnp.minimum(index * block, capacity - block)
         n_keys = jnp.clip(n_past - index * block, 0, block)
 

@@ -13,10 +13,10 @@ Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``mixers.attention.
 says, because it is a matter of what a token is, not of how many come at once: generated tokens do,
 a prompt's do not.
 
-An int4 cache is kept in a basis of its own: what writes it brings the queries into it too, what
-comes out passes ``from_cache_basis`` (``pallas_kernels.attention.rope_cache``; decoding, by the
-kernels).  o's weights could hold that last rotation; they do not, because one set of weights serves
-caches of every dtype.
+An int4 cache is stored in a rotated basis.  The op that writes it rotates the queries too, and
+``from_cache_basis`` rotates the result back (``pallas_kernels.attention.rope_cache``); in decoding
+the kernels do so.  o's weights could include that last rotation.  They do not, because one set of
+weights serves caches of every dtype.
 """
 
 from __future__ import annotations
@@ -303,8 +303,10 @@ _ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
 
 
 def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
-    """A cache without a table as pages, and their table; a page is no longer than what the XLA
-    form reads at once, if that divides the rows."""
+    """Return a cache without a table as pages, and their table.
+
+    A page is one block of the XLA form, if that divides the rows, else a whole row.
+    """
     rows, capacity = cache.k.shape[:2]
     page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
     pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)

@@ -1,6 +1,7 @@
-"""An attention layer's parameters, and what follows from them.
+"""The parameters of an attention layer, and functions of them.
 
-How a mesh splits them, where a scale can be absorbed, how many operations a token takes.
+They say how a mesh splits the parameters, where a scale can be absorbed, and how many operations a
+token takes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
 
 
 def heads(cfg: ModelConfig) -> int:
-    """Shards of which each has a head."""
+    """Return the largest number of shards that each have a head."""
     return cfg.n_heads
 
 

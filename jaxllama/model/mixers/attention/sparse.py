@@ -92,7 +92,7 @@ def heaviest(
     table = quotas(sparsity, capacity)
     keep = 1 + int(table[-1])
     _, index = lax.top_k(ranked, keep)
-    kept = jnp.take_along_axis(weights, index, axis=-1)  # 0 for what the window hides
+    kept = jnp.take_along_axis(weights, index, axis=-1)  # 0 for keys outside the window
     quota = 1 + jnp.asarray(table).at[positions].get(mode="clip")
     used = jnp.arange(keep, dtype=jnp.int32) < quota[:, :, None, None]
     return index, jnp.where(used, kept, 0.0)

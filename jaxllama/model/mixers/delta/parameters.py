@@ -1,6 +1,7 @@
-"""A gated delta layer's parameters, and what follows from them.
+"""The parameters of a gated delta layer, and functions of them.
 
-How a mesh splits them, where a scale can be absorbed, how many operations a token takes.
+They say how a mesh splits the parameters, where a scale can be absorbed, and how many operations a
+token takes.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def table(
 
 
 def heads(cfg: ModelConfig) -> int:
-    """Shards of which each has a head."""
+    """Return the largest number of shards that each have a head."""
     assert cfg.delta is not None
     return cfg.delta.n_k_heads
 

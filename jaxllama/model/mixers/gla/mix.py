@@ -59,8 +59,11 @@ _LEAST = 1e-10  # what is added to a normalizer, as flash-linear-attention does
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GLATokens:
-    """T tokens that a state may yet take: k, v and log_decay ``[B, T, H, D]``, and what the short
-    convolutions read, each ``[B, T, features]``."""
+    """T tokens of a draft that a state may accept later.
+
+    k, v, log_decay: ``[B, T, H, D]``.  conv: the inputs of the short convolutions, each
+    ``[B, T, features]``.
+    """
 
     kind: ClassVar[str] = "gla"
     k: jax.Array
@@ -121,7 +124,7 @@ def mix(
 def _convolve(
     p: Params, streams: dict[str, Columns], state: RecurrentState | None, at: At
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Put q, k and v through their convolutions -> (the convolutions' states, what they read)."""
+    """Apply the convolutions to q, k and v; return (the convolutions' states, their inputs)."""
     batch, n_new, _ = streams["q"].rows.shape
     past = (None,) * 3 if state is None or state.conv is None else state.conv
     after: list[jax.Array] = []
@@ -286,7 +289,7 @@ def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Arra
     weight = p["g_norm"]["weight"] if gla.norm_weight else jnp.ones(o.shape[-1:], dtype)
     if gla.output_norm == "layer":
         o = o.astype(jnp.float32)
-        o = o - jnp.mean(o, axis=-1, keepdims=True)  # of what is left the RMS is the deviation
+        o = o - jnp.mean(o, axis=-1, keepdims=True)  # without the mean, the RMS is the deviation
     return gated_norm(o, weight, gla.norm_eps, gate).astype(dtype)
 
 

@@ -1,6 +1,7 @@
-"""A GLA layer's parameters, and what follows from them.
+"""The parameters of a GLA layer, and functions of them.
 
-How a mesh splits them, where a scale can be absorbed, how many operations a token takes.
+They say how a mesh splits the parameters, where a scale can be absorbed, and how many operations a
+token takes.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def table(
 
 
 def heads(cfg: ModelConfig) -> int:
-    """Shards of which each has a head."""
+    """Return the largest number of shards that each have a head."""
     assert cfg.gla is not None
     return cfg.gla.n_heads
 

@@ -34,7 +34,7 @@ from pallas_kernels.matmul.blocks import Columns
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShortConvState:
-    """last ``[B, W - 1, features]``: what the next tokens' convolution reads."""
+    """last: the inputs that the next tokens' convolution reads, ``[B, W - 1, features]``."""
 
     last: jax.Array
 
@@ -47,7 +47,7 @@ class ShortConvState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShortConvTokens:
-    """read ``[B, T, features]``: what T tokens that may not stay would add."""
+    """read: the convolution's inputs of T tokens of a draft, ``[B, T, features]``."""
 
     kind: ClassVar[str] = "short_conv"
     read: jax.Array

@@ -1,4 +1,4 @@
-"""A gated short convolution's parameters, and what follows from them."""
+"""The parameters of a gated short convolution, and functions of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _sizes(cfg: ModelConfig) -> tuple[int, int]:
 
 
 def heads(cfg: ModelConfig) -> int:
-    """Shards of which each has a stream."""
+    """Return the largest number of shards that each have a stream."""
     return options(cfg).width
 
 
