@@ -1,18 +1,19 @@
 """Register work of ``gated_delta.kernel_chunks``: a chunk's decays, and the inverse of its I + A.
 
 Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a warpgroup.
-Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``: of row g + 8 half the two
-columns 8 tile + 2c (g and c as in ``recurrence.channels.Place``): wgmma's layout, and mma's.
+Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``.  These are two columns from
+8 tile + 2c on of row g + 8 half, the layout of wgmma and of mma.  g and c are those of
+``recurrence.channels.ThreadPlace``.
 
-The inverse of a unit lower triangular matrix is taken by blocks of 16: those on the diagonal by
-substitution in float32, a column a lane; with X = (I + A)^-1 those below,
+The inverse X = (I + A)^-1 of a unit lower triangular matrix is computed by blocks of 16.  The
+blocks on the diagonal come from substitution in float32, one column a lane.  The blocks below are
 
     X_IJ = -X_II (A_IJ X_JJ + ... + A_I,I-1 X_I-1,J),
 
-by mma on bf16 pairs (high, low), three products each, so 16 bits of every factor count: where keys
-are almost parallel and beta is 1, X is a difference of large terms, and bf16 alone would leave one
-percent.  Warp J computes X_IJ^T, whose factor X_MJ^T is then its own earlier result: the layout
-that mma leaves is the one that it reads on the left.
+by mma on bf16 pairs (high, low), three products each, so 16 bits of every factor count.  If keys
+are almost parallel and beta is 1, X is a difference of large terms; bf16 alone would leave an error
+of one percent.  Warp J computes X_IJ^T.  Its factor X_MJ^T is an earlier result of the same warp:
+the layout that mma writes is the layout that it reads on the left.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _BLOCK = 16 * _PITCH
 _ROW = 80  # bytes of a row of 16 f32 in a diagonal block
 WORDS = 3 * 64 + 4 * 2 * _BLOCK // 4  # of scratch: vectors, blocks
 
-# Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
-# and in their places their inverses' transposes as bf16, high and low.
+# Scratch, in bytes: the chunk's three vectors of 64 floats, and A's diagonal blocks in float32.
+# The transposes of the blocks' inverses, as bf16 high and low, later replace the blocks.
 LOG, BETA, TO_END = 0, 256, 512
 DECAY = 768  # of a kernel that has no blocks there
 _BLOCKS = 768

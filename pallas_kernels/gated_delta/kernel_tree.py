@@ -8,10 +8,10 @@ inside a warp's 16 rows is one mma per 16 channels: on the left its 8 rows q p, 
 the right its 8 rows k t; of the 64 pairs those of one block count.  Levels 16 and 32 exchange the
 warps' products, and have one block of 16 x 16 for each warp and product, two at most.
 
-Gating multiplies in float32 and rounds once: a delta rule subtracts what it finds.
+Gating multiplies in float32 and rounds once, because a delta rule subtracts values that it reads.
 
-Everything here runs inside ``plgpu.inline_mgpu`` on a warpgroup; memory is ``TILES`` tiles of 64
-rows of 128 bytes with TMA's swizzle, numbered as ``Slot`` and what follows say.
+Everything here runs inside ``plgpu.inline_mgpu`` on a warpgroup.  Memory is ``TILES`` tiles of 64
+rows of 128 bytes with TMA's swizzle.  ``Slot`` and the constants after it number the tiles.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from pallas_kernels.recurrence.tree import (
 
 
 class Slot(NamedTuple):
-    """Tiles of a slice of 64 channels: q, k and two of gates, which arrive as two of 32 columns.
-    Left behind are q from the chunk's start, with the scale, in q's; k to its end in k's; k from
-    its start in ``near``."""
+    """Tiles of a slice of 64 channels: q, k and two tiles of gates with 32 columns each.
+
+    The results replace them: q decayed from the chunk's start, with the scale, in q's tile; k
+    decayed to the chunk's end in k's tile; k decayed from its start in ``near``.
+    """
 
     q: int
     k: int
