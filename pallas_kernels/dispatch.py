@@ -1,8 +1,8 @@
 """The choice of an op's implementation, and ``explain``, which reports it.
 
-"xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel and "cpu" the
-handler that is generated for this machine's CPU (``pallas_kernels.cpu``), or NotImplementedError
-that names the fact that rules it out.  None chooses one of three:
+"xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel.  "cpu" is the
+handler that is generated for this machine's CPU (``pallas_kernels.cpu``).  If one of the latter two
+cannot run, NotImplementedError names the fact that rules it out.  None chooses one of three:
 
     the kernel    the operands are on Hopper, the version of jax was tested, and the op returns a
                   ``Plan`` for the call, not a ``Reason`` against it

@@ -11,13 +11,12 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
   format uses, so that either imports without rounding:
   integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned codes are stored as ``code - 8``),
   floating ``w = q * scale + zero``     (GGUF Q4_1, Q5_1: a minimum beside the scale).
-* ``activations`` is static, and a note to whoever multiplies by this weight: the dtype that the
-  other operand is quantized to (W8A8, FP8, W4A8), or None for a weight-only scheme.  Each token
-  has a scale of its own, unless ``input_scale`` (float32 scalar) is there: then that is every
-  token's.
-* ``columns`` (int32 ``[K]``, or None for the identity) says which column of w each column of ``q``
-  is: GPTQ's act-order, whose groups are not consecutive in w, is stored sorted by group.  A matmul
-  takes its other operand's features in that order; ``dequantize`` undoes it.
+* ``activations`` is static: the dtype to which products with this weight quantize the other operand
+  (W8A8, FP8, W4A8), or None for a weight-only scheme.  Each token has its own scale, unless
+  ``input_scale`` (float32 scalar) is present: then that is the scale of every token.
+* ``columns`` (int32 ``[K]``, or None for the identity) maps each column of ``q`` to its column of
+  w.  The groups of GPTQ's act-order are not consecutive in w, so columns are stored sorted by
+  group.  A matmul takes its other operand's features in that order; ``dequantize`` undoes it.
 
 A row of zeros has scale 0 and codes 0, and dequantizes to zeros.
 

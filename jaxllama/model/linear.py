@@ -14,9 +14,9 @@ in its own kernel.  The next norm adds it, or the product after that norm.  A su
 pending in float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
-array, a QTensor, RowBlocks or a CpuWeight, ``[out, in]``; no caller looks which.  Where rows have
-LoRA adapters ("lora", ``model.lora``) a quantized input comes with its inner products
-(``Adapted``), and a product of floats does one step after the other.
+array, a QTensor, RowBlocks or a CpuWeight, ``[out, in]``; callers do not distinguish them.  If rows
+have LoRA adapters ("lora", ``model.lora``), a quantized input comes with its inner products
+(``Adapted``).  A product of floats then runs one step after the other.
 Activations keep the dtype they come in; every sum is accumulated in float32.
 """
 
@@ -411,14 +411,16 @@ def _gate_for(y: jax.Array, into: Params, cfg: ModelConfig) -> Input:
 
 
 def _lora(linear: Params) -> Lora | None:
-    """The layer's adapters, where the rows have some."""
+    """Return the layer's adapters, or None if its rows have none."""
     lora = linear.get("lora")
     return None if lora is None or lora.rows is None else lora
 
 
 def input_codes(linear: Params) -> str | None:
-    """The dtype to which the layer wants its input quantized token by token, so that whoever
-    computes that input can do it in the same pass; None for floats."""
+    """Return the dtype to which a layer's input is quantized token by token; None for floats.
+
+    The op that computes that input can then quantize it in the same pass.
+    """
     weight = linear["weight"]
     if isinstance(weight, RowBlocks) and _lora(linear) is None:
         wanted = {input_codes({"weight": block}) for block in weight.blocks}

@@ -4,12 +4,12 @@
 
 A path is that of the parameter tree, ("layer_0", "mixer", "qkv", "weight").  A ``Param``
 (``model.param``) says where a checkpoint has it, so loading and saving are the same walk in two
-directions.  A mixer's parameters are its own (``mixers/<kind>/parameters.py``).  Another family of
-names is another ``Names``; models with GLA layers have those of flash-linear-attention.  Along
-which axis a mesh splits a parameter is a rule of its path (``split.split_axis``).
+directions.  Each mixer defines its own parameters (``mixers/<kind>/parameters.py``).  Another
+family of names is another ``Names``; models with GLA layers have those of flash-linear-attention.
+The path of a parameter determines the axis along which a mesh splits it (``split.split_axis``).
 
-Flax modules declare them (``model.declare``).  This file imports no jax: who only reads a
-checkpoint does without.
+Flax modules declare them (``model.declare``).  This file imports no jax, so code that only reads a
+checkpoint does not load it.
 """
 
 from __future__ import annotations

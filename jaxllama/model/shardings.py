@@ -1,4 +1,4 @@
-"""Parameters on a mesh: how each is split, put there, read there from disk, and taken back.
+"""Parameters on a mesh: functions that split, place, load and gather them.
 
     specs(params) -> tree of PartitionSpec
     shard_params(cfg, params, mesh) -> (config, params)        gather_params undoes it

@@ -1,7 +1,7 @@
 """How a model is cut into ``n`` shards: what must divide, which rows and columns go where.
 
-Tensor parallelism as in Megatron-LM (arXiv 1909.08053): the matmuls that read the residual stream
-are split by output rows, those that write it by input columns, so that a layer needs two sums over
+Tensor parallelism is that of Megatron-LM (arXiv 1909.08053).  Matmuls that read the residual stream
+are split by output rows, and those that write it by input columns.  So a layer needs two sums over
 the shards.  Heads, the feed-forward's width and the vocabulary are split; norms and low-rank gate
 inputs are whole everywhere.
 

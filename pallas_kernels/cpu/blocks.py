@@ -62,10 +62,10 @@ def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight |
 
 
 def _has_exact_zero(scale: np.ndarray, minimum: np.ndarray) -> bool:
-    """Whether ``minimum + 8 * scale`` is exact in float32.  Both are float16, as uint16.
+    """Is ``minimum + 8 * scale`` exact in float32?  Both are float16, as uint16.
 
-    The sum of two numbers of 11 bits is exact in 24 if their exponents are at most 12 apart, as
-    they are in most files: then no float is computed.
+    The sum of two numbers of 11 bits is exact in 24 bits if their exponents are at most 12 apart.
+    Most files pass that test, and then no float is computed.
     """
     exponents = [np.maximum(head >> 10 & 31, 1).astype(np.int8) for head in (scale, minimum)]
     apart = exponents[1] - exponents[0]

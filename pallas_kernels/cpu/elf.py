@@ -81,11 +81,10 @@ class Image:
 
 
 def load(data: bytes) -> Image | None:
-    """The object file's code, ready to be called.
+    """Return the object file's code, ready to be called, or None.
 
-    Returns None where this is not x86-64 Linux, where the file has a relocation or a symbol that is
-    not known, and where the system refuses executable memory.  ``data`` must be what a compiler has
-    written: offsets are not checked.
+    It is None outside of x86-64 Linux, for an unknown relocation or symbol in the file, and if the
+    system refuses executable memory.  ``data`` must come from a compiler: offsets are not checked.
     """
     is_linux = (sys.platform, platform.machine()) == ("linux", "x86_64")
     if not is_linux or not data.startswith(_OBJECT):

@@ -2,12 +2,12 @@
 differ between targets.
 
 An ``Emitter`` appends to one function.  Vectors have 16 lanes of whatever type: one register of
-AVX-512, two of AVX2, four of NEON.  Pointers are bytes; an offset is in bytes.  Nothing is fused or
-reordered: a multiply-add is where ``fma`` stands, and sums have the order in which they are
-written, so that the same bits come out on any number of threads.
+AVX-512, two of AVX2, four of NEON.  Pointers are bytes; an offset is in bytes.  LLVM does not fuse
+or reorder operations.  A multiply-add is emitted only by ``fma``, and sums keep the order in which
+they are written.  So any number of threads gives the same bits.
 
-``dots`` is the one operation that is spelled differently on each target: sums of four products of
-8-bit integers.  See there for what its operands may be.
+``dots`` is the one operation with different code on each target: sums of four products of 8-bit
+integers.  Its docstring lists the operands that it accepts.
 """
 
 from __future__ import annotations

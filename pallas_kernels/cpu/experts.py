@@ -2,10 +2,10 @@
 
     y[p] = x[p] @ w[e].T        for the pairs starts[e] <= p < starts[e + 1] of expert e
 
-The pairs stand sorted by expert.  A chunk is a run of tiles of one expert, and does nothing where
-no pair has that expert, so only the chosen experts' codes are read.  Everything else is
-``cpu.matmul``'s: x is rounded to 8 bits in blocks, a block's sum is exact, and sums go in K's
-order.  So a pair's result does not depend on the pairs beside it.
+The pairs are sorted by expert.  A chunk is a run of tiles of one expert.  It does nothing if no
+pair has that expert, so only the chosen experts' codes are read.  Everything else is as in
+``cpu.matmul``: x is rounded to 8 bits in blocks, a block's sum is exact, and sums follow the order
+of K.  So a pair's result does not depend on other pairs.
 
 Leaves out: the rows that AVX2 holds in the first-level cache for prompts.
 """

@@ -2,8 +2,9 @@
 
     S <- exp(g)[:, None] S + k v^T        o = scale q S
 
-Per row and head, for 128 or so columns of S in a chunk: each row of them is read once and written
-once, in place where the caller donates the state, and o's sums stay in registers.  All in float32.
+A chunk is a row, a head and about 128 columns of S.  Each row of these columns is read once and
+written once, in place if the caller donates the state.  The sums of o stay in registers.
+Everything is float32.
 
 Source: arXiv 2312.06635.  Leaves out: heads whose Dv is no multiple of 16.
 """

@@ -2,8 +2,8 @@
 
     y[r, n] = sum over lanes (sum over k = lane, lane + 16, ... of normed[r, k] w[n, k])
 
-XLA adds in another order for each number of rows, so a row of a batch would have other logits than
-alone.  Here a row's bits depend on the row alone.  w is read once for every four rows.
+XLA's order of addition depends on the number of rows, so a row would have other logits in a batch
+than alone.  Here a row's bits depend on the row alone.  w is read once for every four rows.
 
 Leaves out: anything but float32, K or N that 16 does not divide, a bias.
 """

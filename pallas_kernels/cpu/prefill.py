@@ -99,8 +99,11 @@ def attend(
     scale: float,
     plan: CpuPlan,
 ) -> jax.Array:
-    """``q [B, T, N, H]`` at ``positions [B, T]`` over ``k, v [B, S, K, H]`` (or pages, by a table)
-    -> ``[B, T, N, H]`` in q's dtype.  A query at -1 sees nothing and gives zeros."""
+    """Return attention ``[B, T, N, H]`` in q's dtype.
+
+    q: ``[B, T, N, H]``.  positions: ``[B, T]``; a query at -1 sees nothing and gives zeros.
+    k, v: ``[B, S, K, H]``, or pages with a table.
+    """
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[2:])
     operands = [rows, positions.reshape(-1) + 1, *jax.tree.leaves((k, v, table))]
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.float32)]

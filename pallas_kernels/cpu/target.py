@@ -1,10 +1,10 @@
-"""Which instructions the handlers are generated for.
+"""The instruction sets for which handlers are generated.
 
-    target() -> Target | Reason        of this machine, or what JAXLLAMA_CPU_ISA names
+    target() -> Target | Reason        the target of this machine, or the one in JAXLLAMA_CPU_ISA
 
-The best of ``TARGETS`` that the CPU has, in their order.  ``JAXLLAMA_CPU_ISA=avx2`` takes a lesser
-one (for tests and comparisons), ``=off`` none.  Code is generated for the target, not for the model
-of the CPU, so that an object depends on nothing else and can be compiled for another machine.
+It is the first of ``TARGETS`` that the CPU has.  ``JAXLLAMA_CPU_ISA=avx2`` selects a lesser one
+(for tests and comparisons), ``=off`` none.  Code is generated for the target, not for the model of
+the CPU.  So an object depends only on its target and can be compiled for another machine.
 """
 
 from __future__ import annotations

@@ -180,8 +180,11 @@ def _newest(
 def attend_past(
     q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, and the logarithm of
-    each sum of exponentials, float32 ``[B, T, N]``.  A row without keys has one of zeros."""
+    """Return attention of ``q`` over each row's first ``n_keys[B]`` keys, and its log-sum-exp.
+
+    q: ``[B, T, N, H]``.  k, v: ``[B, S, K, H]``.  The logarithms are float32 ``[B, T, N]``.  A row
+    without keys is computed with one key of zeros.
+    """
     found = choose_plan("attend_past", None, lambda: past.plan(q, k), q, k)
     return _attend_past(chosen(found, None), None, q, k, v, n_keys)
 

@@ -1,17 +1,18 @@
 """Attention over a KVCache: GQA, MQA and MHA, prefill in chunks, decode, sliding window, sparse V.
 
 ``q`` heads are grouped by the kv head they share: N = K * G.  A query at position p sees the keys
-at positions s <= p (and > p - window).  Several tokens of a row at once are ``attention.chunk``'s,
-behind a cache on a GPU in 16 bits cuDNN's (``mixers.attention.cudnn``), unless scores are capped.
+at positions s <= p (and > p - window).  ``attention.chunk`` computes several tokens of a row at
+once.  After a cached past, on a GPU in 16 bits, cuDNN computes them (``mixers.attention.cudnn``),
+unless scores are capped.
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
-attention.  Tokens to be verified (``records.Draft``) are such rows too, several of one cache row:
-all are written first, and then read the row together (``decode_attention`` of several tokens; more
-of them than its kernel takes, and exact ones, each by itself).
+attention.  The tokens of a ``records.Draft`` are such rows too, several of one cache row.  All of
+them are written first, and then read the row together by ``decode_attention`` of several tokens.
+Each reads it alone if its kernel does not take so many tokens, or if the draft is exact.
 
-Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``mixers.attention.sparse``) the caller
-says, because it is a matter of what a token is, not of how many come at once: generated tokens do,
-a prompt's do not.
+The caller says which tokens read V sparsely (``ModelConfig.attn_sparsity``,
+``mixers.attention.sparse``).  Generated tokens do, those of a prompt do not, however many tokens
+come at once.
 
 An int4 cache is stored in a rotated basis.  The op that writes it rotates the queries too, and
 ``from_cache_basis`` rotates the result back (``pallas_kernels.attention.rope_cache``); in decoding
