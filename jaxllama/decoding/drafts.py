@@ -1,25 +1,26 @@
-"""Drafts: a guess of the next tokens, which the model verifies in one pass.
+"""Drafts: guesses of the next tokens, which the model verifies in one pass.
 
     plan = DraftPlan.of(draft, draft_tokens, deterministic)
     rows = begin(plan, draft_params, tokens, lengths, rows, capacity)      after a prefill
     rows, draft = propose(plan, draft_params, rows, sampling, limit)       before each pass
 
-The tokens are those without a draft.  The model samples every position of a draft
-by its own logits, penalties and bias, with the key of that position.  A drafted token stays where
-it is the sampled one.  So no distribution is corrected and none changes (arXiv 2211.17192 corrects
-them; a draft that samples with the same keys agrees as often: Daliri et al., arXiv 2408.07978).
-Log-probabilities are the model's.  Roundings may differ as with another batch size.
+Drafts do not change the tokens. The model samples every position of a draft by its own logits,
+penalties and bias, with the key of that position. A drafted token stays if it equals the sampled
+token. So no distribution needs a correction, and none changes. (arXiv 2211.17192 corrects
+distributions. A draft that samples with the same keys agrees as often: Daliri et al., arXiv
+2408.07978.) Log-probabilities are the model's. Roundings may differ as with another batch size.
 
-Drafts are pure functions on the device.  ``NGram`` finds the tokens that followed the last ones
-when they stood in the text before (prompt lookup).  ``ModelDraft`` is a smaller model with the same
-vocabulary.  Its cache holds accepted tokens only.  Each turn it reads the tokens that it has not
-seen, at once.  It goes on from there in a copy of the states that a wrong token would spoil.
+Drafts are pure functions on the device. ``NGram`` finds the tokens that followed an earlier
+occurrence of the newest tokens (prompt lookup). ``ModelDraft`` is a smaller model with the same
+vocabulary. Its cache holds accepted tokens only. Each turn it reads all tokens that it has not seen
+in one pass. It continues from there in a copy of the states that a wrong token would spoil.
 
-With ``draft_tokens`` 0 each row finds what pays.  It asks for four times as many tokens after a
-draft of which a token stayed, and for half after one of which none did.  After the last of those it
-asks for none for 2, 4, 8, ... 64 turns; and ``NGram`` proposes few where it is unsure.
+With ``draft_tokens`` 0 each row adapts the length of its drafts. The length grows four times after
+a draft of which a token stayed. It halves after one of which none stayed. At the shortest length
+the row then pauses drafts for 2, 4, 8, ... 64 turns. ``NGram`` proposes few tokens where its match
+is short.
 
-Left out: trees; sampling rules that are not by position.
+Left out: trees; sampling rules that do not go by position.
 """
 
 from __future__ import annotations
@@ -62,16 +63,19 @@ class Drafted(NamedTuple):
     kept: Any
 
     def following(self, width: int) -> jax.Array:
-        """The tokens that should follow each of the ``width`` that a pass reads, ``[B, width]``."""
+        """Return the tokens ``[B, width]`` that should follow each of the ``width`` tokens of a
+        pass.
+        """
         return jnp.pad(self.tokens, ((0, 0), (0, 1)))[:, :width]
 
 
 class DraftContext(NamedTuple):
     """The inputs of a draft.
 
-    text int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
-    wanted int32 ``[B]``: number of tokens to propose, at most ``most``.
-    sampling, history: the model's own.  draw: called as ``sample``.
+    text: int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
+    wanted: int32 ``[B]``: number of tokens to propose, at most ``most``.
+    sampling, history: the model's own.
+    draw: called as ``sample``.
     """
 
     text: jax.Array
@@ -85,13 +89,13 @@ class DraftContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """Proposes the tokens that followed the text's last tokens where those stood before.
+    """A draft that proposes the tokens behind an earlier occurrence of the text's last tokens.
 
-    The match is the longest suffix of the text, of ``least`` to ``longest`` tokens, that stood
-    before, at its last place.  If the match is so close to the end that too few tokens follow it,
-    the proposal repeats from the match.
+    The match is the longest suffix of the text, of ``least`` to ``longest`` tokens, that also
+    occurs earlier. Its last earlier occurrence counts. If the match is so close to the end that too
+    few tokens follow it, the proposal repeats from the match.
 
-    unsure: after a match of just ``least`` tokens it proposes at most ``FEW``.
+    unsure: after a match of just ``least`` tokens, propose at most ``FEW``.
     """
 
     longest: int = 8
@@ -99,7 +103,7 @@ class NGram:
     unsure: bool = False
 
     def begin(self, *_: Any) -> None:
-        """It keeps nothing but the text."""
+        """Return None: an n-gram draft keeps no state but the text."""
 
     def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
         text, size = ask.text, ask.size[:, None]
@@ -126,16 +130,16 @@ class NGram:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft:
-    """Proposes the tokens that a model of this config samples with the same keys.
+    """A draft that proposes the tokens that a model of this config samples with the same keys.
 
-    It samples of the ``vocab_size`` tokens that the verifying model has, and keeps a cache.
+    It samples among the ``vocab_size`` tokens of the verifying model, and keeps a cache.
     """
 
     cfg: ModelConfig
     vocab_size: int
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
-        """The cache behind prompts ``tokens[B, T]``, ``lengths[B]``."""
+        """Return the cache behind prompts ``tokens[B, T]``, ``lengths[B]``."""
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
         cache = init_cache(self.cfg, tokens.shape[0], capacity, dtype, mesh=mesh)
         chunk = prefill_chunk(*tokens.shape)
@@ -151,14 +155,14 @@ class ModelDraft:
         *,
         fresh: bool,
     ) -> Cache:
-        """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
+        """Return the cache with a prompt's next tokens, as ``decoding.forward`` takes them."""
         tokens = self._known(tokens)
         _, after = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)
         assert after is not None
         return after
 
     def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
-        """Nothing is computed where nobody wants a draft."""
+        """Return the proposals. The model computes nothing if no row wants a draft."""
         none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
         # A loop of one round is a choice that copies no cache.
         tokens, kept, _ = lax.while_loop(
@@ -202,8 +206,10 @@ class ModelDraft:
         return tokens, Cache(layers, kept.lengths, kept.table)
 
     def _read(self, params: Params, cache: Cache, ask: DraftContext) -> tuple[Cache, Hidden]:
-        """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
-        the rows that want a draft."""
+        """Read the text's new tokens in the rows that want a draft.
+
+        Returns the cache and the last token's hidden state ``[B, D]``.
+        """
 
         def missing(cache: Cache) -> jax.Array:
             return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
@@ -228,11 +234,13 @@ class ModelDraft:
         return carry
 
     def _known(self, tokens: jax.Array) -> jax.Array:
-        """Tokens as this model may read them: tables are padded to different sizes."""
+        """Return the tokens with ids in this model's vocabulary; tables are padded to different
+        sizes.
+        """
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
 
     def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Logits ``[B, vocab_size]``."""
+        """Return the logits ``[B, vocab_size]``."""
         scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
         more = self.vocab_size - scores.shape[1]
         return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
@@ -242,9 +250,10 @@ class ModelDraft:
 class DraftPlan:
     """How a loop drafts.
 
-    draft: an ``NGram`` or a ``ModelDraft``.  most: tokens of a proposal; a row may ask for fewer
-    where it is adaptive.  widths: tokens of a row that a pass may have.
-    exact: a pass has the shapes of a decode step of as many rows as it has tokens.
+    draft: an ``NGram`` or a ``ModelDraft``.
+    most: most tokens of a proposal. A row may ask for fewer if the plan is adaptive.
+    widths: possible numbers of tokens of a row in a pass.
+    exact: a pass has the shapes of a decode step with one row per token.
     """
 
     draft: Any
@@ -255,8 +264,12 @@ class DraftPlan:
 
     @classmethod
     def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> DraftPlan:
-        """draft_tokens: 0 to 15, 0 adapts.  deterministic: one width, a power of two, so that a
-        pass of 32 tokens is whole rows.  Raises JaxLlamaError naming the key."""
+        """Return the plan for a draft. Raises JaxLlamaError naming the key.
+
+        draft_tokens: 0 to 15; 0 adapts.
+        deterministic: use one width, a power of two, so that a pass of 32 tokens consists of whole
+            rows.
+        """
         if not 0 <= whole("draft_tokens", draft_tokens) <= MOST:
             raise JaxLlamaError(f"draft_tokens = {draft_tokens}: must be from 0 (adapts) to {MOST}")
         most, adaptive = draft_tokens or ADAPTIVE, draft_tokens == 0
@@ -270,7 +283,9 @@ class DraftPlan:
 class Pace(NamedTuple):
     """The drafts that rows ask for, int32 ``[B]`` each.
 
-    tokens: of the next draft.  wait: turns until then.  pause: turns of the last pause.
+    tokens: number of tokens of the next draft.
+    wait: number of turns until then.
+    pause: number of turns of the last pause.
     """
 
     tokens: jax.Array
@@ -297,9 +312,9 @@ def begin(
     rows: Rows,
     capacity: int,
 ) -> Rows:
-    """The rows with what a draft needs, after their prompts ``tokens[B, T]``, ``lengths[B]``.
+    """Return the rows, read as prompts ``tokens[B, T]``, ``lengths[B]``, with the draft's state.
 
-    capacity: of the cache.
+    capacity: number of tokens that a row of the cache holds.
     """
     ints, text = _with_drafts(plan.most, rows.ints, rows.written, tokens, lengths)
     kept = plan.draft.begin(draft_params, tokens, lengths, capacity)
@@ -310,7 +325,7 @@ def begin(
 def _with_drafts(
     most: int, ints: jax.Array, written: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(``Rows.ints`` with the fields of drafts, the text of prompts and first tokens)."""
+    """Return ``Rows.ints`` with the drafts' fields, and the text of prompts and first tokens."""
     more = [jnp.full_like(lengths, value) for value in (0, 0, most, 0, 1)]
     text = jnp.pad(tokens, ((0, 0), (0, written.shape[2])))
     text = text.at[jnp.arange(text.shape[0]), lengths].set(written[0, :, 0])
@@ -324,7 +339,7 @@ def propose(
     sampling: SamplingParams,
     limit: jax.Array | int,
 ) -> tuple[Rows, Drafted]:
-    """(the rows with what the draft keeps, the proposals of live rows)."""
+    """Return the rows with the draft's new state, and the proposals of live rows."""
     fields = rows.fields
     room = jnp.where(fields.is_live(limit), limit - fields.count - 1, 0)
     wanted = jnp.where(fields.wait > 0, 0, jnp.minimum(fields.ask, room))

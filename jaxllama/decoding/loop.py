@@ -2,8 +2,8 @@
 
     rows, extra = run(forward, rows, draw, stop_ids, unfinished, ...)
 
-``forward`` is an argument, so that any executor whose pass is part of a program can use the loop.
-A pass is as wide as the longest draft of a row needs, of a few compiled widths.
+``forward`` is an argument, so any executor whose pass is part of a program can use the loop. The
+longest draft of a row decides the width of a pass, among a few compiled widths.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Carry = TypeVar("Carry")
 class Drafting(NamedTuple):
     """How a loop drafts.
 
-    propose: returns the rows, whose draft may have read more of the text, and what they propose.
-    widths: tokens of a row that a pass may have.
+    propose: returns the rows, whose draft may have read more of the text, and the proposals.
+    widths: possible numbers of tokens of a row in a pass.
     adapts_to: as for ``finish``.
     """
 
@@ -49,13 +49,13 @@ def run(
     extra: Any = (),
     collect: Callable[[Any, Inputs, TurnReport], Any] | None = None,
 ) -> tuple[Rows, Any]:
-    """Take turns while ``unfinished(rows)``, a bool scalar.
+    """Take turns while ``unfinished(rows)``, a bool scalar, is true.
 
     forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
-    extra: what the caller keeps of the turns; ``collect`` returns it with another turn's part.
+    extra: the caller's own record of the turns. ``collect`` returns it with another turn added.
 
-    The condition is computed where it is asked for.  As an element of the carry it would save a
-    kernel, but a CUDA graph then reads it before the step has written it
+    The condition is computed where the loop reads it. As an element of the carry it would save a
+    kernel, but a CUDA graph would then read it before the step has written it
     (``evaluation/speed/README.md``).
     """
     adapts_to = None if drafting is None else drafting.adapts_to
@@ -92,7 +92,7 @@ def run(
 def in_width(
     widths: tuple[int, ...], needed: jax.Array, run: Callable[[int, Carry], Carry], carry: Carry
 ) -> Carry:
-    """``run(width, carry)`` with the least of ``widths`` that is at least ``needed``."""
+    """Return ``run(width, carry)`` for the smallest of ``widths`` that is at least ``needed``."""
     if len(widths) == 1:
         return run(widths[0], carry)
     # A loop of one round is a choice that copies no cache.

@@ -1,10 +1,10 @@
-"""Rows: what every loop of decoding carries, and the report that the host reads of it.
+"""Rows: the state that every decoding loop carries, and the report that the host reads.
 
-A GPU spends a kernel on each small array that changes in a step.  Therefore the small integers of
-all rows are one array (``Rows.ints``), and tokens with the bits of their log-probabilities another
-(``Rows.written``).  ``Fields`` names the parts of the first.
+A GPU spends one kernel on each small array that changes in a step. Therefore one array holds the
+small integers of all rows (``Rows.ints``). Another holds the tokens with the bits of their
+log-probabilities (``Rows.written``). ``Fields`` names the parts of the first.
 
-The next step is given the arrays of ``Rows`` (they are donated).  A ``Report`` is a copy, so the
+The next step takes over the arrays of ``Rows`` (they are donated). A ``Report`` is a copy, so the
 host may read it while the device works on the next step.
 """
 
@@ -24,16 +24,19 @@ from pallas_kernels.brief import short_repr
 
 
 class Fields(NamedTuple):
-    """The small integers of B rows, int32 ``[B]`` each; the first five are always there, in the
-    order in which ``pallas_kernels.rows.greedy`` reads them.
+    """The small integers of B rows, int32 ``[B]`` each.
+
+    The first five are always there, in the order in which ``pallas_kernels.rows.greedy`` reads
+    them.
 
     newest: the newest token, which the cache does not hold yet.
     done: 1 for a row that has ended.
-    count: tokens written.
-    length: tokens that the cache holds.
-    step: turns taken, the same number in each row.
-    drafted, accepted: tokens that drafts proposed, and those of them that the model sampled too.
-    ask, wait, pause: ``drafts.Pace``.
+    count: number of tokens written.
+    length: number of tokens in the cache.
+    step: number of turns taken, the same in each row.
+    drafted, accepted: number of tokens that drafts proposed, and of those that the model also
+        sampled.
+    ask, wait, pause: as in ``drafts.Pace``.
     """
 
     newest: Any
@@ -48,11 +51,12 @@ class Fields(NamedTuple):
     pause: Any = None
 
     def packed(self) -> jax.Array:
-        """int32 ``[5, B]``, or ``[10, B]`` with drafts."""
+        """Return the fields as one int32 array ``[5, B]``, or ``[10, B]`` with drafts."""
         return jnp.stack([field for field in self if field is not None])
 
     def is_live(self, limit: jax.Array | int | None = None) -> jax.Array:
-        """bool ``[B]``: rows that have not ended and hold fewer than ``limit`` written tokens."""
+        """Return bool ``[B]``: the row has not ended and has fewer than ``limit`` written tokens.
+        """
         is_open = self.done == 0
         return is_open if limit is None else is_open & (self.count < limit)
 
@@ -60,7 +64,7 @@ class Fields(NamedTuple):
 class Report(NamedTuple):
     """The part of ``Rows`` that the host reads, on the device or fetched.
 
-    The properties are those of a fetched report, numpy arrays.
+    The properties are for a fetched report and return numpy arrays.
     """
 
     ints: Any
@@ -97,14 +101,15 @@ class Report(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """B rows that are decoded.
+    """The state of B rows during decoding.
 
-    ints: int32 ``[5 or 10, B]``, which ``fields`` names.
+    ints: int32 ``[5 or 10, B]``, named by ``fields``.
     written: int32 ``[2, B, N]``: tokens, and the bits of their log-probabilities.
-    layers, table: of the cache, whose lengths are in ``ints``; no layers where another keeps them.
+    layers, table: those of the cache, whose lengths are in ``ints``. There are no layers if another
+        object keeps them.
     history: None unless a row has penalties.
-    text: int32 ``[B, L]``, prompt and answer one behind the other; None without drafts.
-    kept: whatever the draft keeps.
+    text: int32 ``[B, L]``: each row's prompt and, behind it, its answer; None without drafts.
+    kept: the draft's own state.
     """
 
     ints: jax.Array
@@ -121,7 +126,7 @@ class Rows:
     def empty(
         cls, lengths: jax.Array, cache: Cache, room: int, history: History | None = None
     ) -> Rows:
-        """Rows of prompts of ``lengths[B]`` tokens, with room for ``room`` written ones.
+        """Return rows of prompts of ``lengths[B]`` tokens, with room for ``room`` written tokens.
 
         A row of length 0 is done from the beginning.
         """
@@ -145,27 +150,29 @@ class Rows:
         return self.cache_of(self.lengths)
 
     def cache_of(self, lengths: jax.Array) -> Cache:
-        """The cache, ``lengths`` being ``fields.length``."""
+        """Return the cache with these lengths, which must be ``fields.length``."""
         return Cache(self.layers, lengths, self.table)
 
     @property
     def report(self) -> Report:
-        """The arrays themselves, to be read before the rows are donated."""
+        """Return the arrays themselves, to be read before the rows are donated."""
         return Report(self.ints, self.written)
 
     def copied_report(self) -> Report:
-        """Copies, inside of a program that is given the rows."""
+        """Return copies of the arrays, for use inside of a program that takes the rows."""
         return Report(jnp.copy(self.ints), jnp.copy(self.written))
 
     def ended(self, rows: np.ndarray) -> Rows:
-        """The rows with those done that are true in ``rows[B]``."""
+        """Return the rows, with those marked in bool ``rows[B]`` done."""
         return dataclasses.replace(self, ints=_ended(self.ints, rows))
 
     # One by one, for callers of ``jl.generate``
 
     @property
     def tokens(self) -> jax.Array:
-        """int32 ``[B, N]``: row b's first ``counts[b]`` are real, a stop token included."""
+        """int32 ``[B, N]``: row b's first ``counts[b]`` entries are its tokens, a stop token
+        included.
+        """
         return self.written[0]
 
     @property
@@ -190,7 +197,7 @@ class Rows:
 
     @property
     def step(self) -> jax.Array:
-        """Turns taken, the first token among them."""
+        """Number of turns taken; the first token is one turn."""
         return self.ints[Fields._fields.index("step"), 0]
 
 
@@ -200,5 +207,5 @@ def _ended(ints: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def bits_of(floats: jax.Array) -> jax.Array:
-    """The bits of float32 numbers as int32."""
+    """Return the bits of float32 numbers as int32."""
     return lax.bitcast_convert_type(floats, jnp.int32)

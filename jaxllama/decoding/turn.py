@@ -1,15 +1,15 @@
 """Turn: one step of decoding, as two pure functions over ``Rows``.
 
-    inputs       = start(rows, draft)                     what the pass over the model reads
-    passed       = forward(rows, inputs)                  a Pass; an executor's part
+    inputs       = start(rows, draft)                     the inputs of the pass over the model
+    passed       = forward(rows, inputs)                  a Pass; the executor's part
     rows, report = finish(rows, inputs, passed, draw, stop_ids)
 
-Plain decoding is a draft of zero tokens (None): each row that is live gets one token.  With a draft
-a row gets another for each token of the draft, up to the first that differs from the model's own
-(arXiv 2211.17192).  Sampling goes by position, so no distribution is corrected, and none changes.
+Plain decoding has no draft (None), and each live row gets one token. With a draft, a row also gets
+one token for each drafted token, up to the first that differs from the model's own (arXiv
+2211.17192). Sampling goes by position, so no distribution needs a correction, and none changes.
 
-``generate``, drafts, the serving engine and offloading run these two.  The loop is ``loop.run``,
-or, where the layers are driven from the host, the host's.
+``generate``, drafts, the serving engine and offloading use these two functions. The loop is
+``loop.run``, or the host's own loop where the host drives the layers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from jaxllama.model.cache import Cache
 
 
 class Inputs(NamedTuple):
-    """The beginning of a turn.
+    """The inputs of a turn.
 
-    tokens int32 ``[B, T]``: each row's newest token and its draft, of which ``lengths[B]`` count.
-    live int32 ``[B]``: 1 for a row that gets tokens.
-    positions int32 ``[B]``, or ``[B, T]`` with a draft: places in the text of the tokens to come.
-    fields: of the rows before the turn.
-    draft: None for none.
-    limited: whether a row may stand still that is not done.
+    tokens: int32 ``[B, T]``: each row's newest token and its draft, of which ``lengths[B]`` count.
+    live: int32 ``[B]``: 1 for a row that gets tokens.
+    positions: int32 ``[B]``, or ``[B, T]`` with a draft: positions in the text of the tokens to
+        come.
+    fields: the rows' fields before the turn.
+    draft: None for no draft.
+    limited: whether a row may pause that is not done.
     """
 
     tokens: jax.Array
@@ -49,7 +50,7 @@ class Inputs(NamedTuple):
 
     @property
     def columns(self) -> jax.Array:
-        """int32 ``[B, T]``: places of the tokens to come among the written ones."""
+        """Return int32 ``[B, T]``: columns of the tokens to come among the written ones."""
         return self.fields.count[:, None] + _places(self.tokens.shape[1])
 
 
@@ -58,7 +59,7 @@ class Pass(NamedTuple):
 
     scores: returns the float32 logits ``[B T, V]``.
     commit: returns the cache that keeps ``count[B]`` of the tokens.
-    greedy: the end of a greedy step in one kernel, of (ints, written); None where there is none.
+    greedy: ends a greedy step in one kernel, from (ints, written); None if there is no such kernel.
     """
 
     scores: Callable[[], jax.Array]
@@ -69,7 +70,8 @@ class Pass(NamedTuple):
 class TurnReport(NamedTuple):
     """The result of a turn, for callers that keep more of it than ``Rows`` do.
 
-    scores float32 ``[B T, V]``; is_new bool ``[B, T]``: tokens that the rows got.
+    scores: float32 ``[B T, V]``.
+    is_new: bool ``[B, T]``: the tokens that the rows got.
     """
 
     scores: jax.Array
@@ -87,10 +89,11 @@ def start(
     width: int = 1,
     limit: jax.Array | int | None = None,
 ) -> Inputs:
-    """The inputs of a turn's pass.
+    """Return the inputs of a turn's pass.
 
-    width: tokens of a row.  limit: number of written tokens at which a row stands still, for all
-    rows or one a row; None for none.
+    width: number of tokens of a row.
+    limit: number of written tokens at which a row pauses, for all rows or one a row; None for no
+        limit.
     """
     fields, limited = rows.fields, limit is not None
     live = fields.is_live(limit).astype(jnp.int32) if limited else 1 - fields.done
@@ -113,11 +116,13 @@ def finish(
     ignores_stops: jax.Array | None = None,
     adapts_to: int | None = None,
 ) -> tuple[Rows, TurnReport | None]:
-    """The rows with what a pass brings them; rows that are not live stand still.
+    """Return the rows with the results of a pass, and the turn's report. Rows that are not live
+    stay unchanged.
 
-    stop_ids int32 ``[stops]`` end a row, unless ``ignores_stops[B]`` (bool) says otherwise.
-    adapts_to: longest draft of a row that adapts what it asks for; None keeps what it asks for.
-    The report is None where one kernel has done it all.
+    stop_ids: int32 ``[stops]``: tokens that end a row, unless ``ignores_stops[B]`` (bool) is true.
+    adapts_to: longest draft of a row that adapts its length; None keeps each row's length.
+
+    The report is None if one kernel has done the whole step.
     """
     if passed.greedy is not None:
         cache = passed.commit(inputs.live)
@@ -132,7 +137,9 @@ def finish(
 def append(
     rows: Rows, scores: jax.Array, draw: Draw, stop_ids: jax.Array
 ) -> tuple[Rows, TurnReport | None]:
-    """``finish`` of tokens that the cache and ``fields.length`` have already, such as a prompt."""
+    """Run ``finish`` for tokens that the cache and ``fields.length`` already have, such as a
+    prompt.
+    """
     fields = rows.fields
     live = 1 - fields.done
     inputs = Inputs(fields.newest[:, None], live, live, fields.length, fields, None, False)
@@ -141,7 +148,7 @@ def append(
 
 
 def drawn_by(sampling: SamplingParams) -> Draw:
-    """``sample`` with these parameters."""
+    """Return ``sample`` with these parameters."""
 
     def draw(
         scores: jax.Array, inputs: Inputs, history: History | None
@@ -160,7 +167,7 @@ def _one(
     draw: Draw,
     is_stop: Callable[[jax.Array], jax.Array],
 ) -> tuple[Rows, TurnReport]:
-    """A token for each live row, in the column of the step."""
+    """Add one token to each live row, in the step's column."""
     fields, live = inputs.fields, inputs.live
     cache, scores = passed.commit(live), passed.scores()
     tokens, logprobs = draw(scores, inputs, rows.history)
@@ -200,7 +207,7 @@ def _several(
     is_stop: Callable[[jax.Array], jax.Array],
     adapts_to: int | None,
 ) -> tuple[Rows, TurnReport]:
-    """A token for each live row, and one for each token of its draft that was right."""
+    """Add one token to each live row, and one for each correct token of its draft."""
     fields, live, text = inputs.fields, inputs.live, rows.text
     assert text is not None
     batch, width = inputs.tokens.shape
@@ -245,7 +252,7 @@ def _several(
 def _stop_test(
     stop_ids: jax.Array, ignores_stops: jax.Array | None
 ) -> Callable[[jax.Array], jax.Array]:
-    """Which of tokens ``[B]`` or ``[B, T]`` end their row."""
+    """Return a function that tests which of tokens ``[B]`` or ``[B, T]`` end their row."""
 
     def is_stop(tokens: jax.Array) -> jax.Array:
         found = jnp.any(tokens[..., None] == stop_ids, axis=-1)
@@ -259,11 +266,14 @@ def _stop_test(
 def verdict(
     tokens: jax.Array, drafted: jax.Array, lengths: jax.Array, stops: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(number of tokens that each row gets, number of drafted tokens that were right, whether the
-    last token that it gets is a stop), each ``[B]``.
+    """Return three arrays ``[B]``: new tokens, correct drafted tokens, and whether the row stops.
 
-    tokens: the model's own ``[B, T]``.  drafted ``[B, T]``: the proposal, of which the first
-    ``lengths[B]`` are there.  stops bool ``[B, T]``.  live: 1 or 0.
+    The first two are numbers. A row stops if the last token that it gets is a stop token.
+
+    tokens: the model's own tokens ``[B, T]``.
+    drafted: the proposal ``[B, T]``, of which the first ``lengths[B]`` tokens exist.
+    stops: bool ``[B, T]``.
+    live: 1 or 0.
     """
     width = tokens.shape[1]
     place = _places(width)
@@ -281,9 +291,10 @@ def sampled(
     history: History | None,
     allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens, logprobs) ``[B, T]`` of ``scores [B T, V]``.
+    """Return tokens and log-probabilities ``[B, T]`` of ``scores [B T, V]``.
 
-    Each position has the history that it has where the drafted tokens before it are right.
+    Each position uses the history that it has if all drafted tokens before it are correct.
+
     allowed: bool ``[B, T, V]``, as for ``sample``.
     """
     assert inputs.draft is not None
