@@ -63,9 +63,7 @@ class Drafted(NamedTuple):
     kept: Any
 
     def following(self, width: int) -> jax.Array:
-        """Return the tokens ``[B, width]`` that should follow each of the ``width`` tokens of a
-        pass.
-        """
+        """Return the tokens ``[B, width]`` that should follow each token of a pass."""
         return jnp.pad(self.tokens, ((0, 0), (0, 1)))[:, :width]
 
 
@@ -234,8 +232,9 @@ class ModelDraft:
         return carry
 
     def _known(self, tokens: jax.Array) -> jax.Array:
-        """Return the tokens with ids in this model's vocabulary; tables are padded to different
-        sizes.
+        """Return the tokens with ids in this model's vocabulary.
+
+        Tables are padded to different sizes.
         """
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
 

@@ -166,6 +166,8 @@ def fill(
 
 def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary.
+
+    Other rows get NaN logits.
     """
     is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)

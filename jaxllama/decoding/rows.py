@@ -55,8 +55,7 @@ class Fields(NamedTuple):
         return jnp.stack([field for field in self if field is not None])
 
     def is_live(self, limit: jax.Array | int | None = None) -> jax.Array:
-        """Return bool ``[B]``: the row has not ended and has fewer than ``limit`` written tokens.
-        """
+        """Return bool ``[B]``: the row has not ended, and has fewer than ``limit`` tokens."""
         is_open = self.done == 0
         return is_open if limit is None else is_open & (self.count < limit)
 

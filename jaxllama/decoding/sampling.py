@@ -240,7 +240,9 @@ class SamplingParams:
 
 
 def _key_data(seed: int | jax.Array) -> np.ndarray:
-    """Return uint32[2], the data of ``jax.random.key(seed)`` under threefry, for 64-bit seeds too.
+    """Return uint32[2], the data of ``jax.random.key(seed)`` under threefry.
+
+    It takes 64-bit seeds too.
     """
     if isinstance(seed, jax.Array) and (
         seed.ndim or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)

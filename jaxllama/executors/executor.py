@@ -1,10 +1,10 @@
-"""Executor: where a model runs.  A LanguageModel holds one and asks it by these names.
+"""Executor: the interface of the place where a model runs. A LanguageModel holds one.
 
     decoding = executor.begin(cfg, params, call)     prompts, and each row's first token
     report   = decoding.advance(until)               more tokens
 
-``resident`` has all parameters on one device or a mesh, and ``offloaded`` loads them as it runs.
-An executor holds no parameters: it is given them, and knows where they are.
+``resident`` has all parameters on one device or a mesh. ``offloaded`` loads them as it runs. An
+executor holds no parameters: each call passes them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from jaxllama.model.records import Hidden
 
 
 class DraftSource(NamedTuple):
-    """The plan of drafts, and the parameters of a model that drafts; None for n-grams."""
+    """The plan of drafts, and the parameters of the draft model; None for n-grams."""
 
     plan: DraftPlan
     params: Params | None
 
 
 class Alone(NamedTuple):
-    """The shapes in which a deterministic model reads prompts, those of an engine.
+    """The shapes in which a deterministic model, like an engine, reads prompts.
 
-    rows: tokens of every decode step.  widths: tokens of the programs that read a row's prompt
-    without its last token, one after the other (``text.rows.pieces_of``).
+    rows: number of tokens of every decode step.
+    widths: widths of the programs that read a row's prompt without its last token, one after the
+        other (``text.rows.pieces_of``).
     """
 
     rows: int
@@ -47,15 +48,16 @@ class Alone(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A batch of rows to be decoded.
+    """A batch of rows to decode.
 
-    tokens int32 ``[B, T]``, right-padded beyond ``lengths[B]``: the prompts.
-    capacity: tokens of a row that the cache holds.  room: columns for written tokens, of which at
-    most ``limit`` are asked for.
-    stop_ids int32 ``[stops]``: tokens that end a row.
-    kv_dtype: of the cache.  chunk: tokens of a prompt that go through the model at once.
-    alone: of a deterministic model.  on_prompt: called as (tokens read, tokens of the longest
-    prompt) behind each chunk.
+    tokens: int32 ``[B, T]``, right-padded beyond ``lengths[B]``: the prompts.
+    capacity: number of tokens of a row that the cache holds.
+    room: columns for written tokens, of which the caller uses at most ``limit``.
+    stop_ids: int32 ``[stops]``: tokens that end a row.
+    kv_dtype: the cache's dtype.
+    chunk: number of tokens of a prompt that pass through the model at once.
+    alone: the shapes of a deterministic model.
+    on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk.
     kept: programs that earlier processes have compiled for these parameters.
     """
 
@@ -82,15 +84,15 @@ class Kept(NamedTuple):
 
 
 class Decoding(Protocol):
-    """Rows on their way through a model."""
+    """The state of rows on their way through a model."""
 
     @property
     def report(self) -> Report:
-        """The rows' tokens so far; to be read before ``advance`` is called."""
+        """Return the rows' tokens so far. Read it before the next call of ``advance``."""
         ...
 
     def advance(self, until: int) -> Report:
-        """Take turns until every row has ``until`` tokens or has ended; the report of that."""
+        """Take turns until every row has ``until`` tokens or has ended, and return the report."""
         ...
 
     def end(self, rows: np.ndarray) -> None:
@@ -99,16 +101,16 @@ class Decoding(Protocol):
 
 
 class Executor(Protocol):
-    """See the module docstring."""
+    """The interface of an executor. See the module docstring."""
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the parameters are on; None for one device."""
+        """The mesh that holds the parameters; None for one device."""
         ...
 
     @property
     def block_size(self) -> int | None:
-        """Most rows that run together, from their first to their last token; None for any."""
+        """Most rows that run together, from their first to their last token; None for no limit."""
         ...
 
     @property
@@ -118,32 +120,36 @@ class Executor(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether ``advance`` returns before the device has done the turns."""
+        """Whether ``advance`` returns before the device has finished the turns."""
         ...
 
     def with_params(self, params: Params) -> Executor:
-        """The executor of these parameters."""
+        """Return the executor of these parameters."""
         ...
 
     def laid_out(self, params: Params) -> Params:
-        """``params`` in the layout that they run in."""
+        """Return ``params`` in the layout in which they run."""
         ...
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
-        """Every parameter in one piece, to be saved.  Raises JaxLlamaError where that cannot be."""
+        """Return the parameters in one piece each, to be saved.
+
+        Raises JaxLlamaError if the executor cannot do so.
+        """
         ...
 
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
     ) -> tuple[Any, int | None]:
-        """(the cache's dtype, the chunk) for what the user named; dtype: the default.
+        """Return the cache's dtype and the chunk for the user's arguments; ``dtype`` is the
+        default.
 
-        Raises JaxLlamaError where the executor has values of its own and they differ.
+        Raises JaxLlamaError if the executor has values of its own and they differ.
         """
         ...
 
     def check_drafts(self) -> None:
-        """Raises JaxLlamaError where a pass cannot verify drafts."""
+        """Raise JaxLlamaError if a pass cannot verify drafts."""
         ...
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
@@ -153,7 +159,7 @@ class Executor(Protocol):
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``."""
+        """Return teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``."""
         ...
 
     def states(
@@ -164,9 +170,9 @@ class Executor(Protocol):
         lengths: jax.Array,
         kv_dtype: DTypeLike | None = None,
     ) -> tuple[Hidden, Params]:
-        """(hidden states ``[B, T, D]``, the parameters that make logits of them).
+        """Return the hidden states ``[B, T, D]`` and the parameters that make logits of them.
 
-        kv_dtype: of a cache through which every token attends, sparsely if the model does so when
-        it decodes; None for no cache.
+        kv_dtype: dtype of a cache through which every token attends, sparsely if the model decodes
+            so. None uses no cache.
         """
         ...

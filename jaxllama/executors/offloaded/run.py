@@ -1,12 +1,12 @@
-"""Run: one block of rows on its way through an offloaded model, from prompts to the last token.
+"""OffloadRun: one block of rows through an offloaded model, from prompts to the last token.
 
     run = OffloadRun(policy, store, cfg, params, tokens, lengths, ...)
     run.step()      gives every row one token; the first step is the prefill
 
-It is the ``Work`` of ``schedule``: it knows what each load, store and computation is.  The rows are
-cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
-its cache a layer and its hidden states.  A prompt goes through each unit in pieces of ``chunk``
-tokens, as the resident model's prefill does.
+It implements ``schedule``'s ``Work``: it does each load, store and computation. The rows are
+divided into batches of one size, and empty rows fill the last. Each batch has its sampling state, a
+cache per layer and its hidden states. A prompt passes through each unit in pieces of ``chunk``
+tokens, as in the resident model's prefill.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxllama.offload.units import ModelUnit, units_of
 
 @dataclasses.dataclass(frozen=True)
 class TokenPiece:
-    """Tokens ``[B, T]`` that go through the model at once; lengths: how many of each row count."""
+    """Tokens ``[B, T]`` that pass through the model at once, of which ``lengths[B]`` are valid."""
 
     tokens: jax.Array
     lengths: jax.Array
@@ -53,10 +53,12 @@ class TokenPiece:
 
 @dataclasses.dataclass
 class Batch:
-    """Rows that one program computes, whose layers are in ``caches``.
+    """The rows that one program computes, with their layers' states in ``caches``.
 
-    hidden: of each piece, possibly stored.  drafted, scores, tokens: of a pass that verifies
-    drafts, its width, its logits ``[B width, V]``, and what recurrent states may take, by layers.
+    hidden: hidden states of each piece, possibly stored.
+    drafted: width of a pass that verifies drafts.
+    scores: logits of that pass, ``[B width, V]``.
+    tokens: tokens of that pass that recurrent states may take, by layer.
     """
 
     rows: Rows
@@ -71,8 +73,12 @@ class Batch:
 
 
 class OffloadRun:
-    """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
-    cache; room: columns for new tokens, of which at most ``limit`` are asked for."""
+    """One block of rows on its way through the model. See the module docstring.
+
+    tokens: ``[B, T]``, right-padded beyond ``lengths[B]``.
+    capacity: number of tokens of a row that the cache holds.
+    room: columns for new tokens, of which the caller uses at most ``limit``.
+    """
 
     def __init__(
         self,
@@ -116,7 +122,7 @@ class OffloadRun:
     def cut(
         self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams | None = None
     ) -> Iterator[tuple[Any, ...]]:
-        """The run's rows, batch by batch; the last is filled up with rows of length 0."""
+        """Yield the run's rows, batch by batch. Rows of length 0 fill the last batch."""
         count = -(-self.rows // self.policy.gpu_batch_size)
         size = -(-self.rows // count)
         empty = count * size - self.rows
@@ -174,7 +180,7 @@ class OffloadRun:
     # One step
 
     def step(self) -> None:
-        """The prefill, or one more token a row."""
+        """Run the prefill, or write one more token a row."""
         for index in self.active_batches():
             batch = self.batches[index]
             if self.steps > 0:
@@ -185,9 +191,11 @@ class OffloadRun:
     def verify(
         self, pieces: dict[int, TokenPiece], width: int
     ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
-        """One pass of these batches' pieces, ``width`` tokens of a row at a time: of each batch its
-        logits ``[B width, V]``, and by layers what recurrent states may take; attention's tokens
-        are in its cache, past its length."""
+        """Run one pass over these batches' pieces, ``width`` tokens of a row at a time.
+
+        Returns each batch's logits ``[B width, V]``, and by layer the tokens that recurrent states
+        may take. Attention's tokens are in its cache, past its length.
+        """
         for index, piece in pieces.items():
             batch = self.batches[index]
             batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
@@ -195,7 +203,7 @@ class OffloadRun:
         return {index: (self.batches[index].scores, self.batches[index].tokens) for index in pieces}
 
     def _walk(self) -> None:
-        """The active batches' pieces through all units."""
+        """Pass the active batches' pieces through all units."""
         for index in self.active_batches():
             batch = self.batches[index]
             if not self._embeds_by_unit():
@@ -213,7 +221,10 @@ class OffloadRun:
         self.steps += 1
 
     def end_rows(self, done: np.ndarray | None = None) -> None:
-        """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
+        """Find the rows that have stopped.
+
+        done: bool ``[B]``: rows that the caller wants to stop.
+        """
         for index, batch in enumerate(self.batches):
             own = jax.device_get(batch.rows.done)
             if done is not None:
@@ -228,7 +239,7 @@ class OffloadRun:
 
     @property
     def report(self) -> Report:
-        """The report of the run's rows, on the host."""
+        """Return the report of the run's rows, on the host."""
         reports = jax.device_get([batch.rows.report for batch in self.batches])
         ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
         return Report(ints[:, : self.rows], written[:, : self.rows])
@@ -372,7 +383,7 @@ def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) ->
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
-    """The fields of the TokenPiece that a decode step reads: each row's newest token."""
+    """Return the fields of a decode step's TokenPiece: each row's newest token."""
     inputs = start(rows)
     first, lengths = inputs.fields.length, inputs.lengths
     positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
@@ -387,8 +398,10 @@ def append_token(
     sampling: SamplingParams,
     stop_ids: jax.Array,
 ) -> Rows:
-    """The rows with the token that follows ``scores [B, V]``; new: tokens ``[B]`` that each piece
-    has brought into the caches."""
+    """Return the rows with the token that follows ``scores [B, V]``.
+
+    new: numbers of tokens ``[B]`` that each piece has added to the caches.
+    """
     fields = rows.fields
     fields = fields._replace(length=fields.length + sum(new))
     rows = dataclasses.replace(rows, ints=fields.packed())
