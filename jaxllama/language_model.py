@@ -796,6 +796,7 @@ class LanguageModel:
         return self.tokenizer.encode_chat(messages)
 
     def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
+        """Raise JaxLlamaError unless ``generate`` can run these rows with these arguments."""
         if max_new_tokens < 1:
             raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
         if stops and self.tokenizer is None:

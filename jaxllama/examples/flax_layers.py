@@ -1,7 +1,8 @@
-"""Our layers in a Flax model of your own.  ``python -m jaxllama.examples.flax_layers``
+"""jaxllama's layers in a Flax model of your own.  ``python -m jaxllama.examples.flax_layers``
 
-``jaxllama.modules`` has each layer as a linen module.  This model reads a sequence of numbers and
-predicts the next one: two Flax ``Dense`` layers around GLA and attention.  Copy and change it.
+``jaxllama.modules`` has each layer as a linen module. This model reads a sequence of numbers and
+predicts the next one. It has two Flax ``Dense`` layers around GLA and attention. Copy and change
+it.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ class HybridBlock(nn.Module):
 
 
 class Forecast(nn.Module):
-    """``[B, T]`` numbers -> the next number behind each."""
+    """A model that maps ``[B, T]`` numbers to the next number after each."""
 
     cfg: ModelConfig
 

@@ -1,10 +1,10 @@
-"""A kind of layer of your own in a decoder.  ``python -m jaxllama.examples.new_layer``
+"""A decoder with a new kind of layer.  ``python -m jaxllama.examples.new_layer``
 
 A mixer is one folder, ``jaxllama/model/mixers/<kind>/``, and one word in ``MIXERS``.
-``parameters.py`` says what a layer has; ``mix.py`` says what it computes; ``module.py`` names the
-Flax module.  ``short_conv`` is the example: a gated short convolution, in two files of about 100
-lines and one of 20.  This program puts such layers beside attention and does with the model what
-any other model can do.
+``parameters.py`` lists a layer's parameters. ``mix.py`` computes the layer. ``module.py`` names the
+Flax module. ``short_conv`` is the example: a gated short convolution, in two files of about 100
+lines and one of 20. This program puts such layers beside attention, and does with the model all
+that other models can do.
 """
 
 from typing import Any

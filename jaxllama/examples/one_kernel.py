@@ -1,6 +1,7 @@
 """One op alone, without any model.  ``python -m jaxllama.examples.one_kernel``
 
-On a Hopper GPU this runs the Mosaic kernel, anywhere else its XLA form: same call, same result.
+On a Hopper GPU this program runs the Mosaic kernel. Elsewhere it runs the XLA form, with the same
+call and the same result.
 """
 
 import jax

@@ -1,4 +1,7 @@
-"""Weights to 8 and 4 bits, and the cost.  ``python -m jaxllama.examples.quantize [MODEL]``"""
+"""Quantize weights to 8 and 4 bits.  ``python -m jaxllama.examples.quantize [MODEL]``
+
+The program prints the cost.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Start the server, call it by plain HTTP, stop it.
+"""Start the server, call it by plain HTTP, and stop it.
 
     python -m jaxllama.examples.serve_and_call [MODEL]
 

@@ -87,9 +87,7 @@ _proposed = jax.jit(drafts.propose, static_argnums=0, donate_argnums=2)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _piece(cfg: ModelConfig, width: int, rows: Rows, draft: Drafted, limit: int) -> tuple[Any, ...]:
-    """Return the fields of a pass's TokenPiece: each row's newest token and draft, ``width``
-    tokens.
-    """
+    """Return the fields of a pass's TokenPiece: each row's newest token and its draft."""
     inputs = start(rows, draft, width, limit)
     positions, is_new, rope = decoder.places_of(cfg, inputs.fields.length, inputs.lengths, width)
     return inputs.tokens.reshape(-1, 1), is_new, positions, rope

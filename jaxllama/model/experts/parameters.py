@@ -1,4 +1,4 @@
-"""The parameters of a mixture of experts, in the place of a layer's ``mlp``.
+"""The parameters of a mixture of experts, which replace a layer's ``mlp``.
 
     router            weight [E, D], bias [E], choice_bias [E]
     experts_gate_up   weight [E, 2F, D], bias [E, 2F]        gate, then up
@@ -6,8 +6,8 @@
     gate_up, down     the shared expert's, as a dense layer's
     shared_gate       weight [1, D]
 
-A checkpoint has the experts one by one, or all of a layer in one tensor ``[E, ...]``.  Both are the
-same memory in the order of the experts.  This file imports no jax.
+A checkpoint stores the experts one by one, or a layer's experts in one tensor ``[E, ...]``. Both
+are the same memory in the order of the experts. This file imports no jax.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from jaxllama.model.param import Param, Path, TensorSource, fused, one, written
 
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls the tensors; ``layer`` and ``prefix`` go before them.
+    """The names of the tensors in a checkpoint, which follow ``layer`` and ``prefix``.
 
-    router: the router's product.  expert: an expert's prefix, with its index.  gate_up, down: an
-    expert's products.  fused: the two tensors of all experts, which a file may have instead;
-    is_fused: it has them where nothing is known of a file.  shared, shared_gate: the shared
-    expert's prefix and its gate.  choice_bias: the bias of the choice.
+    router: the router's product.
+    expert: an expert's prefix, with its index.
+    gate_up, down: an expert's products.
+    fused: the two tensors of all experts, which a file may have instead.
+    is_fused: whether to assume them if the file is not known.
+    shared, shared_gate: the shared expert's prefix and its gate.
+    choice_bias: the bias of the choice.
     """
 
     prefix: str = "mlp."
@@ -48,7 +51,7 @@ class ExpertNames:
 def table(
     cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
 ) -> dict[Path, Param]:
-    """The parameters of a layer with experts, in the order of the forward pass."""
+    """Return the parameters of a layer with experts, in the order of the forward pass."""
     assert cfg.experts is not None
     own, options, d = names.of("experts", ExpertNames()), cfg.experts, cfg.d_model
     prefix, residual = f"{layer}{own.prefix}", cfg.stored.residual
@@ -105,7 +108,7 @@ def _experts(
 
 
 def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[tuple[Any, ...], ...]:
-    """(readers, source, rows, channels) of what feeds the feed-forward's weights.
+    """Return (readers, source, rows, channels) of the inputs of the feed-forward's weights.
 
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """

@@ -1,11 +1,11 @@
-"""Which experts a token goes through, and with which weights.  Everything is float32.
+"""Routing: the experts of each token and their weights. Everything is float32.
 
     logits  = x @ router.T (+ bias)
     softmax, normalized     the softmax over the chosen logits (Mixtral, Qwen3, Granite, gpt-oss)
-    softmax                 the chosen ones' share of the softmax over all experts (OLMoE)
+    softmax                 the chosen experts' share of the softmax over all experts (OLMoE)
     sigmoid                 the chosen sigmoids, over their sum if normalized (DeepSeek-V3, GLM)
 
-Of equal scores the lowest index wins.  A token's experts depend on the token alone: on a CPU its
+Among equal scores the lowest index wins. A token's experts depend on the token alone: on a CPU its
 logits have the same bits in any batch.
 
 Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437).
@@ -27,13 +27,13 @@ from pallas_kernels.experts.op import grouped_matmul
 def route(
     options: ExpertsConfig, x: jax.Array, router: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """(experts int32 ``[T, k]``, weights float32 ``[T, k]``) of tokens ``x[T, D]``."""
+    """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
     logits = router_logits(x, router["weight"], router.get("bias"))
     return choose(options, logits, router.get("choice_bias"))
 
 
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """float32 ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
+    """Return float32 logits ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 def choose(
     options: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """``route`` of float32 logits ``[T, E]``; choice_bias ``[E]``."""
+    """Return ``route``'s result for float32 logits ``[T, E]`` and choice_bias ``[E]``."""
     is_softmax = options.scores == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
@@ -69,7 +69,7 @@ def choose(
 
 
 def _best_groups(options: ExpertsConfig, by: jax.Array) -> jax.Array:
-    """``by[T, E]`` with -inf for experts outside of a token's best groups."""
+    """Return ``by[T, E]`` with -inf for experts outside of a token's best groups."""
     if options.n_active_groups == options.n_groups:
         return by
     groups = by.reshape(by.shape[0], options.n_groups, -1)
