@@ -36,9 +36,9 @@ from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
-FILES = 4  # a model, as it was loaded, has one
-PROGRAMS = 12  # of a file: a cache, a prefill and a loop for each of four shapes
-EARLY = 4  # of them are made ready while the weights are read: what the last process called
+FILES = 4  # one per model and way of loading it
+PROGRAMS = 12  # per file: a cache, a prefill and a loop for each of four shapes
+EARLY = 4  # programs prepared while the weights are read: the last process's newest
 LEAST_LAYERS = 8
 
 
@@ -71,7 +71,7 @@ class KeptPrograms:
             shapes and every static argument.
         """
         before = () if cfg is None else (cfg,)
-        if self._settings != _settings():  # what was kept follows from others
+        if self._settings != _settings():  # the kept programs depend on other settings
             return function(*before, *arguments, **static)
         name = hashlib.sha256(repr((key, cfg)).encode()).hexdigest()
         self._index.result()
@@ -93,7 +93,7 @@ class KeptPrograms:
         blob = self._later.pop(name, None)
         if blob is not None:
             self._made[name] = self._pool.submit(_loaded, blob)
-            self._pool.submit(self._keep, name, blob)  # the next process makes it ready early
+            self._pool.submit(self._keep, name, blob)  # the next process prepares it early
         made = self._made.get(name)
         if made is None or made.exception() is not None:
             return None

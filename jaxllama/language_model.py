@@ -55,10 +55,10 @@ from pallas_kernels.brief import brief, size_text
 from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
-# Seconds of decoding between two looks at the text, where somebody reads it as it comes or stop
-# strings may end it: 12 pieces a second read as one flow.
+# Seconds of decoding between two reads of the text, if a caller streams it or stop strings may end
+# it. 12 pieces a second read as one flow.
 PIECE_SECONDS = 0.08
-# Rows of the one program that decodes every batch of a deterministic model.
+# Rows of the program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
 _QUANTIZED = QTensor | RowBlocks | CpuWeight
 SAVE_FORMATS = ("floats", *packed.FORMATS)
@@ -66,7 +66,7 @@ _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
 OnPrompt = Callable[[int, int], None]
-# (row, new text) as it comes, and the results at the end.
+# Yields (row, new text) during decoding, and returns the results.
 Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 
@@ -116,7 +116,7 @@ class LanguageModel:
         object.__setattr__(self, "executor", self.executor.with_params(self.params))
         if not self.exact:
             object.__setattr__(self, "params", self.executor.laid_out(self.params))
-        # What else asks about the head (saving, byte counts, offloading) sees an untied model.
+        # Saving, byte counts and offloading then see an untied model.
         object.__setattr__(self, "config", self.config.with_head_of(self.params))
 
     @property
@@ -536,8 +536,8 @@ class LanguageModel:
         counts, report = np.ones(len(rows), int), decoding.report
         while True:
             ahead = None
-            # The next call is handed to the device before this one is read, but for the first
-            # piece: it does not wait for the loop to be compiled.
+            # The device gets the next call before the host reads this one. The first piece is the
+            # exception: it does not wait until the loop is compiled.
             if self.executor.runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
                 ahead = decoding.advance(pace.next(counts))
             found: Report = fetch(report)
@@ -827,7 +827,7 @@ class _Options:
     stops: tuple[str, ...]
     kv_dtype: DTypeLike
     chunk: int | None
-    watched: bool  # somebody reads the text as it comes
+    watched: bool  # a caller reads the text during decoding
     drafting: DraftSource | None
     on_prompt: OnPrompt | None
 
@@ -858,7 +858,7 @@ class _Pieces:
     def __init__(self, limit: int, is_read: bool) -> None:
         self._limit, self._is_read = limit, is_read
         self._steps = 2 if is_read else limit
-        self._running: list[tuple[int, float]] = []  # steps, and when the device was asked
+        self._running: list[tuple[int, float]] = []  # steps, time of the call
         self._arrived = 0.0
         self._step_seconds = math.inf
         self.until = 1
@@ -871,7 +871,7 @@ class _Pieces:
         if self._is_read and self._step_seconds < math.inf:
             affordable = max(int(PIECE_SECONDS / self._step_seconds), 1)
             self._steps = min(affordable, 4 * self._steps)
-        # Of a draft that was right a row has more tokens than were asked for.
+        # After a correct draft a row has more tokens than the call requested.
         self.until = min(max(self.until, int(counts.min())) + self._steps, self._limit)
         self._running.append((self._steps, time.perf_counter()))
         return self.until

@@ -379,5 +379,5 @@ def enable_compilation_cache() -> None:
             return
         if os.access(folder, os.W_OK):
             jax.config.update("jax_compilation_cache_dir", str(folder))
-            # A small model's prefill compiles in less than jax's second, and is worth keeping.
+            # A small model's prefill compiles in less than jax's limit of a second; keep it too.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

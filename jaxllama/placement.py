@@ -32,7 +32,7 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor
 
-DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
+DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: folder of the disk's share
 
 
 def scheme_of(policy: Policy, scheme: str | None) -> str | None:
@@ -79,7 +79,7 @@ class Placement:
         it.
         """
         if path == ("embed", "weight") and not isinstance(leaf, QTensor | CpuWeight):
-            return np.asarray(leaf)  # what it becomes depends on whether it is the head as well
+            return np.asarray(leaf)  # ``model`` places it, when it knows the head
         return self._put(path, leaf)
 
     def _put(self, path: tuple[str, ...], leaf: Any) -> Any:

@@ -46,10 +46,10 @@ from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 
 MOST = 15  # drafted tokens of a pass
-ADAPTIVE = 7  # the most that a row asks for where it adapts
-FEW = 3  # drafted tokens where little speaks for them
+ADAPTIVE = 7  # most drafted tokens of a row that adapts
+FEW = 3  # drafted tokens after a short match
 _LONGEST_PAUSE = 64  # turns
-_CATCH_UP = 32  # tokens that a draft reads at once behind a pause
+_CATCH_UP = 32  # tokens that a draft reads at once after a pause
 
 
 class Drafted(NamedTuple):
@@ -162,7 +162,7 @@ class ModelDraft:
     def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
         """Return the proposals. The model computes nothing if no row wants a draft."""
         none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
-        # A loop of one round is a choice that copies no cache.
+        # A loop of at most one round selects without a copy of the cache.
         tokens, kept, _ = lax.while_loop(
             lambda carry: carry[2],
             lambda carry: (*self._proposed(params, carry[0], carry[1], ask), jnp.bool_(False)),
@@ -196,7 +196,7 @@ class ModelDraft:
         tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
         carry = jnp.int32(1), tokens, kept, history
         _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
-        # Keys and values past the length are dead; a recurrent state has to be the old one.
+        # Keys and values past the length are unused; a recurrent state must be the old one.
         layers = tuple(
             new if isinstance(new, KVCache) else old
             for new, old in zip(after.layers, kept.layers, strict=True)

@@ -95,7 +95,7 @@ def in_width(
     """Return ``run(width, carry)`` for the smallest of ``widths`` that is at least ``needed``."""
     if len(widths) == 1:
         return run(widths[0], carry)
-    # A loop of one round is a choice that copies no cache.
+    # A loop of at most one round selects without a copy of the cache.
     once, least = (carry, jnp.bool_(True)), 0
     for width in widths:
         is_it = (least < needed) & (needed <= width)

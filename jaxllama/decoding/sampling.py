@@ -347,7 +347,7 @@ def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     The log-probability is that of the logits.
     """
     tokens = _argmax(scores)
-    # A masked maximum, since of a vocabulary that is split over devices a gather takes it all.
+    # A masked maximum: a gather would collect a vocabulary that is split over devices.
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
     return tokens, chosen - jax.nn.logsumexp(logits, axis=1)

@@ -24,7 +24,7 @@ for dtype, group in (("int8", None), ("int4", 128), ("float8_e4m3fn", None)):
     y = jax.jit(quantized_matmul)(x, packed).astype(jnp.float32)
     stored = dequantize(packed, jnp.float32)
     whole = w.astype(jnp.float32)
-    # The product is compared with the same quantized weights in float32: its own rounding alone.
+    # The reference uses the same quantized weights: the error is the rounding of the product.
     product = relative_error(y, x.astype(jnp.float32) @ stored.T)
     print(
         f"{dtype}: {w.nbytes / packed.nbytes:.1f}x smaller; relative error of the stored weights "

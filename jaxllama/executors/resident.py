@@ -254,7 +254,7 @@ def _prefill_alone(
     if width == 1:
         hidden, after = decoder.forward(cfg, params, newest, live, cache)
         return scores_of(cfg, params, hidden[:, 0], cache, live), after
-    # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
+    # Fewer rows, each with a draft, have a decode step's shapes if their tokens are verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
     hidden, proposal = decoder.propose(cfg, params, newest, live, cache, exact=True, sparse=False)
     scores = decoder.logits(cfg, params, hidden.flat())[::width]

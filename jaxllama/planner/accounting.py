@@ -57,11 +57,11 @@ class Footprint:
     weights: Tiers
     cache: Tiers
     hidden: Tiers
-    loading_weights: int  # of moved weights on the device at the worst moment
+    loading_weights: int  # peak of moved weights on the device
     loading_cache: int
     loading_hidden: int
     programs: int  # results and temporaries of the largest program
-    reading: int  # host bytes of what is on its way from the disk
+    reading: int  # host bytes of data on its way from the disk
 
     @property
     def device(self) -> int:
@@ -106,7 +106,7 @@ def _weights_footprint(
         if unit.kind == "head" and is_tied:
             total += split_bytes(shapes["norm"], shares)
         elif unit.kind == "embed" and not is_tied and shares.device < 100:
-            # A table that is only looked up does not visit the device.
+            # A table that is only looked up is never on the device.
             table = split_bytes(shapes, shares)
             total += Tiers(host=table.device + table.host, disk=table.disk)
             continue

@@ -71,7 +71,7 @@ ROWS = (1, 8)
 CONTEXTS = (64, 256)
 DEPTHS = (1, 4)  # layers of each kind
 BATCHES = (1, 4)
-STEPS, IN_A_ROW = 12, 4  # decode steps that are timed
+STEPS, IN_A_ROW = 12, 4  # timed decode steps
 LONG = 0.5  # seconds of a prefill that needs no repetition
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
@@ -348,7 +348,7 @@ class _Measure:
             capacity = sample.context + ROOM
             share = snapshot_columns(capacity, sample.context) / capacity
             amounts = tuple(share * part for part in moving(one, policy.cache))
-            # Of a sparse step's cache, the keys are loaded.
+            # A sparse step loads only the keys of its cache.
             loaded = tuple(part * (0.5 if sparse else 1.0) for part in amounts)
             caches.append((*loaded, sample.seconds("load cache", layer)))
             kept = tuple(0.5 * part * kept_share(self.cfg) for part in amounts[:2])

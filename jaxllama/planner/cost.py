@@ -43,8 +43,8 @@ from pallas_kernels.qtensor import tree_bytes
 LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
 _LOADS, _STORES = ("load weights", "load cache", "load hidden"), ("store cache", "store hidden")
 LINKS = (("link", _LOADS), ("link", _STORES), ("disk", _LOADS + _STORES))
-# Of contention.  Weights that come whole are a few transfers, which computing hardly slows; pieces
-# that are to be joined keep the host and the device's queue busy.
+# Kinds of contention. Whole weights are a few transfers, which computation hardly slows. Pieces
+# that must be joined keep the host and the device's queue busy.
 KINDS = (
     ("load weights", "compute"),
     ("load cache", "store cache"),

@@ -40,7 +40,7 @@ class Calibration:
     """Seconds of loads, stores and computations on one machine (``calibrate``)."""
 
     load_weights: Moving
-    join: tuple[float, float]  # a unit's pieces into its weights: overhead, a byte of the whole
+    join: tuple[float, float]  # pieces into a unit's weights: overhead, a byte of the whole
     load_cache: Moving
     store_cache: Moving
     push_cache: float  # a step's token into the tail
@@ -49,11 +49,11 @@ class Calibration:
     decode: tuple[float, float, float]  # overhead, a row, a row and token of context; a layer
     prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
     head: tuple[float, float]  # overhead, a row
-    look_up: tuple[float, float]  # of a table that is not on the device: overhead, a token
-    contention: tuple[float, ...]  # what is not hidden, by ``cost_model.KINDS``
+    look_up: tuple[float, float]  # a table that is not on the device: overhead, a token
+    contention: tuple[float, ...]  # unhidden shares, by ``cost.KINDS``
     disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
     cpu: tuple[float, float, float]  # as decode, with all of its attention on the CPU
-    fetch: Moving  # of the values that a sparse step reads from an offloaded cache
+    fetch: Moving  # values that a sparse step reads from an offloaded cache
 
     def cold(self) -> Calibration:
         """Return the calibration for models that do not fit the page cache."""
@@ -87,8 +87,7 @@ def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
 
 
 def nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return non-negative coefficients that fit ``seconds`` with the least relative error, squared.
-    """
+    """Return non-negative coefficients that fit ``seconds`` with least relative squared error."""
     from scipy.optimize import nnls as solve
 
     matrix, target = np.asarray(rows, float), np.asarray(seconds, float)

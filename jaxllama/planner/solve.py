@@ -148,7 +148,7 @@ def _linear_program(
         need = need_of(cfg, corner, task, settings, 0)
         rest = need.weights + need.cache + need.hidden
         needs[name] = np.array([rest.device, rest.host, rest.disk], float)
-    # What a unit needs while it runs is largest where tensors have pieces to join.
+    # A running unit needs most memory if its tensors have pieces to join.
     inner = need_of(cfg, _with_shares(policy, (30, 30) * 3), task, settings, programs)
     working = inner.device - (inner.weights + inner.cache + inner.hidden).device
     for need in needs.values():
@@ -166,10 +166,10 @@ def _linear_program(
     for kind in range(3):  # device + host <= 100%
         rows.append([float(i // 2 == kind) for i in range(6)] + [0.0])
         bounds.append(1.0)
-    # Lanes that are hidden must count for something: among equals the one that moves least.
+    # Hidden lanes get a small cost: among equal policies the one that moves least wins.
     share = np.ones(len(LANES))
     if policy.overlap:
-        # What is between pure policies is joined.
+        # Shares between the pure policies need joins.
         kinds = [max(i for i, kind in enumerate(KINDS) if lane in kind) for lane in LANES]
         share = np.clip([costs.contention[kind] for kind in kinds], 0.02, 1.0)
     objective = [*(share @ slope[: len(LANES)]), float(1.0 - share.min())]

@@ -5,6 +5,8 @@
     start_run(model, rows, task, kv_dtype) -> run            a block of the task, not yet begun
     timed_step(run) -> seconds                               its prefill, or one token a row
     with Watch(look) as watch: ...; watch.most               the largest number of bytes meanwhile
+
+A model's numbers repeat, because only its speed and its memory matter.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from jaxllama.planner.fitting import moving
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
-Tell = Callable[[str, Any], None]  # of a finding: its name, its value
+Tell = Callable[[str, Any], None]  # called with a finding's name and value
 
 
 def repeated_model(
@@ -46,7 +48,7 @@ def repeated_model(
     layers = [name for name in shapes if name.startswith("layer_")]
     for name in [name for name in shapes if name not in layers] + layers[:1]:
         for path, shape in flatten_dict(shapes[name]).items():
-            drawn = random_tree(shape)  # one at a time, so that it is no peak of the memory
+            drawn = random_tree(shape)  # one at a time, to keep the memory's peak low
             for target in layers if name in layers else [name]:
                 params[target, *path] = place((target, *path), drawn)
             del drawn

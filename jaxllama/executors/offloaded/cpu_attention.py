@@ -55,7 +55,7 @@ class SplitCache:
             host = None
             if rows < state.k.shape[0]:
                 host = jax.tree.map(lambda leaf: leaf[rows:], state)
-                # An array of its own: it is written in place from now on.
+                # A separate array, which later steps write in place.
                 host = jax.block_until_ready(jax.device_put(host, cpu(), may_alias=False))
             state = device, host
         self._parts = state

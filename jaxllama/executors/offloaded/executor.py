@@ -46,9 +46,9 @@ from jaxllama.offload.store import Store
 from jaxllama.offload.timeline import NO_RECORD
 from jaxllama.offload.units import ModelUnit, units_of
 
-SCHEME = "w4a16-g64-zero"  # what compress_weight means
-KV_DTYPE = "int4"  # what compress_cache means
-CHUNK = 512  # tokens of a prompt that go through a unit at once, where nobody says
+SCHEME = "w4a16-g64-zero"  # the scheme of compress_weight
+KV_DTYPE = "int4"  # the cache's dtype under compress_cache
+CHUNK = 512  # default number of tokens of a prompt that pass through a unit at once
 
 
 def kv_dtype_of(policy: Policy, kv_dtype: Any, dtype: Any) -> Any:

@@ -82,7 +82,7 @@ def run_layer(
     return run(cfg, kind, weights, stream, state, at)
 
 
-# The same where a state is to stay: what verifies a draft gives the tokens that it would take.
+# The same for a state that must stay: verifying a draft returns the tokens that it would take.
 verify_layer = jax.jit(run_layer.__wrapped__, **_LAYER)
 
 

@@ -48,7 +48,7 @@ class TokenPiece:
     lengths: jax.Array
     positions: jax.Array
     rope: Rope
-    slots: jax.Array | None = None  # of one token a row: its place in the cache, if it has one
+    slots: jax.Array | None = None  # decode: the token's column in the cache
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ class OffloadRun:
         self.filled, self.steps = tokens.shape[1], 0
         self.rows = tokens.shape[0]
         self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
-        self._known: dict[int, Pending] = {}  # a tied table that was loaded last
+        self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
 
     # Rows to batches

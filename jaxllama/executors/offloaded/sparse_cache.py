@@ -41,7 +41,7 @@ from jaxllama.offload.store import Store, is_stored, on_device
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 from pallas_kernels.qtensor import QTensor
 
-PROGRAMS = 16  # different numbers of rows that are moved
+PROGRAMS = 16  # number of different counts of moved rows
 _NOWHERE = np.iinfo(np.int32).max
 
 

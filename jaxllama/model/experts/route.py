@@ -40,7 +40,7 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
         return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
 
     def by_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
-        # One product of all rows would round a row by how many there are.
+        # One product of all rows would round a row differently for each number of rows.
         only = jnp.zeros((x.shape[0], 1), jnp.int32)
         return grouped_matmul(x, weight[None], only, implementation="xla")[:, 0]
 
