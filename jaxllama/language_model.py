@@ -289,11 +289,10 @@ class LanguageModel:
         draft: str | LanguageModel | None = None,
         draft_tokens: int = 0,
     ) -> Iterator[str]:
-        """Yield the text of ``generate`` for one prompt as it is decoded, in pieces of complete
-        characters.
+        """Yield the text of ``generate`` for one prompt while it is decoded.
 
-        The device works at most one piece ahead. A closed or abandoned iterator therefore leaves at
-        most ``PIECE_SECONDS`` of work.
+        Each piece has complete characters. The device works at most one piece ahead. A closed or
+        abandoned iterator therefore leaves at most ``PIECE_SECONDS`` of work.
 
         Parameters
         ----------

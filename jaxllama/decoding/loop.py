@@ -55,7 +55,7 @@ def run(
     extra: the caller's own record of the turns. ``collect`` returns it with another turn added.
 
     The condition is computed where the loop reads it. As an element of the carry it would save a
-    kernel, but a CUDA graph would then read it before the step has written it
+    kernel. A CUDA graph, however, would read it before the step has written it
     (``evaluation/speed/README.md``).
     """
     adapts_to = None if drafting is None else drafting.adapts_to

@@ -4,8 +4,8 @@
     decode_layer     mixer norm and qkv on the device; attention of each part beside its cache;
                      the output projection on the device
 
-A step moves one query, key and value a row to the CPU and one attended vector back, instead of the
-whole cache (FlexGen, arXiv 2303.06865, section 4.1). On a machine with a GPU the CPU's attention
+A step moves one query, key and value a row to the CPU, and one attended vector back. The cache does
+not move (FlexGen, arXiv 2303.06865, section 4.1). On a machine with a GPU the CPU's attention
 rounds differently. Its tokens are then those of a resident model on the CPU, without the same bits.
 
 The device runs the prefill and hands the rows over afterwards.
