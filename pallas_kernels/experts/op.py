@@ -12,8 +12,8 @@ CPU a token's result has the same bits in any batch, because every product has t
 The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
 groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` the
 Mosaic kernel of few pairs, and ``predict`` the times that choose among them.  A CPU's handler
-(``cpu.experts``) reads its own layout: where w is a ``CpuWeight``, whose preparation was the choice,
-x is rounded to 8 bits in blocks.
+(``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the choice,
+and x is rounded to 8 bits in blocks.
 
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
