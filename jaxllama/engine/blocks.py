@@ -40,6 +40,7 @@ from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import for_rows
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
@@ -213,7 +214,11 @@ class BlockRunner:
             kv_dtype=self.options.kv_dtype,
             chunk=self.options.prefill_chunk,
         )
-        return executor.run(lm.config, lm.params, call)
+        params = lm.params
+        if lm.adapters:
+            numbers = [lm.adapter_number(request.adapter) for request in requests] + [0] * empty
+            params = for_rows(params, jnp.asarray(numbers, jnp.int32))
+        return executor.run(lm.config, params, call)
 
     def _written(self, run: OffloadRun, wanted: list[Sequence]) -> dict[Sequence, Written]:
         report = run.report

@@ -16,6 +16,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import attach
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
@@ -23,6 +24,7 @@ from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
+from tests.helpers import lora_cases
 from tests.helpers.models import FAMILIES, params_of
 
 # A long prompt in each batch of two or four, so that every batch has the same padded width.
@@ -197,6 +199,36 @@ def test_whole_program_contraction_is_all_that_differs(folder):
     for one, other in zip(got, want, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft", [None, pytest.param("ngram", marks=pytest.mark.slow)])
+def test_rows_have_their_adapters_beside_weights_that_stream(folder, draft):
+    """The resident model's bits and logits; with drafts its tokens."""
+    cfg = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=())
+    factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
+
+    def adapted(lm: LanguageModel) -> LanguageModel:
+        params = attach(lm.config, lm.params, factors)
+        return dataclasses.replace(lm, params=params, adapters=("one", "two"))
+
+    lm = adapted(LanguageModel(cfg, params_of(cfg), None))
+    off = adapted(offloaded(cfg, params_of(cfg), "0 100 100 0 0 100 gpu_batch_size=2"))
+    prompts, names = [[5, 6, 7]] * 3 + [[9, 8]], ["two", None, "one", None]
+    want = [
+        out
+        for rows in (slice(0, 2), slice(2, 4))
+        for out in lm.generate(prompts[rows], 8, adapter=names[rows])
+    ]
+    assert len({tuple(out.tokens) for out in want[:3]}) == 3
+    if draft is not None:
+        got = off.generate(prompts[:3], 8, adapter=names[:3], draft=draft, draft_tokens=3)
+        assert [out.tokens for out in got] == [out.tokens for out in want[:3]]
+        return
+    assert_same(bits(off.generate(prompts, 8, adapter=names)), bits(want))
+    tokens, lengths = np.array([[4, 5, 6, 7]] * 2, np.int32), [4, 3]
+    scores = off.logits(tokens, lengths, adapter=["one", "two"])
+    wanted = lm.logits(tokens, lengths, adapter=["one", "two"])
+    np.testing.assert_allclose(scores[:, :3], wanted[:, :3], atol=1e-5)
 
 
 # The store

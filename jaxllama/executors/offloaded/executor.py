@@ -13,7 +13,10 @@ and ``embedding_scale``; newer ones fuse more, and differ in the last bits.  In 
 so unless XLA_FLAGS has --xla_allow_excess_precision=false, and a GPU's products are tuned a program
 at a time besides: where two tokens are a rounding apart, the resident model may take the other one.
 
-Left out: a mesh, ``deterministic``, adapters beside the weights, tokens of a grammar.
+LoRA adapters beside the weights stay on the device: their factors are small, and every step reads
+them.
+
+Left out: a mesh, ``deterministic``, tokens of a grammar.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.linear import Stream
+from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
@@ -175,6 +179,7 @@ class Offloaded:
             (tokens[first : first + size], lengths[first : first + size])
             for first in range(0, tokens.shape[0], size)
         ]
+        adapters = params.get(ROWS)
         hidden = [programs.embed_tokens(self.store, cfg, params, part) for part, _ in parts]
         rope = [
             programs.positions_of(cfg, jnp.zeros_like(n), n, part.shape[1]) for part, n in parts
@@ -184,12 +189,15 @@ class Offloaded:
             alike, kind = layer_config(cfg, unit.layer)
             has_cache = kv_dtype is not None and unit.has_cache
             for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
+                own = weights
+                if adapters is not None:
+                    own = with_rows(weights, adapters[index * size :][:size])
                 state = init_cache(alike, *part.shape, kv_dtype).layers[0] if has_cache else None
                 hidden[index], _ = programs.run_layer(
                     alike,
                     kind,
                     unit.kind,
-                    weights,
+                    own,
                     hidden[index],
                     state,
                     at[0],

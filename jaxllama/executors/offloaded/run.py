@@ -32,6 +32,7 @@ from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
@@ -55,6 +56,7 @@ class TokenPiece:
 class Batch:
     """Rows that one program computes, whose layers are in ``caches``.
 
+    adapters: int32 ``[B]``, each row's LoRA adapter (``model.lora``); None where no row has one.
     hidden: of each piece, possibly stored.  drafted, scores, tokens: of a pass that verifies
     drafts, its width, its logits ``[B width, V]``, and what recurrent states may take, by layers.
     """
@@ -63,11 +65,18 @@ class Batch:
     sampling: SamplingParams
     caches: dict[int, LayerCache | SplitCache]
     pieces: list[TokenPiece]
+    adapters: jax.Array | None = None
     hidden: Any = None
     live: bool = True  # a row still wants tokens
     drafted: int | None = None
     scores: jax.Array | None = None
     tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def adapters_of_tokens(self) -> jax.Array:
+        """The adapters of a pass's rows, of which a draft has one a token."""
+        assert self.adapters is not None
+        return jnp.repeat(self.adapters, self.drafted) if self.drafted else self.adapters
 
 
 class OffloadRun:
@@ -107,16 +116,20 @@ class OffloadRun:
         }
         self.filled, self.steps = tokens.shape[1], 0
         self.rows = tokens.shape[0]
-        self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
+        parts = self.cut(tokens, lengths, (sampling, params.get(ROWS)))
+        self.batches = [self._batch(*part, chunk) for part in parts]
         self._known: dict[int, Pending] = {}  # a tied table that was loaded last
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
 
     # Rows to batches
 
     def cut(
-        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams | None = None
+        self, tokens: jax.Array, lengths: jax.Array, options: Any = None
     ) -> Iterator[tuple[Any, ...]]:
-        """The run's rows, batch by batch; the last is filled up with rows of length 0."""
+        """The run's rows, batch by batch; the last is filled up with rows of length 0.
+
+        options: a tree of arrays of these rows.
+        """
         count = -(-self.rows // self.policy.gpu_batch_size)
         size = -(-self.rows // count)
         empty = count * size - self.rows
@@ -124,15 +137,19 @@ class OffloadRun:
         def fill(leaf: jax.Array) -> jax.Array:
             return jnp.concatenate([leaf, jnp.repeat(leaf[:1], empty, axis=0)]) if empty else leaf
 
-        tokens, sampling = jax.tree.map(fill, (tokens, sampling))
+        tokens, options = jax.tree.map(fill, (tokens, options))
         lengths = jnp.pad(lengths, (0, empty))
         for first in range(0, count * size, size):
-            yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, sampling))  # noqa: B023
+            yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, options))  # noqa: B023
 
     def _batch(
-        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams, chunk: int
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        options: tuple[SamplingParams, jax.Array | None],
+        chunk: int,
     ) -> Batch:
-        batch = tokens.shape[0]
+        batch, (sampling, adapters) = tokens.shape[0], options
         chunk = min(chunk, tokens.shape[1])
         blank = jnp.zeros((batch,), jnp.int32)
         pieces = [
@@ -153,7 +170,7 @@ class OffloadRun:
             layer: self._layer_cache(kind, layer, batch)
             for layer, kind in enumerate(self.cfg.layer_types)
         }
-        return Batch(rows, sampling, caches, pieces)
+        return Batch(rows, sampling, caches, pieces, adapters)
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
         empty = functools.partial(
@@ -296,6 +313,8 @@ class OffloadRun:
         self, unit: ModelUnit, batch: Batch, weights: Any, cache: Any, hidden: Any
     ) -> tuple[Any, Any]:
         cfg, kind = layer_config(self.cfg, unit.layer)
+        if batch.adapters is not None:
+            weights = with_rows(weights, batch.adapters_of_tokens)
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
