@@ -231,6 +231,48 @@ def test_rows_have_their_adapters_beside_weights_that_stream(folder, draft):
     np.testing.assert_allclose(scores[:, :3], wanted[:, :3], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        ("gqa", ["0 100 30 40 0 100 gpu_batch_size=3 num_gpu_batches=2"]),
+        pytest.param("hybrid", ["100 0 100 0 100 0 gpu_batch_size=5", "0 100 0 100 30 40 "
+                     "gpu_batch_size=5 sep_layer=true overlap=false prefill_batch_size=4"],
+                     marks=pytest.mark.slow),
+        pytest.param("gqa", ["30 40 0 100 100 0 gpu_batch_size=3 cpu_attention=true"],
+                     marks=pytest.mark.slow),
+        pytest.param("gqa", ["30 40 0 100 100 0 gpu_batch_size=3 attn_sparsity=0.4"],
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_deterministic_rows_have_the_same_bits_in_every_batch(folder, name, policies):
+    """Alone, in other company and places, and of any chunk; the tokens are the resident model's."""
+    cfg = FAMILIES[name].first_layers(1) if name == "gqa" else FAMILIES[name]
+    params, found = params_of(cfg), []
+    for policy in policies:
+        off = dataclasses.replace(offloaded(cfg, params, policy), deterministic=True)
+        together = off.generate(PROMPTS, 6)
+        for row, prompt in enumerate(PROMPTS):
+            assert bits(off.generate([prompt], 6, chunk=None if row else 4)) == [bits(together)[row]]
+        company = [[8, 9, 10], *reversed(PROMPTS)]
+        assert bits(off.generate(company, 6))[1:] == bits(together)[::-1]
+        found.append(bits(together))
+    assert all(other == found[0] for other in found)
+    own = cfg if "sparsity" not in policies[0] else off.config
+    want = LanguageModel(own, params, None, deterministic=True).generate(PROMPTS, 6)
+    assert [out.tokens for out in want] == [tokens for tokens, *_ in found[0]]
+
+
+def test_a_deterministic_model_is_refused_what_has_no_fixed_shape(folder):
+    cfg = FAMILIES["gqa"]
+    policy = Policy.parse("0 100 50 50 100 0 cpu_attention=true sep_layer=true")
+    with pytest.raises(JaxLlamaError, match="deterministic and cpu_attention need the cache all"):
+        Placement(policy, jnp.float32, deterministic=True)
+    off = offloaded(cfg, params_of(cfg), "0 100 100 0 100 0")
+    off = dataclasses.replace(off, deterministic=True)
+    with pytest.raises(JaxLlamaError, match="policy: a deterministic model takes no draft"):
+        off.generate([[5, 6]], 2, draft="ngram")
+
+
 # The store
 
 

@@ -16,7 +16,12 @@ at a time besides: where two tokens are a rounding apart, the resident model may
 LoRA adapters beside the weights stay on the device: their factors are small, and every step reads
 them.
 
-Left out: a mesh, ``deterministic``, tokens of a grammar.
+A ``deterministic`` model's rows have the same bits whatever the batch, ``chunk`` and the tiers that
+the policy names: every program has ``gpu_batch_size`` rows, and prompts are read in fixed widths.
+Another ``gpu_batch_size`` may round otherwise, and so may the resident model, which reads prompts
+one by one.
+
+Left out: a mesh, drafts of a deterministic model, tokens of a grammar.
 """
 
 from __future__ import annotations
@@ -113,7 +118,12 @@ class Offloaded:
         """By default what the policy says; an other value than the policy's is a JaxLlamaError."""
         return kv_dtype_of(self.policy, kv_dtype, dtype), chunk_of(self.policy, chunk)
 
-    def check_drafts(self) -> None:
+    def check_drafts(self, deterministic: bool) -> None:
+        if deterministic:
+            raise JaxLlamaError(
+                "policy: a deterministic model takes no draft: a pass that verifies one has not the "
+                "shape of a step"
+            )
         if self.policy.cache.device < 100 or self.policy.cpu_attention:
             raise JaxLlamaError(
                 "policy: a draft needs the whole cache on the device, attention too"
@@ -143,6 +153,7 @@ class Offloaded:
             capacity=call.capacity,
             kv_dtype=call.kv_dtype,
             chunk=call.chunk,
+            alone=call.alone,
             recorder=self.recorder,
         )
 

@@ -7,6 +7,9 @@ It is the ``Work`` of ``schedule``: it knows what each load, store and computati
 cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
 its cache a layer and its hidden states.  A prompt goes through each unit in pieces of ``chunk``
 tokens, as the resident model's prefill does.
+
+A deterministic model's batches always have ``gpu_batch_size`` rows.  Their prompts go through in
+the widths of ``Alone``, and the last token in a piece of its own, which has a decode step's shape.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
+from jaxllama.executors.executor import Alone
 from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
@@ -81,7 +85,8 @@ class Batch:
 
 class OffloadRun:
     """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
-    cache; room: columns for new tokens, of which at most ``limit`` are asked for."""
+    cache; room: columns for new tokens, of which at most ``limit`` are asked for; alone: of a
+    deterministic model, instead of ``chunk``."""
 
     def __init__(
         self,
@@ -99,13 +104,14 @@ class OffloadRun:
         capacity: int,
         kv_dtype: Any,
         chunk: int,
+        alone: Alone | None = None,
         recorder: Any = NO_RECORD,
     ) -> None:
         self.policy, self.store, self.record = policy, store, recorder
         self.cfg, self.params = cfg, params
         self.dtype = activation_dtype(params)
         self.stop_ids, self.room, self.capacity = stop_ids, room, capacity
-        self.limit = limit
+        self.limit, self.chunk, self.alone = limit, chunk, alone
         self.kv_dtype = jnp.dtype(kv_dtype).name
         self.units = units_of(self.cfg, self.policy.sep_layer)
         if not self._embeds_by_unit():
@@ -117,7 +123,7 @@ class OffloadRun:
         self.filled, self.steps = tokens.shape[1], 0
         self.rows = tokens.shape[0]
         parts = self.cut(tokens, lengths, (sampling, params.get(ROWS)))
-        self.batches = [self._batch(*part, chunk) for part in parts]
+        self.batches = [self._batch(*part) for part in parts]
         self._known: dict[int, Pending] = {}  # a tied table that was loaded last
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
 
@@ -130,8 +136,10 @@ class OffloadRun:
 
         options: a tree of arrays of these rows.
         """
-        count = -(-self.rows // self.policy.gpu_batch_size)
-        size = -(-self.rows // count)
+        size = self.policy.gpu_batch_size
+        count = -(-self.rows // size)
+        if self.alone is None:
+            size = -(-self.rows // count)
         empty = count * size - self.rows
 
         def fill(leaf: jax.Array) -> jax.Array:
@@ -147,21 +155,9 @@ class OffloadRun:
         tokens: jax.Array,
         lengths: jax.Array,
         options: tuple[SamplingParams, jax.Array | None],
-        chunk: int,
     ) -> Batch:
         batch, (sampling, adapters) = tokens.shape[0], options
-        chunk = min(chunk, tokens.shape[1])
         blank = jnp.zeros((batch,), jnp.int32)
-        pieces = [
-            self._piece(
-                tokens[:, at : at + chunk],
-                jnp.minimum(lengths, at),
-                jnp.clip(lengths - at, 0, chunk),
-                lengths,
-                chunk,
-            )
-            for at in range(0, tokens.shape[1], chunk)
-        ]
         history = None
         if sampling.penalties:
             history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
@@ -170,7 +166,10 @@ class OffloadRun:
             layer: self._layer_cache(kind, layer, batch)
             for layer, kind in enumerate(self.cfg.layer_types)
         }
-        return Batch(rows, sampling, caches, pieces, adapters)
+        has_rows = bool(np.any(jax.device_get(lengths)))
+        return Batch(
+            rows, sampling, caches, self._prompts(tokens, lengths), adapters, live=has_rows
+        )
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
         empty = functools.partial(
@@ -180,6 +179,24 @@ class OffloadRun:
             return SplitCache(self.policy.cache, empty)
         by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
         return (SparseCache if by_row else LayerCache)(self.store, self.policy.cache, empty)
+
+    def _prompts(self, tokens: jax.Array, lengths: jax.Array) -> list[TokenPiece]:
+        """The pieces of prompts ``tokens[B, T]``, ``lengths[B]`` valid."""
+        if self.alone is None:
+            chunk = min(self.chunk, tokens.shape[1])
+            widths, end = (chunk,) * -(-tokens.shape[1] // chunk), lengths
+        else:
+            widths, end = self.alone.widths, jnp.maximum(lengths - 1, 0)
+        pieces, first = [], 0
+        for width in widths:
+            part = tokens[:, first : first + width]
+            n_new = jnp.clip(end - first, 0, width)
+            pieces.append(self._piece(part, jnp.minimum(end, first), n_new, lengths, width))
+            first += width
+        if self.alone is not None:
+            newest = jnp.take_along_axis(tokens, end[:, None], axis=1)
+            pieces.append(self._piece(newest, end, jnp.minimum(lengths, 1), lengths, 1))
+        return pieces
 
     def _piece(
         self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
