@@ -61,8 +61,8 @@ class Placement:
     ) -> None:
         if deterministic and policy.cpu_attention and 0 < policy.cache_device < 100:
             raise JaxLlamaError(
-                "policy: deterministic and cpu_attention need the cache all on the device or all in "
-                "host memory: a row's place in its batch must not decide who attends"
+                "policy: deterministic and cpu_attention need the cache all on the device or all "
+                "in host memory: a row's place in its batch must not decide who attends"
             )
         self.deterministic = deterministic
         self.policy, self.dtype = policy, jnp.dtype(dtype)

@@ -38,8 +38,8 @@ class Alone(NamedTuple):
     """The shapes in which a deterministic model reads prompts, those of an engine.
 
     rows: tokens of every decode step; an offloaded model takes its policy's ``gpu_batch_size``.
-    widths: tokens of the programs that read a row's prompt
-    without its last token, one after the other (``text.rows.pieces_of``).
+    widths: tokens of the programs that read a row's prompt without its last token, one after the
+    other (``text.rows.pieces_of``).
     """
 
     rows: int

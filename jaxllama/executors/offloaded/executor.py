@@ -121,8 +121,8 @@ class Offloaded:
     def check_drafts(self, deterministic: bool) -> None:
         if deterministic:
             raise JaxLlamaError(
-                "policy: a deterministic model takes no draft: a pass that verifies one has not the "
-                "shape of a step"
+                "policy: a deterministic model takes no draft: the pass that verifies one is wider "
+                "than a step"
             )
         if self.policy.cache.device < 100 or self.policy.cpu_attention:
             raise JaxLlamaError(
