@@ -46,21 +46,47 @@ class Shares(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """FlexGen's search space.
+    """Where weights, cache and activations live; FlexGen's search space.
 
-    gpu_batch_size: rows that one program computes; num_gpu_batches: how many such batches share
-    one load of a unit's weights (their product is a block, and larger inputs run block by block).
-    overlap: load the next unit's weights and the next batch's cache, and store the previous
-    batch's results, while a unit computes.
-    sep_layer: attention and feed-forward are two units, so that half as many weights are on the
-    device at once.
-    compress_weight: FlexGen's 4-bit weights, a scale and a zero point to 64 (the scheme
-    "w4a16-g64-zero"): normal weights come back with an RMS error of 9.1%, where symmetric groups of
-    128 have 11.7%.  compress_cache: a 4-bit cache.
-    cpu_attention: decode attends to keys in host memory on the CPU, where they lie.
-    attn_sparsity: share of a row's older keys whose values decode reads; of an offloaded cache the
-    others do not move.
-    prefill_batch_size: tokens of a prompt that go through a unit at once; 0: the caller's choice.
+    ``Policy.parse("20 80 0 100 0 100")`` reads one from text.
+
+    Parameters
+    ----------
+    weights_device, weights_host : float
+        Percent of each weight on the device and in host memory. The rest is on disk.
+    cache_device, cache_host : float
+        The same for the cache.
+    activations_device, activations_host : float
+        The same for activations.
+    gpu_batch_size : int
+        Rows that one program computes.
+    num_gpu_batches : int
+        Number of such batches that share one load of a unit's weights. The product of the two is a
+        block; a larger input runs block by block.
+    overlap : bool
+        While a unit computes, load the next unit's weights and the next batch's cache, and store
+        the previous batch's results.
+    sep_layer : bool
+        Make two units of a layer, attention and feed-forward. Half as many weights are then on the
+        device at once.
+    compress_weight : bool
+        Store weights in 4 bits with a scale and a zero point for every 64 (scheme
+        "w4a16-g64-zero"). Normally distributed weights get an RMS error of 9.1%; symmetric groups
+        of 128 would give 11.7%.
+    compress_cache : bool
+        Store the cache in 4 bits.
+    cpu_attention : bool
+        In decode, compute attention to keys in host memory on the CPU.
+    attn_sparsity : float
+        Share of a row's older keys whose values decode reads. Values of an offloaded cache that
+        decode does not read are not moved.
+    prefill_batch_size : int
+        Tokens of a prompt that go through a unit at once. 0 leaves the choice to the caller.
+
+    Raises
+    ------
+    JaxLlamaError
+        If two percentages exceed 100 together, or a field is outside its range.
     """
 
     weights_device: float = 100.0

@@ -23,16 +23,38 @@ def quantize_params(
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The tree, rounded to QTensors as the recipe says; weights already quantized stay.
+    """Round a tree of parameters to QTensors; weights that are already quantized stay.
 
-    A tied head comes out as ``params["head"]`` beside the embedding (see ``scheme``); the
-    model uses it wherever it is there.  On a CPU a LanguageModel lays the tree out for the CPU's
-    handlers; the pure functions take it as it is, in XLA's exact and slower form, or after
-    ``pallas_kernels.cpu.prepare_tree``.  cfg: the model's; with it w4a16's grids are fitted to the
-    inputs that random tokens bring each weight, as ``load`` does, for a third less KL.
-    scale_dtype: see ``Scheme.scale_dtype``.  progress: a bar on stderr.  Raises JaxLlamaError for
-    text that is no recipe, a scheme that needs calibration, or naming a weight that no group size
-    divides.
+    Parameters
+    ----------
+    params : mapping
+        The parameters, as ``init_params`` or ``load`` returns them.
+    scheme : str or Recipe
+        A scheme such as "w8a16", or a mixture such as "w4a16,down=w8a16".
+    cfg : ModelConfig, optional
+        The model's configuration. With it w4a16's grids are fitted to the inputs that random tokens
+        give each weight, as ``load`` does. That lowers KL by a third.
+    scale_dtype : optional
+        Dtype of the scales; see ``Scheme.scale_dtype``.
+    progress : bool
+        Show a bar on stderr.
+
+    Returns
+    -------
+    dict
+        The tree with QTensors. A tied head is quantized as a copy, ``params["head"]``, beside the
+        embedding; the model uses it where it is present.
+
+    Raises
+    ------
+    JaxLlamaError
+        If ``scheme`` is no recipe, needs calibration, or has a group size that does not divide a
+        weight (the error names it).
+
+    Notes
+    -----
+    On a CPU a LanguageModel lays the tree out for the CPU's handlers. The pure functions run the
+    tree as it is, in XLA's exact and slower form, or after ``pallas_kernels.cpu.prepare_tree``.
     """
     flax_state.register()
     recipe = parse(scheme) if isinstance(scheme, str) else scheme

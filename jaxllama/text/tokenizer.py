@@ -50,14 +50,32 @@ _SPECIAL = (
 
 
 class Tokenizer:
-    """See the module docstring.
+    """Text to token ids and back, and messages to a prompt.
 
-    ``eos_ids`` end a generation, ``bos_id`` begins a text (None: nothing does), ``vocab_size`` is
-    the largest id + 1, ``special_tokens`` are strings by role, ``chat_template`` is Jinja source or
-    None.
+    ``from_file``, ``from_gguf`` and ``byte_level`` make one of a checkpoint's files or of bytes.
 
-    parse_special: whether a special token that a message of a chat spells becomes that token.
-        False by default: ``encode_chat`` encodes messages as text.
+    Parameters
+    ----------
+    backend : tokenizers.Tokenizer
+        Encodes text.
+    source : str
+        Name of the tokenizer in errors.
+    eos_ids : iterable of int
+        Tokens that end a generation.
+    bos_id : int or None
+        Token that begins a text. None for no such token.
+    special_tokens : mapping of str to str, optional
+        Special tokens by their role, such as "eos_token".
+    chat_template : str or mapping, optional
+        Jinja source, or sources by name. Without one ``encode_chat`` raises JaxLlamaError.
+    vocab_size : int, optional
+        Largest id + 1; by default that of the backend.
+
+    Attributes
+    ----------
+    parse_special : bool
+        Whether a special token that is spelled in a chat's message becomes that token. It is False
+        unless it is set: ``encode_chat`` encodes messages as text.
     """
 
     parse_special: bool = False
