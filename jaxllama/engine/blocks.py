@@ -1,4 +1,4 @@
-"""Blocks: an offloaded model behind the same engine, a block of rows at a time.
+"""Blocks: an offloaded model under the same engine, a block of rows at a time.
 
     options   = options_of(lm, {...})      the options of ``Engine`` that a block supports
     scheduler = BlockScheduler(lm, options)

@@ -1,4 +1,4 @@
-"""quantize_params: a parameter tree rounded to nearest, as a recipe says."""
+"""quantize_params: round a parameter tree to nearest, by a recipe."""
 
 from __future__ import annotations
 
@@ -23,38 +23,36 @@ def quantize_params(
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Round a tree of parameters to QTensors; weights that are already quantized stay.
+    """Return the tree with its weights rounded to QTensors; weights already quantized stay.
+
+    A tied head becomes ``params["head"]`` beside the embedding (see ``scheme``), and the model uses
+    it if it exists. On a CPU a LanguageModel converts the tree to the layout of the CPU's handlers.
+    The pure functions take the tree unchanged, in XLA's exact and slower form, or after
+    ``pallas_kernels.cpu.prepare_tree``.
 
     Parameters
     ----------
     params : mapping
-        The parameters, as ``init_params`` or ``load`` returns them.
+        Parameter tree of arrays ``[out, in]``.
     scheme : str or Recipe
-        A scheme such as "w8a16", or a mixture such as "w4a16,down=w8a16".
-    cfg : ModelConfig, optional
-        The model's configuration. With it w4a16's grids are fitted to the inputs that random tokens
-        give each weight, as ``load`` does. That lowers KL by a third.
-    scale_dtype : optional
-        Dtype of the scales; see ``Scheme.scale_dtype``.
+        Recipe of ``quantization.scheme``, such as "w4a16,down=w8a16".
+    cfg : ModelConfig or None
+        The model's config. With it w4a16's grids are fitted to each weight's inputs for random
+        tokens, as in ``load``, which lowers the KL by a third.
+    scale_dtype : data-type or None
+        See ``Scheme.scale_dtype``.
     progress : bool
-        Show a bar on stderr.
+        Whether to show a bar on stderr.
 
     Returns
     -------
     dict
-        The tree with QTensors. A tied head is quantized as a copy, ``params["head"]``, beside the
-        embedding; the model uses it where it is present.
 
     Raises
     ------
     JaxLlamaError
-        If ``scheme`` is no recipe, needs calibration, or has a group size that does not divide a
-        weight (the error names it).
-
-    Notes
-    -----
-    On a CPU a LanguageModel lays the tree out for the CPU's handlers. The pure functions run the
-    tree as it is, in XLA's exact and slower form, or after ``pallas_kernels.cpu.prepare_tree``.
+        For text that is no recipe, a scheme that needs calibration, or naming a weight that no
+        group size divides.
     """
     flax_state.register()
     recipe = parse(scheme) if isinstance(scheme, str) else scheme

@@ -13,6 +13,7 @@ import jaxllama as jl
 from jaxllama.decoding import drafts
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
 NEW = 16
@@ -77,10 +78,12 @@ def check(lm, draft, draft_tokens, count=4, **options):
     ("family", "draft", "draft_tokens"),
     [
         pytest.param("gqa", "ngram", 3, marks=pytest.mark.core),
-        pytest.param("gqa", "always-right", 0, marks=pytest.mark.slow),
-        pytest.param("mqa-window", "first-layer", 3, marks=pytest.mark.slow),
-        ("gla-conv-groups", "always-wrong", 2),
-        pytest.param("hybrid", "always-right", 3, marks=pytest.mark.slow),
+        *slow(
+            ("gqa", "always-right", 0),
+            ("mqa-window", "first-layer", 3),
+            ("gla-conv-groups", "always-wrong", 2),
+            ("hybrid", "always-right", 3),
+        ),
     ],
 )
 def test_tokens_are_those_without_a_draft(family, draft, draft_tokens):
@@ -106,7 +109,8 @@ def test_300_prompts(family, kv_dtype, draft):
             check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize("family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups"])
 def test_a_deterministic_model_gives_the_same_bits(family):
     lm = model(family, deterministic=True)
     prompts, sampling = prompts_of(4), SAMPLING[1]

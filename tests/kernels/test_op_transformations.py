@@ -246,7 +246,9 @@ CASES = {
 }
 # Ops that stand above in another scheme, or as a part of another op: with `-m slow`.
 SCHEMES = ("rms_norm-int8", "matmul-int8", "decode_attention-int4", "rope_and_write-int8")
-PARTS = ("rms_norm", "decode_attention-pages", "rope_and_write")
+PARTS = (
+    "rms_norm", "decode_attention-pages", "rope_and_write", "swiglu", "matmul-w8a8", "gla_step",
+)  # fmt: skip
 
 
 def each(names: Iterable[str], slow: tuple[str, ...] = SCHEMES) -> pytest.MarkDecorator:
@@ -407,8 +409,8 @@ def test_the_backward_of_a_weight_is_one_product_on_a_gpu() -> None:
 # --- on several devices: this file run as a program, with two ----------------------------------
 
 
-# Operands that are divided and those that are not, integers, and a backward pass of its own.
-DIVIDED = ["rms_norm-residual", "matmul-fused", "decode_attention-pages", "gla"]
+# Operands that are divided and those that are not, and integers.
+DIVIDED = ["matmul-fused", "decode_attention-pages"]
 
 
 @pytest.mark.parametrize(

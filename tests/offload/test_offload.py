@@ -23,12 +23,14 @@ from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
+from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
 # A long prompt in each batch of two or four, so that every batch has the same padded width.
 PROMPTS = [[5, 6, 7], list(range(3, 24)), [9, 8, 7, 6, 5], list(range(40, 61))]
 NEW = 20  # more than a tail: the snapshot is rewritten once
 WIDE = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=128)  # groups of 64 divide it
+NARROW = WIDE.first_layers(1)  # the schedule over several layers has tests of its own
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ percent = st.sampled_from([(100, 0), (0, 100), (0, 0), (30, 40)])
 
 
 @settings(
-    max_examples=12, deadline=None, derandomize=True,
+    max_examples=5, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(
@@ -113,7 +115,7 @@ def test_every_family_and_its_logits(folder, name):
      *(pytest.param("", tied, marks=pytest.mark.slow) for tied in (False, True))],
 )  # fmt: skip
 def test_compressed_is_the_compressed_resident_model(folder, options, tied):
-    cfg = WIDE.replace(tie_embeddings=tied)
+    cfg = NARROW.replace(tie_embeddings=tied)
     params = params_of(cfg)
     lm = LanguageModel(cfg, quantize_params(params, SCHEME), None)
     text = f"0 40 0 100 100 0 compress_weight=true compress_cache=true {options}"
@@ -122,13 +124,15 @@ def test_compressed_is_the_compressed_resident_model(folder, options, tied):
     assert_same(bits(off.generate(PROMPTS, NEW)), bits(want))
 
 
-def test_cpu_attention_sparsity_and_prefill_in_pieces(folder):
-    params = params_of(WIDE)
-    cfg = WIDE.replace(attn_sparsity=0.4)
+@pytest.mark.parametrize(
+    "policy", ["0 100 50 50 100 0 cpu_attention=true", *slow("0 100 0 50 0 0")]
+)
+def test_cpu_attention_sparsity_and_prefill_in_pieces(folder, policy):
+    params = params_of(NARROW)
+    cfg = NARROW.replace(attn_sparsity=0.4)
     want = bits(LanguageModel(cfg, params, None).generate(PROMPTS, NEW, chunk=9))
-    common = "attn_sparsity=0.4 prefill_batch_size=9"
-    for text in (f"0 100 50 50 100 0 cpu_attention=true {common}", f"0 100 0 50 0 0 {common}"):
-        assert_same(bits(offloaded(WIDE, params, text).generate(PROMPTS, NEW)), want)
+    off = offloaded(NARROW, params, f"{policy} attn_sparsity=0.4 prefill_batch_size=9")
+    assert_same(bits(off.generate(PROMPTS, NEW)), want)
 
 
 def ended(tokens: list[int], stop: int) -> list[int]:
@@ -148,8 +152,7 @@ def free_rows() -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param("100 0 0 100 100 0", marks=pytest.mark.slow),
-        "100 0 30 40 100 0 gpu_batch_size=3",
+        *slow("100 0 0 100 100 0", "100 0 30 40 100 0 gpu_batch_size=3"),
         "100 0 50 50 100 0 cpu_attention=true",
     ],
 )
@@ -167,17 +170,17 @@ def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):
 
 
 def test_sampling_streaming_and_rows_over_several_blocks(folder):
-    params = params_of(WIDE)
+    params = params_of(NARROW)
     sampling = [
         Sampling(temperature=0.8, top_k=5), Sampling(temperature=1.0, repetition_penalty=1.3),
         Sampling(), Sampling(temperature=1.2, top_p=0.9),
     ]  # fmt: skip
     prompts, sampling, seeds = PROMPTS[1:] + PROMPTS[:2], sampling + sampling[:1], [1, 2, 3, 4, 5]
-    free = LanguageModel(WIDE.replace(eos_token_ids=()), params, None)
+    free = LanguageModel(NARROW.replace(eos_token_ids=()), params, None)
     want = free.generate(prompts, NEW, sampling, seeds)
     stop = want[1].tokens[5]
     off = offloaded(
-        WIDE.replace(eos_token_ids=(stop,)), params, "0 100 100 0 100 0 gpu_batch_size=2"
+        NARROW.replace(eos_token_ids=(stop,)), params, "0 100 100 0 100 0 gpu_batch_size=2"
     )
     seen = []
     got = off.generate(prompts, NEW, sampling, seeds, on_text=lambda *pair: seen.append(pair))
@@ -316,18 +319,15 @@ def test_the_recorder_sees_every_load(folder):
     ("name", "draft", "policy"),
     [
         ("mqa-window", "ngram", "0 40 100 0 100 0 gpu_batch_size=3"),
-        pytest.param("hybrid", "model", "0 0 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2 "
-                     "overlap=false", marks=pytest.mark.slow),
-        pytest.param("hybrid", "ngram", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2 "
-                     "sep_layer=true", marks=pytest.mark.slow),
-        pytest.param("gla-conv-groups", "model", "0 100 100 0 100 0", marks=pytest.mark.slow),
-        pytest.param("delta", "ngram", "0 100 100 0 100 0 gpu_batch_size=4",
-                     marks=pytest.mark.slow),
-        pytest.param("mha-tied-bias", "model", "0 0 100 0 0 100 gpu_batch_size=4",
-                     marks=pytest.mark.slow),
+        ("hybrid", "model", "0 0 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2 overlap=false"),
+        ("hybrid", "ngram", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2 sep_layer=true"),
+        ("gla-conv-groups", "model", "0 100 100 0 100 0"),
+        ("delta", "ngram", "0 100 100 0 100 0 gpu_batch_size=4"),
+        ("mha-tied-bias", "model", "0 0 100 0 0 100 gpu_batch_size=4"),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("draft_tokens", [3, pytest.param(0, marks=pytest.mark.slow)])
+)
+@pytest.mark.parametrize("draft_tokens", [3, 0])
+@pytest.mark.slow
 def test_a_draft_changes_no_tokens(folder, name, draft, policy, draft_tokens):
     """Of four rows in batches that do not divide them, with penalties, bias and noise; one of them
     repeats.  Its own resident twin is right about all that is greedy, in fewer passes."""
@@ -366,7 +366,7 @@ def test_an_offloaded_draft_ends_where_stop_strings_do(folder):
 
 
 def test_a_draft_is_refused_where_the_cache_is_not_on_the_device():
-    cfg = FAMILIES["gqa"]
+    cfg = FAMILIES["gqa"].first_layers(1)
     for policy in ("0 100 50 50 100 0", "0 100 0 100 100 0 cpu_attention=true sep_layer=true"):
         with pytest.raises(JaxLlamaError, match="policy: a draft needs the whole cache"):
             offloaded(cfg, params_of(cfg), policy).generate([[5, 6]], 2, draft="ngram")
