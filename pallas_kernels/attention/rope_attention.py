@@ -50,9 +50,11 @@ def rope_and_attend(
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
     (heads ``[B, N, H]``, k, v with the new tokens); or of several tokens ``qkv [B, T, N + 2K, H]``
-    -> heads ``[B, T, N, H]``, each of which sees those before it.
+    -> heads ``[B, T, N, H]``.  Each token sees the keys of its row in slots up to its own.
 
-    cos, sin, slots, table: as ``rope_and_write``, or ``rope_and_write_tokens``, takes them.
+    cos, sin: float32 ``[B, H / 2]``, or ``[B, T, H / 2]`` for several tokens.
+    slots: int32 ``[B]``, or ``[B, T]``, no two of a row alike: where in its row each token goes.
+    table: as ``rope_and_write`` takes it.
     window, scale: as ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
