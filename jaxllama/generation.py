@@ -173,28 +173,22 @@ def prefill(
 def decode_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Append one token to every row and return the logits after it.
-
-    Use it for generated tokens, which read the share ``cfg.attn_sparsity`` of the values. Use
-    ``prefill`` for prompts, which read all of them.
+    """Append one token to every row and return the logits of the next ones.
 
     Parameters
     ----------
     cfg : ModelConfig
-        The model's configuration.
-    params : dict
-        Its parameters.
-    tokens : jax.Array
-        Integer ``[B]``: one token id per row.
+    params
+        The parameters, such as ``lm.params``.
+    tokens : int [B]
+        One token a row.
     cache : Cache
-        The cache of B rows. The call donates it, unless it is traced.
+        It is donated, unless the call is traced. Use the returned one.
 
     Returns
     -------
-    jax.Array
-        float32 ``[B, V]``: logits after the token.
-    Cache
-        The cache with the token.
+    (float32 [B, V], Cache)
+        The logits after the token, and the cache with it.
 
     Raises
     ------
@@ -203,9 +197,12 @@ def decode_step(
 
     Notes
     -----
-    A full row, or one whose token is outside of the vocabulary, stays unchanged and gets NaN
-    logits. A model without attention has no full rows and no mask of rows. There an invalid token
-    changes the row's state, and its logits are NaN.
+    A row that is full, or whose token is outside of the vocabulary, keeps its cache and gets NaN
+    logits. A model without attention is never full and has no mask of rows: there a token outside
+    of the vocabulary gives NaN logits and also changes the row's state.
+
+    With ``cfg.attn_sparsity`` below 1 the token reads that share of the values. ``prefill`` reads
+    all of them, so it is the function for prompts.
     """
     _check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])

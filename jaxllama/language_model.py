@@ -86,7 +86,8 @@ class LanguageModel:
         Each row's logits then have the same bits in any batch and at any place in it. The compiler
         chooses the order of sums by shape, so this option fixes the shapes. Prompts are prefilled
         one by one in pieces of fixed widths, whatever ``chunk`` says. Programs of exactly 32 rows
-        decode them, each with rows that need the same room. An engine does the same.
+        decode them, each with rows that need the same room. An engine does the same. An offloaded
+        model's programs, also for prompts, have its policy's ``gpu_batch_size`` rows.
     sampling : Sampling, optional
         The checkpoint's own settings, from generation_config.json. ``chat`` and the server use them
         if the caller names none.
@@ -408,7 +409,17 @@ class LanguageModel:
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
         cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
-        options = _Options(max_new_tokens, stops, cache_dtype, chunk, watched, drafting, on_prompt)
+        width = drafting.plan.widths[0] if drafting else 1
+        options = _Options(
+            max_new_tokens,
+            stops,
+            cache_dtype,
+            chunk,
+            watched,
+            drafting,
+            on_prompt,
+            deterministic_rows=self.executor.block_size or DETERMINISTIC_ROWS // width,
+        )
         return self._batches(rows, per_row, numbers, options)
 
     def _batches(
@@ -615,7 +626,7 @@ class LanguageModel:
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
         plan = drafts.DraftPlan.of(own, draft_tokens, self.deterministic)
-        self.executor.check_drafts()
+        self.executor.check_drafts(self.deterministic)
         return DraftSource(plan, params)
 
     def _check_draft(self, draft: LanguageModel) -> None:
@@ -829,11 +840,9 @@ class _Options:
     watched: bool  # a caller reads the text during decoding
     drafting: DraftSource | None
     on_prompt: OnPrompt | None
-
-    @property
-    def deterministic_rows(self) -> int:
-        """Return the number of rows in a pass of ``DETERMINISTIC_ROWS`` tokens."""
-        return DETERMINISTIC_ROWS // (self.drafting.plan.widths[0] if self.drafting else 1)
+    # Rows of every batch of a deterministic model: the executor's block, or the number with which a
+    # pass has DETERMINISTIC_ROWS tokens.
+    deterministic_rows: int
 
 
 def _pieces(length: int) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""The threshold where top-k and top-p cut off a row of logits, found without sorting.
+"""Where top-k and top-p cut a row of logits off, without sorting it.
 
     cutoff(below[B, V], mass[B, V] | None, enough[B]) -> t[B]
 
-``t`` is the smallest float for which the mass of ``below <= t`` is at least ``enough``. The bit
-patterns of non-negative floats have the order of the floats, so a search over int32 ends at the
-exact value. Rounding keeps the sum monotone in t, because the tree of additions is the same and all
-terms are >= 0.
+``below`` is how far each token's score lies below the row's best, >= 0.  ``t`` is the smallest
+float for which the tokens with ``below <= t`` have at least the mass ``enough``.  Bit patterns of
+non-negative floats are ordered like the floats, so a search over int32 ends at the exact value.
+The rounded sum is monotone in t, because each t adds terms >= 0 in the same order.
 
-A CPU bisects: 31 passes of compare-and-sum. On a GPU a loop costs more than its body. There the
-search finds four bits at a time: 8 passes of 15 sums, three kernels each.
+A CPU bisects in 31 passes of compare-and-sum.  On a GPU an iteration of a loop costs more than its
+work.  There each pass finds four bits: 8 passes of 15 sums, with three kernels a pass.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ _INF_BITS = 0x7F800000  # float32 +inf: the largest pattern of a non-negative nu
 def cutoff(
     below: jax.Array, mass: jax.Array | None, enough: jax.Array, is_used: jax.Array | bool = True
 ) -> jax.Array:
-    """Return each row's threshold, float32 ``[B]``. See the module docstring.
+    """Return the smallest ``t`` whose tokens have enough mass, float32 ``[B]``.
 
-    below: float32 ``[B, V]``, >= 0.
-    mass: the weights ``[B, V]``; None counts entries.
-    enough: the mass to reach, ``[B]``.
-    is_used: where it is False the threshold is +inf, without a search. An array is tested when the
-        program runs, so one program serves all rows; the test costs a GPU 11 us.
+    below: float32 ``[B, V]``, >= 0.  mass: weights ``[B, V]``; None counts tokens.
+    enough: the mass to be reached, ``[B]``.
+    is_used: False returns +inf without the search.  An array is read when the program runs, so one
+    program serves batches with and without a cutoff.  On a GPU that costs 11 us where it is True.
     """
 
     def search(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:

@@ -1,10 +1,10 @@
-"""Passes over the model inside of a program: prompts, one token a row, a draft.
+"""Passes over the model inside of a jitted program: prompts, one token a row, a draft.
 
     scores, cache    = fill(cfg, params, tokens, lengths, cache, chunk)      prompts
     scores, proposal = verify(cfg, params, tokens, lengths, cache, exact)    several tokens a row
     donated(at, ...)            a decorator: ``jax.jit`` that donates outside of a trace
 
-These functions expect valid operands. ``jaxllama.generation`` has the same functions with checks.
+These functions do not check their operands.  ``jaxllama.generation`` has the checked, public ones.
 Logits of a row without room for its tokens are NaN.
 """
 
@@ -35,11 +35,9 @@ CPU_PREFILL_TOKENS = 512
 
 
 def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator: ``jax.jit`` that donates argument ``at``, unless the call is traced.
+    """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
-    static: arguments of ``jax.jit``.
-
-    ``lower``, ``trace`` and ``__wrapped__`` belong to the donating program.
+    static: keyword arguments of ``jax.jit``.  ``lower`` and ``trace`` are the donating program's.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -61,16 +59,16 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
 def _untraced() -> Any:
     """Return jax's state outside of any trace, which a new thread has.
 
-    A search for tracers among the parameters would cost each step hundreds of checks.
+    Comparing states is one check a step.  Looking for tracers among the parameters takes hundreds.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(get_opaque_trace_state).result()
 
 
 def prefill_chunk(rows: int, width: int) -> int | None:
-    """Return the ``chunk`` for prompts of ``width`` tokens in ``rows`` rows.
+    """The ``chunk`` for prompts of ``width`` tokens in ``rows`` rows.
 
-    The pieces are equal, and as few as the memory of activations allows. None means one piece.
+    The pieces have equal widths, and are as few as memory for activations allows.  None: one piece.
     """
     is_cpu = jax.default_backend() == "cpu"
     most = CPU_PREFILL_TOKENS if is_cpu else max(PREFILL_TOKENS // rows, 128)
@@ -98,11 +96,8 @@ def check_room(cache: Cache, width: int, what: str) -> None:
 def scores_of(
     cfg: ModelConfig, params: Params, hidden: Hidden, cache: Cache, lengths: jax.Array
 ) -> jax.Array:
-    """Return the logits after ``lengths[B]`` new tokens.
-
-    Rows of ``cache`` without room for them get NaN. The kernel that reads the logits makes this
-    selection.
-    """
+    """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
+    XLA fuses this choice into the op that reads the logits."""
     logits = decoder.logits(cfg, params, hidden)
     if cache.capacity is None:
         return logits
@@ -119,10 +114,10 @@ def fill_rows(
     cache: Cache,
     chunk: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Run ``jl.prefill`` with operands that are known to be valid.
+    """``jl.prefill`` without checks of the operands.
 
-    A row of length 0 stays unchanged, and its logits have no meaning. ``tokens`` may be padded
-    beyond ``cfg.max_position``.
+    A row of length 0 stays as it is, and its logits mean nothing.  ``tokens`` may be padded beyond
+    ``cfg.max_position``.
     """
     check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(tokens, lengths)

@@ -1,10 +1,10 @@
 """Rows: the state that every decoding loop carries, and the report that the host reads.
 
-A GPU spends one kernel on each small array that changes in a step. Therefore one array holds the
-small integers of all rows (``Rows.ints``). Another holds the tokens with the bits of their
-log-probabilities (``Rows.written``). ``Fields`` names the parts of the first.
+A GPU runs a kernel for each small array that changes in a step.  Therefore the small integers of
+all rows are one array, ``Rows.ints``, whose parts ``Fields`` names.  Tokens and the bits of their
+log-probabilities are another, ``Rows.written``.
 
-The next step takes over the arrays of ``Rows`` (they are donated). A ``Report`` is a copy, so the
+The arrays of ``Rows`` are donated to the next step.  A ``Report`` is a copy, so the
 host may read it while the device works on the next step.
 """
 
@@ -24,19 +24,16 @@ from pallas_kernels.brief import short_repr
 
 
 class Fields(NamedTuple):
-    """The small integers of B rows, int32 ``[B]`` each.
-
-    The first five are always there, in the order in which ``pallas_kernels.rows.greedy`` reads
-    them.
+    """The small integers of B rows, int32 ``[B]`` each; the first five are always there, in the
+    order in which ``pallas_kernels.rows.greedy`` reads them.
 
     newest: the newest token, which the cache does not hold yet.
     done: 1 for a row that has ended.
-    count: number of tokens written.
-    length: number of tokens in the cache.
-    step: number of turns taken, the same in each row.
-    drafted, accepted: number of tokens that drafts proposed, and of those that the model also
-        sampled.
-    ask, wait, pause: as in ``drafts.Pace``.
+    count: tokens written.
+    length: tokens that the cache holds.
+    step: turns taken; the same number in each row.
+    drafted: tokens that drafts proposed.  accepted: those that the model sampled too.
+    ask, wait, pause: the fields of ``drafts.Pace``; ask is its ``tokens``.
     """
 
     newest: Any
@@ -100,14 +97,14 @@ class Report(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The state of B rows during decoding.
+    """B rows that are decoded.
 
-    ints: int32 ``[5 or 10, B]``, named by ``fields``.
+    ints: int32 ``[5 or 10, B]``; ``fields`` has them by name.
     written: int32 ``[2, B, N]``: tokens, and the bits of their log-probabilities.
-    layers, table: those of the cache, whose lengths are in ``ints``. There are no layers if another
-        object keeps them.
+    layers, table: states and page table of the cache.  Its lengths are in ``ints``.  ``layers`` is
+        empty if the executor keeps the states itself.
     history: None unless a row has penalties.
-    text: int32 ``[B, L]``: each row's prompt and, behind it, its answer; None without drafts.
+    text: int32 ``[B, L]``, the prompt followed by the answer; None without drafts.
     kept: the draft's own state.
     """
 
@@ -149,7 +146,7 @@ class Rows:
         return self.cache_of(self.lengths)
 
     def cache_of(self, lengths: jax.Array) -> Cache:
-        """Return the cache with these lengths, which must be ``fields.length``."""
+        """The cache of these rows, given ``fields.length``."""
         return Cache(self.layers, lengths, self.table)
 
     @property
@@ -158,14 +155,14 @@ class Rows:
         return Report(self.ints, self.written)
 
     def copied_report(self) -> Report:
-        """Return copies of the arrays, for use inside of a program that takes the rows."""
+        """Copies of the arrays, for programs to which the rows are donated."""
         return Report(jnp.copy(self.ints), jnp.copy(self.written))
 
     def ended(self, rows: np.ndarray) -> Rows:
-        """Return the rows, with those marked in bool ``rows[B]`` done."""
+        """End the rows that are true in ``rows[B]``."""
         return dataclasses.replace(self, ints=_ended(self.ints, rows))
 
-    # One by one, for callers of ``jl.generate``
+    # The parts of ``ints`` and ``written``, for callers of ``jl.generate``
 
     @property
     def tokens(self) -> jax.Array:

@@ -164,12 +164,10 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
 class SamplingParams:
     """The parameters of B rows, as arrays ``[B]``.
 
-    key: uint32 ``[B, 2]``: threefry key data.
-    bias_ids, bias_values: int32 and float32 ``[B, n]``, padded with ids beyond the vocabulary, or
-        None.
-    features: static: the steps that some row wants, so that a program contains only the steps it
-        uses. With "mixed" among them, they are the steps that some row may want. Top-k and top-p
-        then test at run time whether a row does.
+    ``key`` uint32 ``[B, 2]`` is threefry key data.  ``bias_ids`` int32 and ``bias_values`` float32
+    are ``[B, n]``, padded with ids beyond the vocabulary, or None.  ``features`` is static: names
+    of the steps that some row uses.  Only these are compiled.  With "mixed" among them, a step that
+    is named may be unused; the program then checks at run time whether a row uses top-k or top-p.
     """
 
     temperature: jax.Array
@@ -190,10 +188,10 @@ class SamplingParams:
     def stack(
         cls, rows: Sequence[Sampling], vocab_size: int, seed: int | jax.Array = 0
     ) -> SamplingParams:
-        """Return the stacked parameters of the rows.
+        """Stack the parameters of ``rows`` into arrays on the device.
 
-        seed: an int or a PRNG key, for the rows without a seed of their own. Rows that share a seed
-            share their noise, so equal prompts give equal texts.
+        seed: an int or a PRNG key, for rows without a seed of their own.  Rows that share a seed
+        share their noise: equal prompts then give equal texts.
         """
         return jax.device_put(cls.on_host(rows, vocab_size, seed))
 
@@ -201,7 +199,7 @@ class SamplingParams:
     def on_host(
         cls, rows: Sequence[Sampling], vocab_size: int, seed: int | jax.Array = 0
     ) -> SamplingParams:
-        """Return the result of ``stack`` in numpy arrays."""
+        """``stack`` into numpy arrays."""
         shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
         keys: list[Any] = [shared if row.seed is None else _key_data(row.seed) for row in rows]
         drawn = [row for row in rows if row.temperature > 0]
@@ -240,10 +238,7 @@ class SamplingParams:
 
 
 def _key_data(seed: int | jax.Array) -> np.ndarray:
-    """Return uint32[2], the data of ``jax.random.key(seed)`` under threefry.
-
-    It takes 64-bit seeds too.
-    """
+    """uint32[2], the data of a threefry ``jax.random.key(seed)``; seeds may have 64 bits."""
     if isinstance(seed, jax.Array) and (
         seed.ndim or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
     ):
@@ -296,9 +291,9 @@ class History:
         return cls(seen, jnp.zeros((batch, vocab_size), jnp.int32))
 
     def add(self, tokens: jax.Array, live: jax.Array | None = None) -> History:
-        """Return the history with generated tokens ``[B]``, or several a row, ``[B, T]``.
+        """Count generated tokens ``[B]`` or ``[B, T]``.
 
-        live: bool of that shape: the tokens that count; all by default.
+        live: which of them count, an array of the same shape; all by default.
         """
         one = jnp.ones_like(tokens) if live is None else live.astype(jnp.int32)
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -313,14 +308,12 @@ def sample(
     history: History | None = None,
     allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return one token per row, int32 ``[B]``, and its log-probability, float32 ``[B]``.
+    """One token per row; see the module docstring.
 
-    See the module docstring.
-
-    logits: float32 ``[B, V]``.
-    positions: int32 ``[B]``: positions of the tokens to draw.
+    logits: float32 ``[B, V]``.  positions: int32 ``[B]``, places in the text of the new tokens.
     history: needed if ``params.penalties``.
-    allowed: bool ``[B, V]``: a grammar's tokens. All others count as -inf after bias and penalties.
+    allowed: bool ``[B, V]``, the tokens that a grammar allows; all others count as -inf.
+    Returns (tokens int32 ``[B]``, logprobs float32 ``[B]``).
     """
     features = params.features
     logits = _clean(logits)
@@ -354,16 +347,16 @@ def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ``_pick(logits, logits)`` in one reduction.
+    """``_pick(logits, logits)`` in one reduction.
 
-    On a GPU it takes two kernels instead of seven; on a CPU it is slower.
+    It takes two kernels on a GPU instead of seven, and more time on a CPU.
     """
     best, tokens, total = _summed(logits)
     return tokens, jnp.where(best == -jnp.inf, jnp.nan, -jnp.log(total))
 
 
 def _pick_likeliest(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ``_pick``, with ``_likeliest``'s log-probability for the likeliest token."""
+    """``_pick``; the likeliest token gets the same log-probability as from ``_likeliest``."""
     tokens = _argmax(scores)
     best, _, total = _summed(logits)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -1,15 +1,15 @@
 """Turn: one step of decoding, as two pure functions over ``Rows``.
 
-    inputs       = start(rows, draft)                     the inputs of the pass over the model
-    passed       = forward(rows, inputs)                  a Pass; the executor's part
+    inputs       = start(rows, draft)                     what the pass over the model reads
+    passed       = forward(rows, inputs)                  a Pass; an executor's part
     rows, report = finish(rows, inputs, passed, draw, stop_ids)
 
-Plain decoding has no draft (None), and each live row gets one token. With a draft, a row also gets
-one token for each drafted token, up to the first that differs from the model's own (arXiv
-2211.17192). Sampling goes by position, so no distribution needs a correction, and none changes.
+Plain decoding is a draft of zero tokens (None): each row that is live gets one token.  With a draft
+a row gets another for each token of the draft, up to the first that differs from the model's own
+(arXiv 2211.17192).  Sampling goes by position, so no distribution is corrected, and none changes.
 
-``generate``, drafts, the serving engine and offloading use these two functions. The loop is
-``loop.run``, or the host's own loop where the host drives the layers.
+``generate``, drafts, the serving engine and offloading run these two.  ``loop.run`` loops over
+turns on the device.  An executor that runs layer by layer from the host has its own loop there.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from jaxllama.model.cache import Cache
 
 
 class Inputs(NamedTuple):
-    """The inputs of a turn.
+    """The beginning of a turn.
 
-    tokens: int32 ``[B, T]``: each row's newest token and its draft, of which ``lengths[B]`` count.
-    live: int32 ``[B]``: 1 for a row that gets tokens.
-    positions: int32 ``[B]``, or ``[B, T]`` with a draft: positions in the text of the tokens to
-        come.
-    fields: the rows' fields before the turn.
-    draft: None for no draft.
-    limited: whether a row may pause that is not done.
+    tokens int32 ``[B, T]``: each row's newest token and its draft, of which ``lengths[B]`` count.
+    live int32 ``[B]``: 1 for a row that gets tokens.
+    positions int32 ``[B]``, or ``[B, T]`` with a draft: places in the text of the tokens to come.
+    fields: of the rows before the turn.
+    draft: None for none.
+    limited: whether a row that is not done may have reached its limit; it then gets no token.
     """
 
     tokens: jax.Array
@@ -58,8 +57,9 @@ class Pass(NamedTuple):
     """The result of a pass over the model.
 
     scores: returns the float32 logits ``[B T, V]``.
-    commit: returns the cache that keeps ``count[B]`` of the tokens.
-    greedy: ends a greedy step in one kernel, from (ints, written); None if there is no such kernel.
+    commit: takes ``count[B]`` and returns the cache with the first ``count`` tokens of each row.
+    greedy: one kernel that finishes a greedy step; it maps ``Rows``' (ints, written) to their new
+        values.  None if there is no such kernel for the call.
     """
 
     scores: Callable[[], jax.Array]
@@ -68,10 +68,9 @@ class Pass(NamedTuple):
 
 
 class TurnReport(NamedTuple):
-    """The result of a turn, for callers that keep more of it than ``Rows`` do.
+    """The parts of a turn's result that ``Rows`` does not keep.
 
-    scores: float32 ``[B T, V]``.
-    is_new: bool ``[B, T]``: the tokens that the rows got.
+    scores float32 ``[B T, V]``; is_new bool ``[B, T]``: the tokens that were added.
     """
 
     scores: jax.Array
@@ -89,11 +88,10 @@ def start(
     width: int = 1,
     limit: jax.Array | int | None = None,
 ) -> Inputs:
-    """Return the inputs of a turn's pass.
+    """The inputs of a turn's pass.
 
-    width: number of tokens of a row.
-    limit: number of written tokens at which a row pauses, for all rows or one a row; None for no
-        limit.
+    width: number of tokens that the pass reads of each row.
+    limit: number of written tokens at which a row stops, for all rows or one a row; None: no limit.
     """
     fields, limited = rows.fields, limit is not None
     live = fields.is_live(limit).astype(jnp.int32) if limited else 1 - fields.done
@@ -116,13 +114,11 @@ def finish(
     ignores_stops: jax.Array | None = None,
     adapts_to: int | None = None,
 ) -> tuple[Rows, TurnReport | None]:
-    """Return the rows with the results of a pass, and the turn's report. Rows that are not live
-    stay unchanged.
+    """Sample from a pass and return the rows with their new tokens; rows not live do not change.
 
-    stop_ids: int32 ``[stops]``: tokens that end a row, unless ``ignores_stops[B]`` (bool) is true.
-    adapts_to: longest draft of a row that adapts its length; None keeps each row's length.
-
-    The report is None if one kernel has done the whole step.
+    stop_ids int32 ``[stops]`` end a row, unless ``ignores_stops[B]`` (bool) says otherwise.
+    adapts_to: longest draft of a row whose drafts adapt their length; None for a fixed length.
+    The report is None if ``passed.greedy`` finished the step.
     """
     if passed.greedy is not None:
         cache = passed.commit(inputs.live)
@@ -137,9 +133,7 @@ def finish(
 def append(
     rows: Rows, scores: jax.Array, draw: Draw, stop_ids: jax.Array
 ) -> tuple[Rows, TurnReport | None]:
-    """Run ``finish`` for tokens that the cache and ``fields.length`` already have, such as a
-    prompt.
-    """
+    """``finish`` for logits of tokens that are already in the cache, such as a prompt's."""
     fields = rows.fields
     live = 1 - fields.done
     inputs = Inputs(fields.newest[:, None], live, live, fields.length, fields, None, False)
@@ -167,7 +161,7 @@ def _one(
     draw: Draw,
     is_stop: Callable[[jax.Array], jax.Array],
 ) -> tuple[Rows, TurnReport]:
-    """Add one token to each live row, in the step's column."""
+    """One token for each live row, written at column ``step``, which all rows share."""
     fields, live = inputs.fields, inputs.live
     cache, scores = passed.commit(live), passed.scores()
     tokens, logprobs = draw(scores, inputs, rows.history)
@@ -207,7 +201,7 @@ def _several(
     is_stop: Callable[[jax.Array], jax.Array],
     adapts_to: int | None,
 ) -> tuple[Rows, TurnReport]:
-    """Add one token to each live row, and one for each correct token of its draft."""
+    """The accepted tokens of each live row's draft, and one token more."""
     fields, live, text = inputs.fields, inputs.live, rows.text
     assert text is not None
     batch, width = inputs.tokens.shape
@@ -252,7 +246,7 @@ def _several(
 def _stop_test(
     stop_ids: jax.Array, ignores_stops: jax.Array | None
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that tests which of tokens ``[B]`` or ``[B, T]`` end their row."""
+    """A function that says which of tokens ``[B]`` or ``[B, T]`` end their row."""
 
     def is_stop(tokens: jax.Array) -> jax.Array:
         found = jnp.any(tokens[..., None] == stop_ids, axis=-1)
@@ -291,10 +285,9 @@ def sampled(
     history: History | None,
     allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and log-probabilities ``[B, T]`` of ``scores [B T, V]``.
+    """(tokens, logprobs) ``[B, T]`` of ``scores [B T, V]``.
 
-    Each position uses the history that it has if all drafted tokens before it are correct.
-
+    The history of a position assumes that the drafted tokens before it are accepted.
     allowed: bool ``[B, T, V]``, as for ``sample``.
     """
     assert inputs.draft is not None

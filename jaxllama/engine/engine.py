@@ -104,7 +104,8 @@ class Engine:
         Called as (name, seconds) with "queue" (until admission), "ttft" (until the first token),
         "itl" (between tokens) and "e2e" (until the end).
     options
-        Fields of ``EngineOptions``.
+        Fields of ``jaxllama.engine.options.EngineOptions``, such as max_slots, max_len and
+        kv_dtype. An unknown name raises JaxLlamaError.
 
     Attributes
     ----------

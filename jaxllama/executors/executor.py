@@ -1,10 +1,10 @@
-"""Executor: the interface of the place where a model runs. A LanguageModel holds one.
+"""Executor: where a model runs.  A LanguageModel holds one and calls these methods.
 
     decoding = executor.begin(cfg, params, call)     prompts, and each row's first token
     report   = decoding.advance(until)               more tokens
 
-``resident`` has all parameters on one device or a mesh. ``offloaded`` loads them as it runs. An
-executor holds no parameters: each call passes them.
+``resident`` has all parameters on one device or a mesh, and ``offloaded`` loads them as it runs.
+An executor holds no parameters.  Each call passes them; the executor knows where they lie.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jaxllama.model.records import Hidden
 
 
 class DraftSource(NamedTuple):
-    """The plan of drafts, and the parameters of the draft model; None for n-grams."""
+    """The plan of drafts, and the draft model's parameters (None for n-grams)."""
 
     plan: DraftPlan
     params: Params | None
 
 
 class Alone(NamedTuple):
-    """The shapes in which a deterministic model, like an engine, reads prompts.
+    """The shapes in which a deterministic model reads prompts, those of an engine.
 
-    rows: number of tokens of every decode step.
-    widths: widths of the programs that read a row's prompt without its last token, one after the
-        other (``text.rows.pieces_of``).
+    rows: tokens of every decode step; an offloaded model takes its policy's ``gpu_batch_size``.
+    widths: tokens of the programs that read a row's prompt without its last token, one after the
+    other (``text.rows.pieces_of``).
     """
 
     rows: int
@@ -48,15 +48,14 @@ class Alone(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A batch of rows to decode.
+    """A batch of rows to be decoded.
 
-    tokens: int32 ``[B, T]``, right-padded beyond ``lengths[B]``: the prompts.
-    capacity: number of tokens of a row that the cache holds.
-    room: columns for written tokens, of which the caller uses at most ``limit``.
-    stop_ids: int32 ``[stops]``: tokens that end a row.
-    kv_dtype: the cache's dtype.
-    chunk: number of tokens of a prompt that pass through the model at once.
-    alone: the shapes of a deterministic model.
+    tokens int32 ``[B, T]``, right-padded beyond ``lengths[B]``: the prompts.
+    capacity: tokens of a row that the cache holds.
+    room: number of columns for written tokens.  limit: most tokens that a row may write.
+    stop_ids int32 ``[stops]``: tokens that end a row.
+    kv_dtype: dtype of the cache.  chunk: tokens of a prompt that go through the model at once.
+    alone: shapes of a deterministic model; None for others.  drafting: None without drafts.
     on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk.
     kept: programs that earlier processes have compiled for these parameters.
     """
@@ -110,7 +109,7 @@ class Executor(Protocol):
 
     @property
     def block_size(self) -> int | None:
-        """Most rows that run together, from their first to their last token; None for no limit."""
+        """Largest number of rows that run together, from first to last token; None for no limit."""
         ...
 
     @property
@@ -128,28 +127,24 @@ class Executor(Protocol):
         ...
 
     def laid_out(self, params: Params) -> Params:
-        """Return ``params`` in the layout in which they run."""
+        """``params`` in the layout in which this executor runs them."""
         ...
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
-        """Return the parameters in one piece each, to be saved.
-
-        Raises JaxLlamaError if the executor cannot do so.
-        """
+        """Every parameter in one piece, to be saved.  Raises JaxLlamaError if it cannot be."""
         ...
 
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
     ) -> tuple[Any, int | None]:
-        """Return the cache's dtype and the chunk for the user's arguments; ``dtype`` is the
-        default.
+        """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 
-        Raises JaxLlamaError if the executor has values of its own and they differ.
+        Raises JaxLlamaError if the executor has fixed values and the user's differ from them.
         """
         ...
 
-    def check_drafts(self) -> None:
-        """Raise JaxLlamaError if a pass cannot verify drafts."""
+    def check_drafts(self, deterministic: bool) -> None:
+        """Raise JaxLlamaError if a pass of such a model cannot verify drafts."""
         ...
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
@@ -170,9 +165,9 @@ class Executor(Protocol):
         lengths: jax.Array,
         kv_dtype: DTypeLike | None = None,
     ) -> tuple[Hidden, Params]:
-        """Return the hidden states ``[B, T, D]`` and the parameters that make logits of them.
+        """(hidden states ``[B, T, D]``, the parameters that turn them into logits).
 
-        kv_dtype: dtype of a cache through which every token attends, sparsely if the model decodes
-            so. None uses no cache.
+        kv_dtype: dtype of a cache through which every token attends as in decode, with
+        ``attn_sparsity`` if the model has it.  None for no cache.
         """
         ...

@@ -1,4 +1,4 @@
-"""The parameters of a mixture of experts, which replace a layer's ``mlp``.
+"""The parameters of a mixture of experts, in the place of a layer's ``mlp``.
 
     router            weight [E, D], bias [E], choice_bias [E]
     experts_gate_up   weight [E, 2F, D], bias [E, 2F]        gate, then up
@@ -6,8 +6,8 @@
     gate_up, down     the shared expert's, as a dense layer's
     shared_gate       weight [1, D]
 
-A checkpoint stores the experts one by one, or a layer's experts in one tensor ``[E, ...]``. Both
-are the same memory in the order of the experts. This file imports no jax.
+A checkpoint stores the experts one by one, or all experts of a layer in one tensor ``[E, ...]``.
+Either gives the same array here.  This file imports no jax.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from jaxllama.model.param import Param, Path, TensorSource, fused, one, written
 
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
-    """The names of the tensors in a checkpoint, which follow ``layer`` and ``prefix``.
+    """Names of the tensors in a checkpoint, behind the layer's name and ``prefix``.
 
-    router: the router's product.
-    expert: an expert's prefix, with its index.
-    gate_up, down: an expert's products.
-    fused: the two tensors of all experts, which a file may have instead.
-    is_fused: whether to assume them if the file is not known.
-    shared, shared_gate: the shared expert's prefix and its gate.
-    choice_bias: the bias of the choice.
+    router: the router.  expert: prefix of an expert, formatted with its index.
+    gate_up, down: an expert's matrices, behind ``expert``.
+    fused: (gate and up, down) tensors of all experts, which a file may have instead.
+    is_fused: whether to assume ``fused`` when the file's tensor names are not known.
+    shared, shared_gate: prefix of the shared expert, and its gate.
+    choice_bias: bias that is added to scores only to choose experts.
     """
 
     prefix: str = "mlp."
@@ -108,7 +107,7 @@ def _experts(
 
 
 def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[tuple[Any, ...], ...]:
-    """Return (readers, source, rows, channels) of the inputs of the feed-forward's weights.
+    """(readers, source, rows, channels) of each input of the feed-forward's weights.
 
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """
