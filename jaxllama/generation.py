@@ -114,14 +114,36 @@ def prefill(
 def decode_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Append one token to every row: ``tokens[B]`` -> (float32 logits ``[B, V]``, cache).
+    """Append one token to every row and return the logits of the next ones.
 
-    A generated token, which reads the share ``cfg.attn_sparsity`` of the values; a prompt's are
-    for ``prefill``, which reads all of them.  A row that is full, or whose token is outside of the
-    vocabulary, stays as it is and gets NaN logits.  (Without attention no row is ever full, and the
-    step has no mask of rows: such a token changes the row's state, and the logits are NaN.)  The
-    given cache is donated, unless the call is traced.  Raises JaxLlamaError for operands of another
-    type, shape or dtype.
+    Parameters
+    ----------
+    cfg : ModelConfig
+    params
+        The parameters, such as ``lm.params``.
+    tokens : int [B]
+        One token a row.
+    cache : Cache
+        It is donated, unless the call is traced. Use the returned one.
+
+    Returns
+    -------
+    (float32 [B, V], Cache)
+        The logits after the token, and the cache with it.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an operand has another type, shape or dtype.
+
+    Notes
+    -----
+    A row that is full, or whose token is outside of the vocabulary, keeps its cache and gets NaN
+    logits. A model without attention is never full and has no mask of rows: there a token outside
+    of the vocabulary gives NaN logits and also changes the row's state.
+
+    With ``cfg.attn_sparsity`` below 1 the token reads that share of the values. ``prefill`` reads
+    all of them, so it is the function for prompts.
     """
     _check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])
