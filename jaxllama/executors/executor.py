@@ -37,8 +37,9 @@ class DraftSource(NamedTuple):
 class Alone(NamedTuple):
     """The shapes in which a deterministic model reads prompts, those of an engine.
 
-    rows: tokens of every decode step.  widths: tokens of the programs that read a row's prompt
-    without its last token, one after the other (``text.rows.pieces_of``).
+    rows: tokens of every decode step; an offloaded model takes its policy's ``gpu_batch_size``.
+    widths: tokens of the programs that read a row's prompt without its last token, one after the
+    other (``text.rows.pieces_of``).
     """
 
     rows: int
@@ -142,8 +143,8 @@ class Executor(Protocol):
         """
         ...
 
-    def check_drafts(self) -> None:
-        """Raises JaxLlamaError where a pass cannot verify drafts."""
+    def check_drafts(self, deterministic: bool) -> None:
+        """Raises JaxLlamaError where a pass of such a model cannot verify drafts."""
         ...
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:

@@ -30,7 +30,8 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
-from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
+from pallas_kernels.attention.cache_layout import capacity_of
+from pallas_kernels.attention.rope_cache import WIDTHS
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import tree_bytes

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache, rope_tokens
+from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.op import decode_attention
-from pallas_kernels.attention.rope_cache import Cached, norm_heads
+from pallas_kernels.attention.rope_cache import norm_heads
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
@@ -125,7 +126,7 @@ def _composed(
         inside = (slots >= 0) & (slots < k.shape[1])
     else:
         by_row = slots.reshape(slots.shape[0], -1)
-        inside = (rope_cache.place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
+        inside = (place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
     seen = jnp.where(inside, slots + 1, 0)
     return decode_attention(q, k, v, seen, window=window, scale=scale, **options), k, v
 

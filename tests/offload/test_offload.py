@@ -16,6 +16,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import attach
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
@@ -23,6 +24,7 @@ from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
+from tests.helpers import lora_cases
 from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
@@ -39,9 +41,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32) -> LanguageModel:
+def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32, **options) -> LanguageModel:
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
-    place = Placement(policy, dtype)
+    place = Placement(policy, dtype, **options)
     return place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
 
 
@@ -200,6 +202,83 @@ def test_whole_program_contraction_is_all_that_differs(folder):
     for one, other in zip(got, want, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft", [None, *slow("ngram")])
+def test_rows_have_their_adapters_beside_weights_that_stream(folder, draft):
+    """The resident model's bits and logits; with drafts its tokens."""
+    cfg = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=())
+    factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
+
+    def adapted(lm: LanguageModel) -> LanguageModel:
+        params = attach(lm.config, lm.params, factors)
+        return dataclasses.replace(lm, params=params, adapters=("one", "two"))
+
+    lm = adapted(LanguageModel(cfg, params_of(cfg), None))
+    off = adapted(offloaded(cfg, params_of(cfg), "0 100 100 0 0 100 gpu_batch_size=2"))
+    prompts, names = [[5, 6, 7]] * 3 + [[9, 8]], ["two", None, "one", None]
+    want = [
+        out
+        for rows in (slice(0, 2), slice(2, 4))
+        for out in lm.generate(prompts[rows], 8, adapter=names[rows])
+    ]
+    assert len({tuple(out.tokens) for out in want[:3]}) == 3
+    if draft is not None:
+        got = off.generate(prompts[:3], 8, adapter=names[:3], draft=draft, draft_tokens=3)
+        assert [out.tokens for out in got] == [out.tokens for out in want[:3]]
+        return
+    assert_same(bits(off.generate(prompts, 8, adapter=names)), bits(want))
+    tokens, lengths = np.array([[4, 5, 6, 7]] * 2, np.int32), [4, 3]
+    scores = off.logits(tokens, lengths, adapter=["one", "two"])
+    wanted = lm.logits(tokens, lengths, adapter=["one", "two"])
+    np.testing.assert_allclose(scores[:, :3], wanted[:, :3], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        ("gqa", ["0 100 30 40 0 100 gpu_batch_size=2 num_gpu_batches=2"]),
+        *slow(
+            (
+                "hybrid",
+                [
+                    "100 0 100 0 100 0 gpu_batch_size=5",
+                    "0 100 0 100 30 40 gpu_batch_size=5 sep_layer=true overlap=false "
+                    "prefill_batch_size=4",
+                ],
+            ),
+            ("gqa", ["30 40 0 100 100 0 gpu_batch_size=3 cpu_attention=true"]),
+            ("gqa", ["30 40 0 100 100 0 gpu_batch_size=3 attn_sparsity=0.4"]),
+        ),
+    ],
+)
+def test_deterministic_rows_have_the_same_bits_in_every_batch(folder, name, policies):
+    """Alone, in other company and places, and of any chunk; the tokens are the resident model's."""
+    cfg = FAMILIES[name].first_layers(1) if name == "gqa" else FAMILIES[name]
+    # Short prompts have programs of one width.
+    prompts = PROMPTS if name == "hybrid" else [PROMPTS[0], PROMPTS[2], [7, 7]]
+    params, found = params_of(cfg), []
+    for policy in policies:
+        off = offloaded(cfg, params, policy, deterministic=True)
+        together = bits(off.generate(prompts, 6))
+        for row, prompt in enumerate(prompts):
+            assert bits(off.generate([prompt], 6, chunk=None if row else 4)) == [together[row]]
+        company = [[8, 9, 10], *reversed(prompts)]
+        assert bits(off.generate(company, 6))[1:] == together[::-1]
+        found.append(together)
+    assert all(other == found[0] for other in found)
+    own = cfg if "sparsity" not in policies[0] else off.config
+    want = LanguageModel(own, params, None).generate(prompts, 6)
+    assert [out.tokens for out in want] == [tokens for tokens, *_ in found[0]]
+
+
+def test_a_deterministic_model_is_refused_what_has_no_fixed_shape(folder):
+    cfg = FAMILIES["gqa"]
+    with pytest.raises(JaxLlamaError, match="deterministic and cpu_attention need the cache all"):
+        offloaded(cfg, {}, "0 100 50 50 100 0 cpu_attention=true", deterministic=True)
+    off = offloaded(cfg, params_of(cfg), "0 100 100 0 100 0", deterministic=True)
+    with pytest.raises(JaxLlamaError, match="policy: a deterministic model takes no draft"):
+        off.generate([[5, 6]], 2, draft="ngram")
 
 
 # The store
