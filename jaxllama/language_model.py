@@ -71,7 +71,10 @@ Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A model ready to run; ``tokenizer`` is None when the checkpoint has none.
+    """A model with its tokenizer, ready to generate text; ``load`` makes one.
+
+    config, params: the pure functions' ``cfg`` and ``params``.  tokenizer: None if the checkpoint
+    has none; prompts are then token ids, and ``chat`` raises JaxLlamaError.
 
     sampling: the model's own, of its generation_config.json, which ``chat`` and the server take
     where nobody names another; None where the checkpoint says nothing.
