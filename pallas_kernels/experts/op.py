@@ -10,9 +10,10 @@ Sums are float32 from the product to the only cast.  The weighted sum goes in th
 CPU a token's result has the same bits in any batch, because every product has the same shape.
 
 The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
-groups, zeros of both kinds, scales in two levels).  No form dequantizes an expert that no token has
-chosen.  ``experts.xla`` holds the forms.  A CPU's handler (``cpu.experts``) reads its own layout:
-where w is a ``CpuWeight``, whose preparation was the choice, x is rounded to 8 bits in blocks.
+groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` the
+Mosaic kernel of few pairs, and ``predict`` the times that choose among them.  A CPU's handler
+(``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the choice,
+and x is rounded to 8 bits in blocks.
 
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
