@@ -72,7 +72,7 @@ Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A model that is ready to run.
+    """A model with its tokenizer, ready to generate text. ``load`` makes one.
 
     Parameters
     ----------
@@ -81,7 +81,8 @@ class LanguageModel:
     params : dict
         Its tree of parameters.
     tokenizer : Tokenizer or None
-        None if the checkpoint has no tokenizer.
+        None if the checkpoint has no tokenizer. Prompts are then token ids, and ``chat`` raises
+        JaxLlamaError.
     deterministic : bool
         Each row's logits then have the same bits in any batch and at any place in it. The compiler
         chooses the order of sums by shape, so this option fixes the shapes. Prompts are prefilled

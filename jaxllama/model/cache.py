@@ -42,8 +42,13 @@ LayerState = Any  # a KVCache, or a mixer's own, of fixed size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """table int32 ``[B, M]``: token t of row b is at ``[table[b, t // S], t % S]`` of every
-    attention layer's pages ``[P, S, K, H]``; an entry outside of [0, P) is no page."""
+    """What a model has read of B rows; ``init_cache`` makes an empty one.
+
+    layers: one state a layer.  lengths: int32 ``[B]``, tokens of each row.
+    table: None, or int32 ``[B, M]`` for a cache in pages: token t of row b is at
+    ``[table[b, t // S], t % S]`` of every attention layer's pages ``[P, S, K, H]``.  An entry
+    outside of [0, P) is no page.
+    """
 
     layers: tuple[LayerState, ...]
     lengths: jax.Array

@@ -391,9 +391,8 @@ def test_an_answer_is_known_when_the_talk_goes_on():
         talk += tuple(token for event in events for token in event.tokens) + (9,)
 
 
-@pytest.mark.parametrize(
-    "family", ["hybrid", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gla"))]
-)
+@pytest.mark.slow
+@FAMILY
 def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
     """Alone on a new engine, and among others that took the first slots, shared their prefixes,
     sampled otherwise and were more urgent."""

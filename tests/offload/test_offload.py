@@ -171,6 +171,7 @@ def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):
     assert [out.tokens for out in off.generate(prompts, NEW)] == want
 
 
+@pytest.mark.slow
 def test_sampling_streaming_and_rows_over_several_blocks(folder):
     params = params_of(NARROW)
     sampling = [

@@ -278,6 +278,7 @@ def directory(tmp_path_factory) -> Path:
     return where
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_mesh(directory):
     """Loaded from disk, each process its part; the same texts as one device gives, on both."""
     port = _free_port()
