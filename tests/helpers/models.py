@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig, RopeConfig
+from jaxllama.config import DeltaConfig, GLAConfig, LatentConfig, ModelConfig, RopeConfig
 from tests.helpers.seeded import seeded_params
 
 LLAMA = ModelConfig(
@@ -56,6 +56,29 @@ FAMILIES = {
         delta=dataclasses.replace(
             DELTA, n_k_heads=4, decay="channel", gate="low_rank", gate_bias=True
         ),
+    ),
+}
+
+# The shapes of Qwen3.5 (three delta layers before one of attention, which turns a part of each head)
+# and of Kimi-Linear (latent attention without positions, a decay a key channel).
+HYBRIDS = {
+    "qwen3.5": LLAMA.replace(
+        n_layers=4,
+        layer_types=("delta", "delta", "delta", "attention"),
+        delta=DELTA,
+        head_dim=16,
+        rope=RopeConfig(theta=10000.0, rotary_dim=4),
+        attn_gate=True,
+        qk_norm="head",
+    ),
+    "kimi": LLAMA.replace(
+        layer_types=("delta", "attention"),
+        delta=dataclasses.replace(
+            DELTA, n_k_heads=4, decay="channel", gate="low_rank", gate_activation="sigmoid"
+        ),
+        n_kv_heads=4,
+        latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6),
+        nope_layers=(0, 1),
     ),
 }
 
