@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.config import DeltaConfig, GLAConfig, LatentConfig, ModelConfig, RopeConfig
+from jaxllama.config import (
+    CheckpointForm,
+    DeltaConfig,
+    GLAConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from tests.helpers.seeded import seeded_params
 
 LLAMA = ModelConfig(
@@ -70,15 +77,17 @@ HYBRIDS = {
         rope=RopeConfig(theta=10000.0, rotary_dim=4),
         attn_gate=True,
         qk_norm="head",
+        stored=CheckpointForm(family="qwen3_5_text", norm_offset=1.0),
     ),
     "kimi": LLAMA.replace(
         layer_types=("delta", "attention"),
         delta=dataclasses.replace(
-            DELTA, n_k_heads=4, decay="channel", gate="low_rank", gate_activation="sigmoid"
+            DELTA, n_k_heads=4, d_v=8, decay="channel", gate="low_rank", gate_activation="sigmoid"
         ),
         n_kv_heads=4,
         latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6),
         nope_layers=(0, 1),
+        stored=CheckpointForm(family="kimi_linear"),
     ),
 }
 

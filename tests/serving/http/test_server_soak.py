@@ -19,14 +19,13 @@ import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.http_server import serve, tiny_checkpoint
-from tests.helpers.models import FAMILIES, GLA, LLAMA
+from tests.helpers.models import GLA, HYBRIDS, LLAMA
 
 REQUESTS, AT_ONCE = 10_000, 32
 CONFIGS = {
     "llama": LLAMA,
     "gla": LLAMA.replace(layer_types=("gla", "attention"), gla=GLA),
-    "delta": FAMILIES["delta"],
-    "kda": FAMILIES["kda"],
+    **HYBRIDS,
 }
 BAD = (b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "", "n": 1}',
        b'{"model": "gpt-4", "prompt": "a"}', b'{"model": "tiny", "prompt": "a", "n": 0}',
