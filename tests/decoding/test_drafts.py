@@ -101,7 +101,9 @@ def test_tokens_are_those_without_a_draft(family, draft, draft_tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4", "float8_e4m3fn"])
-@pytest.mark.parametrize("family", ["gqa", "mqa-window", "gla", "gla-conv-groups", "hybrid", *DELTA])
+@pytest.mark.parametrize(
+    "family", ["gqa", "mqa-window", "gla", "gla-conv-groups", "hybrid", *DELTA]
+)
 def test_300_prompts(family, kv_dtype, draft):
     if family.startswith(("gla", "kda")) and kv_dtype != "float32":
         pytest.skip("no keys and values")

@@ -11,7 +11,6 @@ import pytest
 from jaxllama.engine.request import Request
 from tests.helpers.engine_cases import (
     DELTA_FAMILIES,
-    PROMPTS,
     REPEATING,
     SAMPLINGS,
     check_answer,
@@ -52,5 +51,3 @@ def test_tokens_are_those_of_the_request_alone_in_many_schedules(family, draft):
     assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
     # The first layer of a model of one layer is the model, and right.
     assert draft is None or 0 < stats.accepted_tokens <= stats.drafted_tokens
-
-

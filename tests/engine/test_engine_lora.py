@@ -17,7 +17,8 @@ from tests.helpers.models import FAMILIES, HYBRIDS, LLAMA
 from tests.helpers.seeded import seeded_params
 
 CONFIGS = {
-    "gqa": LLAMA.replace(n_layers=1, layer_types=()), **{k: FAMILIES[k] for k in ("delta", "kda")}
+    "gqa": LLAMA.replace(n_layers=1, layer_types=()),
+    **{k: FAMILIES[k] for k in ("delta", "kda")},
 } | HYBRIDS
 NAMES = ("two", None, "one", "two", "one")
 

@@ -66,8 +66,8 @@ FAMILIES = {
     ),
 }
 
-# The shapes of Qwen3.5 (three delta layers before one of attention, which turns a part of each head)
-# and of Kimi-Linear (latent attention without positions, a decay a key channel).
+# The shapes of Qwen3.5 (three delta layers before one of attention, which turns a part of a head)
+# and of Kimi-Linear (a decay a key channel, latent attention without positions).
 HYBRIDS = {
     "qwen3.5": LLAMA.replace(
         n_layers=4,
