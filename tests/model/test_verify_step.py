@@ -42,7 +42,7 @@ CORE = ("gqa", "window-caps", "gla-conv", "delta")
 SLOW = ("bfloat16", "int8", "wide", "wide-int8", "dynamic-rope", "softcap", "gla")
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(SLOW, pytest.mark.slow)}
 # A convolution is fused with what reads it, and the compiler rounds the two programs differently.
-INEXACT = {"gla-conv", "delta", "kda"}
+INEXACT = {"gla-conv"}
 BATCH, WIDTH = 3, 4
 
 
