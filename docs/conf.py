@@ -49,3 +49,4 @@ def setup(app: Any) -> None:
     app.connect("config-inited", lambda *_: reference.write(HERE / "reference"))
     # Before napoleon, which reads the NumPy sections.
     app.connect("autodoc-process-docstring", docstrings.process, priority=100)
+    app.connect("autodoc-process-signature", docstrings.without_flax)

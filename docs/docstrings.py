@@ -14,12 +14,29 @@ from typing import Any
 
 _NAMED = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): (?P<text>.*)")
 _CODE = re.compile(r"(``.+?``)")
+# The parameters that flax adds to each module.
+_FLAX = re.compile(r", parent: .*_Sentinel object>, name: .*?(?=\))")
 _SPECIAL = re.compile(r"([*|`@\\]|(?<=\w)_(?!\w))")
 
 
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Replace the docstring's lines."""
     lines[:] = readable(lines)
+
+
+def without_flax(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    result: str | None,
+) -> tuple[str, str | None] | None:
+    """Return a module's signature without flax's own parameters, or None for any other."""
+    if what != "class" or signature is None:
+        return None
+    return _FLAX.sub("", signature), result
 
 
 def readable(lines: list[str]) -> list[str]:

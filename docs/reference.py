@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -254,6 +255,36 @@ def _metrics() -> list[tuple[str, str, str]]:
     ]
 
 
+def toml() -> str:
+    """The page of the keys of TOML files."""
+    from jaxllama.config import ModelConfig
+    from jaxllama.training.config import TrainConfig
+
+    return (
+        f"# TOML files\n\n{NOTE}\nAn unknown key is an error that names it. A key without a "
+        "default must be given. `configs/` in the checkout has complete examples.\n"
+        + _keys("## Training: `jaxllama train FILE`", TrainConfig, (ModelConfig,))
+        + _keys("## Models: `configs/models`, and `[model]` of a training file", ModelConfig)
+    )
+
+
+def _keys(title: str, record: type, elsewhere: Sequence[type] = ()) -> str:
+    """Return a section with the record's keys, and one for each table inside of it."""
+    rows, tables = [], []
+    for name, hint in typing.get_type_hints(record).items():
+        field = record.__dataclass_fields__[name]
+        inner = [one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)]
+        tables += [(name, one) for one in inner if one not in elsewhere]
+        default = "" if field.default is dataclasses.MISSING else _code(repr(field.default))
+        if field.default_factory is not dataclasses.MISSING:
+            default = "its own defaults"
+        is_choice = typing.get_origin(hint) is typing.Literal
+        kind = " or ".join(map(repr, typing.get_args(hint))) if is_choice else str(field.type)
+        rows.append((_code(name), f"table `[{name}]`" if inner else _code(kind), default))
+    head = f"\n{title}\n\n{_table(('key', 'type', 'default'), rows)}"
+    return head + "".join(_keys(f"### `[{name}]`", one, elsewhere) for name, one in tables)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "python": python,
     "modules": modules,
@@ -261,5 +292,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli": cli,
     "models": models,
     "schemes": schemes,
+    "toml": toml,
     "http": http,
 }

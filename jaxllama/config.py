@@ -1,9 +1,9 @@
 """Model configuration: frozen dataclasses and the TOML loader that rejects unknown keys.
 
-A ``ModelConfig`` is everything the forward pass depends on besides weights and cache.  Presets are
-``configs/models/<name>.toml``; a checkpoint's own config becomes the same dataclass
-(``checkpoints.hf.load``, ``checkpoints.gguf.load``).  Facts that differ between models (theta, eps)
-have no defaults here, so that no preset can forget them.
+The forward pass depends on a ``ModelConfig``, the weights and the cache only. Presets are
+``configs/models/<name>.toml``. A checkpoint's own config becomes the same dataclass
+(``checkpoints.hf.load``, ``checkpoints.gguf.load``). Values that differ between models (theta, eps)
+have no defaults here, so no preset can forget them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllama.errors import JaxLlamaError
 
 _PACKAGE = Path(__file__).resolve().parent
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
-KINDS = ("attention", "gla", "delta")  # of layers, whose options are fields of their own
+KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are fields of their own
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
@@ -33,11 +33,11 @@ FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "
 class RopeConfig:
     """Rotary embedding (RoFormer, arXiv 2104.09864) and its context-extension rules.
 
-    ``original_max_position`` is the context the model was trained with before scaling;
-    ``low_freq_factor`` and ``high_freq_factor`` belong to llama3; ``beta_*`` and ``mscale*`` to
-    yarn (arXiv 2309.00071), ``short_factor`` and ``long_factor``, one number a pair of features, to
-    longrope (2402.13753), ``attention_factor`` to both.  ``rotary_dim``: features of a head that
-    turn, None for all, 0 for none (a layer without positions).
+    original_max_position: context length of the training before scaling, in tokens.
+    low_freq_factor, high_freq_factor: for llama3. beta_*, mscale*: for yarn (arXiv 2309.00071).
+    short_factor, long_factor: for longrope (2402.13753), one number for each pair of features.
+    attention_factor: for both. rotary_dim: number of a head's features that rotate; None for all, 0
+    for none (a layer without positions).
     """
 
     theta: float
@@ -85,16 +85,17 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GLAConfig:
-    """Gated Linear Attention mixer (arXiv 2312.06635), named as flash-linear-attention names it.
+    """Gated Linear Attention mixer (arXiv 2312.06635), with the names of flash-linear-attention.
 
-    Key width is ``expand_k * d_model`` and value width ``expand_v * d_model``, over ``n_heads``;
-    with ``n_kv_heads < n_heads`` keys, values and gates are shared by groups of query heads.
+    The width of keys is ``expand_k * d_model`` and that of values ``expand_v * d_model``, over
+    ``n_heads``. With ``n_kv_heads < n_heads``, groups of query heads share keys, values and gates.
 
-    decay: one number a key "channel", from a product of rank ``gate_low_rank_dim``, one a "head"
-    (simple GLA), or "none" (linear attention, arXiv 2006.16236).  feature_map: of q and k, "elu"
-    being elu(x) + 1, with the ``normalizer`` each answer is divided by q z_t, z_t the keys' own sum
-    as the state decays.  output_norm of a head is RMSNorm or LayerNorm, with a weight if
-    ``norm_weight``; the output gate's product has a bias if ``gate_bias``.
+    decay: "channel" has one number for each key feature, from a product of rank
+    ``gate_low_rank_dim``. "head" has one for each head (simple GLA), "none" has none (linear
+    attention, arXiv 2006.16236). feature_map: function of q and k; "elu" is elu(x) + 1. normalizer:
+    whether each output is divided by q z_t, where z_t is the sum of keys, which decays as the
+    state. output_norm: RMSNorm or LayerNorm of a head, with a weight if ``norm_weight``. gate_bias:
+    whether the output gate's product has a bias.
     """
 
     n_heads: int
@@ -135,14 +136,16 @@ class GLAConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaConfig:
-    """Gated delta rule mixer: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692)
-    and DeltaNet (2406.06484) are three settings of it.
+    """Mixer of the gated delta rule.
 
-    ``n_heads`` heads of values of width ``d_v`` read ``n_k_heads`` of keys of width ``d_k``.
-    conv_size: taps of the short convolution of q, k and v, 0 for none.  decay: one number a "head",
-    one a key "channel" from a product of rank d_v, or "none".  gate: of the output, a "full"
-    product, one of rank d_v ("low_rank", with a bias if ``gate_bias``), or "none".  beta_max: beta
-    is that times a sigmoid (2: negative eigenvalues).
+    Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692) and DeltaNet (2406.06484)
+    are three settings of it.
+
+    n_heads, d_v: number and width of value heads. n_k_heads, d_k: of the key heads that they read.
+    conv_size: taps of the short convolution of q, k and v, 0 for none. decay: one number for each
+    "head", for each key "channel" from a product of rank d_v, or "none". gate: the output gate is a
+    "full" product, a product of rank d_v ("low_rank", with a bias if ``gate_bias``), or "none".
+    beta_max: beta is this times a sigmoid; 2 allows negative eigenvalues.
     """
 
     n_heads: int
@@ -172,9 +175,11 @@ class DeltaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
-    """Attention whose keys and values are made of one normed latent of ``kv_rank`` features a token
-    (DeepSeek-V2, arXiv 2405.04434), without positions: ``d_nope`` features of a head's key from the
-    latent, ``d_rope`` that all heads share, values of ``d_v``."""
+    """Attention with keys and values from a latent (DeepSeek-V2, arXiv 2405.04434).
+
+    A token has one normed latent of ``kv_rank`` features, without positions. A head's key has
+    ``d_nope`` features from the latent and ``d_rope`` that all heads share; values have ``d_v``.
+    """
 
     kv_rank: int
     d_nope: int
@@ -191,20 +196,21 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in the place of a layer's feed-forward (arXiv 1701.06538).
+    """A mixture of experts in place of a layer's feed-forward (arXiv 1701.06538).
 
-    A router scores ``n_experts`` experts of width ``d_ff`` for each token.  The token goes through
-    the ``n_active`` best ones, and their outputs are summed with weights.
+    A router scores ``n_experts`` experts of width ``d_ff`` for each token. The token passes the
+    ``n_active`` best ones, and their outputs are summed with weights.
 
-    scores: the router's, "softmax" or "sigmoid" of its logits.  normalize: the weights of a token
-    sum to 1; with softmax that is the softmax over the chosen experts.  scale: multiplies them.
-    router_bias: the logits have a bias.  choice_bias: a bias is added to the scores for the choice
-    alone.  n_groups, n_active_groups: the choice is among the best groups of experts, by the sum of
-    a group's two best scores (DeepSeek-V3, arXiv 2412.19437).
-    shared: width of an expert that every token goes through, 0 for none; shared_gate: it is
-    multiplied by the sigmoid of a product.  bias: the experts' products have biases.
-    gate_limit, gate_alpha: gpt-oss's clamped SwiGLU, None for the model's own activation.
-    layers: the layers with experts by index, empty for every layer; others have the dense one.
+    scores: the router's scores are the "softmax" or "sigmoid" of its logits. normalize: whether a
+    token's weights sum to 1; with softmax that is the softmax over the chosen experts. scale:
+    multiplies the weights. router_bias: whether the logits have a bias. choice_bias: whether a bias
+    is added to the scores for the choice only. n_groups, n_active_groups: the choice is among the
+    best groups of experts, by the sum of a group's two best scores (DeepSeek-V3, arXiv 2412.19437).
+    shared: width of an expert that every token passes, 0 for none. shared_gate: whether its output
+    is multiplied by the sigmoid of a product. bias: whether the experts' products have biases.
+    gate_limit, gate_alpha: of gpt-oss's clamped SwiGLU; None for the model's own activation.
+    layers: indices of the layers with experts, empty for every layer; other layers have the dense
+    feed-forward.
     """
 
     n_experts: int
@@ -255,19 +261,20 @@ class ExpertsConfig:
 
     @property
     def of_a_layer(self) -> ExpertsConfig:
-        """The record of a model that is one of the layers with experts."""
+        """The same experts for one of the layers that have them."""
         return dataclasses.replace(self, layers=())
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointForm:
-    """How a checkpoint's tensors differ from the parameters: what loading folds into them.
+    """The differences between a checkpoint's tensors and the parameters, which loading folds.
 
-    family: whose names they have (``model.params.FAMILIES``), and which class transformers has for
-    them.  ``embed`` multiplies the embedding, ``query`` q (or its norm's weight), ``residual`` what
-    o and down add to the stream, ``logits`` the last norm's weight; ``norm_offset`` is added to the
-    weights of norms (Gemma's 1 + w).  interleaved: RoPE turns features 2i and 2i + 1 together, not
-    i and i + H/2.  Sources: Granite (arXiv 2408.13359), Gemma 2 (2408.00118).
+    family: family of the tensors' names (``model.params.FAMILIES``) and of their class in
+    transformers. embed: multiplier of the embedding. query: of q (or its norm's weight). residual:
+    of the outputs that o and down add to the stream. logits: of the last norm's weight.
+    norm_offset: added to the weights of norms (Gemma's 1 + w). interleaved: whether RoPE rotates
+    features 2i and 2i + 1 together, and not i and i + H/2. Sources: Granite (arXiv 2408.13359),
+    Gemma 2 (2408.00118).
     """
 
     family: str = "llama"
@@ -285,27 +292,28 @@ class CheckpointForm:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model whose layers are attention, GLA, the gated delta rule, or of
-    another kind of ``model.mixers``.
+    """A decoder-only language model.
 
-    Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention", "gla", "delta"
-    or a key of ``mixers`` per layer.  ``sliding_window`` counts the keys a query sees, itself
-    included (None: all of them), in the layers that ``window_layers`` lists by index (empty: in
-    every layer), which turn by ``window_rope`` where that is given; the layers of ``nope_layers``
-    have no positions (NoPE).
-    ``attn_sparsity`` < 1 keeps that share of the attention weights in decode (FlexGen, arXiv
-    2303.06865, section 5); ``embedding_scale`` multiplies embeddings by sqrt(d_model).
+    Its layers are attention, GLA, the gated delta rule, or another kind of ``model.mixers``. Sizes
+    are counts of features, heads or tokens. ``load_config`` makes one from a preset or a TOML file,
+    and ``replace`` changes fields of one. rope is a ``jaxllama.config.RopeConfig``.
 
-    norm: RMSNorm, or LayerNorm, with a bias if ``norm_bias``.  ``pre_norms`` stand before a layer's
-    two sublayers, ``post_norms`` behind them, before the stream is added (OLMo 2, Gemma 2).
-    ``qk_norm``: RMSNorm of each head of q and k ("head", Qwen3), or of all at once ("full",
-    OLMo 2).  ``parallel_block``: both sublayers read the stream before either is added (Cohere).
-    ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).  attn_gate: attention's
-    heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).  latent: attention's
-    keys and values are made of latents (Kimi-Linear); the cache keeps them whole.
-    experts: a mixture of experts in all or some layers, in the place of the feed-forward of d_ff.
-    mixers: the options of other kinds of layers, ``{kind: {option: value}}`` in TOML;
-    ``options_of`` reads them.
+    layer_types: "attention", "gla", "delta" or a key of ``mixers`` for each layer. sliding_window:
+    number of keys that a query sees, itself included; None for all of them. window_layers: indices
+    of the layers with a window; empty for every layer. window_rope: RoPE of these layers, if it
+    differs. nope_layers: layers without positions (NoPE). attn_sparsity: share of the attention
+    weights that decode keeps (FlexGen, arXiv 2303.06865, section 5). embedding_scale: whether
+    embeddings are multiplied by sqrt(d_model).
+
+    norm: RMSNorm or LayerNorm, with a bias if ``norm_bias``. pre_norms: norms before a layer's two
+    sublayers. post_norms: norms after them, before their outputs are added to the stream (OLMo 2,
+    Gemma 2). qk_norm: RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once
+    ("full", OLMo 2). parallel_block: whether both sublayers read the stream before either output is
+    added (Cohere). attn_softcap, logit_softcap: x becomes cap tanh(x / cap). attn_gate: whether
+    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next). latent:
+    keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a mixture
+    of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers: options
+    of other kinds of layers, ``{kind: {option: value}}`` in TOML; ``options_of`` reads them.
     """
 
     name: str
@@ -386,7 +394,7 @@ class ModelConfig:
             self.window_layers,
             f"must be below n_layers ({self.n_layers})",
         )
-        # One spelling for each meaning, so that configs that mean the same are equal.
+        # One form for each meaning, so that equivalent configs are equal.
         layers = () if self.sliding_window is None else tuple(sorted(set(self.window_layers)))
         layers = () if len(layers) == self.n_layers else layers
         object.__setattr__(self, "window_layers", layers)
@@ -476,31 +484,33 @@ class ModelConfig:
                 )
 
     def options_of(self, kind: str) -> dict[str, Any]:
-        """What ``mixers`` says of a kind of layers."""
+        """Return the options of a kind of layers in ``mixers``."""
         return dict(dict(self.mixers)[kind])
 
     def with_options(self, kind: str, **changes: Any) -> tuple[tuple[str, Options], ...]:
-        """``mixers`` with other options of one kind."""
+        """Return ``mixers`` with changed options of one kind."""
         return _frozen(dict(self.mixers) | {kind: self.options_of(kind) | changes})
 
     def with_head_of(self, params: Mapping[str, Any]) -> ModelConfig:
-        """The config, untied where ``params`` have a head beside the embedding: the copy that
-        ``quantize_params`` makes of a tied one."""
+        """Return the config, untied if ``params`` have a head beside the embedding.
+
+        ``quantize_params`` makes such a copy of a tied head.
+        """
         is_untied = self.tie_embeddings and "head" in params
         return self.replace(tie_embeddings=False) if is_untied else self
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding window of one layer."""
+        """Return the sliding window of one layer."""
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts of one layer, None where it has a dense feed-forward."""
+        """Return the experts of one layer, None if it has a dense feed-forward."""
         if self.experts is None or layer not in (self.experts.layers or (layer,)):
             return None
         return self.experts.of_a_layer
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """The positions of one layer."""
+        """Return the RoPE of one layer."""
         if layer in self.nope_layers:
             return dataclasses.replace(self.rope, rotary_dim=0)
         slides = self.window_rope is not None and self.window_of(layer) is not None
@@ -508,7 +518,7 @@ class ModelConfig:
 
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different positions of the attention layers."""
+        """The distinct RoPEs of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
 
@@ -519,7 +529,7 @@ class ModelConfig:
 
     @property
     def feed_width(self) -> int:
-        """Features of a token inside of the widest feed-forward, all of its experts' together."""
+        """A token's features inside of the widest feed-forward, over all of its experts."""
         experts = self.experts
         if experts is None:
             return self.d_ff
@@ -541,13 +551,16 @@ class ModelConfig:
         )
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """With these fields; other ``n_layers`` of a model whose layers are all alike are alike."""
+        """Return the config with these fields.
+
+        If all layers are of one kind, a changed ``n_layers`` keeps that kind.
+        """
         if "n_layers" in changes and len(set(self.layer_types)) == 1:
             changes = {"layer_types": self.layer_types[:1] * changes["n_layers"], **changes}
         return dataclasses.replace(self, **changes)
 
     def first_layers(self, count: int) -> ModelConfig:
-        """Of the first ``count`` layers alone."""
+        """Return the config of the first ``count`` layers."""
         windows = tuple(i for i in range(count) if self.window_of(i) is not None)
         sparse = tuple(i for i in range(count) if self.experts_of(i) is not None)
         experts = self.experts and dataclasses.replace(self.experts, layers=sparse)
@@ -568,7 +581,7 @@ class ModelConfig:
 
 
 def load_config(name: str | Path) -> ModelConfig:
-    """A preset by name ("llama-3.1-8b") or a TOML file by path.
+    """Return the config of a preset, given by name ("llama-3.1-8b"), or of a TOML file.
 
     Raises JaxLlamaError naming the presets, the file or the key.
     """
@@ -583,7 +596,7 @@ def load_config(name: str | Path) -> ModelConfig:
 
 
 def preset_sampling(name: str | Path) -> dict[str, Any]:
-    """What a preset says of sampling: the values of a ``sampling.Sampling``."""
+    """Return the sampling of a preset: keyword arguments of ``sampling.Sampling``."""
     return read_toml(_preset_path(name)).get("sampling", {})
 
 
@@ -597,8 +610,10 @@ def _preset_path(name: str | Path) -> Path:
 
 
 def shipped(kind: str, name: str | Path) -> Path:
-    """A TOML file by path, or of those in configs/KIND by name.  Raises JaxLlamaError naming
-    them."""
+    """Return the path of a TOML file, given by path, or of a shipped one, given by name.
+
+    Raises JaxLlamaError naming the shipped ones.
+    """
     path = Path(name)
     if path.suffix == ".toml":
         return path
@@ -613,7 +628,7 @@ def preset_names() -> list[str]:
 
 
 def configs_dir() -> Path:
-    """Where the shipped TOML files are: inside a wheel, or beside the package in a checkout."""
+    """Return the folder of the shipped TOML files, in a wheel or in a checkout."""
     packaged = _PACKAGE / "configs"
     return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
 
@@ -647,7 +662,7 @@ def from_dict(cls: type[T], data: dict[str, Any], prefix: str = "") -> T:
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    """``value`` as the annotation ``hint`` wants it; TOML arrays become tuples."""
+    """Return ``value`` in the type ``hint``; TOML arrays become tuples."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
@@ -676,7 +691,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """A mapping as a sorted tuple of pairs, a list as a tuple; both all the way down."""
+    """Return a mapping as a sorted tuple of pairs and a list as a tuple, recursively."""
     if isinstance(value, Mapping):
         return tuple(sorted((str(key), _frozen(one)) for key, one in value.items()))
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

@@ -114,14 +114,36 @@ def prefill(
 def decode_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Append one token to every row: ``tokens[B]`` -> (float32 logits ``[B, V]``, cache).
+    """Append one token to every row and return the logits of the next ones.
 
-    A generated token, which reads the share ``cfg.attn_sparsity`` of the values; a prompt's are
-    for ``prefill``, which reads all of them.  A row that is full, or whose token is outside of the
-    vocabulary, stays as it is and gets NaN logits.  (Without attention no row is ever full, and the
-    step has no mask of rows: such a token changes the row's state, and the logits are NaN.)  The
-    given cache is donated, unless the call is traced.  Raises JaxLlamaError for operands of another
-    type, shape or dtype.
+    Parameters
+    ----------
+    cfg : ModelConfig
+    params
+        The parameters, such as ``lm.params``.
+    tokens : int [B]
+        One token a row.
+    cache : Cache
+        It is donated, unless the call is traced. Use the returned one.
+
+    Returns
+    -------
+    (float32 [B, V], Cache)
+        The logits after the token, and the cache with it.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an operand has another type, shape or dtype.
+
+    Notes
+    -----
+    A row that is full, or whose token is outside of the vocabulary, keeps its cache and gets NaN
+    logits. A model without attention is never full and has no mask of rows: there a token outside
+    of the vocabulary gives NaN logits and also changes the row's state.
+
+    With ``cfg.attn_sparsity`` below 1 the token reads that share of the values. ``prefill`` reads
+    all of them, so it is the function for prompts.
     """
     _check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])
@@ -136,16 +158,20 @@ def decode_step(
 def verify_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Proposal]:
-    """``decode_step`` of k + 1 tokens at once, none of which the cache has yet: ``tokens[B, k+1]``
-    -> (float32 logits ``[B, k+1, V]``, proposal).
+    """Verify drafts: ``decode_step`` for k + 1 tokens at once, as a proposal for ``commit``.
 
-    tokens: of each row the newest one and a draft of what follows; lengths int32 ``[B]`` counts
-    the valid ones, and logits behind them mean nothing.  ``logits[:, j]`` are ``decode_step``'s
-    after token j, bit for bit those of a step of B * (k+1) rows; NaN where the row has no room for
-    it.  ``commit`` makes a cache of the proposal; the one given is donated, unless the call is
-    traced.  Raises JaxLlamaError for operands of another type, shape or dtype, and where k + 1
-    exceeds the cache's capacity.  A row with a length outside of [1, k+1], or a valid id outside of
-    the vocabulary, proposes nothing and gets NaN logits.
+    tokens: ``[B, k+1]``, each row's newest token and k drafted ones, none of them in the cache yet.
+    lengths: int32 ``[B]``, number of valid tokens of each row.
+    cache: it is donated, unless the call is traced.
+
+    Returns (float32 logits ``[B, k+1, V]``, proposal).  ``logits[:, j]`` are those of
+    ``decode_step`` after token j, with the bits of a step of B * (k+1) rows.  They are NaN where
+    the row has no room, and mean nothing beyond ``lengths``.  ``commit`` turns the proposal into a
+    cache.
+
+    Raises JaxLlamaError for operands of another type, shape or dtype, and if k + 1 exceeds the
+    cache's capacity.  A row with a length outside of [1, k+1], or with a valid id outside of the
+    vocabulary, proposes nothing and gets NaN logits.
 
     Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
     the tokens' k, v and decay beside them.
@@ -161,10 +187,13 @@ def verify_step(
 
 
 def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
-    """The cache with ``accepted[B] + 1`` of the proposal's tokens: the newest and so many drafts,
-    from 0 to k; -1 leaves a row as it was.  More than there are (``lengths``, or what fits the
-    row) counts as all of them.  The proposal is donated, unless the call is traced.  Raises
-    JaxLlamaError where ``accepted`` is not an array of B whole numbers."""
+    """Return the cache with the first ``accepted[B] + 1`` tokens of each row of a proposal.
+
+    These are the newest token and ``accepted`` drafted ones, 0 to k.  -1 leaves a row as it was.  A
+    number above the proposal's ``lengths``, or above what fits the row, accepts all tokens.  The
+    proposal is donated, unless the call is traced.  Raises JaxLlamaError if ``accepted`` is not an
+    array of B whole numbers.
+    """
     _check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
     return _commit(proposal.cache, proposal.new, proposal.tokens, accepted)
 

@@ -71,7 +71,10 @@ Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A model ready to run; ``tokenizer`` is None when the checkpoint has none.
+    """A model with its tokenizer, ready to generate text; ``load`` makes one.
+
+    config, params: the pure functions' ``cfg`` and ``params``.  tokenizer: None if the checkpoint
+    has none; prompts are then token ids, and ``chat`` raises JaxLlamaError.
 
     sampling: the model's own, of its generation_config.json, which ``chat`` and the server take
     where nobody names another; None where the checkpoint says nothing.
@@ -79,6 +82,7 @@ class LanguageModel:
     are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
     are prefilled one by one in pieces of fixed widths, whatever ``chunk`` says, and decoded in
     programs of exactly 32 rows, each with rows that need the same room.  An engine does the same.
+        An offloaded model's programs have its policy's ``gpu_batch_size`` rows, prompts too.
     adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
     exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
         the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
@@ -320,7 +324,17 @@ class LanguageModel:
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
         cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
-        options = _Options(max_new_tokens, stops, cache_dtype, chunk, watched, drafting, on_prompt)
+        width = drafting.plan.widths[0] if drafting else 1
+        options = _Options(
+            max_new_tokens,
+            stops,
+            cache_dtype,
+            chunk,
+            watched,
+            drafting,
+            on_prompt,
+            deterministic_rows=self.executor.block_size or DETERMINISTIC_ROWS // width,
+        )
         return self._batches(rows, per_row, numbers, options)
 
     def _batches(
@@ -486,7 +500,7 @@ class LanguageModel:
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
         plan = drafts.DraftPlan.of(own, draft_tokens, self.deterministic)
-        self.executor.check_drafts()
+        self.executor.check_drafts(self.deterministic)
         return DraftSource(plan, params)
 
     def _check_draft(self, draft: LanguageModel) -> None:
@@ -634,11 +648,9 @@ class _Options:
     watched: bool  # somebody reads the text as it comes
     drafting: DraftSource | None
     on_prompt: OnPrompt | None
-
-    @property
-    def deterministic_rows(self) -> int:
-        """That run at once so that a pass over the model is of ``DETERMINISTIC_ROWS`` tokens."""
-        return DETERMINISTIC_ROWS // (self.drafting.plan.widths[0] if self.drafting else 1)
+    # Of every batch of a deterministic model: an executor's block, or what makes a pass over the
+    # model one of DETERMINISTIC_ROWS tokens.
+    deterministic_rows: int
 
 
 def _pieces(length: int) -> tuple[int, ...]:

@@ -92,9 +92,10 @@ def load(
     revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
     progress: a bar on stderr.
     adapters: LoRA adapters by name, PEFT's directories, for ``generate(adapter=)`` and requests;
-        beside weights of any scheme, on one device (``model.lora``).
+        beside weights of any scheme, on one device (``model.lora``).  With policy the factors stay
+        on the device.
     merge: the one adapter goes into the weights instead, in float32 and before quantization; then
-        it costs nothing and goes with policy and mesh.
+        it costs nothing and goes with a mesh too.
     Raises JaxLlamaError naming what was tried.
     """
     whole, layers = first_layers(source)
@@ -120,7 +121,7 @@ def load(
 
         register()
     adapters = dict(adapters or {})
-    _check_adapters(adapters, merge, policy is not None, mesh is not None)
+    _check_adapters(adapters, merge, mesh is not None)
     enable_compilation_cache()
     dtype = float_dtype(default_dtype() if dtype is None else dtype)
     if not random and is_random_preset(source):
@@ -181,8 +182,11 @@ def load(
         )
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
+    names = () if merge else tuple(adapters)
     if place is not None:
-        return dataclasses.replace(place.model(cfg, params, tokenizer), sampling=sampling)
+        lm = place.model(cfg, params, tokenizer)
+        params = lora.attach(lm.config, lm.params, factors) if names else lm.params
+        return dataclasses.replace(lm, params=params, sampling=sampling, adapters=names)
     if quantize is not None and not random:
         from jaxllama.quantization.quantize import quantize_params
 
@@ -195,9 +199,8 @@ def load(
         cfg, params = place_params(cfg, params, grid)
     if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:
         warnings.warn(f"{quantize}: {reason}", SpeedWarning, stacklevel=2)
-    if adapters and not merge:
+    if names:
         params = lora.attach(cfg, params, factors)
-    names = () if merge else tuple(adapters)
     if programs is not None and cfg.n_layers < LEAST_LAYERS:
         programs = None
     if programs is not None:
@@ -224,17 +227,14 @@ def first_layers(source: str | Path) -> tuple[str | Path, int | None]:
     return name, int(count)
 
 
-def _check_adapters(
-    adapters: dict[str, str | Path], merge: bool, offloads: bool, on_mesh: bool
-) -> None:
+def _check_adapters(adapters: dict[str, str | Path], merge: bool, on_mesh: bool) -> None:
     for name in adapters:
         if not isinstance(name, str) or not name:
             raise JaxLlamaError(f"adapters: the name {name!r} is not a text")
     if merge and len(adapters) != 1:
         raise JaxLlamaError(f"merge takes one adapter, and there are {len(adapters)}")
-    for key, given in (("policy", offloads), ("mesh", on_mesh)):
-        if given and adapters and not merge:
-            raise JaxLlamaError(f"adapters beside a {key}: only one, merged into the weights")
+    if on_mesh and adapters and not merge:
+        raise JaxLlamaError("adapters beside a mesh: only one, merged into the weights")
 
 
 def _from_checkpoint(

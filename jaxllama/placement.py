@@ -47,7 +47,7 @@ class Placement:
     """See the module docstring.
 
     directory: for the disk's share; the environment's JAXLLAMA_OFFLOAD_DIR by default, or a folder
-    beside our cached weights.  exact: as for ``LanguageModel``.
+    beside our cached weights.  deterministic, exact: as for ``LanguageModel``.
     """
 
     def __init__(
@@ -59,8 +59,12 @@ class Placement:
         directory: str | Path | None = None,
         exact: bool = False,
     ) -> None:
-        if deterministic:
-            raise JaxLlamaError("policy: an offloaded model is not deterministic")
+        if deterministic and policy.cpu_attention and 0 < policy.cache_device < 100:
+            raise JaxLlamaError(
+                "policy: deterministic and cpu_attention need the cache all on the device or all "
+                "in host memory: a row's place in its batch must not decide who attends"
+            )
+        self.deterministic = deterministic
         self.policy, self.dtype = policy, jnp.dtype(dtype)
         self.scheme = scheme_of(policy, scheme)
         self.recipe = parse(self.scheme or "none")
@@ -113,4 +117,5 @@ class Placement:
         if self.policy.attn_sparsity < 1:
             cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
         check_halves(cfg, self.policy)
-        return LanguageModel(cfg, params, tokenizer, executor=Offloaded(self.policy, self.store))
+        executor = Offloaded(self.policy, self.store)
+        return LanguageModel(cfg, params, tokenizer, self.deterministic, executor=executor)

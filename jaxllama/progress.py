@@ -1,15 +1,14 @@
-"""Signs of life on stderr for work that may take long: a bar on a terminal, lines elsewhere; and
-how much memory it took.
+"""Progress on stderr for work that may take long, and the process's peak memory.
 
     with working("reading model.safetensors", total_bytes) as bar:
-        bar(n_bytes)                 so much more is done
-        bar.note("layer 3")          what it is at
+        bar(n_bytes)                 this many more are done
+        bar.note("layer 3")          the present part
         bar.say("12 tokens/s")       a line that stays
 
-Contract: work of less than QUIET seconds leaves nothing behind.  A bar goes when the work is done.
-Where stderr is no terminal, a line follows after QUIET seconds and then every EVERY seconds, also
-while the work is inside of one long call (a compilation), since a thread of its own writes it.
-Inner work inside of outer work is fine: a terminal shows one bar under the other.
+A terminal shows a bar, and other outputs get lines. Contract: work of less than QUIET seconds
+leaves no output. A bar disappears when the work is done. If stderr is no terminal, a line follows
+after QUIET seconds and then every EVERY seconds. A thread writes these lines, so they come during
+one long call (a compilation) too. Work may be nested: a terminal shows one bar below the other.
 """
 
 from __future__ import annotations
@@ -27,36 +26,49 @@ _display: Any = None  # the one live rich Progress of this process
 
 
 def write(line: str) -> None:
-    """Where lines go; a program with a log of its own puts another function here."""
-    with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads any more
+    """Write a line to stderr; a program with a log of its own replaces this function."""
+    with contextlib.suppress(BrokenPipeError, ValueError):  # the reader has left
         print(line, file=sys.stderr, flush=True)
 
 
 class Working:
-    """What a piece of work tells; this one keeps it to itself."""
+    """The progress of a piece of work; this class shows nothing."""
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def __call__(self, count: int = 1) -> None:
-        """``count`` more is done, of the total."""
+        """Report that ``count`` more of the total are done."""
 
     def note(self, text: str) -> None:
-        """What it is at."""
+        """Show the present part of the work."""
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
 
     def close(self) -> None:
-        """Nothing more will be shown; ``working`` does it at the end."""
+        """Stop showing progress; ``working`` calls this at the end."""
 
 
 @contextlib.contextmanager
 def working(
     what: str, total: int | None = None, show: bool = True, *, unit: str = "bytes", done: int = 0
 ) -> Iterator[Working]:
-    """See the module docstring.  total: in ``unit`` ("bytes", or anything else that is counted),
-    of which ``done`` are there already; None is not known."""
+    """Show the progress of the work inside of the ``with`` block.
+
+    Parameters
+    ----------
+    what : str
+        Name of the work.
+    total : int or None
+        Size of the work in ``unit``; None if unknown.
+    show : bool
+        False shows nothing.
+    unit : str
+        "bytes", or the name of any other unit.
+    done : int
+        Part of the total that is done already.
+    """
     kind = Working if not show else _Bar if sys.stderr.isatty() else _Lines
     bar = kind(what, total, unit, done)
     try:
@@ -135,7 +147,7 @@ class _Bar(Working):
 
 
 def _new_display() -> Any:
-    # rich takes 0.1 s to import; who watches no bar does not wait for it.
+    # rich takes 0.1 s to import, so only a shown bar imports it.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -158,8 +170,8 @@ def _new_display() -> Any:
 
 
 def peak_rss() -> int:
-    """The process's largest resident memory in bytes; Linux counts in KiB, macOS in bytes."""
-    import resource  # Windows has none
+    """Return the process's peak resident memory in bytes; Linux counts in KiB, macOS in bytes."""
+    import resource  # Windows does not have it
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -42,6 +42,17 @@ H200 = Gpu(
     sum_rate=4.2e12,
     product_rates={"int8": 1512e12, "float8_e4m3fn": 1570e12, "bfloat16": 799e12},
     costs={
+        # On an H100, relative to its rate of a copy: ``benchmarks.kernels.experts_fit``.
+        "experts blocks float": KernelCost(start=25.7, serial=(6.44, 0.931, 1.0)),
+        "experts blocks int4": KernelCost(start=25.7, serial=(6.44, 1.95, 1.0)),
+        "experts blocks int8": KernelCost(start=25.7, serial=(6.44, 1.2, 1.0)),
+        "experts gather float": KernelCost(start=2.51, serial=(0.938,)),
+        "experts gather int4": KernelCost(start=2.51, serial=(5.48,)),
+        "experts gather int8": KernelCost(start=2.51, serial=(1.42,)),
+        "experts mosaic float": KernelCost(start=3.32, serial=(1.31,)),
+        "experts mosaic int4": KernelCost(start=3.32, serial=(1.49,)),
+        "experts mosaic int8": KernelCost(start=3.32, serial=(1.46,)),
+        "experts masked": KernelCost(start=46.3, serial=(0.905, 1.0)),
         "between kernels": KernelCost(1.3),  # in a CUDA graph; not fitted
         "pair float": KernelCost(
             start=3.28, serial=(0.0, 0.406, 0.382), shared=(0.179, 9.26, 127.0)
@@ -99,7 +110,9 @@ H200 = Gpu(
         "xla zeros": KernelCost(start=3.33, serial=(), shared=()),
     },
 )
-TABLES = {"NVIDIA H200": H200}  # by the device's kind
+# The multiprocessors are an H200's.  The memory's rate was measured for a copy.
+H100 = dataclasses.replace(H200, copy_rate=3.0e12, sum_rate=3.0e12)
+TABLES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by the device's kind
 
 
 def gpu() -> Gpu:

@@ -35,7 +35,7 @@ TINY = LLAMA.replace(vocab_size=260, d_ff=64)
 ON_A_TINY_MODEL = ("generate", "quantize", "serve_and_call")
 
 
-QUICK = ("new_layer", "one_kernel")
+QUICK = ("one_kernel",)
 
 
 @pytest.mark.parametrize(

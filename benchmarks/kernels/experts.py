@@ -1,5 +1,5 @@
-"""``grouped_matmul`` on a GPU: device time of each form beside ``lax.ragged_dot`` and our own dense
-product of as many bytes, and values against the reference.
+"""``grouped_matmul`` on a GPU: device time of each form beside our own dense product of as many
+bytes, and values against the reference.
 
     python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernels.timing import device_us
-from pallas_kernels import QTensor, dequantize, grouped_matmul, quantize, quantized_matmul
+from pallas_kernels import grouped_matmul, quantize, quantized_matmul
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import plan as planning
@@ -74,30 +75,13 @@ def of_form(form: str, swiglu: bool) -> Callable[..., jax.Array]:
     return run
 
 
-def ragged(swiglu: bool) -> Callable[..., jax.Array]:
-    """``lax.ragged_dot`` on the pairs sorted by expert; codes are dequantized first."""
-
-    def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
-        floats = dequantize(w, x.dtype) if isinstance(w, QTensor) else w
-        pairs = experts.reshape(-1)
-        order = jnp.argsort(pairs, stable=True)
-        sizes = jnp.sum(pairs[:, None] == jnp.arange(w.shape[0]), axis=0, dtype=jnp.int32)
-        rows = x[order // experts.shape[1]]
-        sums = lax.ragged_dot(
-            rows, floats.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32
-        )
-        sums = jnp.zeros_like(sums).at[order].set(sums)
-        return (apply_gate(sums, "silu") if swiglu else sums).astype(x.dtype)
-
-    return run
-
-
 def dense(w: Any, hit: int) -> Any:
     """As many experts' rows as one weight ``[hit N, K]``."""
     return jax.tree.map(lambda v: v[:hit].reshape(-1, v.shape[-1]), w)
 
 
-def report(name: str, scheme: str, tokens: int) -> None:
+def report(name: str, scheme: str, tokens: int, path: str | None) -> None:
+    """Measure every form of one case; append the times to the file if one is given."""
     n_experts, chosen, n, k, swiglu = SHAPES[name]
     w = weight(scheme, n_experts, n, k)
     if w is None:
@@ -109,32 +93,34 @@ def report(name: str, scheme: str, tokens: int) -> None:
     floor = 1e6 * tree_bytes(w) * hit / n_experts / gpu().copy_rate
     gated = "silu" if swiglu else None
     pairs = tokens * chosen
-    forms: dict[str, Callable[..., jax.Array]] = {"blocks": of_form("blocks", swiglu)}
+    forms: dict[Any, Callable[..., jax.Array]] = {"blocks": of_form("blocks", swiglu)}
     if pairs <= 512:
         forms["gather"] = of_form("gather", swiglu)
     found = planning.plan(x, w, pairs, gated)
     if not isinstance(found, Reason) or found.plan is not None:
         forms["mosaic"] = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
     if pairs * n_experts * k <= 1 << 31:  # it makes a copy of x for every expert
-        forms["ragged_dot"] = ragged(swiglu)
+        forms["masked"] = of_form("masked", swiglu)
     want = None
     if pairs <= 64:
         want = np.asarray(grouped_matmul_reference(x, w, picked[0], gated=gated), np.float32)
-    chosen_form = predict.shortest_form(w, pairs)
+    shortest = min(forms, key=lambda form: predict.form_us(form, w, pairs))
     for form, f in forms.items():
         us, error = device_us(f, sets), ""
         if want is not None:
             got = np.asarray(jax.jit(f)(*sets[0]), np.float32).reshape(want.shape)
             error = f"error {np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)):.1e}"
-        predicted = ""
-        if form in ("gather", "blocks"):
-            mark = "*" if form == chosen_form else ""
-            predicted = f"predicted {predict.form_us(form, w, pairs):.1f}{mark}"
+        mark = "*" if form == shortest else ""
+        predicted = f"predicted {predict.form_us(form, w, pairs):.1f}{mark}"
         print(
             f"{name:16} {scheme:5} T={tokens:5} {form:10} {us:9.1f} us  share {floor / us:5.0%}  "
             f"{predicted:22} {error}",
             flush=True,
         )
+        if path is not None:
+            row = {"shape": SHAPES[name][:4], "scheme": scheme, "tokens": tokens}
+            with open(path, "a") as file:
+                print(json.dumps({**row, "form": form, "us": round(us, 1)}), file=file)
     if tokens <= 16:
         one = dense(w, hit)
         us = device_us(lambda x, w: quantized_matmul(x, w, swiglu=swiglu), [(x[:1], one)])
@@ -148,12 +134,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 8192])
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w8", "w4"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--json", metavar="FILE", help="append the times, for experts_fit")
     options = parser.parse_args()
     print(jax.devices()[0].device_kind, "jax", jax.__version__)
     for name in options.shapes:
         for scheme in options.schemes:
             for tokens in options.tokens:
-                report(name, scheme, tokens)
+                report(name, scheme, tokens, options.json)
 
 
 if __name__ == "__main__":

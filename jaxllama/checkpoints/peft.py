@@ -2,11 +2,11 @@
 
     read(directory, cfg) -> {a checkpoint's tensor: (a[r, in], b[out, r])}
 
-To the rows of a parameter ``b @ a`` is added, both float32: b has the adapter's scale (alpha / r,
-or alpha / sqrt(r) where it is rank-stabilised), and the family's multiplier and order of rows
-(``model.param.TensorSource``).  Which adapters a model can have the table of parameters says: those
-of the products of its layers.  Left out, with an error that names the key or tensor: everything
-that is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and its like),
+The adapted weight is w + ``b @ a``. Both factors are float32. ``b`` includes the adapter's scale
+(alpha / r, or alpha / sqrt(r) if it is rank-stabilised), and the family's multiplier and order of
+rows (``model.param.TensorSource``). Adapters may belong to the products of the layers in the table
+of parameters. The following are refused with an error that names the key or tensor: everything that
+is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and similar methods),
 initializations that change the base model too, and PyTorch's .bin files.
 
 Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
@@ -31,10 +31,11 @@ from jaxllama.model.params import param_table
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]
 
-_MAX_CONFIG = 1 << 22  # bytes; patterns of every layer of the largest models are 100 KB
+_MAX_CONFIG = 1 << 22  # bytes; patterns for every layer of the largest models take 100 KB
 _MAX_RANK = 1 << 16
-_PRODUCTS = ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")  # that take adapters
-# The decoder's name inside a multimodal model; there it is "model".
+# products that take adapters
+_PRODUCTS = ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")
+# Prefix of the decoder's names inside a multimodal model, instead of "model".
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
 _NONE: tuple[Any, ...] = (None, False, [], {})
 # Keys that change what an adapter computes, with the values that are supported.
@@ -51,7 +52,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
         _NONE,
     ),
 }
-# Read here, or of no effect on what was learned: which modules it has an adapter's tensors say.
+# Keys that are read here, or that have no effect: the tensors show which modules have adapters.
 _KNOWN = frozenset(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern
@@ -64,9 +65,25 @@ _KNOWN = frozenset(
 
 
 def read(directory: str | Path, cfg: ModelConfig) -> Factors:
-    """See the module docstring.  Raises JaxLlamaError naming the file and the key or tensor that is
-    missing, unexpected, of the wrong shape or type, or not supported; warns WeightWarning for keys
-    that PEFT would ignore."""
+    """Return the factors of an adapter, by the base checkpoint's tensor; see the module docstring.
+
+    Parameters
+    ----------
+    directory : str or Path
+        The adapter's directory.
+    cfg : ModelConfig
+        Config of the base model.
+
+    Returns
+    -------
+    dict of str to (float32[r, in], float32[out, r])
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the file and the key or tensor that is missing, unexpected, of the wrong shape or
+        type, or not supported. Keys that PEFT would ignore give a WeightWarning instead.
+    """
     directory = Path(directory)
     config = _read_config(directory)
     sources = products(cfg)
@@ -97,7 +114,7 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
 
 
 def products(cfg: ModelConfig) -> dict[str, TensorSource]:
-    """What can have an adapter: the weights of a checkpoint's layers, by their modules' names."""
+    """Return the weights that can have an adapter, by their modules' names."""
     return {
         source.name.removesuffix(".weight"): source
         for (*_, product, leaf), param in param_table(cfg).items()
@@ -141,12 +158,12 @@ def _read_config(directory: Path) -> JsonReader:
     reader = JsonReader(parse_json(raw, str(path)), f"{path}: ")
     reader.get("peft_type")
     reader.check_keys(str(directory), "LoRA", _KNOWN, _FIXED, file=CONFIG)
-    _scale(reader, "")  # its keys are numbers, whichever modules there are
+    _scale(reader, "")  # the scale's keys must be numbers, even without modules
     return reader
 
 
 def _scale(config: JsonReader, module: str) -> tuple[int, float]:
-    """(rank, what b is multiplied with) of a module."""
+    """Return (rank, multiplier of b) of a module."""
     ranks, rank = _pattern(config, "rank_pattern", module)
     alphas, alpha = _pattern(config, "alpha_pattern", module)
     n = ranks.size(rank, 8, limit=_MAX_RANK)
@@ -155,8 +172,11 @@ def _scale(config: JsonReader, module: str) -> tuple[int, float]:
 
 
 def _pattern(config: JsonReader, key: str, module: str) -> tuple[JsonReader, str]:
-    """Where a module's own value is: (the object, its key), that of all by default.  The first
-    pattern that fits, as in PEFT: of the name, or of its end from a dot on."""
+    """Return (object, key) of a module's own value, or of the default.
+
+    As in PEFT the first pattern that fits decides: a regular expression for the whole name, or for
+    its end after a dot.
+    """
     patterns = config.get(key, {})
     if not isinstance(patterns, dict):
         raise config.error(key, "expected an object of module to number")

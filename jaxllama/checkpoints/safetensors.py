@@ -1,14 +1,13 @@
 """The safetensors container: a checked header, tensors read into their destination, a writer.
 
-``SafetensorsFile(path)`` checks the header against the bytes that exist before anything is
-allocated, so a damaged file is one JaxLlamaError naming the file and the tensor.  ``read_into``
-fills a caller's array with positioned reads of at most ``CHUNK`` bytes, converting on the way: no
-mapping, whose pages would count as memory in use beside the copy, and no second copy of a tensor.
-``write`` streams tensors out one at a time.
+``SafetensorsFile(path)`` checks the header against the existing bytes before it allocates anything.
+So a damaged file gives one JaxLlamaError that names the file and the tensor. ``read_into`` fills a
+caller's array by positioned reads of at most ``CHUNK`` bytes and converts on the way. It makes no
+second copy of a tensor, and it uses no mapping, whose pages would count as memory in use beside the
+copy. ``write`` writes one tensor at a time.
 
 Source: the safetensors format (8-byte little-endian header length, JSON header, data without gaps).
-The safetensors package is not used here because it returns whole tensors.
-Left out: sub-byte dtypes.
+The safetensors package is not used, because it returns whole tensors. Left out: sub-byte dtypes.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class SafetensorsFile:
         return finite
 
     def read(self, name: str) -> np.ndarray:
-        """A whole tensor in its own dtype (small ones: scales, tables)."""
+        """Return a whole tensor in its own dtype; meant for small ones such as scales."""
         info = self.tensors[name]
         out = np.empty(math.prod(info.shape), DTYPES[info.dtype])
         self._pread(out.view(np.uint8), info.offset, name)
@@ -192,10 +191,21 @@ class SafetensorsFile:
 def write(
     path: Path, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]], data: Iterator[np.ndarray]
 ) -> None:
-    """Write ``path``: ``tensors`` are (name, shape, dtype) in file order, ``data`` their values.
+    """Write a safetensors file.
 
-    ``data`` yields for each tensor in turn a contiguous array of that many bytes.
-    Raises OSError (disk full) with the file half-written: the caller cleans up.
+    Parameters
+    ----------
+    path : Path
+        The file to write.
+    tensors : iterable of (str, tuple of int, data-type)
+        Name, shape and dtype of each tensor, in file order.
+    data : iterator of arrays
+        The values of each tensor in turn, contiguous and with as many bytes.
+
+    Raises
+    ------
+    OSError
+        If the disk is full, for example. The incomplete file stays, and the caller removes it.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -225,7 +235,7 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, or a JaxLlamaError that begins with ``what``."""
+    """Return a JSON object without duplicate keys; JaxLlamaErrors begin with ``what``."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -256,7 +266,7 @@ def _naturals(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A value for a message: one line, of bounded length."""
+    """Return a value for a message: one line of bounded length."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints

@@ -1,4 +1,5 @@
-"""The command line.  ``run`` is the process that ``jaxllama`` starts; ``main.main`` is one command.
+"""The command line. ``run`` is the process that ``jaxllama`` starts; ``main.main`` runs one
+command.
 
 This module imports little, so that Ctrl-C is handled from the first milliseconds on.
 """
@@ -11,16 +12,16 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
-INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
+INTERRUPTED = 130  # the shell's convention: 128 + SIGINT
 
 
 def run() -> NoReturn:
     """Run one command and end the process.
 
-    Ctrl-C ends it with one line and status 130.  While a module is imported the process ends at
-    once: C++ modules that are half initialized, and callbacks that swallow exceptions, could
-    otherwise crash it or let it go on.  At any other time KeyboardInterrupt is raised, so that what
-    was begun is taken back.  The interpreter is not torn down after that: threads of XLA still run.
+    Ctrl-C ends it with one line and status 130. While a module is imported, the process ends at
+    once. Otherwise half initialized C++ modules could crash it, and callbacks that swallow
+    exceptions could let it go on. At any other time KeyboardInterrupt is raised, so that unfinished
+    work is undone. The interpreter is not torn down after that, because threads of XLA still run.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupted)
@@ -29,7 +30,7 @@ def run() -> NoReturn:
         from jaxllama.cli.main import main
 
         status = main()
-    except KeyboardInterrupt:  # once more, while the first one was handled
+    except KeyboardInterrupt:  # a second Ctrl-C while the first one was handled
         status = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if status == INTERRUPTED:
@@ -46,7 +47,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _unraisable(unraisable: Any) -> None:
-    """An exception that Python would print and forget."""
+    """Handle an exception that Python would print and ignore."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()
     sys.__unraisablehook__(unraisable)
@@ -56,6 +57,7 @@ def _leave() -> NoReturn:
     try:
         sys.stdout.flush()
         os.write(2, b"interrupted\n")
-    except (OSError, RuntimeError, ValueError):  # a closed pipe, or a stream that was being written
+    # a closed pipe, or an interrupted write to the stream
+    except (OSError, RuntimeError, ValueError):
         pass
     os._exit(INTERRUPTED)

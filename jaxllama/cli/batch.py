@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxllama.serving.http import batch
     from jaxllama.serving.http.process import local_app, model_name
 
-    batch.read(args.input)  # before anything is loaded
+    batch.read(args.input)  # checks the file before the model is loaded
     serve.take_memory()
     name = model_name(args.model)
     with local_app(common.load(args), name, serve.engine_of(args)) as (app, engine):

@@ -101,12 +101,12 @@ def run(args: argparse.Namespace) -> None:
             trace=args.trace,
             sign=sign,
         )
-    report["model"] = args.model  # as the user calls it, not as the checkpoint does
+    report["model"] = args.model  # the name from the command line, not the checkpoint's
     common.show(args, report, bench.table)
 
 
 def run_draft(args: argparse.Namespace) -> None:
-    """Of a draft, on its own prompts."""
+    """Measure a draft on the benchmark's own prompts."""
     for flag, value in (
         ("--batch", 1),
         ("--prompt-tokens", 512),
@@ -154,7 +154,7 @@ def run_where(args: argparse.Namespace) -> None:
     common.show(args, report, where.table)
 
 
-# Of a server
+# Options for a running server
 
 
 @refusing

@@ -2,12 +2,12 @@
 
     converse(lm, sampling, max_new_tokens, system, options)
 
-Lines come from stdin, answers go to stdout as they are decoded; without a terminal there is no
-prompt, so that a script can pipe its lines in.  ``/reset`` begins anew, ``/exit`` or the end of the
-input ends; a line that is to begin with a slash may begin with two.  Ctrl-C ends an answer, which
-stays in the conversation as far as it came.  Every turn prefills the whole conversation: the model
-holds no state between calls.  An answer that would not fit the context is refused with a note, and
-the conversation goes on.
+Lines come from stdin, and answers go to stdout as they are decoded. Without a terminal there is no
+prompt, so that a script can pipe its lines in. ``/reset`` starts a new conversation. ``/exit`` or
+the end of the input ends. Two slashes begin a message that starts with one slash. Ctrl-C ends an
+answer, and the conversation keeps the part that was shown. Every turn prefills the whole
+conversation, because the model keeps no state between calls. An answer that would not fit the
+context is refused with a note, and the conversation goes on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.temperature is not None:  # else it depends on the model what goes with it
+    if args.temperature is not None:  # otherwise the valid combinations depend on the model
         common.sampling(args)
     lm = common.load(args)
     kwargs = {
@@ -81,15 +81,15 @@ def converse(
     system: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Read, answer, repeat.  ``options`` go to ``LanguageModel.chat``."""
+    """Read messages and answer them until the end. ``options`` go to ``LanguageModel.chat``."""
     opening = [] if system is None else [{"role": "system", "content": system}]
-    lm.encode_chat([*opening, user("?")])  # a model that cannot chat says so at once
+    lm.encode_chat([*opening, user("?")])  # raises at once for a model that cannot chat
     messages = list(opening)
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # some Pythons are built without
+        with contextlib.suppress(ImportError):  # some Pythons are built without readline
             import readline  # noqa: F401 # pyright: ignore[reportUnusedImport] - input() edits lines and has a history where it is
     elif isinstance(sys.stdin, io.TextIOWrapper):
-        # A byte that is no text is then its line's fault, whatever PYTHONIOENCODING says.
+        # A byte that is not UTF-8 becomes an error of its line, whatever PYTHONIOENCODING is.
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
@@ -138,8 +138,10 @@ def _answer(
 
 
 def shown(sign: Working, told: list[str] | None = None) -> Callable[[int, str], None]:
-    """``on_text`` for ``generate``: text to stdout (and to ``told``), from which on no other sign
-    of life is needed."""
+    """Return an ``on_text`` for ``generate``.
+
+    It writes the text to stdout and to ``told``, and closes the progress sign at the first text.
+    """
 
     def show(_: int, text: str) -> None:
         sign.close()

@@ -1,8 +1,8 @@
-"""What several commands share: their options, and what these become.
+"""Options that several commands share, and the functions that read them.
 
-A command is a module: ``HELP``, ``options(sub)`` declares its options, ``run(args)`` does it.  Here
-an option stands beside the function that reads it.  jax is imported by the functions, not by this
-module.
+A command is a module: ``HELP``, ``options(sub)`` declares its options, ``run(args)`` does the work.
+In this module each option stands beside the function that reads it. The functions import jax; the
+module does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxllama.offload.policy import Policy
 
 MODEL = "smollm2-135m"
-# More objects than a start makes, and how many new ones garbage is then looked for among.
+# Thresholds of the garbage collector: during the start, and for new objects after it.
 START_OBJECTS, NEW_OBJECTS = 500_000, 100_000
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "int4", "fp8")
@@ -38,7 +38,7 @@ KV_DTYPES = (*DTYPES, "int8", "int4", "fp8")
 
 @refusing
 def rounding(text: str) -> str:
-    """A scheme that needs no calibration."""
+    """Return a scheme that needs no calibration."""
     from jaxllama.quantization.scheme import parse
 
     parse(text).check_rounding()
@@ -46,7 +46,7 @@ def rounding(text: str) -> str:
 
 
 def source_options(sub: Parser, default: str | None = MODEL) -> Any:
-    """Which weights; returns the group."""
+    """Add the options that name the weights, and return their group."""
     group = sub.add_argument_group("model")
     shown = ", to be loaded too" if default is None else " (default %(default)s)"
     group.add_argument(
@@ -69,7 +69,7 @@ def source_options(sub: Parser, default: str | None = MODEL) -> Any:
 
 
 def source(args: argparse.Namespace) -> dict[str, Any]:
-    """The same for ``loading.load``."""
+    """Return the options of ``source_options`` for ``loading.load``."""
     return {"random": args.random, "revision": args.revision}
 
 
@@ -133,12 +133,12 @@ def adapter_options(sub: Parser, text: str = "") -> None:
 
 
 def only_adapter(lm: LanguageModel) -> str | None:
-    """The adapter beside the weights, if there is one."""
+    """Return the adapter that is not merged, if there is one."""
     return next(iter(lm.adapters), None)
 
 
 def adapters(args: argparse.Namespace) -> dict[str, Any]:
-    """--adapter and --merge, as ``loading.load`` takes them."""
+    """Return --adapter and --merge, as ``loading.load`` takes them."""
     found = getattr(args, "adapter", [])
     if not found:
         if getattr(args, "merge", False):
@@ -180,7 +180,7 @@ def load(args: argparse.Namespace) -> LanguageModel:
         lm.tokenizer.parse_special = getattr(args, "parse_special", False)
     if sparsity is not None:
         lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
-    gc.freeze()  # what a start has made stays
+    gc.freeze()  # keep the objects of the start out of the search for garbage
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
     return lm
 
@@ -207,7 +207,7 @@ def draft_options(sub: Parser) -> None:
 
 
 def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
-    """--draft and --draft-tokens, as ``LanguageModel.generate`` takes them."""
+    """Return --draft and --draft-tokens, as ``LanguageModel.generate`` takes them."""
     if args.draft is None:
         if args.draft_tokens is not None:
             raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
@@ -216,13 +216,13 @@ def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
 
 
 def proposer(args: argparse.Namespace, lm: LanguageModel) -> Any:
-    """Who --draft is: "ngram" or a LanguageModel."""
+    """Return the source of drafts that --draft names: "ngram" or a LanguageModel."""
     if args.draft == "ngram":
         return args.draft
     from jaxllama.loading import first_layers, load
 
     name, layers = first_layers(args.draft)
-    if name == args.model:  # nothing is loaded twice
+    if name == args.model:  # do not load the same model twice
         return lm if layers is None else lm.first_layers(layers)
     return load(
         args.draft,
@@ -240,7 +240,7 @@ def proposer(args: argparse.Namespace, lm: LanguageModel) -> Any:
 
 @refusing
 def parse_mesh(text: str) -> str:
-    """Whether there are so many devices is known when all hosts have joined."""
+    """Check a mesh's form; the number of devices is checked after all hosts have joined."""
     from jaxllama.parallel.mesh import mesh_sizes
 
     mesh_sizes(text)
@@ -276,7 +276,7 @@ def hosts_options(sub: Parser) -> None:
 
 
 def mesh(args: argparse.Namespace) -> Mesh | None:
-    """The devices of --mesh, all of which are there."""
+    """Return the mesh of --mesh, or None. All its devices must exist."""
     if args.mesh is None:
         return None
     from jaxllama.parallel.mesh import make_mesh
@@ -288,7 +288,7 @@ def mesh(args: argparse.Namespace) -> Mesh | None:
 
 
 def join(args: argparse.Namespace) -> None:
-    """Meet the processes of the other hosts; only the first one prints."""
+    """Join the processes of the other hosts; only the first one prints."""
     if getattr(args, "hosts", None) is None:
         return
     if args.mesh is None:
@@ -321,7 +321,7 @@ def policy_option(sub: Parser) -> None:
 
 
 def policy(args: argparse.Namespace) -> Policy | None:
-    """--policy, with what other options say of it."""
+    """Return --policy, with the settings of other options."""
     chosen = getattr(args, "policy", None)
     if chosen is None:
         return None
@@ -335,7 +335,7 @@ def policy(args: argparse.Namespace) -> Policy | None:
 
 
 def also(policy: Policy, args: argparse.Namespace) -> Policy:
-    """``policy`` with what the cache's options say."""
+    """Return ``policy`` with the settings of the cache's options."""
     if not hasattr(args, "chunk"):  # a command without a cache
         return policy
     return policy.also(attn_sparsity=args.attn_sparsity, prefill_batch_size=args.chunk)
@@ -345,7 +345,7 @@ def also(policy: Policy, args: argparse.Namespace) -> Policy:
 
 
 def cache_options(sub: Parser, chunk: str = "--chunk") -> None:
-    """chunk: the option's name, as Python has it too: ``Engine`` calls it prefill_chunk."""
+    """Add the options of the cache. chunk: the option's name; ``Engine`` calls it prefill_chunk."""
     group = sub.add_argument_group("cache")
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default --dtype)")
     group.add_argument(
@@ -379,7 +379,7 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 
 
 def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
-    """default: what holds where an option is not given, in words."""
+    """Add the options of sampling. default: a sentence about options that are not given."""
     group = sub.add_argument_group("sampling", default)
     group.add_argument(
         "--max-new-tokens",
@@ -445,7 +445,7 @@ _SAMPLING = (
 
 
 def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
-    """What the options say; where they are silent, ``own``, or greedy."""
+    """Return the sampling of the options; missing ones come from ``own``, or are greedy."""
     import dataclasses
 
     from jaxllama.decoding.sampling import Sampling
@@ -466,11 +466,11 @@ def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
     return chosen
 
 
-# In and out
+# Input and output
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text; "-" is the standard input.  JaxLlamaError naming the file."""
+    """Return a UTF-8 file's text; "-" is the standard input. Raises JaxLlamaError naming it."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return data.decode("utf-8-sig")
@@ -485,12 +485,12 @@ def json_option(sub: Parser) -> None:
 
 
 def show(args: argparse.Namespace, report: dict[str, Any], table: Callable[[Any], str]) -> None:
-    """The report, as JSON or for people."""
+    """Print the report, as JSON or as a table."""
     print_json(report) if args.json else print(table(report))
 
 
 def lines(report: dict[str, Any]) -> str:
-    """A table of one line a figure."""
+    """Return a table with one line for each figure."""
 
     def text(value: Any) -> str:
         return f"{value:,.4g}" if isinstance(value, float) else str(value)
@@ -501,7 +501,7 @@ def lines(report: dict[str, Any]) -> str:
 
 
 def print_json(value: Any) -> None:
-    """NaN and infinities, which JSON has no word for, become null."""
+    """Print a value as JSON; NaN and infinities, which JSON lacks, become null."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""``jaxllama completion``: what a shell needs to complete the words of ``jaxllama``."""
+"""``jaxllama completion``: a shell script that completes the words of ``jaxllama``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _mark_paths(parser: argparse.ArgumentParser, file: object, folder: object) -> None:
-    """Tell shtab by their domains which words are paths."""
+    """Mark the options and words that are paths for shtab, by their domains."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]
             for sub in action.choices.values():

@@ -1,4 +1,4 @@
-"""``jaxllama convert``: any model to a directory in a format (``LanguageModel.save``)."""
+"""``jaxllama convert``: write any model to a directory in a format (``LanguageModel.save``)."""
 
 from __future__ import annotations
 

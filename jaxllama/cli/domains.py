@@ -1,11 +1,11 @@
-"""What one word of the command line may be.  Nothing here needs jax.
+"""Domains: the valid values of a word of the command line. Nothing here needs jax.
 
-    Parser                      argparse's, whose mistakes are JaxLlamaErrors that name the option
-    Number, OutFile, filled...  domains: what an option's ``type`` is
+    Parser                      argparse's parser, whose errors are JaxLlamaErrors
+    Number, OutFile, filled...  domains, used as an option's ``type``
 
-Contract: an option's ``type`` (or ``choices``) is its domain.  What a single word can be wrong in
-is refused here, while the words are read; only what depends on other options, the model or the
-machine is left to the command.  (tests/cli/test_options.py holds every parser to that.)
+Contract: an option's ``type`` (or ``choices``) is its domain. An invalid word is refused here,
+while the words are read. Only checks that depend on other options, the model or the machine are
+left to the command. tests/cli/test_options.py checks this for every parser.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from jaxllama.errors import JaxLlamaError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
+    """A parser that raises JaxLlamaError where argparse would print its usage and exit."""
 
     _words: Sequence[str] = ()
-    inner: str | None = None  # where the word of a command inside this one is kept
+    inner: str | None = None  # name under which the word of an inner command is stored
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it is overloaded
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Also refuses options before the inner command's word: they would have no effect."""
+        """Also refuse options before the inner command's word, where they have no effect."""
         args = self._words = sys.argv[1:] if args is None else list(args)
         parsed, rest = super().parse_known_args(args, namespace)
         word = None if self.inner is None else getattr(parsed, self.inner)
@@ -45,12 +45,12 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        # A domain says "= 3: why", "'x' is not ..." or ": why" behind the option's name.
+        # A domain's text follows the option's name: "= 3: why", "'x' is not ..." or ": why".
         message = re.sub(r"^argument (\S+):(?: (?=:)|(?= [='\"]))", r"\1", message)
         raise JaxLlamaError(f"{message}{self._meant(message)} (see {self.prog} --help)")
 
     def _meant(self, message: str) -> str:
-        """The word nearest to an unknown option, command or value."""
+        """Return the word nearest to an unknown option, command or value."""
         option = re.match(r"unrecognized arguments: (?:.* )?(--?[\w-]+)", message)
         value = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if option is not None:
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {near[0]}?" if near else ""
 
     def _options(self) -> list[str]:
-        """Of the command that the words name."""
+        """Return the options of the command that the words name."""
         parser: argparse.ArgumentParser = self
         for word in self._words:
             inner = [
@@ -81,12 +81,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class Bad(argparse.ArgumentTypeError):
-    """What is said behind the option's name, as ``Parser.error`` joins them."""
+    """The text after the option's name, as ``Parser.error`` joins them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number from ``least`` to ``most``; ``above``: larger than ``least``.  NaN is none."""
+    """A number from ``least`` to ``most``, never NaN. above: ``least`` itself is excluded."""
 
     kind: type = int
     least: float = -math.inf
@@ -113,7 +113,7 @@ SHARE = Number(float, 0, 1, above=True)
 
 
 def refusing(check: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``check``, whose JaxLlamaErrors become argparse's, without the word that they begin with."""
+    """Turn JaxLlamaErrors of ``check`` into argparse's, without the word that they begin with."""
 
     @functools.wraps(check)
     def read(text: str) -> Any:
@@ -148,7 +148,7 @@ def api_key(text: str) -> str:
 
 
 def text_file(text: str) -> Path:
-    """A file that can be read; a pipe is left alone until it is read."""
+    """Return the path of a readable file. A pipe is not opened here."""
     path = Path(text)
     try:
         path.stat()
@@ -162,12 +162,12 @@ def text_file(text: str) -> Path:
 
 
 def text_input(text: str) -> Path:
-    """The same, or "-", the standard input."""
+    """Return the path of a readable file, or "-" for the standard input."""
     return Path(text) if text == "-" else text_file(text)
 
 
 def texts_folder(text: str) -> Path:
-    """A folder with .txt files."""
+    """Return the path of a folder with .txt files."""
     path = Path(text)
     if not path.is_dir():
         raise Bad(f"= {text}: not a folder")
@@ -177,7 +177,7 @@ def texts_folder(text: str) -> Path:
 
 
 def out_folder(text: str) -> Path:
-    """A folder that is there or can be made."""
+    """Return the path of a folder that exists or can be made."""
     path = Path(text)
     if not text or (path.exists() and not path.is_dir()):
         raise Bad(f"= {text}: not a folder")
@@ -185,7 +185,7 @@ def out_folder(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """One that is not there yet, or empty."""
+    """Return the path of a folder that does not exist yet or is empty."""
     path = Path(text)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Bad(f"= {text}: already exists; nothing is overwritten")
@@ -194,7 +194,7 @@ def new_folder(text: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class OutFile:
-    """A file to write, of one of these kinds."""
+    """A file to write, with one of these suffixes."""
 
     suffixes: tuple[str, ...]
 
@@ -213,7 +213,7 @@ class OutFile:
 
 
 def _writable(path: Path) -> Path:
-    """Raises unless ``path``, or the nearest thing above it that exists, can be written to."""
+    """Return ``path`` if it, or its nearest existing parent folder, can be written to."""
     there = next(part for part in (path, *path.absolute().parents) if part.exists())
     if there != path and not there.is_dir():
         raise Bad(f"= {path}: {there} is not a folder")

@@ -1,4 +1,4 @@
-"""``jaxllama experiment``: run a file, say what it would do, or compare two runs."""
+"""``jaxllama experiment``: run a file, describe the run without running it, or compare two runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _compared(args: argparse.Namespace) -> tuple[str, Any]:
-    """(text for people, value for --json)."""
+    """Return (text for people, value for --json)."""
     from jaxllama.experiments.compare import compare, text
 
     if args.file is not None or args.out is not None or args.dry_run or args.text:

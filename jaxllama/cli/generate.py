@@ -1,4 +1,4 @@
-"""``jaxllama generate``: prompts in, what the model writes behind them out."""
+"""``jaxllama generate``: print the model's continuation of prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllama.progress import Working, working
 if TYPE_CHECKING:
     from jaxllama.language_model import LanguageModel
 
-LONG = 8192  # tokens of a prompt whose cache is worth a line
+LONG = 8192  # number of prompt tokens from which the size of the cache is reported
 Prompt = str | list[chat.Message]
 
 HELP = "Continue one or many prompts."
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--parse-special needs --chat or messages: plain prompts parse them")
     sampling = common.sampling(args)
     lm = common.load(args)
-    own = None if args.model in preset_names() else lm.sampling  # what a file says may surprise
+    # settings from a model's file may surprise
+    own = None if args.model in preset_names() else lm.sampling
     if own is not None and own.temperature > 0 and args.temperature is None:
         print(f"sampling: greedy; chat and serve take the model's own: {own}", file=sys.stderr)
     rows = [_row(lm, prompt, args.chat) for prompt in prompts]
@@ -123,8 +124,10 @@ def run(args: argparse.Namespace) -> None:
 def _reading(
     sign: Working, lm: LanguageModel, rows: int, kv_dtype: Any
 ) -> Callable[[int, int], None]:
-    """What ``LanguageModel.generate`` calls while it reads long prompts: ``sign`` says how far it
-    is, and once how large their cache is."""
+    """Return ``on_prompt`` for ``LanguageModel.generate``.
+
+    It shows the progress through long prompts, and once the size of their cache.
+    """
     begun: list[tuple[float, int]] = []
 
     def on_prompt(done: int, total: int) -> None:
@@ -133,7 +136,7 @@ def _reading(
         if not begun and kv_dtype is None and total >= LONG:
             sign.say(_cache_hint(lm, rows, total))
         elif begun:
-            # The first piece is left out of the rate: it compiles.
+            # The first piece is left out of the rate, because it includes compilation.
             first, at_first = begun[0]
             rate = (done - at_first) / max(now - first, 1e-9)
             text += f", {rate:,.0f} tokens/s, {(total - done) / rate:.0f} s left"
@@ -144,7 +147,7 @@ def _reading(
 
 
 def _cache_hint(lm: LanguageModel, rows: int, total: int) -> str:
-    """How many bytes the cache of prompts has, and how many it would have in int8."""
+    """Return a line with the bytes of the prompts' cache, in the model's dtype and in int8."""
     import functools
 
     import jax
@@ -160,14 +163,14 @@ def _cache_hint(lm: LanguageModel, rows: int, total: int) -> str:
 
 
 def _row(lm: LanguageModel, prompt: Prompt, as_chat: bool) -> str | list[int]:
-    """A prompt as ``LanguageModel.generate`` takes it."""
+    """Return a prompt in the form that ``LanguageModel.generate`` takes."""
     if isinstance(prompt, str) and not as_chat:
         return prompt
     return lm.encode_chat([chat.user(prompt)] if isinstance(prompt, str) else prompt)
 
 
 def _split(args: argparse.Namespace) -> str | None:
-    """How --file is split; None without one."""
+    """Return how --file is split; None without --file."""
     if args.file is None:
         return None
     return args.split or ("jsonl" if args.file.suffix == ".jsonl" else "lines")
@@ -203,7 +206,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _request(line: str, where: str) -> Prompt:
-    """The prompt of one line of JSON.  Raises JaxLlamaError with ``where`` it is."""
+    """Return the prompt of one line of JSON. Raises JaxLlamaError that begins with ``where``."""
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,14 +1,15 @@
-"""The ``jaxllama`` command: words to one call of the module that does the work.
+"""The ``jaxllama`` command: parse the words and call the module that does the work.
 
     main(argv) -> exit status
 
-Contract: results go to stdout, everything else to stderr; status 0, or 2 with one line
-"error: ..." for bad input or a missing extra, 130 after Ctrl-C; never a traceback for what a user
-can cause.  A closed pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone,
-exactly as the model wrote it, and a newline.  Values are checked before anything slow begins.
+Contract: results go to stdout, everything else to stderr. The status is 0 on success and 130 after
+Ctrl-C. It is 2, with one line "error: ...", for bad input or a missing extra. A user's mistake
+never shows a traceback. A closed pipe (``| head``) ends quietly. ``generate`` prints only the
+continuation, exactly as the model wrote it, and a newline. Values are checked before slow work
+begins.
 
-A command is a module with ``HELP``, ``options(parser)`` and ``run(args)``.  jax is imported when
-one runs, not before: ``--help`` answers at once.
+A command is a module with ``HELP``, ``options(parser)`` and ``run(args)``. jax is imported when a
+command runs and not before, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; see the module docstring."""
-    # A start makes some 300,000 objects that stay.  Looking at them for garbage would take 0.15 s.
+    """Run one command and return its exit status; see the module docstring."""
+    # A start makes some 300,000 permanent objects. Searching them for garbage would take 0.15 s.
     gc.set_threshold(common.START_OBJECTS, *gc.get_threshold()[1:])
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a character it lacks, as on stderr
+        # for characters that its encoding lacks, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Nobody reads on: the interpreter's own flush at exit must not complain either.
+        # The reader has left: the interpreter's own flush at exit must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except JaxLlamaError as error:
@@ -111,7 +113,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 class _Version(argparse.Action):
-    """The version, which is only looked up when it is asked for."""
+    """Prints the version, which is looked up only when this option is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
@@ -124,7 +126,7 @@ class _Version(argparse.Action):
 
 
 def parser() -> Parser:
-    """Of all commands; mistakes in the words are JaxLlamaErrors that name the option."""
+    """Return the parser of all commands; wrong words raise JaxLlamaErrors naming the option."""
     top = Parser(
         prog="jaxllama", allow_abbrev=False, description="Llama and Gated Linear Attention in JAX."
     )

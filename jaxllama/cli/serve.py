@@ -11,7 +11,7 @@ from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
 
-# The engine's sizes that few change: (option, what it says).  Without one the engine chooses.
+# The engine's sizes that are rarely changed: (option, help). By default the engine chooses.
 ENGINE = (
     ("prefill-rows", "short prompts that are prefilled at once"),
     ("token-budget", "tokens of prompts between two decode steps"),
@@ -19,7 +19,7 @@ ENGINE = (
     ("page-size", "tokens in a page of the cache"),
     ("steps-per-call", "most tokens of a row between two looks of the host"),
 )
-GPU_SHARE = 0.95  # beside it CUDA's context and kernels: 0.6 GB on an H200
+GPU_SHARE = 0.95  # the rest is for CUDA's context and kernels: 0.6 GB on an H200
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
@@ -73,7 +73,7 @@ def engine_options(sub: Parser) -> None:
 
 
 def engine_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``Engine`` is told; the cache's options are common's."""
+    """Return the options of ``Engine``; those of the cache are in ``common``."""
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {
@@ -92,14 +92,16 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plain(args: argparse.Namespace) -> argparse.Namespace:
-    """What replicas are told cannot bring the parser along."""
+    """Return the arguments without the parser, which cannot be sent to replicas."""
     own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
     return argparse.Namespace(**own)
 
 
 def take_memory() -> None:
-    """jax has three quarters of a GPU's memory unless told otherwise; who serves has most of it, as
-    what is left over holds no cache.  Before jax starts its devices."""
+    """Let jax use most of a GPU's memory; unused memory holds no cache.
+
+    jax takes three quarters by default. Call this before jax starts its devices.
+    """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
 

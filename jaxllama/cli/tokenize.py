@@ -1,4 +1,4 @@
-"""``jaxllama tokenize``: a token file of texts, for ``train``."""
+"""``jaxllama tokenize``: make a token file of texts, for ``train``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """--tokenizer: "bytes", or a model whose tokenizer it is: only that is read."""
+    """Write the token file.
+
+    --tokenizer is "bytes" or a model's name; only the tokenizer of that model is read.
+    """
     from jaxllama.training import data
 
     file = data.tokenize(args.texts, args.out, load_tokenizer(args.tokenizer), progress=True)

@@ -1,4 +1,4 @@
-"""``jaxllama train``: train what a file says, and sum it up."""
+"""``jaxllama train``: run the training of a TOML file and print a summary."""
 
 from __future__ import annotations
 

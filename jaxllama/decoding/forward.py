@@ -1,10 +1,10 @@
-"""Passes over the model inside of a program: prompts, one token a row, a draft.
+"""Passes over the model inside of a jitted program: prompts, one token a row, a draft.
 
     scores, cache    = fill(cfg, params, tokens, lengths, cache, chunk)      prompts
     scores, proposal = verify(cfg, params, tokens, lengths, cache, exact)    several tokens a row
     donated(at, ...)            a decorator: ``jax.jit`` that donates outside of a trace
 
-The operands are known to be right: ``jaxllama.generation`` has the same for callers of any kind.
+These functions do not check their operands.  ``jaxllama.generation`` has the checked, public ones.
 Logits of a row without room for its tokens are NaN.
 """
 
@@ -37,7 +37,7 @@ CPU_PREFILL_TOKENS = 512
 def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
     """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
-    static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
+    static: keyword arguments of ``jax.jit``.  ``lower`` and ``trace`` are the donating program's.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -59,7 +59,7 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
 def _untraced() -> Any:
     """Return jax's state outside of any trace, which a new thread has.
 
-    To look for tracers among the parameters would cost each step hundreds of checks.
+    Comparing states is one check a step.  Looking for tracers among the parameters takes hundreds.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(get_opaque_trace_state).result()
@@ -68,7 +68,7 @@ def _untraced() -> Any:
 def prefill_chunk(rows: int, width: int) -> int | None:
     """The ``chunk`` for prompts of ``width`` tokens in ``rows`` rows.
 
-    The pieces are equal, and as few as the memory of activations allows.  None means one piece.
+    The pieces have equal widths, and are as few as memory for activations allows.  None: one piece.
     """
     is_cpu = jax.default_backend() == "cpu"
     most = CPU_PREFILL_TOKENS if is_cpu else max(PREFILL_TOKENS // rows, 128)
@@ -97,7 +97,7 @@ def scores_of(
     cfg: ModelConfig, params: Params, hidden: Hidden, cache: Cache, lengths: jax.Array
 ) -> jax.Array:
     """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
-    (A choice that whatever reads the logits makes in passing.)"""
+    XLA fuses this choice into the op that reads the logits."""
     logits = decoder.logits(cfg, params, hidden)
     if cache.capacity is None:
         return logits
@@ -114,7 +114,7 @@ def fill_rows(
     cache: Cache,
     chunk: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """``jl.prefill`` of operands that are known to be right.
+    """``jl.prefill`` without checks of the operands.
 
     A row of length 0 stays as it is, and its logits mean nothing.  ``tokens`` may be padded beyond
     ``cfg.max_position``.

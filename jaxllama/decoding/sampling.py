@@ -160,9 +160,9 @@ class SamplingParams:
     """The parameters of B rows, as arrays ``[B]``.
 
     ``key`` uint32 ``[B, 2]`` is threefry key data.  ``bias_ids`` int32 and ``bias_values`` float32
-    are ``[B, n]``, padded with ids beyond the vocabulary, or None.  ``features`` is static: the
-    steps that some row wants, so that a batch compiles to no more than it uses.  With "mixed" among
-    them they are the steps that some row may want, and top-k and top-p look whether one does.
+    are ``[B, n]``, padded with ids beyond the vocabulary, or None.  ``features`` is static: names
+    of the steps that some row uses.  Only these are compiled.  With "mixed" among them, a step that
+    is named may be unused; the program then checks at run time whether a row uses top-k or top-p.
     """
 
     temperature: jax.Array
@@ -183,15 +183,18 @@ class SamplingParams:
     def stack(
         cls, rows: Sequence[Sampling], vocab_size: int, seed: int | jax.Array = 0
     ) -> SamplingParams:
-        """seed: for the rows that have none of their own; an int or a PRNG key.  Rows that share a
-        seed share their noise: equal prompts then give equal texts."""
+        """Stack the parameters of ``rows`` into arrays on the device.
+
+        seed: an int or a PRNG key, for rows without a seed of their own.  Rows that share a seed
+        share their noise: equal prompts then give equal texts.
+        """
         return jax.device_put(cls.on_host(rows, vocab_size, seed))
 
     @classmethod
     def on_host(
         cls, rows: Sequence[Sampling], vocab_size: int, seed: int | jax.Array = 0
     ) -> SamplingParams:
-        """``stack`` in numpy's arrays."""
+        """``stack`` into numpy arrays."""
         shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
         keys: list[Any] = [shared if row.seed is None else _key_data(row.seed) for row in rows]
         drawn = [row for row in rows if row.temperature > 0]
@@ -230,7 +233,7 @@ class SamplingParams:
 
 
 def _key_data(seed: int | jax.Array) -> np.ndarray:
-    """uint32[2], what ``jax.random.key(seed)`` holds under threefry, for 64-bit seeds too."""
+    """uint32[2], the data of a threefry ``jax.random.key(seed)``; seeds may have 64 bits."""
     if isinstance(seed, jax.Array) and (
         seed.ndim or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
     ):
@@ -280,8 +283,10 @@ class History:
         return cls(seen, jnp.zeros((batch, vocab_size), jnp.int32))
 
     def add(self, tokens: jax.Array, live: jax.Array | None = None) -> History:
-        """Generated tokens ``[B]``, or several a row, ``[B, T]``: those that are ``live``, an array
-        of that shape (all by default)."""
+        """Count generated tokens ``[B]`` or ``[B, T]``.
+
+        live: which of them count, an array of the same shape; all by default.
+        """
         one = jnp.ones_like(tokens) if live is None else live.astype(jnp.int32)
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         rows = rows.reshape(-1, *(1,) * (tokens.ndim - 1))
@@ -297,9 +302,10 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row; see the module docstring.
 
-    logits float32 ``[B, V]``; positions int32 ``[B]``, of the tokens to be drawn; history: needed
-    when ``params.penalties``; allowed bool ``[B, V]``: a grammar's, the others count as -inf after
-    bias and penalties.  Returns (tokens int32 ``[B]``, logprobs float32 ``[B]``).
+    logits: float32 ``[B, V]``.  positions: int32 ``[B]``, places in the text of the new tokens.
+    history: needed if ``params.penalties``.
+    allowed: bool ``[B, V]``, the tokens that a grammar allows; all others count as -inf.
+    Returns (tokens int32 ``[B]``, logprobs float32 ``[B]``).
     """
     features = params.features
     logits = _clean(logits)
@@ -323,21 +329,23 @@ def sample(
 def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(token with the first largest score, its log-probability by the logits), row by row."""
     tokens = _argmax(scores)
-    # A masked maximum, since of a vocabulary that is split over devices a gather takes it all.
+    # A masked maximum: a gather would collect a vocabulary that is split over devices.
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
     return tokens, chosen - jax.nn.logsumexp(logits, axis=1)
 
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``_pick(logits, logits)`` in one reduction, of two kernels on a GPU where that takes seven;
-    on a CPU it is slower."""
+    """``_pick(logits, logits)`` in one reduction.
+
+    It takes two kernels on a GPU instead of seven, and more time on a CPU.
+    """
     best, tokens, total = _summed(logits)
     return tokens, jnp.where(best == -jnp.inf, jnp.nan, -jnp.log(total))
 
 
 def _pick_likeliest(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``_pick``, which gives the likeliest token the log-probability that ``_likeliest`` gives."""
+    """``_pick``; the likeliest token gets the same log-probability as from ``_likeliest``."""
     tokens = _argmax(scores)
     best, _, total = _summed(logits)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)

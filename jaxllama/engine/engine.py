@@ -9,7 +9,7 @@ Without a thread, call ``submit`` and then ``step`` until it returns False. A st
 submitted requests, ends those that are overdue or cancelled, lets the scheduler plan, hands the
 plan to the runner (admit, fill, decode), and reads the tokens of the step before.
 
-Contract. A request's tokens are those of ``lm.generate`` for this request alone, whatever else runs
+Contract. A request gets the tokens of ``lm.generate`` for this request alone, whatever else runs
 and in whatever order. On a CPU with weights in the handlers' layout they are the same bits.
 Elsewhere they are equal up to rounding (``model/README.md``). A ``deterministic`` model gives a
 request the same bits whatever runs beside it; with up to 32 slots they are the bits of
@@ -94,6 +94,9 @@ def _of_slots(
 class Engine:
     """Continuous batching over one model; the module docstring has the contract.
 
+    ``start`` begins a thread, ``submit(request, on_event)`` takes a Request from any thread, and
+    ``on_event`` gets its Events. ``drain`` waits for the requests, and ``stop`` ends the thread.
+
     Parameters
     ----------
     lm
@@ -104,7 +107,8 @@ class Engine:
         Called as (name, seconds) with "queue" (until admission), "ttft" (until the first token),
         "itl" (between tokens) and "e2e" (until the end).
     options
-        Fields of ``EngineOptions``.
+        Fields of ``jaxllama.engine.options.EngineOptions``, such as max_slots, max_len and
+        kv_dtype. An unknown name raises JaxLlamaError.
 
     Attributes
     ----------

@@ -153,7 +153,7 @@ class EngineOptions:
         ----------
         cfg : ModelConfig
             Config of the model.
-        dtype : dtype
+        dtype : data-type
             Dtype of the activations.
         devices : int
             Number of devices over which a token's keys and values are split.
@@ -360,7 +360,7 @@ class ResolvedOptions:
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows of the decode programs: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.
 
-        A deterministic engine has one program, with as many rows as that of
+        A deterministic engine has one program, with as many rows as the program of
         ``LanguageModel.generate``.
         """
         if self.deterministic:

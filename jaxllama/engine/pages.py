@@ -18,7 +18,7 @@ snapshot. If ``states`` is positive, only prefixes with snapshots are found. The
 is a multiple of ``unit`` tokens.
 
 Contract: a node with references is never evicted, and no node is evicted before its children. Among
-the other nodes the one that was released longest ago goes first. Sources: vLLM's pages and hashed
+the other nodes, the node with the oldest release is evicted first. Sources: vLLM's pages and hashed
 blocks (arXiv 2309.06180), SGLang's RadixAttention (2312.07104).
 """
 

@@ -310,9 +310,9 @@ def _draw_at(level: jax.Array) -> Any:
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Take the maximum repeatedly; the first of equal scores wins. A CUDA graph can contain neither
-    # XLA's sort, which ``top_k`` uses, nor the stacking of ``scan``, and a loop without a graph
-    # keeps the host waiting.
+    # Take the maximum repeatedly; the first of equal scores is taken. A CUDA graph can contain
+    # neither XLA's sort, which ``top_k`` uses, nor the stacking of ``scan``, and a loop without a
+    # graph keeps the host waiting.
     index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
     token = jnp.full((len(scores), 1), -1, jnp.int32)

@@ -170,7 +170,7 @@ class Programs:
         is_busy
             True while the process has more urgent work.
         on_made
-            Called with the key of each of these programs once it is there.
+            Called with the key of each of these programs once it exists.
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
 
@@ -203,7 +203,7 @@ class Programs:
         self._is_stopped = True
 
     def _open(self, wanted: Mapping[Hashable, Wanted]) -> bool:
-        """Return whether all programs are there, after reading their file if it exists."""
+        """Return whether all programs exist, after reading their file if it exists."""
         with self._lock:
             is_new = not self._made
             for key in wanted:
@@ -218,7 +218,7 @@ class Programs:
         return all(self._made[key].done() for key in wanted)
 
     def _claim(self, key: Hashable) -> bool:
-        """Return whether the caller is the one that makes the program."""
+        """Return whether the caller must make the program."""
         with self._lock:
             is_free = key not in self._claimed
             self._claimed.add(key)

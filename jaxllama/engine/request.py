@@ -214,9 +214,10 @@ class Event:
     finish_reason : str or None
         Set on the last event only, which may have no tokens.
     error : Exception or None
-        The failure behind the reason "error". It is a JaxLlamaError for a request that asked too
-        much, for example a grammar that turned out too complex. It is EngineFailed when the whole
-        engine failed. Otherwise it is the exception of the request's own text, grammar or listener.
+        The failure that ended a request with the reason "error". It is a JaxLlamaError for a
+        request that asked too much, for example a grammar that turned out too complex. It is
+        EngineFailed when the whole engine failed. Otherwise it is the exception of the request's
+        own text, grammar or listener.
     prompt_tokens, cached_tokens, completion_tokens : int
         Totals so far. Cached tokens are the prompt's tokens that were found in the prefix cache.
     """

@@ -437,7 +437,7 @@ class Runner:
     def _idle_calls(self) -> list[Callable[[], tuple[Hashable, Wanted]]]:
         """Return a call without rows of every program, in the order in which requests need them.
 
-        The first are those of one request at a time: its admission without and with a short
+        The first programs are for one request at a time: its admission without and with a short
         history, a prompt of each width, and the decode call of one row.
         """
         options = self.options

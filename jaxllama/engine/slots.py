@@ -10,7 +10,7 @@ the next one, several times a call. Nothing is copied between these calls. A slo
 an owner may hold anything, NaN included.
 
 Llama, GLA and hybrid models and all cache dtypes differ in ``Cache``'s leaves only, so nothing here
-tests for them. A draft model has its layers behind the model's own, in the same cache. A page holds
+tests for them. The layers of a draft model follow the model's own, in the same cache. A page holds
 its tokens' keys and values for both models, and a snapshot holds both states.
 
 ``fill`` and ``decode`` change only the rows listed in their arguments.
@@ -18,8 +18,9 @@ its tokens' keys and values for both models, and a snapshot holds both states.
 A transfer between host and device costs time whatever its size. So the host sends one array to each
 function (``pack``, ``make_orders``) and reads one array of results.
 
-Each function donates the arrays that it returns anew. Sources: Orca (OSDI 2022) for iteration-level
-batching; PagedAttention (arXiv 2309.06180).
+Each function donates the arrays that it returns updated. Sources: Inferencer (document 3 of the
+seeds) for slots and lengths; Orca (OSDI 2022) for iteration-level batching; PagedAttention (arXiv
+2309.06180).
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def fill(
 
 
 def _parted(cfg: ModelConfig, cache: Cache) -> tuple[Cache, Cache]:
-    """Split a cache into the model's own layers and the draft model's layers behind them."""
+    """Split a cache into the model's own layers and the draft model's layers after them."""
     own, more = cache.layers[: cfg.n_layers], cache.layers[cfg.n_layers :]
     return dataclasses.replace(cache, layers=own), dataclasses.replace(cache, layers=more)
 
@@ -269,7 +270,7 @@ def decode(
     entries are the sampler's branch, whether the likeliest tokens are wanted, and the largest
     number of passes.
 
-    masks uint32 ``[n, ceil(V / 32) + width]``: bit i of a row allows token i. The columns behind
+    masks uint32 ``[n, ceil(V / 32) + width]``: bit i of a row allows token i. The columns after
     the bits hold forced tokens: 0 leaves a position to the bits, and t + 1 forces token t. Level 0
     of the sampler does not read the masks.
 
@@ -324,7 +325,7 @@ def _to_rows(slots: BatchState, rows: jax.Array, new: BatchState) -> BatchState:
 
 
 def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
-    """Return the cache after the rows got more pages, ``[n, k]``, behind their first ``had``."""
+    """Return the cache after the rows got more pages, ``[n, k]``, after their first ``had``."""
     assert cache.table is not None
     where = had[:, None] + jnp.arange(more.shape[1], dtype=jnp.int32)
     where = jnp.where(more < NOBODY, where, cache.table.shape[1])

@@ -1,14 +1,14 @@
-"""``jaxllama eval --texts DIR``: where a model is damaged, by kind of text, by layer, by token.
+"""``jaxllama eval --texts DIR``: locate a model's damage by kind of text, by layer, by token.
 
     report = damage(lm, {kind: text}, reference=exact);  table(report);  write(report, path)
 
-Each kind has its ``evaluate.perplexity``.  Against a reference there are besides:
+Each kind of text has its ``evaluate.perplexity``. With a reference the report has two more parts:
 
-    worst    the ten predictions of largest KL, each with the text before it, the token that came
-             and what either model found most likely
-    layers   KL and top-1 behind every layer, of the first ``LENS`` tokens: both models' streams
+    worst    the ten predictions of largest KL, each with the text before it, the actual token,
+             and each model's likeliest token
+    layers   KL and top-1 after every layer, for the first ``LENS`` tokens: both models' streams
              pass through their own last norm and head, as if the layer were the last (the logit
-             lens), so the two need not have the same basis (``quantization.rotation``)
+             lens), so the two need not have the same basis
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxllama.model.decoder import (
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 
-WORST = 10  # of every kind
+WORST = 10  # number for each kind
 LENS = 128
 _CONTEXT = 16  # tokens before a bad one
 
@@ -57,9 +57,24 @@ def damage(
     kv_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """{"window", "stride", "kinds": {kind: perplexity's report}} and, with a reference, "worst":
-    {kind: [...]} and "layers": {kind: {"kl": [...], "top1": [...]}}, the latter where both models
-    lie on one device.  Arguments and errors as of ``perplexity``."""
+    """Return the report of a model.
+
+    Parameters
+    ----------
+    lm : LanguageModel
+        The model.
+    texts : mapping of str to str
+        Texts by kind.
+    window, stride, reference, kv_dtype, progress
+        As for ``perplexity``, which has the errors too.
+
+    Returns
+    -------
+    dict
+        "window", "stride" and "kinds": {kind: report of ``perplexity``}. With a reference also
+        "worst": {kind: [...]} and "layers": {kind: {"kl": [...], "top1": [...]}}; the latter only
+        if both models are on one device.
+    """
     window, stride = window_and_stride(lm, window, stride, reference)
     report: dict[str, Any] = {"window": window, "stride": stride, "kinds": {}}
     worst, layers = {}, {}
@@ -115,7 +130,7 @@ def _layers(lm: LanguageModel, reference: LanguageModel, ids: np.ndarray) -> dic
 
 @functools.partial(jax.jit, static_argnums=0)
 def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """The residual stream behind every layer, ``[L, T, D]``."""
+    """Return the residual stream after every layer, ``[L, T, D]``."""
     seen = []
 
     def each(cfg: ModelConfig, kind: str, layer: Any, stream: Stream, state: Any, at: Any) -> Any:
@@ -135,7 +150,7 @@ def _lens(
     own: jax.Array,
     other: jax.Array,
 ) -> jax.Array:
-    """[KL, share of the same most likely token] behind every layer, ``[2, L]``."""
+    """Return [KL, share of equal likeliest tokens] after every layer, ``[2, L]``."""
 
     def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, p = (
@@ -150,7 +165,7 @@ def _lens(
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """A line for each kind; then, with a reference, its worst predictions."""
+    """Return a line for each kind, and with a reference its worst predictions."""
     kinds = report["kinds"]
     width = max(map(len, kinds))
     lines = []
@@ -179,9 +194,9 @@ def _with(
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> None:
-    """The report as JSON, or the layers' KL and top-1 as a picture, by the file's ending.
+    """Write the report as JSON, or the layers' KL and top-1 as a picture, by the file's suffix.
 
-    Raises JaxLlamaError where matplotlib is not installed.
+    Raises JaxLlamaError if matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix != ".png":

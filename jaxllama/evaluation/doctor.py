@@ -1,10 +1,10 @@
-"""``jaxllama doctor``: what this machine has and which implementation each op will use on it.
+"""``jaxllama doctor``: describe this machine and the implementation that each op uses on it.
 
     examine(model) -> report (a dict)        table(report) -> text
 
-An op's line is ``pallas_kernels.explain``'s: for a typical call of a bfloat16 model or, with a
-model, for each call of its own decode steps and of its prefill, which are traced, so that the line
-cannot disagree with what will run.
+An op's line comes from ``pallas_kernels.explain``, for a typical call of a bfloat16 model. With a
+model, there is a line for each call of its decode steps and its prefill. These programs are traced,
+so the line agrees with what runs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ from pallas_kernels.rows.swiglu import swiglu
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "gguf")
 _D = 4096  # the width of the typical calls
-_ROWS, _PROMPT, _CONTEXT = 16, 512, 1024  # of a model's own calls
+_ROWS, _PROMPT, _CONTEXT = 16, 512, 1024  # sizes of a model's own calls
 
 
 def examine(model: str | None = None, **source: Any) -> dict[str, Any]:
-    """Versions, devices, caches, ops and, with ``model``, its dtypes and bytes (it is loaded).
-    source: further arguments of ``load``.
+    """Return versions, devices, caches and ops; with ``model`` also its dtypes and bytes.
 
-    Raises JaxLlamaError for a model that does not load.
+    source: further arguments of ``load``. Raises JaxLlamaError for a model that does not load.
     """
     enable_compilation_cache()
     report: dict[str, Any] = {
@@ -74,7 +73,7 @@ def examine(model: str | None = None, **source: Any) -> dict[str, Any]:
 
 
 def _cpu_handlers() -> str:
-    """Their instructions, or why they do not run."""
+    """Return the instruction set of the CPU handlers, or why they do not run."""
     reason = unavailable()
     return jit.host().name if reason is None else f"none: {reason.text}"
 
@@ -110,7 +109,7 @@ Call = Callable[..., Any]
 
 
 def _typical_calls() -> list[tuple[str, Call, tuple[Any, ...]]]:
-    """(the call in words, the op, operands) of a model of width 4096; shapes, not arrays."""
+    """Return (description, op, operands) of calls of a model of width 4096; shapes, not arrays."""
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -143,8 +142,10 @@ def _op(call: str, function: Call, operands: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _model_calls(lm: LanguageModel) -> list[dict[str, Any]]:
-    """The calls of a decode step of one row and of several, and of a prefill, alike ones counted:
-    the programs themselves are traced."""
+    """Return the calls of decode steps of one row and of several, and of a prefill.
+
+    Equal calls are counted. The programs themselves are traced.
+    """
     cfg, params = lm.config, lm.params
     capacity = min(cfg.max_position, _CONTEXT)
     width = min(capacity, _PROMPT)
@@ -175,7 +176,7 @@ def _counted(call: str, made: list[Choice]) -> list[dict[str, Any]]:
 
 
 def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Attention's own choice is between cuDNN and XLA."""
+    """Return attention's choice between cuDNN and XLA."""
     q = jax.ShapeDtypeStruct((1, tokens, heads, head_dim), dtype)
     reason = None if has_cudnn(q) else "cuDNN's kernel needs a GPU and 16-bit operands"
     implementation = "xla" if reason else "cudnn"
@@ -207,7 +208,7 @@ def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# For people
+# Text for people
 
 
 def table(report: dict[str, Any]) -> str:
@@ -251,7 +252,7 @@ def _op_line(op: dict[str, Any]) -> str:
 
 
 def _buffer_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """One line for the buffers that are alike in every layer."""
+    """Return one line for the buffers that are equal in every layer."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         name = re.sub(r"layer_\d+", "layer_*", row["path"])

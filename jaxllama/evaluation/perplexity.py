@@ -1,24 +1,23 @@
-"""``jaxllama eval``: perplexity of a text, and how far a model is from a reference.
+"""``jaxllama eval``: perplexity of a text, and the distance of a model from a reference.
 
-The text is read in windows of ``window`` tokens that begin ``stride`` apart; of each window only
-the tokens that no earlier one has scored count, so every token but the very first is predicted
-once, from at least ``window - stride`` tokens before it (but for the text's beginning).  The
-default stride, ``window - 1``, scores every token with one pass over the text; a smaller one is
-slower and gives each prediction more context.  perplexity = exp(mean negative natural
-log-probability).
+The text is read in windows of ``window`` tokens that begin ``stride`` apart. A window scores only
+the tokens that no earlier window has scored. So every token but the first is predicted once, from
+at least ``window - stride`` tokens before it, except at the beginning of the text. The default
+stride, ``window - 1``, scores every token with one pass over the text. A smaller stride is slower
+and gives each prediction more context. perplexity = exp(mean negative natural log-probability).
 
-Against a reference, over the same predictions: ``rise``, by what share the perplexity is above
-the reference's; ``kl``, the mean of KL(reference || model) in nats; and ``top1``, the share of
-positions at which both find the same token most likely.  A figure's ``_se`` is its standard error,
-from the means of ``BATCH`` consecutive predictions, since neighbours are not independent (batch
-means); that of ``rise`` is of the pairs, where the text's own difficulty cancels.
-``evaluation.damage`` says where the damage is.
+With a reference, the same predictions give three more figures. ``rise`` is the relative increase of
+the perplexity over the reference's. ``kl`` is the mean of KL(reference || model) in nats. ``top1``
+is the share of positions at which both models have the same likeliest token. The ``_se`` of a
+figure is its standard error. It comes from the means of ``BATCH`` consecutive predictions, since
+neighbours are not independent (batch means). The error of ``rise`` is the error of the pairs, in
+which the text's own difficulty cancels. ``evaluation.damage`` locates the damage.
 
-A quantized cache is scored in the same single pass: keys and values are written as they would be
-stored, and every query reads them, its own included, from the cache, which is what decoding token
-by token reads too.  So is sparse attention: every query reads its share of V.  Windows are padded
-to one shape, so one program serves any text, and logits exist for ``BLOCK`` positions at a time.
-An offloaded model's weights are loaded once for as many windows as its policy has rows in a block.
+A quantized cache is scored in the same single pass. Keys and values are written in their stored
+form, and every query reads all of them from the cache, its own included, as in decoding token by
+token. Sparse attention works alike: every query reads its share of V. Windows are padded to one
+shape, so one program serves any text, and logits exist for ``BLOCK`` positions at a time. An
+offloaded model's weights are loaded once for as many windows as its policy has rows in a block.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from jaxllama.model.records import Hidden
 from jaxllama.progress import working
 
 BLOCK = 128
-BATCH = 64  # predictions whose mean is one observation of a standard error
-# Of one prediction: negative log-probabilities, KL, and what is found most likely.
+BATCH = 64  # number of predictions whose mean is one observation of a standard error
+# Columns of a prediction: negative log-probabilities, KL, likeliest tokens.
 COLUMNS = ("nll", "reference_nll", "kl", "token", "reference_token")
 
 
@@ -60,14 +59,40 @@ def perplexity(
     max_tokens: int | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """{"perplexity", "tokens" (predicted), "nll" (mean, natural log), "window", "stride"} and, with
-    a reference, {"rise", "kl", "top1"}; of all but the counts the standard error too, as "_se".
+    """Score a text.
 
-    window: 512 by default, or the context if that is shorter; stride: at most window - 1.
-    kv_dtype: score through a cache of this dtype (the reference has none); by default what the
-    policy of an offloaded model says.  max_tokens: of the text.  progress: a bar on stderr.
-    Raises JaxLlamaError for a model without a tokenizer, a window beyond a context, a stride that
-    would skip tokens, a reference of another vocabulary, or a text of fewer than two tokens.
+    Parameters
+    ----------
+    lm : LanguageModel
+        The model.
+    text : str
+        The text.
+    window : int or None
+        Tokens of a window; by default 512, or the context length if that is shorter.
+    stride : int or None
+        Tokens between two windows, at most window - 1.
+    reference : LanguageModel or None
+        A model with the same vocabulary to compare with.
+    kv_dtype : data-type or None
+        Dtype of a cache through which the model is scored; the reference has none. An offloaded
+        model's default follows from its policy.
+    max_tokens : int or None
+        Number of tokens of the text to use.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Returns
+    -------
+    dict
+        "perplexity", "tokens" (number of predictions), "nll" (mean, in nats), "window", "stride";
+        with a reference also "rise", "kl" (nats) and "top1". Each figure has a standard error
+        "..._se".
+
+    Raises
+    ------
+    JaxLlamaError
+        For a model without a tokenizer, a window beyond a context, a stride that would skip tokens,
+        a reference of another vocabulary, or a text of fewer than two tokens.
     """
     window, stride = window_and_stride(lm, window, stride, reference)
     ids = tokens_of(lm, text)[:max_tokens]
@@ -83,7 +108,7 @@ def window_and_stride(
     stride: int | None,
     reference: LanguageModel | None = None,
 ) -> tuple[int, int]:
-    """Both as ``perplexity`` takes them, its defaults filled in; it says what is raised."""
+    """Return window and stride of ``perplexity`` with defaults filled in; raises its errors."""
     models = [lm] if reference is None else [lm, reference]
     longest = min(model.config.max_position for model in models)
     window = min(512, longest) if window is None else window
@@ -101,7 +126,7 @@ def window_and_stride(
 
 
 def tokens_of(lm: LanguageModel, text: str) -> np.ndarray:
-    """int32.  Raises JaxLlamaError for a model without a tokenizer."""
+    """Return the text's token ids, int32. Raises JaxLlamaError for a model without a tokenizer."""
     if lm.tokenizer is None:
         raise JaxLlamaError(f"{lm.config.name} has no tokenizer, so it cannot read text")
     return np.asarray(lm.tokenizer.encode(text), np.int32)
@@ -117,8 +142,11 @@ def predictions(
     kv_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> np.ndarray:
-    """``[len(ids) - 1, len(COLUMNS)]`` float32, a row for every token but the first; without a
-    reference the model is its own."""
+    """Return the predictions, float32 ``[len(ids) - 1, len(COLUMNS)]``: a row a token but the
+    first.
+
+    Without a reference the model is its own reference.
+    """
     if len(ids) < 2:
         raise JaxLlamaError(f"the text has {len(ids)} tokens: at least 2 are needed")
     models = [lm] if reference is None else [lm, reference]
@@ -145,7 +173,7 @@ def predictions(
 
 
 def summary(rows: np.ndarray, has_reference: bool) -> dict[str, Any]:
-    """The report of ``perplexity`` from ``predictions``, without its window and stride."""
+    """Return the report of ``perplexity`` from ``predictions``, without its window and stride."""
     nll, reference_nll, kl, token, other = np.asarray(rows, np.float64).T
     mean = nll.mean()
     value = math.exp(mean) if mean < 700 else math.inf
@@ -172,7 +200,10 @@ def summary(rows: np.ndarray, has_reference: bool) -> dict[str, Any]:
 
 
 def _standard_error(x: np.ndarray) -> float:
-    """Of the mean of ``x``, whose neighbours are not independent; NaN of fewer than two batches."""
+    """Return the standard error of the mean of ``x``, whose neighbours are not independent.
+
+    The result is NaN for fewer than two batches.
+    """
     whole = len(x) // BATCH
     if whole < 2:
         return math.nan
@@ -183,7 +214,7 @@ def _standard_error(x: np.ndarray) -> float:
 def _read(
     lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, jax.Array, tuple[Params, ...]]]:
-    """Each window, its length, hidden states ``[T, D]`` and the parameters that read them."""
+    """Yield window, scored positions, its length, hidden states ``[T, D]`` and parameters."""
     size = lm.executor.block_size or 1
     while block := list(itertools.islice(windows, size)):
         rows = jnp.asarray(np.stack([tokens for tokens, _ in block]))
@@ -195,8 +226,10 @@ def _read(
 
 
 def _windows(ids: np.ndarray, window: int, stride: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens ``[window]``, scored ``[window]``): at each position 1 where the next token is to be
-    predicted, 0 where it is not, -1 in the padding."""
+    """Yield (tokens ``[window]``, scored ``[window]``).
+
+    scored is 1 where the next token is to be predicted, 0 elsewhere, and -1 in the padding.
+    """
     done = 1
     for begin in range(0, len(ids), stride):
         part = ids[begin : begin + window]
@@ -214,7 +247,7 @@ def _windows(ids: np.ndarray, window: int, stride: int) -> Iterator[tuple[np.nda
 def _hidden(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Any
 ) -> Hidden:
-    """Hidden states ``[T, D]`` of one window."""
+    """Return the hidden states ``[T, D]`` of one window."""
     return forward(cfg, params, tokens, lengths, cache, sparse=cache is not None)[0][0]
 
 
@@ -225,7 +258,7 @@ def _score(
     hidden: tuple[Hidden, ...],
     targets: jax.Array,
 ) -> jax.Array:
-    """``COLUMNS`` at every position, ``[T, 5]``; the second model is the reference."""
+    """Return ``COLUMNS`` at every position, ``[T, 5]``; the second model is the reference."""
     length = targets.shape[0]
     blocks = -(-length // BLOCK)
 
@@ -241,7 +274,7 @@ def _score(
         ]
         own, other = logs[0], logs[-1]
         nll = [-jnp.take_along_axis(x, targets[:, None], axis=1)[:, 0] for x in (own, other)]
-        # A token the reference rules out adds nothing, whatever the model thinks of it.
+        # A token of zero probability under the reference adds nothing.
         kl = jnp.sum(jnp.where(other > -jnp.inf, jnp.exp(other) * (other - own), 0.0), axis=1)
         top = [jnp.argmax(x, axis=1).astype(jnp.float32) for x in (own, other)]
         return jnp.stack([*nll, kl, *top], axis=1)

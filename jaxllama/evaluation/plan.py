@@ -1,16 +1,17 @@
-"""``jaxllama plan``: the best policy for this machine, and its prediction beside the measurement.
+"""``jaxllama plan``: the best policy for this machine, with its prediction and a measurement.
 
     run(source, ...) -> report (a dict)        table(report) -> text
 
-A task that fits on the device whole runs there, and only computation is calibrated for it.  Else
-the machine is calibrated for the model's layers once (``planner.calibrate``), and the
-policy is solved for (``planner.solve``), unless it is given.  The model is loaded under it, and the
-task is run with every load, store and computation timed.  The figures are kept, and the same task
-is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
-rate is extrapolated from the prefill and the mean step, as the prediction is.  Where nothing leaves
-the device and the prefill is predicted to take more than ``LONG`` seconds, the prompts that are
-measured are shorter.  The measured prefill is then scaled by the ratio of both lengths' operations;
-the report says so.
+A task that fits on the device runs there, and only computation is calibrated for it. Otherwise the
+machine is calibrated for the model's layers once (``planner.calibrate``), and ``planner.solve``
+finds the policy, unless it is given. The model is loaded under the policy, and the task runs with
+every load, store and computation timed. The figures are stored, so that a machine measures the same
+task once.
+
+At most ``MEASURED`` of ``new_tokens`` steps run. The rate is extrapolated from the prefill and the
+mean step, as in the prediction. If everything stays on the device and the predicted prefill exceeds
+``LONG`` seconds, the measured prompts are shorter. The measured prefill is then scaled by the ratio
+of both lengths' operations, and the report says so.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from jaxllama.planner.solve import solve
 from jaxllama.planner.trial import Watch, start_run, timed_step
 from pallas_kernels.qtensor import packed_bytes
 
-MEASURED = 8  # decode steps that are timed
-LONG = 1.5  # seconds: a longer prefill is measured on shorter prompts
-SHORTEST = 64  # tokens of those
+MEASURED = 8  # number of decode steps that are timed
+LONG = 1.5  # seconds: a longer prefill is measured with shorter prompts
+SHORTEST = 64  # smallest number of tokens of those prompts
 
 
 def run(
@@ -78,11 +79,11 @@ def run(
     recalibrate: bool = False,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """See the module docstring.
+    """Plan a task and measure it; see the module docstring.
 
-    policy: what to measure; solved for by default, and base is then what is not searched
-    (``planner.solve``).  The limits default to what the device, the system and the disk have to
-    give.  recalibrate: measure the machine and the task even if that was done before.
+    policy: the policy to measure, by default the solver's. base: fields that the solver does not
+    search (``planner.solve``). device_bytes, host_bytes, disk_bytes: limits, by default the limits
+    of the device, the system and the disk. recalibrate: measure the machine and the task again.
     """
     enable_compilation_cache()
     dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
@@ -168,15 +169,18 @@ def run(
 
 
 def _operations(cfg: ModelConfig, tokens: int) -> float:
-    """Return what a prefill's operations are proportional to."""
+    """Return a number to which a prefill's operations are proportional."""
     return flops_per_token(cfg, tokens) * tokens
 
 
 def shortened(
     cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
 ) -> Task:
-    """Return the task that is measured: with shorter prompts in a cache of the same capacity, where
-    the policy moves nothing and the prefill would take more than ``LONG`` seconds."""
+    """Return the task that is measured.
+
+    It has shorter prompts in a cache of the same capacity if the policy moves nothing and the
+    prefill would take more than ``LONG`` seconds.
+    """
     trial = task
     while (
         not policy.moves
@@ -189,7 +193,7 @@ def shortened(
 
 
 def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:
-    """Where the measurement of a task is kept.  Its speed depends on shapes, not on weights."""
+    """Return the file of a task's measurement. Its speed depends on shapes, not on weights."""
     words = (cfg.replace(name=""), str(policy), task, settings)
     words += (jax.devices()[0].device_kind, jax.__version__, LONG)
     name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
@@ -201,11 +205,13 @@ def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: Planne
 def resident(
     cfg: ModelConfig, task: Task, limits: MemoryLimits, settings: PlannerSettings, base: Policy
 ) -> Policy | None:
-    """The policy that keeps everything on the device, in one batch; None where that does not fit or
-    is not wanted."""
+    """Return the policy that keeps everything on the device, in one batch.
+
+    Returns None if that does not fit or ``base`` moves something.
+    """
     one_batch = min(128, 1 << (task.rows - 1).bit_length())
     policy = dataclasses.replace(base, gpu_batch_size=one_batch)
-    if limits.device is None:  # a CPU: its memory is the host's
+    if limits.device is None:  # a CPU's memory is the host's
         limits = dataclasses.replace(limits, device=available_memory())
     if policy.moves or not limits.allow(need_of(cfg, policy, task, settings)):
         return None
@@ -215,9 +221,12 @@ def resident(
 def measure(
     lm: LanguageModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
 ) -> tuple[dict[str, Any], list[TimelineBar]]:
-    """A block of the task: seconds of the prefill, of a step and of its lanes, device bytes (the
-    allocator's peak; where it keeps no count, the most that live arrays had, so without what is
-    inside programs); and the events of a step."""
+    """Measure a block of the task.
+
+    Returns (report, events of a step). The report has seconds of the prefill, of a step and of its
+    lanes, and bytes. Device bytes are the allocator's peak. If the allocator keeps no count, they
+    are the peak of live arrays, without the memory inside programs.
+    """
     executor = offloaded(lm.executor)
     rows = min(executor.policy.block_size, task.rows)
     warm = start_run(lm, rows, task, settings.kv_dtype)
@@ -261,7 +270,7 @@ def held_on_device(lm: LanguageModel) -> int:
 
 
 def sees_programs(lm: LanguageModel) -> bool:
-    """Whether the measured bytes of the device count what is inside programs."""
+    """Return whether the device's measured bytes include the memory inside programs."""
     return "peak_bytes_in_use" in (offloaded(lm.executor).store.device.memory_stats() or {})
 
 
@@ -278,7 +287,7 @@ def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
 
     def row(name: str, pair: dict[str, Any], unit: float, words: str) -> str:
         both = [

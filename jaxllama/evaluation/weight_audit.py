@@ -1,13 +1,12 @@
-"""What quantization did to a model: every buffer it holds, and what its decode program makes of
-them.
+"""Check what quantization did to a model: every buffer, and the arrays of its decode program.
 
     buffers(params) -> [{"path", "dtype", "shape", "bytes"}, ...]
     decode_program(cfg, params) -> {"temporary_bytes", "copies", "largest_temporary", ...}
 
-A matmul that turned its weight back into floats would undo the saving, so the compiled
-``decode_step`` is read: the type of every array that it stores (``hlo``).  A *copy* is a floating
-one, wider than the codes, with as many elements as some quantized weight.  What is true is told for
-the backend this runs on; another compiler may do otherwise.
+A matmul that turned its weight back into floats would undo the saving. So this module reads the
+type of every array that the compiled ``decode_step`` stores (``hlo``). A *copy* is a floating-point
+array, wider than the codes, with as many elements as some quantized weight. The result holds for
+the backend on which it runs; another compiler may differ.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from jaxllama.model.cache import init_cache
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
-_CAPACITY = 128  # tokens of the cache in the program that is read
+_CAPACITY = 128  # capacity of the cache in that program, in tokens
 
 
 def buffers(params: Any) -> list[dict[str, Any]]:
-    """Every array of the tree, a QTensor's parts by name, with its bytes on this device."""
+    """Return every array of the tree, QTensor parts by name, with its bytes on this device."""
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = [
@@ -52,7 +51,7 @@ def buffers(params: Any) -> list[dict[str, Any]]:
 def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     """Compile ``decode_step`` for one row and read it; see the module docstring.
 
-    Sizes are bytes; ``temporary_bytes`` is None where the backend does not say.
+    Sizes are in bytes. ``temporary_bytes`` is None if the backend does not report it.
     """
     dtype = params["norm"]["weight"].dtype
     cache = jax.eval_shape(lambda: init_cache(cfg, 1, _CAPACITY, dtype))

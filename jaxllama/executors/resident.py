@@ -90,7 +90,7 @@ class Resident:
     ) -> tuple[Any, int | None]:
         return dtype if kv_dtype is None else kv_dtype, chunk
 
-    def check_drafts(self) -> None:
+    def check_drafts(self, deterministic: bool) -> None:
         """A pass verifies any draft."""
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:

@@ -1,12 +1,12 @@
-"""Two runs side by side: what differs by more than the repeats of either do.
+"""Compare two runs: list the numbers that differ by more than the noise.
 
     compare(a, b) -> [Difference, ...]          text(differences) -> a Markdown table
 
-Points are matched by their settings, numbers by their names.  The noise of a number is the
+Points are matched by their settings, numbers by their names. The noise of a number is the
 difference of two means that seeds alone exceed once in a hundred times (Student's two-sided test,
-variance pooled over both runs); what differs by more is listed, so that of a hundred equal numbers
-one may be.  With one seed in both nothing is known of the noise: every difference is listed and
-marked so.  A difference below 1e-6 of the value is none.
+variance pooled over both runs). So one of a hundred equal numbers may be listed. With one seed in
+both runs the noise is unknown: every difference is listed and marked so. A difference below 1e-6 of
+the value does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T99 = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One number of one point; ``noise`` is None where neither run was repeated."""
+    """One number of one point; ``noise`` is None if neither run was repeated."""
 
     point: str
     name: str
@@ -38,8 +38,10 @@ class Difference:
 
 
 def compare(a: str | Path, b: str | Path) -> list[Difference]:
-    """What differs between two run directories.  Raises JaxLlamaError for a directory without
-    results, or two without a point in common."""
+    """Return the differences between two run directories.
+
+    Raises JaxLlamaError for a directory without results, or two without a point in common.
+    """
     left, right = _points(Path(a)), _points(Path(b))
     common = [key for key in left if key in right]
     if not common:
@@ -55,7 +57,7 @@ def compare(a: str | Path, b: str | Path) -> list[Difference]:
 
 
 def _points(directory: Path) -> dict[str, list[Row]]:
-    """A run's rows by their settings."""
+    """Return a run's rows by their settings."""
     path = directory / "results.json"
     try:
         rows: list[Any] = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -86,7 +88,7 @@ def _noise(a: list[float], b: list[float]) -> float | None:
 
 
 def text(differences: list[Difference]) -> str:
-    """For people."""
+    """Return the differences as a Markdown table."""
     if not differences:
         return "no difference beyond the noise\n"
     lines = ["| point | | A | B | B / A | noise |", "|---|---|---|---|---|---|"]

@@ -11,10 +11,10 @@
     [table]                              # columns = [...]: settings and results, in this order
     [[picture]]                          # x, y, by, where, x_scale, y_scale, title
 
-A setting that is a list by its type is an axis when it is a list of lists.  Settings of a nested
-table are named with dots ("optimizer.warmup_steps").  Paths are relative to the file.  Two points
-with the same settings are an error, as is everything the settings' own classes refuse; messages
-name the file, the key and what is allowed.
+A setting whose type is a list is an axis if its value is a list of lists. Settings of a nested
+table have names with dots ("optimizer.warmup_steps"). Paths are relative to the file. Two points
+with the same settings are an error, and so is everything that the settings' classes refuse.
+Messages name the file, the key and what is allowed.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ from jaxllama.experiments.settings import (
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """columns: settings and results; by default what varies, and every number."""
+    """columns: settings and results; by default the varying settings and all numeric results."""
 
     columns: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """``y`` over ``x``, one line for every combination of ``by``; each names a setting or a result,
-    and results that are lists are curves.  where: only points with these settings."""
+    """``y`` over ``x``, with one line for every combination of ``by``.
+
+    x, y, by: names of settings or results; results that are lists are curves. where: settings of
+    the points that are drawn.
+    """
 
     x: str
     y: str
@@ -64,7 +67,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """The file's own keys."""
+    """The keys of the file."""
 
     title: str
     workload: Workload
@@ -78,8 +81,11 @@ class _File:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One combination of settings: ``settings`` as its workload takes it, ``flat`` by dotted name
-    for tables and files, ``name`` for people and file names."""
+    """One combination of settings.
+
+    settings: for the workload. flat: by dotted name, for tables and files. name: for people and
+    file names.
+    """
 
     settings: Any
     flat: dict[str, Any]
@@ -88,7 +94,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A file that was read: nothing in it is left to check but what only data can tell."""
+    """A file that was read; only checks that need data are left."""
 
     path: Path
     title: str
@@ -102,7 +108,10 @@ class Experiment:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the numbers depend on, in JSON's types; titles, tables and pictures may change."""
+        """The settings that the numbers depend on, in JSON's types.
+
+        Titles, tables and pictures may change.
+        """
         identity = {
             "workload": self.workload,
             "models": {name: cfg.to_dict() for name, cfg in self.models.items()},
@@ -116,15 +125,15 @@ class Experiment:
         return digest(self.identity)
 
     def find(self, name: str) -> Path:
-        """A path as the file means it."""
+        """Return a path that is relative to the file."""
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
 def load_experiment(name: str | Path, text: str | Path | None = None) -> Experiment:
-    """A shipped experiment by name, or a TOML file by path.
+    """Return a shipped experiment, given by name, or the experiment of a TOML file, given by path.
 
-    text: a file, or "bible", in place of every text that the TOML file names (not of "facts").
-    Raises JaxLlamaError naming the file, the key and what is allowed.
+    text: a file, or "bible", that replaces every text in the TOML file except "facts". Raises
+    JaxLlamaError naming the file, the key and what is allowed.
     """
     path = shipped("experiments", name)
     data = read_toml(path)
@@ -137,7 +146,7 @@ def load_experiment(name: str | Path, text: str | Path | None = None) -> Experim
 
 
 def _replace_texts(data: dict[str, Any], text: str) -> None:
-    """Change the settings and the pictures of a file's data, which is not checked yet."""
+    """Replace the texts in the settings and the pictures of a file's unchecked data."""
 
     def replaced(old: Any) -> Any:
         if isinstance(old, list):
@@ -213,7 +222,7 @@ def _settings_class(workload: str) -> type:
 
 
 def _read(workload: str, table: dict[str, Any], path: Path, models: dict[str, ModelConfig]) -> Any:
-    """The typed settings of one point."""
+    """Return the typed settings of one point."""
     if workload != "train":
         return from_dict(SETTINGS[workload], table, "settings.")
     from jaxllama.training import train_config_from_dict
@@ -236,7 +245,7 @@ def _read(workload: str, table: dict[str, Any], path: Path, models: dict[str, Mo
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` wins, table by table."""
+    """Merge two tables recursively; ``over`` has priority."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
@@ -246,7 +255,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grid(table: dict[str, Any], cls: type) -> Iterator[dict[str, Any]]:
-    """Every combination of the axes, the first one slowest."""
+    """Yield every combination of the axes, the first axis slowest."""
     axes = list(_axes(table, cls, ()))
     for path, values in axes:
         if not values:
@@ -279,6 +288,6 @@ def _axes(
 
 
 def digest(value: Any) -> str:
-    """Ten hex digits of a JSON value."""
+    """Return ten hex digits of a JSON value's hash."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]

@@ -1,11 +1,11 @@
-"""How long a point takes, from a small piece of its own work.
+"""Estimate the time of a point from a small piece of its own work.
 
     measured(experiment, settings) -> Duration
 
-Each function calls what its workload calls, with the same shapes and fewer repetitions: two decode
-steps, one window of a text, two training steps.  The first call compiles; the second one gives the
-time of a repetition.  A later run takes the larger programs from jax's cache.  Weights are random,
-so nothing is fetched.  Left out: calibration, and writing results.
+Each function calls the same functions as its workload, with the same shapes and fewer repetitions:
+two decode steps, one window of a text, two training steps. The first call compiles, and the second
+one gives the time of a repetition. A later run takes the larger programs from jax's cache. Weights
+are random, so nothing is fetched. Left out: calibration, and writing results.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import enable_compilation_cache
 
 STEPS = 2  # decode or training steps that are timed
-WARM = 2  # runs of ``bench.decode`` that do not count, of each measurement
-BENCH = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}  # of "quality"
+WARM = 2  # uncounted runs of ``bench.decode`` for each measurement
+# options of the speed measurement in "quality"
+BENCH = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +56,22 @@ class Duration:
 
 
 def measured(experiment: Experiment, settings: Any) -> Duration:
-    """Run a piece of the point's work, and extrapolate."""
+    """Run a piece of the point's work, and extrapolate its time."""
     enable_compilation_cache()
     return _DURATIONS[type(settings)](experiment, settings)
 
 
 def window_count(tokens: int, window: int) -> int:
-    """Return the windows in which ``perplexity`` scores so many tokens."""
+    """Return the number of windows in which ``perplexity`` scores this many tokens."""
     return max(1, -(-(tokens - 1) // (window - 1)))
 
 
 def text_tokens(experiment: Experiment, settings: QualitySettings) -> int:
-    """Return the tokens of a point's text: a byte each for random weights, else four bytes each as
-    in English.  A text that is not there counts as one window."""
+    """Return the number of tokens of a point's text.
+
+    A byte is a token for random weights. Otherwise four bytes count as a token, as in English. A
+    missing text counts as one window.
+    """
     path = experiment.find(settings.text)
     of_bytes = settings.model in experiment.models or settings.random
     size = path.stat().st_size // (1 if of_bytes else 4) if path.is_file() else settings.window
@@ -134,12 +138,15 @@ def _bench(
     kv_dtype: str | None,
     chunk: int | None,
 ) -> Duration:
-    """Of ``bench.decode.run``, without the memory's rate, which a process measures once."""
+    """Return the time of ``bench.decode.run``.
+
+    It leaves out the memory's rate, which a process measures once.
+    """
     decoding = Decoding(lm, batch, kv_dtype, chunk)
     steps = min(STEPS, new_tokens - 1)
 
     def decode() -> tuple[float, float, float]:
-        """Seconds of a prompt, of compiling the loop for it, and of all decode steps."""
+        """Return seconds of a prompt, of compiling the loop for it, and of all decode steps."""
         begun = time.perf_counter()
         state, _ = decoding.prefilled(SHORT, new_tokens, context - SHORT)
         prompt = time.perf_counter() - begun
@@ -186,7 +193,7 @@ def _train(experiment: Experiment, settings: TrainSettings) -> Duration:
 
 
 def _learn(experiment: Experiment, settings: LearnSettings) -> Duration:
-    """All seeds are trained at once, so a later one costs nothing more."""
+    """Return the time; all seeds are trained at once, so a later seed costs nothing more."""
     from jaxllama.experiments import learning
     from jaxllama.quantization.random_params import random_params
 
@@ -216,7 +223,7 @@ def _learn(experiment: Experiment, settings: LearnSettings) -> Duration:
     held = [len(part[0]) for part in parts[0][1:]]
     shapes = {(learning.PART, settings.batch_size)} | {
         part[0].shape[:2] for part in parts[0][1:]
-    }  # the program is compiled for each
+    }  # the program is compiled for each of these shapes
     seconds = making + len(shapes) * max(0.0, cold - warm)
     seconds += (settings.steps + sum(held)) * warm / STEPS
     if text is None:

@@ -1,17 +1,18 @@
-"""The workload "learn": what a model learns of a text in so many steps, or of looking facts up.
+"""The workload "learn": train a model on a text, or on looking facts up, for a number of steps.
 
     learn(cfg, text | None, settings, seeds) -> [{result: number | [numbers] | None}], one a seed
 
-A model is trained on bytes at several learning rates and from several seeds at once (``jax.vmap``:
-one program; the rates of a seed have its first weights and batches), and for each seed the rate is
-chosen that is best on a held part of the text; what is reported is of the chosen one, on another
-held part.
+A model of bytes is trained at several learning rates and from several seeds at once. ``jax.vmap``
+makes this one program, and all rates of a seed share the first weights and the batches. For each
+seed the rate with the lowest loss on a held-out part of the text is chosen. The results are those
+of the chosen rate on another held-out part.
 
-Without a text it learns to recall (multi-query associative recall, arXiv 2312.04927): a row begins
-with facts, each a key and its value, and behind them every key stands once more, anywhere among
-bytes that mean nothing; only the values there count.  ``recall`` is the share of them that come
-first among all 256 bytes, by the number of ``facts`` in a row as long as trained on, and by
-``distance`` with the fewest facts, where rows may be longer than any trained on.  Chance is 1/112.
+Without a text the model learns to recall (multi-query associative recall, arXiv 2312.04927). A row
+begins with facts, each a key and its value. After them every key occurs once more, at a random
+place among random bytes, and only the values there count. ``recall`` is the share of these values
+that are the likeliest of all 256 bytes. Recall is measured by the number of ``facts``
+in a row of the training length. It is also measured by ``distance`` with the fewest facts, in rows
+that may be longer than in training. Chance is 1/112.
 """
 
 from __future__ import annotations
@@ -44,19 +45,23 @@ from jaxllama.training.forward import hidden_states
 from jaxllama.training.optimizer import learning_rate, optimizer
 
 VOCABULARY = 256
-SYMBOLS = 112  # keys, and values
-KEYS, VALUES = VOCABULARY - 2 * SYMBOLS, VOCABULARY - SYMBOLS  # the first of each
+SYMBOLS = 112  # number of keys, and of values
+KEYS, VALUES = VOCABULARY - 2 * SYMBOLS, VOCABULARY - SYMBOLS  # the first byte of each
 PART = 20  # steps in one program
-ROWS = 32  # that are read at once when facts are recalled
+ROWS = 32  # rows that are read at once in recall
 
-Rows = tuple[np.ndarray, np.ndarray]  # uint8 [..., B, T + 1], and bool [..., B, T]: what counts
-Parts = tuple[Iterator[Rows], Rows, Rows]  # to train on, to choose a rate on, to report of
+# uint8 [..., B, T + 1], and bool [..., B, T]: the counted positions
+Rows = tuple[np.ndarray, np.ndarray]
+Parts = tuple[Iterator[Rows], Rows, Rows]  # for training, for choosing a rate, for the results
 
 
 def learn(
     cfg: ModelConfig, text: bytes | None, settings: LearnSettings, seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """cfg: of a model of bytes.  Raises JaxLlamaError for a text that is too short."""
+    """Return the results of each seed.
+
+    cfg: config of a model of bytes. Raises JaxLlamaError for a text that is too short.
+    """
     of_seeds, *held = zip(*(parts(text, settings, seed) for seed in seeds), strict=True)
     rates = schedule(settings)
     params = [random_params(cfg, jax.random.key(seed)) for seed in seeds]
@@ -68,7 +73,7 @@ def learn(
         losses.append(np.asarray(of_part))
         seconds.append((time.perf_counter() - started) / PART)
     held_losses = []
-    for part in map(together, held):  # a rate of 0 tells the losses and moves nothing
+    for part in map(together, held):  # a rate of 0 computes the losses and changes nothing
         state, of_part = steps(cfg, state, jnp.zeros((len(part[0]), rates.shape[1])), part)
         held_losses.append(np.mean(of_part, axis=0))
     tokens = settings.batch_size * settings.sequence_length
@@ -102,7 +107,7 @@ def learn(
 
 
 def together(parts: Sequence[Rows]) -> Rows:
-    """Of each seed ``[steps, ...]`` -> ``[steps, seeds, ...]``."""
+    """Stack the parts of all seeds, each ``[steps, ...]``, to ``[steps, seeds, ...]``."""
     rows, counted = zip(*parts, strict=True)
     return np.stack(rows, axis=1), np.stack(counted, axis=1)
 
@@ -135,14 +140,17 @@ def _of_facts(settings: LearnSettings, seed: int) -> Parts:
 
 
 def fact_rows(counts: np.ndarray, length: int, rng: np.random.Generator) -> Rows:
-    """``counts[N]`` facts in each row of ``length`` and one more, every key asked for once."""
+    """Return rows with ``counts[N]`` facts each, in which every key is asked for once.
+
+    A row has ``length`` + 1 bytes.
+    """
     number, most = len(counts), max(counts)
     rows = rng.integers(KEYS, size=(number, length + 1), dtype=np.uint8)
     counted = np.zeros((number, length), bool)
     keys = np.argsort(rng.random((number, SYMBOLS)), axis=1)[:, :most] + KEYS
     values = rng.integers(VALUES, VOCABULARY, keys.shape)
     places = rng.random((number, length // 2))
-    places[np.arange(length // 2) < counts[:, None]] = 2  # last: the facts stand there
+    places[np.arange(length // 2) < counts[:, None]] = 2  # last, because the facts stand there
     asked = 2 * np.argsort(places, axis=1)[:, :most]
     row, fact = np.nonzero(np.arange(most) < counts[:, None])
     for at in (2 * fact, asked[row, fact]):
@@ -152,7 +160,7 @@ def fact_rows(counts: np.ndarray, length: int, rng: np.random.Generator) -> Rows
 
 
 def recalled_of(cfg: ModelConfig, params: Params, settings: LearnSettings) -> list[float]:
-    """The share of values recalled in rows of each of ``settings.facts``."""
+    """Return the share of values recalled in rows of each of ``settings.facts``."""
     rng = np.random.default_rng(0)
     shares = []
     for facts in settings.facts:
@@ -164,7 +172,7 @@ def recalled_of(cfg: ModelConfig, params: Params, settings: LearnSettings) -> li
 
 
 def recalled_over(cfg: ModelConfig, params: Params, settings: LearnSettings) -> list[float]:
-    """The share of values recalled at each of ``settings.distances``, bytes from key to key."""
+    """Return the share of values recalled at each of ``settings.distances``, in bytes."""
     rng = np.random.default_rng(0)
     facts, trials = min(settings.facts), settings.trials
     shares = []
@@ -173,7 +181,7 @@ def recalled_over(cfg: ModelConfig, params: Params, settings: LearnSettings) -> 
         length = max(settings.distances) + 2 * facts
         more = rng.integers(KEYS, size=(trials, length))
         more[:, : 2 * facts] = rows[:, : 2 * facts]
-        # The last fact of those that are asked for beyond all of them.
+        # The last fact if the distance goes past all facts only from there.
         asked = facts - 1 if distance < 2 * facts else rng.integers(facts)
         at = max(2 * asked + distance, 2 * facts)
         more[:, at] = more[:, 2 * asked]
@@ -183,7 +191,7 @@ def recalled_over(cfg: ModelConfig, params: Params, settings: LearnSettings) -> 
 
 
 def split(text: bytes, settings: LearnSettings) -> tuple[TokenFile, TokenFile, TokenFile]:
-    """(what is trained on, what a rate is chosen on, what is reported)."""
+    """Return (training part, part for choosing a rate, part for the results)."""
     ids = np.frombuffer(text, np.uint8)
     file = TokenFile(Path(), ids, VOCABULARY, "")
     need = settings.sequence_length + 1
@@ -199,7 +207,7 @@ def split(text: bytes, settings: LearnSettings) -> tuple[TokenFile, TokenFile, T
 
 @functools.partial(jax.jit, static_argnums=0)
 def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
-    """The byte that comes first behind each of ``rows[N, T]``."""
+    """Return the likeliest byte after each byte of ``rows[N, T]``."""
 
     def one(row: jax.Array) -> jax.Array:
         x = _hidden_states(cfg, params, row[None])[0]
@@ -209,19 +217,19 @@ def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
 
 
 def schedule(settings: LearnSettings) -> jax.Array:
-    """float32 ``[steps, rates]``: a tenth of the steps rises, the rest falls as a cosine."""
+    """Return the rates, float32 ``[steps, rates]``: a tenth of the steps rises, then a cosine."""
     config = _config(settings.steps, warmup_steps=settings.steps // 10)
     shares = learning_rate(config, jnp.arange(settings.steps))
     return shares[:, None] * jnp.asarray(settings.learning_rates, jnp.float32)
 
 
 def _rule() -> optax.GradientTransformation:
-    """Of a learning rate that is always 1: Adam's changes are proportional to it."""
+    """Return Adam with a learning rate of 1; its changes are proportional to the rate."""
     return optimizer(_config(1, final_share=1.0))
 
 
 def _config(count: int, **options: Any) -> TrainConfig:
-    """What the optimizer reads of one."""
+    """Return a config with the options that the optimizer reads."""
     return TrainConfig(
         data=DataConfig(""),
         steps=count,
@@ -235,19 +243,21 @@ def _config(count: int, **options: Any) -> TrainConfig:
 
 @functools.partial(jax.jit, static_argnums=1)
 def first_state(params: Params, rates: int) -> Any:
-    """What ``steps`` takes of ``params [seeds, ...]``: the same, and moments, for each rate."""
+    """Return the state of ``steps`` for ``params [seeds, ...]``, with moments for each rate."""
     at_all_rates = jax.vmap(lambda p, _: (p, _rule().init(p)), in_axes=(None, 0))
     return jax.vmap(at_all_rates, in_axes=(0, None))(params, jnp.arange(rates))
 
 
 def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """``training.forward.hidden_states``, layers that are alike as one loop: small models take
-    longer to compile than to train."""
+    """Return ``training.forward.hidden_states`` with layers of one kind as one loop.
+
+    Small models take longer to compile than to train.
+    """
     return hidden_states(cfg, stack_layers(cfg, params), tokens, jnp.dtype(jnp.float32))
 
 
 def mean_loss(logits: jax.Array, wanted: jax.Array, counted: jax.Array) -> jax.Array:
-    """Cross entropy over the ``counted[B, T]`` of ``wanted[B, T]``."""
+    """Return the cross entropy over the ``counted[B, T]`` positions of ``wanted[B, T]``."""
     lost = optax.softmax_cross_entropy_with_integer_labels(logits, wanted.astype(jnp.int32))
     return jnp.mean(lost, where=counted)
 
@@ -259,8 +269,11 @@ def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array)
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def steps(cfg: ModelConfig, state: Any, rates: jax.Array, batches: Rows) -> tuple[Any, jax.Array]:
-    """``rates [steps, rates]``, ``batches`` of ``[steps, seeds, B, T + 1]`` -> (state, losses
-    ``[steps, seeds, rates]``)."""
+    """Train for some steps.
+
+    rates: ``[steps, rates]``. batches: ``[steps, seeds, B, T + 1]``. Returns (state, losses
+    ``[steps, seeds, rates]``).
+    """
 
     def one(state: Any, rate: jax.Array, rows: Any) -> tuple[Any, jax.Array]:
         params, moments = state
@@ -275,7 +288,7 @@ def steps(cfg: ModelConfig, state: Any, rates: jax.Array, batches: Rows) -> tupl
 
 
 def _windows(part: TokenFile, settings: LearnSettings) -> Rows:
-    """The whole windows of a held part, in batches that are as large as training's or smaller."""
+    """Return the whole windows of a held-out part, in batches no larger than training's."""
     count = part.windows(settings.sequence_length)
     size = min(count, settings.batch_size)
     rows = [part.window(i, settings.sequence_length) for i in range(count // size * size)]

@@ -1,9 +1,9 @@
-"""The pictures that an experiment's file asks for, as PNG, by matplotlib.
+"""Draw the pictures that an experiment's file asks for, as PNG, by matplotlib.
 
-``x`` numbers are a line with a marker a point (a curve without, where the results are lists); words
-are bars, or with ``by`` markers.  With several seeds the line is their mean, and a band or bar goes
-from the smallest to the largest.  Without matplotlib nothing is drawn and one warning says how to
-get it.
+Numeric ``x`` values give a line with a marker for each point, and lists give a curve without
+markers. Words give bars, or markers if there is a ``by``. With several seeds the line is their
+mean, and a band or bar reaches from the smallest to the largest value. Without matplotlib nothing
+is drawn, and one warning says how to install it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARKERS = "osD^vP*X"
 
 
 def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Draw every picture; returns the files."""
+    """Draw every picture, and return the files."""
     if not experiment.pictures:
         return []
     try:
@@ -67,7 +67,7 @@ Group = Sequence[Row]  # one point's seeds
 
 
 def _series(picture: Picture, rows: Sequence[Row]) -> dict[str, list[Group]]:
-    """Points by what the legend says of them."""
+    """Group points by their label in the legend."""
     series: dict[str, list[Group]] = {}
     for group in by_point(rows):
         parts = [value(group[0], key) for key in picture.by]
@@ -109,7 +109,7 @@ def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number:
 
 
 def _scale(axes: Axes, picture: Picture, rows: Sequence[Row]) -> None:
-    """Axes as asked for; few x values that were chosen are the ticks themselves."""
+    """Set the axes' scales; a few chosen x values become the ticks."""
     first = value(rows[0], picture.x)
     if is_number(first) or isinstance(first, list):
         axes.set_xscale(picture.x_scale)

@@ -1,12 +1,12 @@
-"""``--dry-run``: what an experiment will do, before it does it.
+"""``--dry-run``: describe an experiment before it runs.
 
     plan(experiment, directory) -> text
 
-For every point whose model is known without its checkpoint: parameters, bytes of weights and cache
-as an accelerator stores them (of an offloaded point, bytes in each place), and the time, from a
-small piece of the point's own work (``estimate``).  A point whose piece is too large for this
-machine gets a floor under its time, from bytes and operations and what this machine reaches in a
-short probe.  A calibration's time is not known.
+For every point whose model is known without its checkpoint, the plan has the parameters, bytes of
+weights and cache as an accelerator stores them, and the time. An offloaded point has its bytes in
+each place. The time comes from a small piece of the point's own work (``estimate``). If the piece
+is too large for this machine, the plan has a lower bound instead, from bytes and operations and
+this machine's rates in a short probe. The time of a calibration is not known.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import parse
 from pallas_kernels.qtensor import tree_bytes
 
-_LONGEST = 10.0  # seconds: the floor under a piece that a dry run still measures
-_ADAM = 4  # float32 copies of the weights: themselves, gradients, two moments
+_LONGEST = 10.0  # seconds: largest lower bound of a piece that a dry run still measures
+_ADAM = 4  # float32 copies of the weights: the weights, gradients, two moments
 
 
 @dataclasses.dataclass(frozen=True)
 class PointCost:
-    """Of one measurement of a point.  moved: bytes of memory that are read or written one after the
-    other with ``operations``.  pieces: equal parts that the work has."""
+    """The cost of one measurement of a point.
+
+    moved: bytes of memory that are read or written, in sequence with ``operations``. pieces: number
+    of equal parts of the work.
+    """
 
     shapes: str
     parameters: int
@@ -59,7 +62,7 @@ class PointCost:
 
 
 def plan(experiment: Experiment, directory: Path) -> str:
-    """For people."""
+    """Return the plan as text."""
     count = len(experiment.points) * len(experiment.seeds)
     lines = [
         f"{experiment.title}: {len(experiment.points)} points x {len(experiment.seeds)} seeds of "
@@ -116,13 +119,13 @@ def plan(experiment: Experiment, directory: Path) -> str:
 
 
 def _fits(one: PointCost) -> bool:
-    """Whether a piece of the work leaves half of this machine's memory free."""
+    """Return whether a piece of the work leaves half of this machine's memory free."""
     free = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or available_memory()
     return free is None or 2 * (one.weight_bytes + one.cache_bytes) <= free
 
 
 def cost(experiment: Experiment, point: Point) -> PointCost | None:
-    """None where the model's shape is not known yet."""
+    """Return the cost of a point; None if the model's shape is not known yet."""
     settings = point.settings
     cfg = model_config(experiment, settings)
     if cfg is None:
@@ -137,7 +140,7 @@ def cost(experiment: Experiment, point: Point) -> PointCost | None:
     if isinstance(settings, QualitySettings):
         tokens = text_tokens(experiment, settings)
         pieces = window_count(tokens, min(settings.window, cfg.max_position))
-        # The model, and its reference.
+        # the model, and its reference
         return PointCost(_shape(cfg), n, weights, 0, weights, 2 * 2.0 * n * tokens, pieces)
     held, batch, runs = _decode(settings)
     cache = _cache(cfg, batch, held + settings.new_tokens, settings)
@@ -155,14 +158,14 @@ def cost(experiment: Experiment, point: Point) -> PointCost | None:
 
 
 def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
-    """(tokens held, rows, times it is done)."""
+    """Return (tokens in the cache, rows, number of runs)."""
     if isinstance(settings, SpeedSettings):
         return settings.context, settings.batch, settings.runs + 2
     return settings.prompt_tokens, settings.batch, 3
 
 
 def _training(cfg: ModelConfig, config: Any, models: int) -> PointCost:
-    """config: a TrainConfig, or what has its steps and batches."""
+    """Return the cost of training. config: a TrainConfig, or settings with the same sizes."""
     from jaxllama.training import flops_per_token
 
     n = _parameters(cfg) * models
@@ -174,13 +177,13 @@ def _training(cfg: ModelConfig, config: Any, models: int) -> PointCost:
 
 
 def _weights(cfg: ModelConfig, settings: Any) -> Any:
-    """Shapes of the parameters under the point's scheme."""
+    """Return the shapes of the parameters under the point's scheme."""
     dtype = default_dtype() if settings.dtype is None else settings.dtype
     floats = param_shapes(cfg, dtype)
     chosen = parse(settings.scheme)
     if not chosen.schemes:
         return floats
-    if any(one.static for one in chosen.schemes):  # a scale a weight is what calibration adds
+    if any(one.static for one in chosen.schemes):  # calibration adds one scale a weight
         chosen = parse("fp8")
     return jax.eval_shape(functools.partial(quantize_params, scheme=chosen), floats)
 

@@ -1,16 +1,16 @@
-"""Measure an experiment's points one by one, into a directory that a killed run continues.
+"""Measure an experiment's points one by one, into a directory from which a killed run continues.
 
     run(experiment, out) -> directory
 
-    config.json        what the numbers depend on, with the SHA-256 of the files that are read
+    config.json        everything that the numbers depend on, with the files' SHA-256
     environment.json   machine, versions, commit
     results/*.json     one file a point and seed, written whole when the point is done
-    work/*             what a workload keeps to continue inside a point (training's checkpoints)
-    results.json  table.md  *.png      made of the above at the end, again every time
+    work/*             a workload's own state inside a point (training's checkpoints)
+    results.json  table.md  *.png      made from the files above at every end of a run
 
 Contract: a directory of another configuration, or of this one on another machine or jax, is refused
-and left as it is; a point that is done is not done again.  Left out: two processes in one directory
-at once (they would do some points twice).
+and stays unchanged. A finished point is not measured again. Left out: two processes in one
+directory at once (they would measure some points twice).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxllama.experiments.workloads import OF_SEEDS, WORKLOADS, check
 from jaxllama.progress import working, write
 
 RUNS = Path("runs")
-_MACHINE = ("jax", "backend", "device", "devices")  # what must not change inside a run
+_MACHINE = ("jax", "backend", "device", "devices")  # facts that must not change inside a run
 
 
 def run(
@@ -47,15 +47,15 @@ def run(
     out: Path | None = None,
     tell: Callable[[str], None] = write,
 ) -> Path:
-    """Measure what is not measured yet, then write table and pictures.  tell: takes progress.
+    """Measure the missing points, then write table and pictures.
 
-    Raises JaxLlamaError for a directory that is another run's, a file that is missing, or what a
-    workload refuses, naming the point.
+    tell: called with progress. Raises JaxLlamaError for a directory of another run, a missing file,
+    or a point that its workload refuses.
     """
     check(experiment)
     directory = run_directory(experiment) if out is None else out
     _open(directory, experiment)
-    # Seed by seed, not point by point: the spread of a point then has the machine's drift in it.
+    # Seed by seed and not point by point, so that a point's spread includes the machine's drift.
     work = [(point, seed) for seed in experiment.seeds for point in experiment.points]
     missing = [(point, seed) for point, seed in work if not _file(directory, point, seed).exists()]
     if len(missing) < len(work):
@@ -80,12 +80,12 @@ def run(
 
 
 def run_directory(experiment: Experiment) -> Path:
-    """Where a run goes by default: another configuration is another directory."""
+    """Return the default directory of a run, which depends on the configuration."""
     return RUNS / f"{experiment.path.stem}-{experiment.digest}"
 
 
 def finished(experiment: Experiment, directory: Path) -> int:
-    """Measurements that are there already."""
+    """Return the number of finished measurements."""
     return sum(
         _file(directory, point, seed).exists()
         for point in experiment.points
@@ -103,7 +103,7 @@ def _left(begun: float, done: int, of: int) -> str:
 def _at_once(
     experiment: Experiment, missing: list[tuple[Point, int]]
 ) -> list[tuple[Point, list[int]]]:
-    """What is measured in one go: a seed, or all of a point's where the workload can."""
+    """Group the measurements: one seed, or all seeds of a point if the workload allows it."""
     if experiment.workload not in OF_SEEDS:
         return [(point, [seed]) for point, seed in missing]
     seeds: dict[str, tuple[Point, list[int]]] = {}
@@ -143,7 +143,7 @@ def _measure(
 
 
 def _stem(point: Point, seed: int) -> str:
-    """A file name: readable, and unlike any other point's."""
+    """Return a file name that is readable and unique to the point."""
     words = re.sub(r"[^\w.=-]+", "_", point.name)[:80]
     return f"{words}-{digest(point.flat)}-seed{seed}"
 
@@ -153,10 +153,10 @@ def _file(directory: Path, point: Point, seed: int) -> Path:
 
 
 def _open(directory: Path, experiment: Experiment) -> None:
-    """Create the directory, or see that it is this run's."""
+    """Create the directory, or check that it belongs to this run."""
     config = {**experiment.identity, "files": dict(_hashes(experiment))}
     environment = machine()
-    # config.json is written last: what has none was killed here, or is not ours.
+    # config.json is written last: without it the run was killed here, or the folder is foreign.
     there = {path.name for path in directory.iterdir()} if directory.exists() else set()
     if there <= {"results", "environment.json", "environment.json.part", "config.json.part"}:
         (directory / "results").mkdir(parents=True, exist_ok=True)
@@ -184,8 +184,10 @@ def _open(directory: Path, experiment: Experiment) -> None:
 
 
 def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """(name, SHA-256) of every file that the settings name.  Raises JaxLlamaError for a missing
-    one."""
+    """Yield (name, SHA-256) of every file that the settings name.
+
+    Raises JaxLlamaError for a missing file.
+    """
     names = {point.flat.get(key) for point in experiment.points for key in FILES}
     names -= {None, *NO_FILES}
     for name in sorted(names):
@@ -197,7 +199,7 @@ def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs."""
+    """Return the facts of this machine."""
     device = jax.devices()[0]
     return {
         "jaxllama": jaxllama.__version__,
@@ -213,7 +215,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, "+" behind it if files have changed since; None outside of one."""
+    """Return the checkout's commit, with "+" if files have changed; None outside of a checkout."""
     here = ["git", "-C", str(Path(__file__).parent)]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         head, changes = (
@@ -229,7 +231,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

@@ -1,10 +1,10 @@
-"""The settings of each workload: frozen dataclasses that refuse what cannot be.
+"""The settings of each workload: frozen dataclasses that refuse invalid values.
 
     quality   QualitySettings     speed   SpeedSettings     offload   OffloadSettings
     train     TrainSettings, around ``training.TrainConfig``             learn     LearnSettings
 
-Contract: a field's type and ``__post_init__`` say everything that is allowed without loading
-anything; messages name the key.
+Contract: a field's type and ``__post_init__`` check everything that can be checked without loading
+anything. Messages name the key.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Workload = Literal["quality", "speed", "train", "offload", "learn"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What every workload but training says of its model.
+    """The settings of a model, for all workloads but training.
 
-    model: a preset, a name under ``[models]`` (weights are random), a directory, a .gguf or a hub
-    id.  random: weights of the preset's shape, nothing is fetched.  scheme: as ``--scheme`` takes
-    it, "none" for floats; method: how its codes are found.
+    model: a preset, a name under ``[models]`` (random weights), a directory, a .gguf or a hub id.
+    random: use random weights of the preset's shape and fetch nothing. scheme: as for ``--scheme``,
+    "none" for floats. method: how its codes are found.
     """
 
     model: str
@@ -48,12 +48,12 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QualitySettings(ModelSettings):
-    """Perplexity of the first ``max_tokens`` of ``text`` in windows, as ``jaxllama eval`` has it,
-    and KL and top-1 agreement to ``reference`` (by default the same model in floats).
+    """Perplexity of the first ``max_tokens`` of ``text``, KL and top-1 agreement to ``reference``.
 
-    calibration: the text that methods and static schemes see, the shipped one by default; of it
-    ``calibration_samples`` windows of ``calibration_window`` tokens.  decode_tokens: also time the
-    decoding of so many in one row.
+    The text is scored in windows, as in ``jaxllama eval``. The default reference is the same model
+    in floats. calibration: the text for methods and static schemes, by default the shipped one;
+    ``calibration_samples`` windows of ``calibration_window`` tokens are used. decode_tokens: if
+    positive, also time the decoding of this many tokens in one row.
     """
 
     text: str
@@ -81,8 +81,11 @@ class QualitySettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeedSettings(ModelSettings):
-    """``bench.run``'s: ``context`` tokens in every row when decoding begins; ``chunk`` tokens of a
-    prompt at once."""
+    """Settings of ``bench.run``.
+
+    context: tokens in every row when decoding begins. chunk: tokens of a prompt that are prefilled
+    at once.
+    """
 
     batch: int = 1
     context: int = 5
@@ -107,7 +110,7 @@ class SpeedSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadSettings(ModelSettings):
-    """Generation under an offloading ``policy``: ``offload.policy.Policy``'s text."""
+    """Generation under an offloading ``policy``, which is text for ``offload.policy.Policy``."""
 
     policy: str
     batch: int = 1
@@ -124,9 +127,11 @@ class OffloadSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """``training.TrainConfig``'s keys, flat, and in place of ``data.tokens``, if that is more to
-    the purpose, a ``text``, which is tokenized first: by bytes, or as ``tokenizer``, a model, does
-    it.  A text is a file, or "bible", the one that ``training.corpus`` makes."""
+    """Keys of ``training.TrainConfig``, with a ``text`` as an alternative to ``data.tokens``.
+
+    text: a file, or "bible" for the text of ``training.corpus``. tokenizer: "bytes", or a model
+    whose tokenizer splits the text.
+    """
 
     config: Any
     text: str | None = None
@@ -135,12 +140,13 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnSettings:
-    """``learning.learn``'s: a model of bytes, one under ``[models]``, trained on ``text``, a file,
-    "bible" or "facts", at each of the ``learning_rates``.
+    """Settings of ``learning.learn``: a model of bytes, trained at each learning rate.
 
-    n_layers: the model's last ones, all by default.  held_tokens: of each of the two parts at a
-    text's end that are not trained on.  facts: numbers of them in a row of "facts", each as often.
-    distances: of recall, in bytes.  trials: rows for each of these two.
+    model: a name under ``[models]``. text: a file, "bible" or "facts". n_layers: number of the
+    model's last layers that are used, by default all. held_tokens: size of each of the two parts at
+    a text's end that are not trained on. facts: numbers of facts in a row of "facts", each equally
+    often. distances: distances of recall in bytes. trials: number of rows for each number and each
+    distance.
     """
 
     model: str
@@ -177,8 +183,8 @@ class LearnSettings:
 
 FACTS = "facts"
 BIBLE = "bible"
-NO_FILES = BIBLE, FACTS  # though they stand where files do
-FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
+NO_FILES = BIBLE, FACTS  # values of text that are no files
+FILES = ("text", "calibration")  # settings that are files, on whose contents the numbers depend
 SETTINGS: dict[str, Any] = {
     "quality": QualitySettings,
     "speed": SpeedSettings,
@@ -188,10 +194,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name; a model's whole configuration is its name."""
+    """Return the settings by dotted name; a model's configuration becomes its name."""
     if isinstance(settings, TrainSettings):
         config = flatten(settings.config)
-        config.pop("seed")  # of the file
+        config.pop("seed")  # seeds belong to the file
         if settings.text is None:
             return config
         config.pop("data.tokens")
@@ -215,7 +221,7 @@ def at_least(settings: Any, key: str, least: int) -> None:
 
 
 def no_calibration(settings: ModelSettings) -> None:
-    """The codes' values change no speed, so these workloads round to nearest."""
+    """Refuse calibration: codes do not change the speed, so these workloads round to nearest."""
     if settings.method != "rtn":
         raise JaxLlamaError(f"method = {settings.method!r}: allowed values here are rtn")
     if any(one.static for one in parse(settings.scheme).schemes):

@@ -1,9 +1,9 @@
-"""Results as a Markdown table: one row a point, seeds summed up as mean and spread.
+"""Results as a Markdown table: one row a point, with the mean and spread over seeds.
 
-    markdown(experiment, rows) -> text          values(row, name) -> a setting or a result
+    markdown(experiment, rows) -> text          value(row, name) -> a setting or a result
 
-A cell of several seeds is ``mean ± spread / 2``, where the spread is the largest less the smallest;
-of one seed, the value.
+A cell of several seeds is ``mean ± spread / 2``, where the spread is the largest value less the
+smallest. A cell of one seed is its value.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment
 
-Row = Mapping[str, Any]  # of results.json: point, settings, seed, seconds, results
+Row = Mapping[str, Any]  # an entry of results.json: point, settings, seed, seconds, results
 
 
 def markdown(experiment: Experiment, rows: Sequence[Row]) -> str:
-    """Title, table, and what did not vary."""
+    """Return title, table, and the settings that did not vary."""
     names = columns(experiment, rows)
     lines = [
         f"# {experiment.title}",
@@ -37,7 +37,7 @@ def markdown(experiment: Experiment, rows: Sequence[Row]) -> str:
 
 
 def columns(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
-    """The file's, or what varies and every result that is a number."""
+    """Return the file's columns, or by default the varying settings and all numeric results."""
     if experiment.columns:
         return list(experiment.columns)
     results = rows[0]["results"]
@@ -45,7 +45,7 @@ def columns(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
 
 
 def check_columns(experiment: Experiment, results: Mapping[str, Any]) -> None:
-    """Raises JaxLlamaError if table or pictures name what is neither a setting nor a result."""
+    """Raise JaxLlamaError if table or pictures name neither a setting nor a result."""
     known = [*experiment.points[0].flat, *results]
     wanted = [("table.columns", name) for name in experiment.columns]
     for picture in experiment.pictures:
@@ -56,7 +56,7 @@ def check_columns(experiment: Experiment, results: Mapping[str, Any]) -> None:
 
 
 def by_point(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of the same point together, in order."""
+    """Group rows by point, in order."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["point"], []).append(row)
@@ -64,7 +64,7 @@ def by_point(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def value(row: Row, name: str) -> Any:
-    """A setting or a result; results are asked first."""
+    """Return a result of this name, or else a setting."""
     results = row["results"]
     return results[name] if name in results else row["settings"].get(name)
 
@@ -74,7 +74,7 @@ def is_number(entry: Any) -> bool:
 
 
 def cell(entries: Sequence[Any]) -> str:
-    """One point's values, one a seed."""
+    """Return the cell of one point's values, one a seed."""
     if all(is_number(entry) for entry in entries) and len(set(entries)) > 1:
         spread = max(entries) - min(entries)
         return f"{number(statistics.mean(entries))} ± {number(spread / 2, digits=2)}"
@@ -84,7 +84,7 @@ def cell(entries: Sequence[Any]) -> str:
 
 
 def number(entry: float, digits: int = 4) -> str:
-    """Four digits, without exponents where people would not write them."""
+    """Return four digits, without exponents for ordinary numbers."""
     if isinstance(entry, int) or (abs(entry) >= 10 ** (digits - 1) and abs(entry) < 1e15):
         return f"{entry:,.0f}"
     return f"{entry:.{digits}g}"

@@ -3,10 +3,10 @@
     WORKLOADS[name](experiment, settings, seed, room) -> {result: number | [numbers] | text}
     OF_SEEDS[name](experiment, settings, seeds) -> [one such result a seed]
 
-Contract: a result depends on the arguments, the machine and nothing else; ``room`` is a directory
-that is the point's own and may not exist yet, for what lets a killed workload continue.  Lists are
-curves: all lists that one picture uses are equally long.  Here is only what joins an experiment to
-the functions that do the work: ``evaluate``, ``bench``, ``training``, ``offload``.
+Contract: a result depends only on the arguments and the machine. ``room`` is the point's own
+directory, which may not exist yet; a killed workload continues from it. Lists are curves: all lists
+of one picture have the same length. This module only connects experiments with the functions that
+do the work, in ``evaluation``, ``training`` and ``offload``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from jaxllama.training import TrainConfig
 
 Results = dict[str, Any]
-# Of the whole process or its caches: they mean nothing where one process measures many points.
+# Results of the whole process or its caches, which mean nothing if it measures many points.
 _PROCESS = (
     "peak_rss_bytes",
     "peak_device_bytes",
@@ -69,11 +69,11 @@ _PROCESS = (
     "compiled_from_cache",
     "ceiling_gigabytes_per_second",
 )
-_LAST = 0.05  # share of the steps whose mean is the final loss
+_LAST = 0.05  # share of the last steps whose mean is the final loss
 
 
 def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: Path) -> Results:
-    """Perplexity, KL and top-1 agreement to the reference, bytes of weights, speed if asked for."""
+    """Measure perplexity, KL and top-1 agreement, bytes of weights, and speed if requested."""
     text = read_text(experiment, settings.text)
     lm, reference = quality_models(experiment, settings, seed, settings.calibrated)
     cache = kv_dtype(settings.kv_dtype)
@@ -87,7 +87,7 @@ def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: 
     )
     results = {**report, "weight_megabytes": tree_bytes(lm.params) / 1e6}
     if settings.decode_tokens:
-        fast = dataclasses.replace(lm, exact=False)  # as ``load`` gives it
+        fast = dataclasses.replace(lm, exact=False)  # as ``load`` returns it
         speed = run_bench(fast, prompt_tokens=16, new_tokens=settings.decode_tokens, kv_dtype=cache)
         results["decode_tokens_per_second"] = speed["decode_tokens_per_second"]
     return results
@@ -128,7 +128,7 @@ def quality_models(
 
 
 def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path) -> Results:
-    """``bench.run``'s report, and the weights' bytes."""
+    """Return the report of ``bench.run``, and the weights' bytes."""
     lm = speed_model(experiment, settings, seed)
     report = run_bench(
         lm,
@@ -151,8 +151,11 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
 
 
 def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> LanguageModel:
-    """Return the point's model.  Random weights have been trained at no context, so their limit is
-    raised to the positions that the measurement needs."""
+    """Return the point's model.
+
+    Random weights have no trained context, so their limit is raised to the positions that the
+    measurement needs.
+    """
     lm = _model(experiment, settings, seed)
     if is_random(experiment, settings):
         need = max(settings.prompt_tokens + 1, settings.context + settings.new_tokens)
@@ -162,7 +165,7 @@ def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> L
 
 
 def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
-    """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
+    """Train; return curves of loss by tokens and their ends. ``room`` resumes a killed run."""
     from jaxllama import training
     from jaxllama.model.flops import parameters
 
@@ -189,7 +192,7 @@ def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path
 
 
 def tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) -> TrainConfig:
-    """The configuration with a token file of ``settings.text``, made in ``folder`` if need be."""
+    """Return the configuration with a token file of ``settings.text`` in ``folder``."""
     from jaxllama.training.corpus import bible
     from jaxllama.training.data import tokenize
 
@@ -209,7 +212,7 @@ def tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) -> 
 
 
 def offload_need(experiment: Experiment, settings: OffloadSettings) -> Footprint:
-    """Bytes in each place that the policy of a point needs, whose model is known unloaded."""
+    """Return the bytes in each place that a point's policy needs; the model is not loaded."""
     cfg = model_config(experiment, settings)
     assert cfg is not None
     return _offload_bytes(cfg, settings, settings.dtype or default_dtype())
@@ -235,8 +238,10 @@ def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> F
 
 
 def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: Path) -> Results:
-    """Generation of random prompts under a policy, prefill included, as FlexGen counts it; and the
-    bytes in each place that the policy needs.  No row stops before ``new_tokens``."""
+    """Measure generation of random prompts under a policy, and the bytes in each place.
+
+    Prefill is included, as in FlexGen's figures. No row stops before ``new_tokens``.
+    """
     lm, prompts = offload_task(experiment, settings, seed)
 
     def seconds(new_tokens: int) -> float:
@@ -270,13 +275,13 @@ def offload_task(
 
 
 def learn(experiment: Experiment, settings: LearnSettings, seeds: Sequence[int]) -> list[Results]:
-    """``learning.learn`` of a model under ``[models]``."""
+    """Return the results of ``learning.learn`` for a model under ``[models]``."""
     from jaxllama.experiments import learning
 
     enable_compilation_cache()
     text = learned_text(experiment, settings)
     cfg = model_config(experiment, settings)
-    assert cfg is not None  # ``check`` has seen it
+    assert cfg is not None  # ``check`` has made sure of it
     return learning.learn(cfg, text, settings, seeds)
 
 
@@ -297,19 +302,21 @@ WORKLOADS: dict[str, Function] = {
     "train": train,
     "offload": offload,
 }
-OF_SEEDS = {"learn": learn}  # several at once
+OF_SEEDS = {"learn": learn}  # workloads that measure several seeds at once
 
 
-# What they share
+# Shared functions
 
 
 def check(experiment: Experiment) -> None:
-    """Raises JaxLlamaError for what would stop a point after others have been measured: a model, a
-    file or a command that is not there.  Nothing is fetched."""
+    """Raise JaxLlamaError for a missing model, file or command, before any point is measured.
+
+    Nothing is fetched.
+    """
     for point in experiment.points:
         try:
             for name in _models(experiment, point.settings):
-                if not is_random_preset(name):  # of which ``load`` warns
+                if not is_random_preset(name):  # ``load`` warns of these
                     hub.find(name)
             _check_files(experiment, point.settings)
         except JaxLlamaError as error:
@@ -317,7 +324,7 @@ def check(experiment: Experiment) -> None:
 
 
 def _models(experiment: Experiment, settings: Any) -> list[str]:
-    """Names that are loaded, paths as the file means them."""
+    """Return the names to load, with paths relative to the file."""
     if isinstance(settings, TrainSettings):
         config = settings.config
         teacher = None if config.distill is None else config.distill.teacher
@@ -366,7 +373,7 @@ def is_random(experiment: Experiment, settings: ModelSettings) -> bool:
 
 
 def model_config(experiment: Experiment, settings: Any) -> ModelConfig | None:
-    """A model's configuration as far as it is known without its checkpoint."""
+    """Return a model's configuration if it is known without its checkpoint."""
     if isinstance(settings, TrainSettings):
         return settings.config.model
     if isinstance(settings, LearnSettings) and settings.n_layers is not None:
@@ -388,7 +395,7 @@ def _model(
 ) -> LanguageModel:
     """The model of a point; random weights are of the seed.
 
-    Quality is that of the scheme alone, so its products are exact on a CPU, too.
+    Quality depends on the scheme alone, so its products are exact on a CPU, too.
     """
     scheme = None if settings.scheme == "none" else settings.scheme
     exact = isinstance(settings, QualitySettings)

@@ -30,7 +30,8 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
-from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
+from pallas_kernels.attention.cache_layout import capacity_of
+from pallas_kernels.attention.rope_cache import WIDTHS
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import tree_bytes
@@ -41,8 +42,13 @@ LayerState = Any  # a KVCache, or a mixer's own, of fixed size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """table int32 ``[B, M]``: token t of row b is at ``[table[b, t // S], t % S]`` of every
-    attention layer's pages ``[P, S, K, H]``; an entry outside of [0, P) is no page."""
+    """What a model has read of B rows; ``init_cache`` makes an empty one.
+
+    layers: one state a layer.  lengths: int32 ``[B]``, tokens of each row.
+    table: None, or int32 ``[B, M]`` for a cache in pages: token t of row b is at
+    ``[table[b, t // S], t % S]`` of every attention layer's pages ``[P, S, K, H]``.  An entry
+    outside of [0, P) is no page.
+    """
 
     layers: tuple[LayerState, ...]
     lengths: jax.Array

@@ -3,13 +3,14 @@
     extent = file.write(array)      file.read(extent) -> array      file.free(extent)
     file.begin(extent)() is file.read(extent); begun ahead, it keeps the disk busy meanwhile
 
-Contract: what ``read`` returns is what was written, or it raises JaxLlamaError: every chunk's
-length and CRC-32 are compared.  The file has no name (it is unlinked as it is made), so nothing is
-left behind however the process ends, and nobody else can remove or replace it.  Space is taken
+Contract: ``read`` returns what was written or raises JaxLlamaError, because it compares every
+chunk's length and CRC-32. The file has no name (it is unlinked when it is made). So nothing is left
+behind however the process ends, and no other process can remove or replace it. Space is allocated
 before it is written, so a full disk is one error at the beginning of a write.
 
-Chunks are read with positioned reads into the destination, not through a mapping: the pages of a
-mapping count as memory in use beside the copy, and host memory is what the disk is there to save.
+Chunks are read with positioned reads into the destination, and not through a mapping. The pages of
+a mapping count as memory in use beside the copy, and the purpose of the disk is to save host
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ALIGN = 1 << 12  # extents begin at pages
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Where an array's bytes are, and what they must be."""
+    """The place of an array's bytes, and their checksums."""
 
     offset: int
     nbytes: int
@@ -46,7 +47,7 @@ class Extent:
 
 
 class DiskFile:
-    """One nameless file in ``directory``; see the module docstring."""
+    """One nameless file in ``directory``; the module docstring has the contract."""
 
     def __init__(self, directory: str | Path, threads: int = 4) -> None:
         self.directory = Path(directory)
@@ -60,7 +61,7 @@ class DiskFile:
         self._pool = ThreadPoolExecutor(threads, "offload-disk")
         self._lock = threading.Lock()
         self._end = 0
-        self._holes: dict[int, list[int]] = {}  # room -> offsets that are free again
+        self._holes: dict[int, list[int]] = {}  # size -> offsets that are free again
 
     @property
     def fileno(self) -> int:
@@ -72,7 +73,7 @@ class DiskFile:
         return self._end
 
     def write(self, array: np.ndarray) -> Extent:
-        """Raises JaxLlamaError when the disk has no room."""
+        """Write an array. Raises JaxLlamaError when the disk has no room."""
         view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         offset = self._take(len(view))
         jobs = [
@@ -86,7 +87,7 @@ class DiskFile:
         return Extent(offset, len(view), checks, array.shape, array.dtype)
 
     def begin(self, extent: Extent) -> Callable[[], np.ndarray]:
-        """Begin to read; what comes back waits, and gives what ``read`` does."""
+        """Begin to read; the returned function waits, and returns the result of ``read``."""
         out = aligned_empty(extent.nbytes, np.dtype(np.uint8))
         view = memoryview(out)
         jobs = [
@@ -104,11 +105,11 @@ class DiskFile:
         return result
 
     def read(self, extent: Extent) -> np.ndarray:
-        """The array, 64-byte aligned.  Raises JaxLlamaError for bytes that are missing or wrong."""
+        """Return the array, 64-byte aligned. Raises JaxLlamaError for missing or wrong bytes."""
         return self.begin(extent)()
 
     def read_rows(self, extent: Extent, rows: np.ndarray) -> np.ndarray:
-        """Some rows of the array, without its checks: an embedding table's look-up."""
+        """Return some rows of the array without its checks, for an embedding's look-up."""
         out = np.empty((len(rows), *extent.shape[1:]), extent.dtype)
         width = extent.nbytes // extent.shape[0]
         for view, row in zip(out.reshape(len(rows), -1).view(np.uint8), rows, strict=True):
@@ -116,12 +117,12 @@ class DiskFile:
         return out
 
     def free(self, extent: Extent) -> None:
-        """The bytes may be written over."""
+        """Allow the bytes to be overwritten."""
         with self._lock:
             self._holes.setdefault(_room(extent.nbytes), []).append(extent.offset)
 
     def drop_cache(self) -> None:
-        """Ask the system to forget what it holds of the file, so that reads are the disk's."""
+        """Ask the system to drop its cache of the file, so that reads come from the disk."""
         os.fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

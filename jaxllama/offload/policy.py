@@ -1,13 +1,13 @@
-"""Policy: where weights, cache and activations live, and in what order the work is done.
+"""Policy: the place of weights, cache and activations, and the order of the work.
 
     Policy.parse("20 80 0 100 0 100")      FlexGen's six numbers
     Policy.parse("0 100 100 0 100 0 gpu_batch_size=8 num_gpu_batches=4 compress_weight=true")
 
 The six numbers are percentages of weights, cache and activations, each on the device and in host
-memory; the rest is on disk.  They divide every tensor by rows, not the set of tensors, so any
-percentage can be met.  Source: FlexGen (arXiv 2303.06865), section 4.
+memory; the rest is on disk. They divide every tensor by rows, and not the set of tensors, so every
+percentage is possible. Source: FlexGen (arXiv 2303.06865), section 4.
 
-Left out: percentages a layer, and compression that differs between tiers.
+Left out: percentages for each layer, and compression that differs between tiers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shares(NamedTuple):
         return 100.0 - self.device - self.host
 
     def rows(self, total: int) -> tuple[int, int, int]:
-        """How many of ``total`` rows each tier holds, in the order device, host, disk."""
+        """Return how many of ``total`` rows each tier holds, in the order device, host, disk."""
         device = round(total * self.device / 100)
         host = round(total * (self.device + self.host) / 100)
         return device, host - device, total - host
@@ -46,21 +46,44 @@ class Shares(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """FlexGen's search space.
+    """Where weights, cache and activations live; FlexGen's search space.
 
-    gpu_batch_size: rows that one program computes; num_gpu_batches: how many such batches share
-    one load of a unit's weights (their product is a block, and larger inputs run block by block).
-    overlap: load the next unit's weights and the next batch's cache, and store the previous
-    batch's results, while a unit computes.
-    sep_layer: attention and feed-forward are two units, so that half as many weights are on the
-    device at once.
-    compress_weight: FlexGen's 4-bit weights, a scale and a zero point to 64 (the scheme
-    "w4a16-g64-zero"): normal weights come back with an RMS error of 9.1%, where symmetric groups of
-    128 have 11.7%.  compress_cache: a 4-bit cache.
-    cpu_attention: decode attends to keys in host memory on the CPU, where they lie.
-    attn_sparsity: share of a row's older keys whose values decode reads; of an offloaded cache the
-    others do not move.
-    prefill_batch_size: tokens of a prompt that go through a unit at once; 0: the caller's choice.
+    ``Policy.parse("20 80 0 100 0 100")`` reads one from text.
+
+    Parameters
+    ----------
+    weights_device, weights_host, cache_device, cache_host, activations_device, activations_host :
+    float
+        Percentages of each on the device and in host memory; the rest is on disk.
+    gpu_batch_size : int
+        Rows that one program computes.
+    num_gpu_batches : int
+        Number of such batches that share one load of a unit's weights. The product of both is a
+        block, and larger inputs run block by block.
+    overlap : bool
+        While a unit computes, load the next unit's weights and the next batch's cache, and store
+        the previous batch's results.
+    sep_layer : bool
+        Make attention and feed-forward two units, so that half as many weights are on the device at
+        once.
+    compress_weight : bool
+        Use FlexGen's 4-bit weights, with a scale and a zero point for each group of 64 (the scheme
+        "w4a16-g64-zero"). Normally distributed weights have an RMS error of 9.1% then; symmetric
+        groups of 128 have 11.7%.
+    compress_cache : bool
+        Use a 4-bit cache.
+    cpu_attention : bool
+        In decode, attend to keys in host memory on the CPU.
+    attn_sparsity : float
+        Share of a row's older keys whose values decode reads. The other values of an offloaded
+        cache do not move.
+    prefill_batch_size : int
+        Tokens of a prompt that pass a unit at once; 0 leaves the choice to the caller.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the option and its value.
     """
 
     weights_device: float = 100.0
@@ -125,8 +148,10 @@ class Policy:
         return self.cpu_attention or any(share.device < 100 for share in shares)
 
     def also(self, **asked: Any) -> Policy:
-        """The policy with what was asked for beside it; None is nothing.  Raises JaxLlamaError
-        where it says something else."""
+        """Return the policy with further options; None changes nothing.
+
+        Raises JaxLlamaError if the policy has another value that is not the default.
+        """
         asked = {name: value for name, value in asked.items() if value is not None}
         for field in dataclasses.fields(self):
             own, value = getattr(self, field.name), asked.get(field.name)
@@ -138,7 +163,18 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Six percentages, then any ``field=value``; see the module docstring."""
+        """Return the policy of six percentages, followed by any ``field=value``.
+
+        Parameters
+        ----------
+        text : str
+            For example "0 100 100 0 100 0 gpu_batch_size=8".
+
+        Raises
+        ------
+        JaxLlamaError
+            Naming the invalid part and what is allowed.
+        """
         words = text.replace(",", " ").split()
         numbers = [word for word in words if "=" not in word]
         if len(numbers) != 6:
@@ -160,7 +196,7 @@ class Policy:
         return cls(**values)
 
     def __str__(self) -> str:
-        """What ``parse`` reads back: the percentages, then what is not at its default."""
+        """Return text for ``parse``: the percentages, then the fields without their defaults."""
         words = [f"{getattr(self, name):g}" for name in PERCENTAGES]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -1,7 +1,7 @@
-"""The two orders in which a step's work is done: the serial loop, and the overlapped one.
+"""The two orders of a step's work: the serial loop, and the overlapped one.
 
-A step gives every row of a block one token.  Its work is unit by unit, and in each unit batch by
-batch (FlexGen's zig-zag): the weights of a unit are loaded once for all batches of the block.
+A step gives every row of a block one token. Its work goes unit by unit, and in each unit batch by
+batch (FlexGen's zig-zag). The weights of a unit are loaded once for all batches of the block.
 
     ``serial``       load, compute and store one after the other: this is the paper's Algorithm
     ``Overlapped``   while unit j computes batch k, the weights of unit j + 1 and the cache and
@@ -9,8 +9,8 @@ batch (FlexGen's zig-zag): the weights of a unit are loaded once for all batches
 
 Both call the same methods of a ``StepWork`` with the same arguments, so both give the same tokens.
 At most two units' weights and two batches' caches are on the device: a load begins when the
-computation that used its room is done.  Nor are more than ``AHEAD`` computations dispatched ahead,
-because each holds what it reads and what it writes until it is done.
+computation that used its memory is done. At most ``AHEAD`` computations are dispatched ahead,
+because each holds its inputs and outputs until it is done.
 
 Source: FlexGen (arXiv 2303.06865), section 4.1 and Algorithm 1.
 """
@@ -31,9 +31,12 @@ AHEAD = 2  # computations that are dispatched and not known to be done
 
 
 class StepWork(Protocol):
-    """What a step is made of.  ``load_weights`` returns when every transfer is under way, and
-    ``finish_weights`` waits for them; ``compute`` returns at once with arrays that are still being
-    computed; everything else returns when it is done."""
+    """The parts of a step.
+
+    ``load_weights`` returns when every transfer has begun, and ``finish_weights`` waits for them.
+    ``compute`` returns at once, with arrays that are still being computed. All other methods return
+    when they are done.
+    """
 
     units: list[ModelUnit]
     moves: dict[str, bool]  # whether "cache" and "hidden" ever leave the device
@@ -51,7 +54,7 @@ class StepWork(Protocol):
 
 
 def serial(work: StepWork) -> None:
-    """One step, one thing after the other."""
+    """Do one step, one part after the other."""
     for unit in work.units:
         weights = work.finish_weights(work.load_weights(unit))
         for batch in work.active_batches():
@@ -63,19 +66,19 @@ def serial(work: StepWork) -> None:
 
 
 class Overlapped:
-    """``step`` does one step; the weights that it loads ahead are kept for the next one.  It keeps
-    no reference to the work, so that what a run holds is free as soon as the run is.
+    """Runs steps, and keeps the weights that it has loaded ahead for the next step.
 
-    lanes: a thread for each of ``LANES``.
+    It keeps no reference to the work, so that a run's memory is free as soon as the run is. lanes:
+    a thread for each of ``LANES``.
     """
 
     def __init__(self, lanes: dict[str, ThreadPoolExecutor]) -> None:
         self._lanes = lanes
         self._weights: Future[Any] | _Now | None = None
-        self._stored: dict[Any, Future[Any] | _Now] = {}  # the last store of each thing
+        self._stored: dict[Any, Future[Any] | _Now] = {}  # the last store of each key
 
     def step(self, work: StepWork, last: bool) -> None:
-        """last: no step follows, so nothing is loaded for it."""
+        """Do one step. last: no step follows, so nothing is loaded ahead."""
         units, batches = work.units, work.active_batches()
         slots = [(unit, batch) for unit in units for batch in batches]
         if self._weights is None:
@@ -89,7 +92,7 @@ class Overlapped:
             if batch == batches[0]:
                 own_weights, self._weights = self._weights, None
                 if not (last and unit is units[-1]):
-                    # Begun before its predecessor has come, so that the link never idles.
+                    # Begun before its predecessor has arrived, so that the link is never idle.
                     after = units[(units.index(unit) + 1) % len(units)]
                     self._weights = self._load("weights", previous, work.load_weights, after)
                 weights = work.finish_weights(own_weights.result())
@@ -148,7 +151,7 @@ class Overlapped:
     def _load(
         self, lane: str, previous: Any, load: Callable[..., Any], *arguments: Any
     ) -> Future[Any]:
-        """Load when ``previous``, the computation that used the room, is done."""
+        """Load when ``previous``, the computation that used the memory, is done."""
 
         def job() -> Any:
             jax.block_until_ready(previous)
@@ -168,7 +171,7 @@ class Overlapped:
 
 
 class _Now:
-    """A result that is there already: what does not move needs no thread."""
+    """A result that exists already: data that does not move needs no thread."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -2,18 +2,17 @@
 
     stored = store.put(tree, shares)       store.get(stored) -> the same tree on the device
     store.finish(store.begin(stored))      the same in two parts: begin, and wait
-    store.take(stored, rows)               some rows of what is not on the device, and no others
+    store.take(stored, rows)               only some rows of the part that is not on the device
 
-Contract: ``get`` gives the bits that were put.  A leaf of two axes or more becomes a
-``StoredTensor`` of up to three pieces; vectors (norms, biases) stay on the device, where they are
-needed whole and cost nothing.  Pieces are immutable: to change a tensor, put it again and ``free``
-the old one.
+Contract: ``get`` returns the same bits. A leaf of two axes or more becomes a ``StoredTensor`` of up
+to three pieces. Vectors (norms, biases) stay on the device, because they are needed whole and are
+small. Pieces are immutable: to change a tensor, put it again and ``free`` the old one.
 
-Pinned host memory is jax's memory kind "pinned_host", which CPUs have too, so the code that runs on
-a GPU is the code that the tests run.  int4 codes travel and rest packed, two to a byte.
+Pinned host memory is jax's memory kind "pinned_host", which CPUs have too, so the tests run the
+same code as a GPU. int4 codes are moved and stored packed, two to a byte.
 
 Source: FlexGen's TorchMixedDevice (arXiv 2303.06865), which splits at head or batch borders; rows
-make any percentage exact.  Left out: more than one device.
+make every percentage exact. Left out: more than one device.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Leaf = jax.Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """One tensor: the row ranges ``[rows, columns]`` of each tier, or None where it has none."""
+    """One tensor: the row ranges ``[rows, columns]`` of each tier, or None for an empty tier."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -71,12 +70,15 @@ def is_stored(leaf: Any) -> bool:
 
 
 def moves(tree: Any) -> bool:
-    """Whether getting the tree moves anything."""
+    """Return whether getting the tree moves anything."""
     return any(is_stored(x) and x.moves for x in jax.tree.leaves(tree, is_leaf=is_stored))
 
 
 def on_device(tree: Any) -> int:
-    """Rows of each tensor, the first ones, that are on the device; the same for all of the tree."""
+    """Return the number of first rows of each tensor that are on the device.
+
+    It is the same for the whole tree.
+    """
     [rows] = {
         0 if leaf.device is None else leaf.device.shape[0]
         for leaf in jax.tree.leaves(tree, is_leaf=is_stored)
@@ -85,7 +87,7 @@ def on_device(tree: Any) -> int:
 
 
 def wait(tree: Any) -> Any:
-    """The tree, when its transfers are done."""
+    """Return the tree when its transfers are done."""
     for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
         parts = (leaf.device, leaf.host) if is_stored(leaf) else leaf
         jax.block_until_ready(parts)
@@ -93,7 +95,7 @@ def wait(tree: Any) -> Any:
 
 
 class Pending:
-    """A Stored on its way; ``array`` is the whole tensor, made once."""
+    """A StoredTensor whose transfers have begun; ``array`` is the whole tensor, made once."""
 
     def __init__(self, stored: StoredTensor, moved: list[jax.Array]) -> None:
         self._stored, self.moved = stored, moved
@@ -116,7 +118,10 @@ def is_pending(leaf: Any) -> bool:
 
 
 class Store:
-    """See the module docstring.  directory: where the disk's share goes, made when needed."""
+    """Stores trees in three tiers; the module docstring has the contract.
+
+    directory: folder of the disk's share, made when needed.
+    """
 
     def __init__(self, directory: str | Path, device: jax.Device | None = None) -> None:
         self.device = jax.devices()[0] if device is None else device
@@ -135,13 +140,19 @@ class Store:
             return self._disk
 
     def put(self, tree: Any, shares: Shares, *, pinned: bool = True) -> Any:
-        """A tree with a Stored for every leaf of two axes or more.  pinned: False keeps the host's
-        part where ``take`` can read it.  Raises JaxLlamaError when the disk has no room."""
+        """Return a tree with a StoredTensor for every leaf of two axes or more.
+
+        pinned: False keeps the host's part in memory that ``take`` can read. Raises JaxLlamaError
+        when the disk has no room.
+        """
         return jax.tree.map(lambda leaf: self._put(leaf, shares, pinned), tree)
 
     def take(self, tree: Any, rows: np.ndarray) -> Any:
-        """Rows (int32, rising) of every Stored, none of them on the device, as ``[n, columns]``
-        there.  Those past the end may hold anything.  The tree was put with ``pinned=False``."""
+        """Return some rows of every StoredTensor on the device, ``[n, columns]``.
+
+        rows: int32 in increasing order, none of them on the device. Rows past the end may hold
+        anything. The tree was put with ``pinned=False``.
+        """
         rows = rows - on_device(tree)
 
         def one(leaf: StoredTensor) -> jax.Array:
@@ -154,16 +165,16 @@ class Store:
         return jax.tree.map(one, tree, is_leaf=is_stored)
 
     def get(self, tree: Any) -> Any:
-        """The tree on the device.
+        """Return the tree on the device.
 
         Raises JaxLlamaError when the disk's data is not what was written.
         """
         return self.finish(self.begin(tree))
 
     def begin(self, tree: Any, known: dict[int, Pending] | None = None) -> Any:
-        """The tree with a Pending for every Stored: its transfers are under way.
+        """Begin the transfers; return the tree with a Pending for every StoredTensor.
 
-        known: what was begun already, by the id of its Stored, and is taken from there.
+        known: transfers that have begun already, by the id of the StoredTensor; they are reused.
         Raises JaxLlamaError when the disk's data is not what was written.
         """
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_stored)
@@ -179,8 +190,11 @@ class Store:
         return treedef.unflatten([found[id(leaf)] if is_stored(leaf) else leaf for leaf in leaves])
 
     def finish(self, pending: Any) -> Any:
-        """What was begun, as arrays.  Pieces are joined only when all have come: a join that waits
-        would hold up the computations that are dispatched after it."""
+        """Return the tree of ``begin`` as arrays.
+
+        Pieces are joined only when all have arrived: a join that waits would delay the computations
+        dispatched after it.
+        """
         leaves = jax.tree.leaves(pending, is_leaf=is_pending)
         jax.block_until_ready([leaf.moved for leaf in leaves if is_pending(leaf)])
         return jax.tree.map(
@@ -188,7 +202,7 @@ class Store:
         )
 
     def _reads(self, extents: Sequence[Extent]) -> Iterator[np.ndarray]:
-        """Their arrays; one read is ahead of what is done with them, so the disk does not wait."""
+        """Yield the arrays; the next read runs meanwhile, so the disk is never idle."""
         ahead = None
         for extent in [*extents, None]:
             following = None if extent is None else self.disk.begin(extent)
@@ -197,7 +211,7 @@ class Store:
             ahead = following
 
     def free(self, tree: Any) -> None:
-        """The disk's part of the tree may be written over."""
+        """Allow the disk's part of the tree to be overwritten."""
         for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
             if is_stored(leaf) and leaf.disk is not None:
                 self.disk.free(leaf.disk)
@@ -239,10 +253,10 @@ class Store:
 
 
 class RowTable:
-    """An embedding table that never visits the device: host memory and disk, read by row."""
+    """An embedding table in host memory and on disk, which is read by row."""
 
     def __init__(self, store: Store, table: np.ndarray, shares: Shares) -> None:
-        # What would be on the device is in host memory: a step reads one row a token.
+        # The device's share is in host memory too, because a step reads one row a token.
         self.shape, self.dtype, self._store = table.shape, table.dtype, store
         kept = table.shape[0] - shares.rows(table.shape[0])[2]
         self._host = np.array(table[:kept])
@@ -253,7 +267,7 @@ class RowTable:
         return 0, self._host.nbytes, 0 if self._disk is None else self._disk.nbytes
 
     def lookup(self, tokens: np.ndarray) -> jax.Array:
-        """``table[tokens]`` on the device."""
+        """Return ``table[tokens]`` on the device."""
         ids = np.asarray(tokens).reshape(-1)
         out = _read_rows(self._store, self._host, self._disk, ids)
         out = out.reshape(*np.shape(tokens), self.shape[1])
@@ -261,8 +275,10 @@ class RowTable:
 
 
 def _read_rows(store: Store, host: np.ndarray, disk: Extent | None, ids: np.ndarray) -> np.ndarray:
-    """Rows ``ids`` of a tensor whose first ones are in host memory and the next on disk; past its
-    end anything."""
+    """Return rows ``ids`` of a tensor whose first rows are in host memory and the next on disk.
+
+    Rows past its end may hold anything.
+    """
     out = np.empty((len(ids), host.shape[1]), host.dtype)
     on_host = ids < len(host)
     out[on_host] = host[ids[on_host]]
@@ -280,7 +296,7 @@ def _join(parts: list[jax.Array]) -> jax.Array:
 
 @jax.jit
 def _pack(codes: jax.Array) -> jax.Array:
-    """int4 ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
+    """Convert int4 ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
     rows, columns = codes.shape
     return lax.bitcast_convert_type(codes.reshape(rows, columns // 2, 2), jnp.int8)
 
@@ -292,7 +308,7 @@ def _unpack(packed: jax.Array) -> jax.Array:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that the system can give, where it says so (Linux)."""
+    """Return the bytes of memory that the system can give, if it reports them (Linux)."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -302,8 +318,10 @@ def available_memory() -> int | None:
 
 
 def check_host_memory(nbytes: int) -> None:
-    """Raises JaxLlamaError if the system does not have that much to give; where it does not say,
-    the allocation itself fails."""
+    """Raise JaxLlamaError if the system has less than ``nbytes`` of memory available.
+
+    If the system does not report its memory, nothing is raised, and the allocation itself may fail.
+    """
     available = available_memory()
     if available is not None and nbytes > available:
         raise JaxLlamaError(

@@ -1,12 +1,12 @@
-"""Recorder: when each load, computation and store of an offloaded run began and ended.
+"""Recorder: the begin and end of each load, computation and store of an offloaded run.
 
     executor = dataclasses.replace(lm.executor, recorder=(recorder := Recorder()))
     dataclasses.replace(lm, executor=executor).generate(...)
     recorder.events;  draw(recorder.events, "timeline.png")
 
-Most loads and stores are timed where they run.  A computation or a load of weights is dispatched
-and ends later, so a thread waits for its result; it begins when it was dispatched and the one
-before it was done.  Recording costs these threads; ``NO_RECORD`` costs nothing.
+Most loads and stores are timed where they run. A computation or a load of weights is dispatched and
+ends later, so a thread waits for its result. It begins when it has been dispatched and the one
+before is done. Recording costs these threads; ``NO_RECORD`` costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", 
 
 @dataclasses.dataclass(frozen=True)
 class TimelineBar:
-    """One bar of the picture; seconds since the recorder was made."""
+    """One bar of the picture; times in seconds since the recorder was made."""
 
     lane: str
     unit: str
@@ -53,7 +53,7 @@ class Recorder:
         self._watchers = {
             lane: ThreadPoolExecutor(1, "offload-watch") for lane in ("load weights", "compute")
         }
-        self._free_at = dict.fromkeys(self._watchers, 0.0)  # when the last of them ended
+        self._free_at = dict.fromkeys(self._watchers, 0.0)  # time at which the last of them ended
 
     @contextlib.contextmanager
     def __call__(
@@ -65,14 +65,14 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self, lane: str, unit: ModelUnit, batch: int | None = None) -> Iterator[list[Any]]:
-        """The caller puts what is dispatched into the list."""
+        """Yield a list, into which the caller puts the dispatched arrays."""
         begin = time.perf_counter()
         out: list[Any] = []
         yield out
         self._watchers[lane].submit(self._watch, lane, unit, batch, begin, out)
 
     def finish(self) -> list[TimelineBar]:
-        """Every event, in order of beginning, when all that was dispatched is done."""
+        """Wait for all dispatched work, and return every event in order of beginning."""
         for watcher in self._watchers.values():
             watcher.shutdown(wait=True)
         return sorted(self.events, key=lambda event: event.begin)
@@ -110,7 +110,10 @@ NO_RECORD = _NoRecord()
 
 
 def draw(events: Sequence[TimelineBar], path: str | Path, title: str = "") -> None:
-    """A picture: one lane a kind of work, one bar an event, coloured by unit.  Needs matplotlib."""
+    """Draw one lane for each kind of work and one bar for each event, coloured by unit.
+
+    Needs matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:

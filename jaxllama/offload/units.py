@@ -1,4 +1,4 @@
-"""The units that a model is run in.
+"""The units in which a model runs.
 
     units_of(cfg, sep_layer) -> [embed, layer or (mix, feed), ..., head]
 
@@ -33,7 +33,7 @@ class ModelUnit:
         return self.kind in ("layer", "mix")
 
     def weights(self, params: dict[str, Any]) -> dict[str, Any]:
-        """This unit's part of the parameter tree."""
+        """Return this unit's part of the parameter tree."""
         if self.kind == "embed":
             return {"embed": params["embed"]}
         if self.kind == "head":
@@ -47,8 +47,7 @@ class ModelUnit:
 
 
 def check_halves(cfg: ModelConfig, policy: Policy) -> None:
-    """Raises JaxLlamaError for a policy that cuts a layer in two where both halves read the same
-    stream."""
+    """Raise JaxLlamaError for a policy that splits a layer if both halves read the same stream."""
     for name, halves in (
         ("sep_layer", policy.sep_layer),
         ("cpu_attention", policy.cpu_attention),

@@ -1,19 +1,19 @@
-"""AWQ: protect the weights that meet large activations by scaling them up before rounding.
+"""AWQ: scale up the weights that meet large activations, before rounding.
 
     s(alpha) = m ** alpha       m = mean |x| or sqrt(mean x^2), alpha in {0, 0.1, ... 1}, with the
                                 least output error
     error    = || (Q(W s) / s - W) X ||^2 = trace(D H D^T),   H = X X^T
 
-H is all that is needed of the activations, so the error is that of every calibration token and not
-of a sample.  Then clipping: for each group of each row the share of its range, from 1 down to 0.5,
-with the least error of that group's own part of the output (H's diagonal block).  With zero points
-the share of the high end is then searched again, and that of the low end.
+The error needs only H of the activations, so it counts every calibration token and not a sample.
+Clipping follows: for each group of each row, the share of its range, from 1 down to 0.5, with the
+least error of that group's own part of the output (H's diagonal block). With zero points the share
+of the high end is searched again, and then the share of the low end.
 
-Source: arXiv 2306.00978, equations 4 and 5, and its code's search for clipping.  Different here: H
-in place of stored activations; the error is each weight's output where the code takes the
-attention's or the feed-forward's; the root mean square competes with the mean, since a channel that
-only an attention sink makes large is small on average; o is scaled under GQA too (``sites``).  Pure
-functions of (weights, activations' statistics).
+Source: arXiv 2306.00978, equations 4 and 5, and its code's search for clipping. There are four
+differences. H replaces stored activations. The error is each weight's output, while the code uses
+the output of the attention or the feed-forward. The root mean square competes with the mean, since
+a channel that is large only at an attention sink has a small mean. o is scaled under GQA too
+(``sites``). Pure functions of (weights, activations' statistics).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def search_scales(
     grids: tuple[Grid, ...],
     n_channels: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(s ``[n_channels]``, the errors of all candidates) for weights ``[N_i, K]`` of one input.
+    """Search the scales of a site's channels for weights ``[N_i, K]`` of one input.
 
-    hessian ``[K, K]`` and magnitude ``[K]``: sums of x x^T and means of |x|; channel ``[K]``: which
-    scale an input channel shares.  The first candidate, alpha 0, is no scaling, so the result is
-    never worse than that.
+    hessian ``[K, K]``, magnitude ``[K]``: sums of x x^T and means of |x|. channel ``[K]``: the
+    scale that an input channel shares. Returns (s ``[n_channels]``, the errors of all candidates).
+    The first candidate, alpha 0, is no scaling, so the result is never worse than that.
     """
 
     def scales(size: jax.Array) -> jax.Array:
@@ -70,8 +70,10 @@ def search_scales(
 
 @functools.partial(jax.jit, static_argnames=("grid",))
 def search_clip(weight: jax.Array, hessian: jax.Array, *, grid: Grid) -> Shrink:
-    """The share of each group's range that its grid should cover, ``[N, K / group]``; with zero
-    points two of them, of what lies below zero and above."""
+    """Return the share of each group's range that its grid should cover, ``[N, K / group]``.
+
+    With zero points there are two shares: of the range below zero and of the range above.
+    """
     dtype, group, zeros = grid
     w = weight.astype(jnp.float32)
     n, k = w.shape
@@ -96,5 +98,5 @@ def search_clip(weight: jax.Array, hessian: jax.Array, *, grid: Grid) -> Shrink:
 
 
 def output_error(delta: jax.Array, hessian: jax.Array) -> jax.Array:
-    """``|| delta X ||^2`` from ``hessian = X X^T``."""
+    """Return ``|| delta X ||^2`` from ``hessian = X X^T``."""
     return jnp.sum(jnp.matmul(delta, hessian, precision=lax.Precision.HIGHEST) * delta)

@@ -1,27 +1,28 @@
-"""What calibration sees: windows of text, and statistics of every weight's input, block by block.
+"""Calibration data: windows of text, and statistics of every weight's input, block by block.
 
     tokens = windows(tokenizer, text, 512, 32)          int32 [n, T]
     h = embed(cfg, params, tokens)                      [n, T, D]
-    stats = observe(cfg, kind, layer, h)                {site: Stats} of one block
-    h = advance(cfg, kind, layer, h)                    through that block, as it now is
+    stats = observe(cfg, kind, layer, h, hessian=True)  {site: InputStats} of one block
+    h = advance(cfg, kind, layer, h)                    through that block with its current weights
 
-Tokens count by how much an error in them can matter:
+A token's weight says how much an error in it can matter:
 
     w_t = (1 + attention that t receives, summed over queries) / size_t
 
 An attention sink (arXiv 2309.17453) is one token in hundreds, and every query reads its key and
-value; counted once it is sacrificed for the others (token importance: RSQ, arXiv 2503.01820).  What
-reads the block's input counts the attention of this block, the rest that of the next, which reads
-what they make.
-size_t is ``mean(h_t^2)`` for o and down, whose outputs are felt relative to the residual stream
-that the next norm divides by its size, and 1 for the others, whose inputs come from a norm.  The
-same sink has activations hundreds of times the others' in some layers (2402.17762): without the
-division a second moment that sums over tokens sees nothing else.  A GLA layer's tokens receive no
+value. With the weight of one token it is sacrificed for the others (token importance: RSQ, arXiv
+2503.01820). Sites that read the block's input use the attention of this block. The other sites use
+the attention of the next block, which reads their outputs.
+
+size_t is ``mean(h_t^2)`` for o and down. Their outputs matter relative to the residual stream,
+which the next norm divides by its size. For the other sites, whose inputs come from a norm, size_t
+is 1. In some layers the activations of the same sink are hundreds of times larger (2402.17762), and
+without the division they would dominate the sum over tokens. A GLA layer's tokens receive no
 attention.
 
-Only the hidden states of one layer's border are kept, so memory grows with the calibration text's
-length and not with the model's depth.  One program serves all layers of a kind: a layer's
-parameters are arguments.  The residual stream is one array at the border.
+Only the hidden states before one layer are kept, so memory grows with the length of the calibration
+text and not with the model's depth. A layer's parameters are arguments, so one program serves all
+layers of a kind. The residual stream is one array between layers.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ from pallas_kernels.attention.blockwise import attention_scores, is_visible
 from pallas_kernels.qtensor import QTensor, dequantize
 
 DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"
-SAMPLE = 512  # tokens of a site's input that are kept whole
-_FIRST = ("mixer/qkv", "mixer/q", "head")  # sites that read what the previous block left
-# Sites whose readers' outputs join the residual stream.
+SAMPLE = 512  # number of tokens of a site's input that are kept whole
+_FIRST = ("mixer/qkv", "mixer/q", "head")  # sites that read the output of the previous block
+# Sites whose readers' outputs are added to the residual stream.
 _ADDED = ("mixer/o", "mlp/down", "mlp/experts_down")
-BATCH = 8  # windows that go through a block at once
+BATCH = 8  # windows that pass a block at once
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputStats:
-    """Of a site's input x ``[tokens, K]``, in float32.
+    """Statistics of a site's input x ``[tokens, K]``, in float32.
 
-    hessian ``[K, K]``: sum of w x x^T over tokens of weight w, or None where no method asks for it.
-    total, felt ``[K]``: sum and maximum of sqrt(w) |x|; peak ``[K]``: maximum of |x| as it is.
-    sample ``[S, K]``: evenly spaced tokens, as they are; weight ``[S, 1]``: theirs.
-    experts: of a mixture's weight (sums of x^2 ``[E, K]``, rows ``[E]``) by expert, else None.
+    hessian ``[K, K]``: sum of w x x^T over tokens with weight w, or None if no method needs it.
+    total, felt ``[K]``: sum and maximum of sqrt(w) |x|. peak ``[K]``: maximum of |x|. sample ``[S,
+    K]``: evenly spaced tokens, unweighted. weight ``[S, 1]``: their weights. experts: for a
+    mixture's weight (sums of x^2 ``[E, K]``, rows ``[E]``) by expert, else None.
     """
 
     hessian: jax.Array | None
@@ -75,7 +76,7 @@ class InputStats:
     experts: tuple[jax.Array, jax.Array] | None = None
 
     def scaled(self, s: jax.Array) -> InputStats:
-        """The statistics of ``x / s``."""
+        """Return the statistics of ``x / s``."""
         inverse = 1.0 / s
         hessian = self.hessian
         if hessian is not None:
@@ -86,9 +87,9 @@ class InputStats:
 
 
 def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -> np.ndarray:
-    """Up to ``samples`` windows of the text's tokens, int32 ``[n, T]``, evenly spread over it.
+    """Return up to ``samples`` windows of the text's tokens, int32 ``[n, T]``, evenly spread.
 
-    A text shorter than one window is one window.  Raises JaxLlamaError for a model without a
+    A text shorter than one window is one window. Raises JaxLlamaError for a model without a
     tokenizer or a text of fewer than two tokens.
     """
     if tokenizer is None:
@@ -103,7 +104,7 @@ def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -
 
 
 def embed(cfg: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> list[jax.Array]:
-    """The residual stream before the first block, in batches of at most ``BATCH`` rows."""
+    """Return the residual stream before the first block, in batches of at most ``BATCH`` rows."""
     count = -(-len(tokens) // BATCH)
     size = -(-len(tokens) // count)
     table = {"embed": params["embed"]}
@@ -127,7 +128,7 @@ def observe(
     hessian: bool,
     following: Layer | None = None,
 ) -> dict[str, InputStats]:
-    """Statistics of the input of every site of a block (or of the "head").
+    """Return statistics of the input of every site of a block (or of the "head").
 
     following: the next block's parameters, if it is an attention block.
     """
@@ -160,7 +161,10 @@ def _observe(
     hessian: bool,
     keep: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({site: (hessian, total, felt, peak, experts)}, {site: (sample, weight)}) of one batch."""
+    """Return the statistics of one batch.
+
+    They are ({site: (hessian, total, felt, peak, experts)}, {site: (sample, weight)}).
+    """
     watch = Observer()
     if kind == "head":
         watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg)
@@ -199,7 +203,7 @@ def _observe(
 
 
 def _by_expert(cfg: ModelConfig, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sums of x^2 ``[E, K]``, rows ``[E]``) of x ``[rows, K]`` and each token's experts."""
+    """Return (sums of x^2 ``[E, K]``, rows ``[E]``) by expert, for x ``[rows, K]``."""
     assert cfg.experts is not None
     each = experts.reshape(len(x), -1)[..., None] == jnp.arange(cfg.experts.n_experts)
     takes = jnp.sum(each, axis=1, dtype=jnp.float32)
@@ -208,8 +212,11 @@ def _by_expert(cfg: ModelConfig, x: jax.Array, experts: jax.Array) -> tuple[jax.
 
 
 def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.Array:
-    """``qkv[B, T, (N + 2K) H]`` -> ``[B, T]``: the weights that queries give a token, summed over
-    the queries of its window and averaged over heads."""
+    """Return the attention weights that each token receives, ``[B, T]``.
+
+    qkv is ``[B, T, (N + 2K) H]``. The weights are summed over the queries of the window and
+    averaged over heads.
+    """
     batch, length, _ = qkv.shape
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     rope = rope_tables(cfg.rope, cfg.head_dim, positions, jnp.full((1,), length, jnp.int32))
@@ -238,14 +245,14 @@ def _merge(one: Any, two: Any) -> Any:
 
 
 def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
-    """The residual stream behind a block."""
+    """Return the residual stream after a block."""
     return [_advance(cfg, kind, layer, batch) for batch in h]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
-    # A weight-only product is the product with the floats it stands for; forming them once for a
-    # whole batch of windows is the quicker way here.
+    # A weight-only product equals the product with its dequantized floats. Here it is faster to
+    # make the floats once for a whole batch of windows.
     def plain(leaf: Any) -> Any:
         weight_only = isinstance(leaf, QTensor) and leaf.activations is None
         return dequantize(leaf, h.dtype) if weight_only else leaf

@@ -1,14 +1,17 @@
-"""``jaxllama quantize``: a model to a directory of quantized weights, calibrated and measured.
+"""``jaxllama quantize``: write a model as a directory of quantized weights, calibrated and
+measured.
 
-    request = Request(...);  check(cfg, request);  quantize_checkpoint(lm, request) -> report
+    request = QuantizeRequest(...);  check(cfg, request);  quantize_checkpoint(lm, request) ->
+    report
 
-Whatever can be seen of a config, the format's limits and the disk's room among it, ``check`` sees
-before weights are read.  Rounding to nearest needs no text; it is calibrated only for its report.
+``check`` finds everything that a config shows before weights are read, including the format's
+limits and the free space of the disk. Rounding to nearest needs no text; it is calibrated only for
+its report.
 
-The directory appears complete, by one rename, or not at all.  Finished layers are kept in a hidden
-folder beside it, whose name is a hash of the weights, the text, the scheme, the method and the jax
-that computes: a run that was killed continues there to the same bits, and any other run does not
-see it.  The folder goes when the directory is in place.
+The directory appears complete, by one rename, or not at all. Finished layers are kept in a hidden
+folder beside it. The folder's name is a hash of the weights, the text, the scheme, the method and
+jax's version and device. So a killed run continues there to the same bits, and other runs do not
+see it. The folder is removed when the directory is in place.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
-# Formats whose readers expect float16 scales: codes are computed against the rounded ones.
+# Formats whose readers expect float16 scales: codes are computed with scales rounded to float16.
 _FLOAT16_SCALES = ("awq", "gptq")
 
 
@@ -53,10 +56,13 @@ _SAMPLES = 32
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeRequest:
-    """What to make.  text: of the calibration, the packaged one by default, of which ``samples``
-    windows of ``window`` tokens are used, 32 by default; 0 is no calibration and no report of
-    errors, and the default of rounding to nearest unless a text or a report is asked for.
-    report: files that end in .json or .png.  tune: steps of end-to-end tuning, a window each."""
+    """A request for a quantized checkpoint.
+
+    text: calibration text, by default the packaged one. samples: number of windows of ``window``
+    tokens, 32 by default. 0 means no calibration and no report of errors; it is the default of
+    rounding to nearest, unless a text or a report is requested. report: files that end in .json or
+    .png. tune: steps of end-to-end tuning, one window each.
+    """
 
     out: Path
     scheme: str
@@ -98,13 +104,13 @@ class QuantizeRequest:
 
     @property
     def recipe(self) -> Recipe:
-        """The scheme, with the head in floats where the format leaves it so and nobody asks."""
+        """The scheme; the head stays in floats if the format requires it and no rule names it."""
         recipe = parse(self.scheme)
         return recipe.with_rule("head", None) if self.notes else recipe
 
     @property
     def notes(self) -> list[str]:
-        """What is done otherwise than the scheme says."""
+        """Differences between the result and the scheme."""
         names_head = any(pattern == "head" for pattern, _ in parse(self.scheme).rules)
         if self.format != "awq" or names_head:
             return []
@@ -116,9 +122,9 @@ class QuantizeRequest:
 
 
 def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.float32) -> None:
-    """What is wrong with a request for a model of floats of ``dtype``.
+    """Check a request for a model with floats of ``dtype``.
 
-    Raises JaxLlamaError for a window beyond its context, a group that divides no weight, a weight
+    Raises JaxLlamaError for a window beyond the context, a group that divides no weight, a weight
     that the format cannot hold, or a disk without room.
     """
     if request.samples and request.window > cfg.max_position:
@@ -128,7 +134,7 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
     folder = next(path for path in request.out.absolute().parents if path.exists())
     if not os.access(folder, os.W_OK):
         raise JaxLlamaError(f"{request.out}: {folder} is not writable")
-    # Finished layers are on disk beside the checkpoint that is made of them.
+    # Finished layers are on disk beside the checkpoint.
     needed = tree_bytes(made) * (2 if request.samples else 1)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -138,7 +144,7 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
 
 
 def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> dict[str, Any]:
-    """The tree that will be made, of arrays of ones or zeros that take no memory."""
+    """Return the resulting tree with arrays of ones or zeros that take no memory."""
     shapes, recipe = untie(param_shapes(cfg, dtype), request.recipe)
 
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -168,12 +174,11 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> d
 def quantize_checkpoint(
     lm: LanguageModel, request: QuantizeRequest, progress: bool = False
 ) -> dict[str, Any]:
-    """Make ``request.out``; returns what was done: sizes, seconds, peak memory and the errors of
-    every weight.
+    """Make ``request.out``, and return a report: sizes, seconds, peak memory and weights' errors.
 
     Raises JaxLlamaError, with nothing written, for a model that is already quantized or has no
-    tokenizer, a window beyond its context, a text that is too short, a weight whose inputs are not
-    finite, or one that the format cannot hold.
+    tokenizer, a window beyond its context, or a text that is too short. So it does for a weight
+    whose inputs are not finite, or that the format cannot hold.
     """
     begun = time.perf_counter()
     if any(map(is_packed, _leaves(lm.params))):
@@ -260,7 +265,7 @@ def quantize_checkpoint(
 
 
 def _work(lm: LanguageModel, request: QuantizeRequest, *tokens: np.ndarray) -> QuantizeWork:
-    """The folder of finished layers that is this request's and no other's."""
+    """Return the folder of finished layers that belongs to this request only."""
     scales = jnp.dtype(lm.dtype if request.scale_dtype is None else request.scale_dtype).name
     facts = {
         "config": lm.config.to_dict(),
@@ -277,7 +282,7 @@ def _work(lm: LanguageModel, request: QuantizeRequest, *tokens: np.ndarray) -> Q
 
 @contextlib.contextmanager
 def _pointing_to(work: QuantizeWork | None) -> Iterator[None]:
-    """Errors say where the finished layers are."""
+    """Make errors say where the finished layers are."""
     try:
         yield
     except JaxLlamaError as error:
@@ -290,7 +295,7 @@ def _pointing_to(work: QuantizeWork | None) -> Iterator[None]:
 
 
 def _check_scales(params: dict[str, Any]) -> None:
-    """A group of weights that are not all zero must have a scale; float16 can lose a tiny one."""
+    """Raise JaxLlamaError for scales that are not finite; float16 can overflow."""
     flat = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda leaf: isinstance(leaf, QTensor)
     )
@@ -310,7 +315,7 @@ def _leaves(params: Any) -> list[Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people: one line of facts, then the mean errors of every kind of weight."""
+    """Return the report as text: a line of facts, then the mean errors of every kind of weight."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     copy = report["head_copy_bytes"]
     for entry in report["errors"]:

@@ -1,15 +1,14 @@
-"""GPTQ: round one input column after the other, and let the later ones make up for each error.
+"""GPTQ: round one input column after the other, and let the later columns compensate each error.
 
     H = X X^T + damping;   H^-1 = U^T U, U upper triangular
     for each column j:   q_j = round(w_j);   w_i -= (w_j - q_j) U_ji / U_jj   for i > j
 
-Columns go in the order of H's diagonal, largest first (act-order), while every group keeps the grid
-that its columns have in the weight as given ("static groups"): the best of both without a
-permutation that the matmul would have to undo.  The grid may be clipped (``awq.search_clip``),
-which is what GPTQ's code calls "mse".
+Columns are rounded in the order of H's diagonal, largest first (act-order), while every group keeps
+the grid of its columns in the original weight ("static groups"). So the matmul need not undo a
+permutation. The grid may be clipped (``awq.search_clip``), which GPTQ's code calls "mse".
 
-Source: arXiv 2210.17323, algorithm 1, with its blocks of columns; U comes from one Cholesky factor
-of H with rows and columns reversed and one triangular solve, in place of an explicit inverse.
+Source: arXiv 2210.17323, algorithm 1, with its blocks of columns. U comes from one Cholesky factor
+of H with rows and columns reversed and one triangular solve, instead of an explicit inverse.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import Shrink, reciprocal, to_codes
 from pallas_kernels.rounding import grid as make_grid
 
-DAMPING = 0.01  # of the mean of H's diagonal
+DAMPING = 0.01  # share of the mean of H's diagonal
 _BLOCK = 128
-_ROWS = 8192  # that are rounded at a time: a head's would be eight float32 copies of it
+_ROWS = 8192  # rows that are rounded at a time: a whole head would need eight float32 copies
 
 
 def gptq(
@@ -41,11 +40,11 @@ def gptq(
     grid: Grid,
     scale_dtype: DTypeLike = jnp.float32,
 ) -> QTensor:
-    """``weight[N, K]`` as a QTensor whose output error under ``hessian[K, K]`` is small.
+    """Return ``weight[N, K]`` as a QTensor with a small output error under ``hessian[K, K]``.
 
-    grid: (dtype of the codes, columns per scale, zero points); shrink: see ``rounding``.
-    An input that was always zero rounds to nearest.  Where H is too near singular for float32 the
-    damping grows tenfold, twice at most; raises JaxLlamaError if that is not enough.
+    grid: (dtype of the codes, columns per scale, zero points). shrink: see ``rounding``. Columns
+    whose input was always zero are rounded to nearest. If H is too near singular for float32, the
+    damping grows tenfold, at most twice; raises JaxLlamaError if that is not enough.
     """
     n, k = weight.shape
     if hessian.shape != (k, k):
@@ -72,7 +71,7 @@ def gptq(
 
 @jax.jit
 def _factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(the columns' order, U, whether it is finite)."""
+    """Return (the columns' order, U, whether U is finite)."""
     order = jnp.argsort(-jnp.diagonal(hessian), stable=True)
     upper = inverse_factor(hessian, order, damping)
     return order, upper, jnp.all(jnp.isfinite(upper))
@@ -93,7 +92,7 @@ def _rounded(
     n, k = w.shape
     scale, zero = make_grid(w, dtype, group, zeros, shrink, scale_dtype)
 
-    # Everything is held [K, N], so that a column of the weight is a row in memory.
+    # All arrays are [K, N], so that a column of the weight is a row in memory.
     columns_of = order // group
     scales = scale.astype(jnp.float32)[:, columns_of].T
     inverses = reciprocal(scale)[:, columns_of].T
@@ -108,7 +107,7 @@ def _rounded(
         code = to_codes(row * inverses[at] + shift, dtype).astype(jnp.float32)
         error = (row - (code - shift) * scales[at]) / upper[at, at]
         weights = lax.dynamic_slice(upper, (at, begin), (1, block))[0]
-        # U is zero left of its diagonal: columns already rounded do not move.
+        # U is zero left of its diagonal, so columns already rounded do not change.
         rows = rows - weights[:, None] * error[None, :]
         return rows, errors.at[i].set(error), steps_out.at[i].set(code)
 
@@ -120,7 +119,7 @@ def _rounded(
         _, errors, picked = lax.fori_loop(
             0, block, functools.partial(one_column, begin=begin), (rows, blank, blank)
         )
-        # The rest of the matrix hears of the block at once.
+        # The rest of the matrix is updated once for the whole block.
         ahead = lax.dynamic_slice_in_dim(upper, begin, block)
         later = jnp.arange(k)[None, :] >= begin + block
         ahead = jnp.where(later, ahead, 0.0)
@@ -134,10 +133,10 @@ def _rounded(
 
 
 def inverse_factor(hessian: jax.Array, order: jax.Array, damping: jax.Array | float) -> jax.Array:
-    """U, upper triangular, with ``(H + damping mean(diag H) I)^-1 = U^T U`` in the given order.
+    """Return U, upper triangular, with ``(H + damping mean(diag H) I)^-1 = U^T U`` in this order.
 
-    Inputs that were always zero get a diagonal of 1, so that they stand alone.  NaN where the
-    damped H is not positive definite in float32.
+    Inputs that were always zero get a diagonal of 1, so that they are independent. The result is
+    NaN if the damped H is not positive definite in float32.
     """
     diagonal = jnp.diagonal(hessian)
     dead = jnp.where(diagonal > 0, 0.0, 1.0)
@@ -145,6 +144,6 @@ def inverse_factor(hessian: jax.Array, order: jax.Array, damping: jax.Array | fl
     h = hessian + jnp.diag(ridge)
     h = h[order][:, order]
     lower = jnp.linalg.cholesky(h[::-1, ::-1])
-    reversed_upper = lower[::-1, ::-1]  # R, upper, with H = R R^T
+    reversed_upper = lower[::-1, ::-1]  # R, upper triangular, with H = R R^T
     identity = jnp.eye(h.shape[0], dtype=jnp.float32)
     return jax.scipy.linalg.solve_triangular(reversed_upper, identity, lower=False)

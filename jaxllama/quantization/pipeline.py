@@ -2,9 +2,9 @@
 
     calibrate(cfg, params, tokens, recipe, method, ...) -> (params, [one report entry per weight])
 
-For each block, in order: statistics of its weights' inputs behind the blocks that are already
-quantized; scales per channel (AWQ, SmoothQuant), folded into the block; rounding (to nearest, or
-GPTQ's); the error of each weight; on to the next.  Then the head, where it is not the embedding.
+For each block in order: gather statistics of its weights' inputs, with the earlier blocks already
+quantized; choose scales per channel (AWQ, SmoothQuant) and fold them into the block; round (to
+nearest, or by GPTQ); measure the error of each weight. The head follows if it is not the embedding.
 
     rtn          each weight by itself; w4a16's grids weigh columns by their inputs' size
     awq          weight-only schemes: scales, and clipping of int4 groups
@@ -14,10 +14,10 @@ GPTQ's); the error of each weight; on to the next.  Then the head, where it is n
 
 AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``).
 
-Where a method has nothing to say to a weight's scheme (a mixed recipe), that weight is rounded to
-nearest.  So are experts under each method, on grids weighed by the inputs that each expert has
-seen; a warning counts the experts that saw too few.  With ``work`` every finished layer is stored
-and not done again.
+If a method does not apply to a weight's scheme (a mixed recipe), that weight is rounded to nearest.
+Experts are rounded to nearest under each method, on grids weighted by the inputs of each expert. A
+warning counts the experts with too few inputs. With ``work`` every finished layer is stored and not
+computed again.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from jaxllama.quantization.work import QuantizeWork
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
-_RANDOM_TOKENS = 128  # a row
-_FEW = 16  # tokens that an expert's statistics need
+_RANDOM_TOKENS = 128  # tokens of a row
+_FEW = 16  # number of tokens that an expert's statistics need
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 
 
 def check_method(recipe: Recipe, method: str) -> None:
-    """Raises JaxLlamaError for a method that is none, or has nothing to do under the recipe."""
+    """Raise JaxLlamaError for an unknown method, or one that the recipe gives nothing to do."""
     if method not in METHODS:
         raise JaxLlamaError(f"method {method!r} is not one of {', '.join(METHODS)}")
     if not recipe.schemes:
@@ -68,10 +68,10 @@ def check_method(recipe: Recipe, method: str) -> None:
 
 
 def _searches(scheme: Scheme, method: str) -> bool:
-    """Whether the method searches scales for a weight of this scheme."""
+    """Return whether the method searches scales for a weight of this scheme."""
     if method == "awq":
         return scheme.activations is None or scheme.weights == "int4"
-    if method == "gptq":  # measured there alone
+    if method == "gptq":  # measured for this scheme only
         return scheme.weights == scheme.activations == "int8"
     return method == "smoothquant" and scheme.activations is not None
 
@@ -88,12 +88,39 @@ def calibrate(
     work: QuantizeWork | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The quantized parameters and ``report.weight_errors`` of every quantized weight.
+    """Quantize a model.
 
-    tokens: int32 ``[n, T]``, ``calibration.windows``.  scale_dtype: see ``Scheme.scale_dtype``.
-    measure: whether there are report entries.  progress is told of weight bytes that are done.
-    Raises JaxLlamaError for a model that is already quantized, a method that does not fit, or
-    naming the weight whose inputs are not finite.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        Config of the model.
+    params : dict
+        Parameter tree in floats.
+    tokens : int32[n, T]
+        Calibration windows (``calibration.windows``).
+    recipe : Recipe
+        Schemes of the weights.
+    method : str
+        One of ``METHODS``.
+    scale_dtype : data-type or None
+        See ``Scheme.scale_dtype``.
+    measure : bool
+        Whether to make report entries.
+    work : QuantizeWork or None
+        Storage of finished layers.
+    progress : callable
+        Called with the bytes of further finished weights.
+
+    Returns
+    -------
+    (dict, list of dict)
+        The quantized parameters, and ``report.weight_errors`` of every quantized weight.
+
+    Raises
+    ------
+    JaxLlamaError
+        For a model that is already quantized, a method that does not fit, or naming the weight
+        whose inputs are not finite.
     """
     check_method(recipe, method)
     is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
@@ -146,9 +173,12 @@ def round_model(
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Rounding to nearest without a text: which inputs of a weight are large, and that a few are
-    larger than all others together (massive activations, arXiv 2402.17762), shows on random tokens
-    too (SmolLM2-135M, w4a16: KL 0.21; 0.30 where grids know nothing of the inputs)."""
+    """Round a model to nearest without a text, with grids fitted to the inputs of random tokens.
+
+    Random tokens show too which inputs of a weight are large, and that a few exceed all others
+    together (massive activations, arXiv 2402.17762). SmolLM2-135M in w4a16 has a KL of 0.21, and
+    0.30 with grids that ignore the inputs.
+    """
     length = min(_RANDOM_TOKENS, cfg.max_position)
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(4, length), dtype=np.int32)
     total = sum(
@@ -178,7 +208,7 @@ def _stored_hidden(work: QuantizeWork | None, name: str) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What is the same for every layer."""
+    """The settings that all layers share."""
 
     recipe: Recipe
     method: str
@@ -194,7 +224,7 @@ class _Run:
         h: list[jax.Array],
         following: Layer | None = None,
     ) -> tuple[Layer, list[dict[str, Any]]]:
-        """(the layer quantized, its report entries)."""
+        """Return (the quantized layer, its report entries)."""
         hessian = self.method in ("awq", "gptq")
         stats = observe(cfg, kind, layer, h, hessian=hessian, following=following)
         n_tokens = sum(batch.shape[0] * batch.shape[1] for batch in h)
@@ -235,7 +265,7 @@ class _Run:
     def _scales(
         self, site: Site, layer: Layer, prefix: str, seen: InputStats, n_tokens: int
     ) -> jax.Array | None:
-        """The method's scale of each of the source's channels; None for no scaling."""
+        """Return the method's scale of each of the source's channels; None for no scaling."""
         chosen = []
         for reader in site.readers:
             scheme = self.recipe.of(_join(prefix, reader))
@@ -272,7 +302,7 @@ class _Run:
         return s
 
     def _round(self, weight: jax.Array, scheme: Scheme, seen: InputStats, name: str) -> QTensor:
-        """The folded weight as a QTensor; ``seen`` is of the folded inputs."""
+        """Return the folded weight as a QTensor. seen: statistics of the folded inputs."""
         if weight.ndim == 3:
             return round_weight(weight, scheme, name, self.scale_dtype, _of_experts(seen))
         searched = self.method == "gptq" or (self.method == "awq" and _searches(scheme, "awq"))
@@ -298,8 +328,11 @@ class _Run:
 
 
 def _of_experts(seen: InputStats) -> jax.Array:
-    """The importance ``[E, K]`` of experts' columns: the mean square of what each expert has read,
-    with ``_FEW`` rows of all experts' mean beside its own."""
+    """Return the importance ``[E, K]`` of experts' columns.
+
+    It is the mean square of each expert's inputs, with ``_FEW`` additional rows of the mean over
+    all experts.
+    """
     assert seen.experts is not None
     sums, rows = seen.experts
     mean = jnp.mean(jnp.square(seen.sample), axis=0)
@@ -324,7 +357,7 @@ def _grid(weight: jax.Array, scheme: Scheme, name: str) -> Grid:
 def _row_scales(
     cfg: ModelConfig, kind: str, path: str, n_rows: int, scales: dict[str, jax.Array]
 ) -> jax.Array:
-    """What folding divided each row of a weight by."""
+    """Return the divisor of each row of a weight from folding."""
     for site in sites(cfg, kind):
         if site.source == path and site.rows is not None and site.name in scales:
             return row_factor(site, n_rows, scales[site.name])

@@ -1,4 +1,4 @@
-"""quantize_params: a parameter tree rounded to nearest, as a recipe says."""
+"""quantize_params: round a parameter tree to nearest, by a recipe."""
 
 from __future__ import annotations
 
@@ -23,16 +23,36 @@ def quantize_params(
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The tree, rounded to QTensors as the recipe says; weights already quantized stay.
+    """Return the tree with its weights rounded to QTensors; weights already quantized stay.
 
-    A tied head comes out as ``params["head"]`` beside the embedding (see ``scheme``); the
-    model uses it wherever it is there.  On a CPU a LanguageModel lays the tree out for the CPU's
-    handlers; the pure functions take it as it is, in XLA's exact and slower form, or after
-    ``pallas_kernels.cpu.prepare_tree``.  cfg: the model's; with it w4a16's grids are fitted to the
-    inputs that random tokens bring each weight, as ``load`` does, for a third less KL.
-    scale_dtype: see ``Scheme.scale_dtype``.  progress: a bar on stderr.  Raises JaxLlamaError for
-    text that is no recipe, a scheme that needs calibration, or naming a weight that no group size
-    divides.
+    A tied head becomes ``params["head"]`` beside the embedding (see ``scheme``), and the model uses
+    it if it exists. On a CPU a LanguageModel converts the tree to the layout of the CPU's handlers.
+    The pure functions take the tree unchanged, in XLA's exact and slower form, or after
+    ``pallas_kernels.cpu.prepare_tree``.
+
+    Parameters
+    ----------
+    params : mapping
+        Parameter tree of arrays ``[out, in]``.
+    scheme : str or Recipe
+        Recipe of ``quantization.scheme``, such as "w4a16,down=w8a16".
+    cfg : ModelConfig or None
+        The model's config. With it w4a16's grids are fitted to each weight's inputs for random
+        tokens, as in ``load``, which lowers the KL by a third.
+    scale_dtype : data-type or None
+        See ``Scheme.scale_dtype``.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    JaxLlamaError
+        For text that is no recipe, a scheme that needs calibration, or naming a weight that no
+        group size divides.
     """
     flax_state.register()
     recipe = parse(scheme) if isinstance(scheme, str) else scheme

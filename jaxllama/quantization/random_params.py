@@ -1,15 +1,15 @@
-"""random_params: weights of a model's shape, made on the devices that hold them, one at a time.
+"""random_params: random weights of a model's shape, drawn one at a time on their devices.
 
     random_params(cfg, key, dtype, scheme) -> params
 
-The values are ``init_params``'s in kind (normal, 0.02; norms 1; biases 0).  With a scheme the tree
-is that of ``quantize_params``, but no floats are drawn for it: codes are, uniform over their range
-(float8: normal), under one constant scale that gives the same deviation, so that a model whose
-floats fit nowhere can still be measured: a 70B shape in w4a16 on one GPU.  Weights of one shape
-share one program.  On a mesh every device draws a weight and keeps its part of it, all at the same
-time: the model is that of one device, cut.
+The values are distributed as in ``init_params`` (normal, 0.02; norms 1; biases 0). With a scheme
+the tree has the form of ``quantize_params``, but no floats are drawn for it. Codes are drawn
+uniformly over their range (float8: normal), with one constant scale that gives the same deviation.
+So a model whose floats fit nowhere can be measured, such as a 70B shape in w4a16 on one GPU.
+Weights of one shape share one program. On a mesh every device draws the whole weight and keeps its
+part, so the model equals the model of one device, split.
 
-Left out: any claim about what such a model says.
+Such a model's text has no meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 # Standard deviations of random codes.
-_MULTIPLE = 12  # of scales in two levels
+_MULTIPLE = 12  # multiple in the scales of two levels
 _DEVIATIONS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0}
 
 
@@ -51,9 +51,31 @@ def random_params(
     mesh: Mesh | None = None,
     progress: bool = False,
 ) -> Params:
-    """See the module docstring.  ``place(path, leaf)`` gives what goes into the tree.  progress: a
-    bar on stderr.  Raises JaxLlamaError for an unknown scheme, or naming a weight that no group
-    size divides, or what the mesh does not divide."""
+    """Return random parameters; see the module docstring.
+
+    Parameters
+    ----------
+    cfg : ModelConfig
+        Config of the model.
+    key : jax.Array
+        Random key.
+    dtype : data-type
+        Dtype of the floats.
+    scheme : str or None
+        Recipe of the quantized weights.
+    place : callable or None
+        ``place(path, leaf)`` returns the tree's value of a parameter.
+    mesh : Mesh or None
+        Devices that share the parameters.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Raises
+    ------
+    JaxLlamaError
+        For an unknown scheme, or naming a weight that no group size divides or a size that the mesh
+        does not divide.
+    """
     if mesh is not None:
         check_shards(cfg, mesh.shape[MODEL_AXIS])
     shapes = param_shapes(cfg, dtype)
@@ -61,7 +83,7 @@ def random_params(
         shapes = jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)
     flat = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, QTensor))
     leaves = {tuple(entry.key for entry in path): leaf for path, leaf in flat}
-    # The table's order is the seed's; what a scheme adds comes behind it.
+    # The table's order fixes the random numbers; leaves that a scheme adds follow.
     table = param_table(cfg)
     order = [path for path in table if path in leaves]
     order += [path for path in leaves if path not in set(order)]
@@ -69,7 +91,7 @@ def random_params(
     params: Params = {}
     with working("drawing weights", tree_bytes(shapes), progress) as bar:
         for index, path in enumerate(order):
-            spec = table.get(path, table["embed", "weight"])  # a head of a tied model's own
+            spec = table.get(path, table["embed", "weight"])  # the head's own copy in a tied model
             where = () if mesh is None else (cfg, mesh, _alike(cfg, path))
             value = _draw(seed, np.uint32(index), kind, leaves[path], spec.mean, spec.std, *where)
             _put(params, path, value if place is None else place(path, value))
@@ -79,7 +101,7 @@ def random_params(
 
 
 def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
-    """The parameter tree with a ``jax.ShapeDtypeStruct`` for every leaf."""
+    """Return the parameter tree with a ``jax.ShapeDtypeStruct`` for every leaf."""
     shapes: Params = {}
     for path, spec in param_table(cfg).items():
         _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)))
@@ -87,7 +109,7 @@ def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
 
 
 def _alike(cfg: ModelConfig, path: Path) -> Path:
-    """The path in the first layer of the same kind, so that such layers share a program."""
+    """Return the path in the first layer of the same kind, so that such layers share a program."""
     if not path[0].startswith("layer_"):
         return path
     kind = cfg.layer_types[int(path[0].removeprefix("layer_"))]
@@ -112,7 +134,7 @@ def _draw(
     mesh: Mesh | None = None,
     path: Path = (),
 ) -> Any:
-    """A leaf like ``like``, a shape or a QTensor of shapes; on a mesh the one at ``path``."""
+    """Return a leaf like ``like``, a shape or a QTensor of shapes; on a mesh that at ``path``."""
 
     def make(seed: jax.Array, index: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=kind), index)

@@ -1,12 +1,13 @@
-"""How far each quantized weight is from its floats: numbers, and a picture.
+"""The distance of each quantized weight from its floats: numbers, and a picture.
 
     weight_errors(weight, quantized, stats, s, rows) -> {"weight_error", "output_error", "cosine"}
-    picture(entries, path)
+    picture(entries, path, title)
 
-weight_error is ``||W' - W|| / ||W||``; output_error ``||y' - y|| / ||y||`` and cosine the angle
-between y = x W^T and what the quantized weight makes of the same calibration inputs x, with the
-inputs quantized where its scheme says so; tokens weigh as in ``calibration``.  Folded scales are
-undone on both sides, so that methods can be compared.  The picture needs matplotlib.
+weight_error is ``||W' - W|| / ||W||``. Let y = x W^T for calibration inputs x, and y' the output of
+the quantized weight, with quantized inputs if its scheme has them. output_error is ``||y' - y|| /
+||y||``, and cosine is the cosine of the angle between y and y'. Tokens have the weights of
+``calibration``. Folded scales are undone on both sides, so that methods can be compared. The
+picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from pallas_kernels.qtensor import QTensor, dequantize
 def weight_errors(
     weight: jax.Array, quantized: QTensor, stats: InputStats, s: jax.Array, rows: jax.Array
 ) -> dict[str, float]:
-    """See the module docstring; s ``[K]`` divided the inputs and rows ``[N]`` the outputs."""
+    """Return the errors of a weight; see the module docstring.
+
+    s ``[K]``: divisors of the inputs. rows ``[N]``: divisors of the outputs.
+    """
     seen = (stats.sample, jnp.sqrt(stats.weight))
     if weight.ndim == 3:
         values = jax.device_get(_errors_of_experts(weight, quantized, seen))
@@ -61,7 +65,7 @@ def _errors(
 def _errors_of_experts(
     weight: jax.Array, quantized: QTensor, seen: tuple[jax.Array, jax.Array]
 ) -> dict[str, jax.Array]:
-    """The means over experts, each of which multiplies the whole sample."""
+    """Return the mean errors over experts, each of which multiplies the whole sample."""
     one = jnp.ones((), jnp.float32)
 
     def of(index: jax.Array) -> dict[str, jax.Array]:
@@ -77,9 +81,9 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 def picture(entries: list[dict[str, Any]], path: str | Path, title: str) -> None:
-    """A PNG of weight and output errors along the layers, one line per kind of weight.
+    """Write a PNG of weight and output errors along the layers, one line for each kind of weight.
 
-    Raises JaxLlamaError where matplotlib is not installed.
+    Raises JaxLlamaError if matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -117,7 +121,7 @@ def _layer(name: str) -> int:
 
 
 def write(report: dict[str, Any], path: str | Path) -> None:
-    """The report of ``quantize_checkpoint`` as JSON, or as a picture, by the file's ending."""
+    """Write the report of ``quantize_checkpoint`` as JSON or as a picture, by the file's suffix."""
     path = Path(path)
     if path.suffix == ".png":
         title = f"{report['method']} {report['scheme']}"

@@ -1,9 +1,9 @@
-"""Rounding to nearest: a weight's codes, the floats they leave, and the grid with the least error.
+"""Rounding to nearest: a weight's codes, the resulting floats, and the grid with the least error.
 
-``search_grid`` tries a lattice of shares for the two ends of every group's range, gives each pair's
-codes the scale that fits them best, and keeps the one whose squared error is least, each column
-weighed by its ``importance``: the mean square of the input that it meets, or where that is not
-known of the weights themselves, so that large ones are not clipped away.  Sources: AWQ's clipping
+``search_grid`` tries a lattice of shares for the two ends of every group's range. It gives the
+codes of each pair the scale that fits them best, and keeps the pair with the least squared error.
+Each column is weighted by its ``importance``, the mean square of its input. Without an importance,
+the weights' own squares are used, so that large weights are not clipped. Sources: AWQ's clipping
 (arXiv 2306.00978), with H's diagonal for H; llama.cpp's make_qkx2_quants.
 """
 
@@ -20,9 +20,9 @@ from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rounding import CODES, Shrink, codes, kept, reciprocal
 from pallas_kernels.rounding import grid as make_grid
 
-# (dtype of the codes, columns per scale, zero points) of a weight.
+# A weight's (dtype of the codes, columns per scale, whether it has zero points).
 Grid = tuple[str, int, bool]
-# Of one end's range.  More than all of it moves the grid within its step.
+# Shares of one end's range. A share above 1 moves the grid within its step.
 SHARES = tuple(1.06 - 0.03 * step for step in range(9))
 
 
@@ -34,14 +34,14 @@ def rounded(
     shrink: Shrink = 1.0,
     scale_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """The floats that ``w`` becomes, in float32."""
+    """Return ``w`` after rounding, as float32."""
     scale, zero = make_grid(w, dtype, group_size, zeros, shrink, scale_dtype)
     return dequantize(QTensor(codes(w, scale, zero, dtype), scale, zero))
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
 def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) -> QTensor:
-    """``weight[..., K]`` rounded to nearest on its grid, which covers ``shrink`` of each range."""
+    """Round ``weight[..., K]`` to nearest on its grid, which covers ``shrink`` of each range."""
     dtype, group, zeros = grid
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
     return QTensor.on_grid(codes(weight, scale, zero, dtype), scale, zero, scale_dtype)
@@ -51,8 +51,11 @@ def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) 
 def fitted(
     weight: jax.Array, importance: jax.Array | None, *, grid: Grid, scale_dtype: str
 ) -> QTensor:
-    """``weight[N, K]`` rounded to nearest on the best grid with zero points; importance ``[K]``.
-    Experts ``[E, N, K]`` are done one after the other, with an importance ``[K]`` or ``[E, K]``."""
+    """Round ``weight[N, K]`` to nearest on the best grid with zero points.
+
+    importance: ``[K]``. Experts ``[E, N, K]`` are rounded one after the other, with an importance
+    ``[K]`` or ``[E, K]``.
+    """
     if weight.ndim == 3:
         shared = importance is None or importance.ndim == 1
         own = () if shared else (importance,)
@@ -71,9 +74,10 @@ def fitted(
 def search_grid(
     weight: jax.Array, importance: jax.Array | None, *, grid: Grid
 ) -> tuple[jax.Array, jax.Array]:
-    """(scale, zero), each ``[N, K / group]``.
+    """Return the best (scale, zero), each ``[N, K / group]``.
 
-    All pairs are one loop, so memory is that of one: at most four float32 copies of the weight.
+    All pairs are tried in one loop, which needs the memory of one: at most four float32 copies of
+    the weight.
     """
     dtype, group, zeros = grid
     assert zeros
@@ -90,7 +94,8 @@ def search_grid(
         shift = zero.astype(jnp.float32)[..., None]
         steps = jnp.round(x * reciprocal(scale)[..., None] + shift)
         steps = jnp.clip(steps, lowest, highest) - shift
-        # Least squares: the scale s of these steps, and what |x - s steps|^2 is below |x|^2.
+        # Least squares: the best scale s of these steps, and how much |x - s steps|^2 is below
+        # |x|^2.
         along, size = jnp.sum(cost * steps * x, axis=-1), jnp.sum(cost * steps * steps, axis=-1)
         scale = along * reciprocal(size)
         found = (along * scale, scale, zero)

@@ -1,13 +1,13 @@
-"""Scales that fit once the codes are chosen: least squares of a weight's output error.
+"""Scales that fit the chosen codes: least squares of a weight's output error.
 
     v_g = group g's codes less their zero points, 0 elsewhere
     A_gf = v_g H v_f^T,   b_g = v_g H w^T,   H = X X^T + damping,   s = A^-1 b       for each row w
 
-A grid is laid out before its weights are rounded; the codes that they then get are a given
-direction for each group, and how far to go along it is a linear problem in as few unknowns as the
-row has groups.  AWQ gains most, since its rounding looks at each weight alone.  It is one step of
-Lloyd's alternation (1982) of codes and grid, under H.  Left out: zero points, which are integers,
-and more rounds.
+A grid is chosen before its weights are rounded. The resulting codes are a fixed direction for each
+group. The best length along each direction is a linear problem with one unknown for each group of a
+row. AWQ gains most, since its rounding considers each weight alone. This is one step of Lloyd's
+alternation (1982) between codes and grid, under H. Left out: zero points, which are integers, and
+further rounds.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from jax import lax
 from jaxllama.quantization.gptq import DAMPING
 from pallas_kernels.qtensor import QTensor
 
-_FLOATS = 1 << 23  # of [rows, groups, K] that are held at a time
+_FLOATS = 1 << 23  # number of floats ``[rows, groups, K]`` in memory at a time
 _RIDGE = 1e-6
-_FURTHEST = 0.5  # a scale moves by at most this share of itself, or stays
+_FURTHEST = 0.5  # a scale changes by at most this share of itself, or stays
 
 
 @jax.jit
 def fit_scales(weight: jax.Array, quantized: QTensor, hessian: jax.Array) -> QTensor:
-    """``quantized``, of ``weight[N, K]``, with the scales of least error under ``hessian[K, K]``.
+    """Return ``quantized``, of ``weight[N, K]``, with the scales of least error under ``hessian``.
 
-    A row whose system cannot be solved keeps what it has, and so does a scale that would leave its
-    neighbourhood (a group whose inputs hardly occur).  One cast to the scales' dtype.
+    hessian is ``[K, K]``. A row whose system cannot be solved keeps its scales. A scale that would
+    change too much stays too (a group whose inputs hardly occur). There is one cast to the scales'
+    dtype.
     """
     n, k = weight.shape
     old = quantized.scale.astype(jnp.float32)
@@ -60,10 +61,10 @@ def fit_scales(weight: jax.Array, quantized: QTensor, hessian: jax.Array) -> QTe
 
 
 def _solve(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a^-1 b by elimination without pivots, for a small positive definite ``a``.
+    """Return a^-1 b by elimination without pivots, for a small positive definite ``a``.
 
-    Not ``jnp.linalg.solve``: two batched LU decompositions at once wait for each other in jaxlib's
-    CPU thread pool (seen with 0.10.2).
+    ``jnp.linalg.solve`` is not used: two batched LU decompositions at once wait for each other in
+    jaxlib's CPU thread pool (seen with 0.10.2).
     """
 
     def eliminate(i: jax.Array, rows: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Schemes: what each weight of a model becomes, in one line of text; and round-to-nearest.
+"""Schemes: how each weight of a model is quantized, in one line of text; and round-to-nearest.
 
     parse("w4a16,down=w8a16,layer_0/*=none") -> Recipe     quantize_params(params, recipe) -> params
 
-A scheme names the weights' and the activations' width.  Weight-only schemes keep activations in
-float; the others also quantize them, inside the matmul's input.
+A scheme names the widths of weights and activations. Weight-only schemes keep activations in
+floats. The others also quantize activations, inside the matmul's input.
 
     w8a16       int8 weights, one scale per output channel
     w4a16       int4 weights, one scale and one zero point per group of 128 inputs (the widest of
@@ -16,18 +16,19 @@ float; the others also quantize them, inside the matmul's input.
     w4a8-fp8    w4a16's weights, activations float8_e4m3fn with one scale per token
     none        floats
 
-``-gN`` after w8a16 or a scheme of 4 bits fixes its group (``w4a16-g32``, ``w8a16-g128``); ``-zero``
-gives its groups zero points, as those of 4 bits have anyway, and ``-sym`` none (``w4a16-sym``: the
-grid reaches the group's largest magnitude).
+``-gN`` after w8a16 or a scheme of 4 bits fixes its group (``w4a16-g32``, ``w8a16-g128``). ``-zero``
+gives the groups of w8a16 zero points; 4-bit schemes have them by default. ``-sym`` removes zero
+points (``w4a16-sym``): the grid then reaches the group's largest magnitude.
 
-A recipe is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that
-matches counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with
-``/``, the whole path (``layer_*/mlp/down``); ``*`` and ``?`` are wildcards.  The matmuls of the
-layers and an untied head follow the recipe; an embedding only where it is named (``embed=w8a16``).
-A tied model's head, which is the embedding, becomes a copy of its own beside it: as ``head=SCHEME``
-says, and in w8a16 where the recipe's own scheme is weight-only; ``head=none`` makes no copy, and an
-embedding that is quantized itself needs none.  Norms, biases and the small gate projections of GLA
-stay as they are.  What rounding costs is measured, not assumed: see the README's table.
+A recipe is a scheme and, after commas, exceptions ``PATTERN=SCHEME``; the last matching one counts.
+A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with ``/``, the whole
+path (``layer_*/mlp/down``). ``*`` and ``?`` are wildcards.
+
+The recipe applies to the matmuls of the layers and to an untied head, and to an embedding only if
+it is named (``embed=w8a16``). A tied model's head, which is the embedding, gets a quantized copy of
+its own. Its scheme comes from ``head=SCHEME``, or w8a16 if the recipe's default is weight-only.
+``head=none`` makes no copy, and a quantized embedding needs none. Norms, biases and the small gate
+projections of GLA stay unchanged. The README's table has the measured costs of rounding.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ _GROUPS = (128, 64, 32)
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What one weight becomes.
+    """How one weight is quantized.
 
-    weights: dtype of the codes.  group_size: columns per scale; None is a whole row, 0 the widest
-    of 128, 64, 32 that divides.  zeros: integer zero points beside the scales.  activations: dtype
-    of the other operand, or None for floats; static: with one calibrated scale instead of one per
-    token.
+    weights: dtype of the codes. group_size: columns per scale; None is a whole row, 0 the widest of
+    128, 64, 32 that divides. zeros: whether there are integer zero points beside the scales.
+    activations: dtype of the other operand, or None for floats. static: whether activations have
+    one calibrated scale instead of one per token.
     """
 
     weights: str
@@ -73,7 +74,7 @@ class Scheme:
     static: bool = False
 
     def group_of(self, width: int, name: str) -> int:
-        """Columns per scale of a weight with ``width`` inputs; JaxLlamaError if none divides."""
+        """Return the columns per scale for ``width`` inputs; JaxLlamaError if none divides."""
         if self.group_size is None:
             return width
         if self.group_size:
@@ -94,12 +95,15 @@ class Scheme:
 
     @property
     def two_levels(self) -> bool:
-        """Whether groups' scales are int8 multiples of one a row (``QTensor.unit``)."""
+        """Whether groups' scales are int8 multiples of one number a row (``QTensor.unit``)."""
         return (self.weights, self.activations) == ("int4", "int8")
 
     def scale_dtype(self, weight: jax.Array, chosen: DTypeLike | None = None) -> str:
-        """Of the scales of ``weight``: float32 for whole rows, the weight's for groups, unless
-        another is ``chosen``; int8 in two levels."""
+        """Return the dtype of the scales of ``weight``.
+
+        It is float32 for whole rows and the weight's dtype for groups, unless another is
+        ``chosen``. In two levels it is int8.
+        """
         if self.two_levels:
             return "int8"
         default = jnp.float32 if self.group_size is None else weight.dtype
@@ -126,7 +130,7 @@ class Recipe:
     rules: tuple[tuple[str, Scheme | None], ...] = ()
 
     def of(self, path: str) -> Scheme | None:
-        """The scheme of the weight of ``layer_0/mlp/down``; None stays in floats."""
+        """Return the scheme of the weight at a path (``layer_0/mlp/down``); None keeps floats."""
         names = path.split("/")
         scheme = self.default if names[-1] in MATMULS else None
         if names[-1] not in MATMULS and names != ["embed"]:
@@ -134,7 +138,7 @@ class Recipe:
         return self._named(path, scheme)
 
     def _named(self, path: str, scheme: Scheme | None) -> Scheme | None:
-        """What the exceptions say of a path, ``scheme`` if nothing."""
+        """Return the scheme of the exceptions for a path, or ``scheme`` if none matches."""
         for pattern, other in self.rules:
             names = [path] if "/" in pattern else path.split("/")
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -143,14 +147,14 @@ class Recipe:
 
     @property
     def tied_head(self) -> Scheme | None:
-        """The scheme of a tied head's own copy; None where the embedding stays the head."""
+        """The scheme of a tied head's own copy; None if the embedding stays the head."""
         embed, default = self.of("embed"), self.default
         is_weight_only = default is not None and default.activations is None
         head = self._named("head", embed or (Scheme("int8") if is_weight_only else None))
         return None if head == embed else head
 
     def with_rule(self, pattern: str, scheme: Scheme | None) -> Recipe:
-        """The recipe with one more exception."""
+        """Return the recipe with one more exception."""
         return dataclasses.replace(self, rules=(*self.rules, (pattern, scheme)))
 
     @property
@@ -160,7 +164,7 @@ class Recipe:
         return tuple(dict.fromkeys(scheme for scheme in every if scheme is not None))
 
     def check_rounding(self) -> None:
-        """Raises JaxLlamaError for what rounding to nearest cannot make."""
+        """Raise JaxLlamaError for a scheme that rounding to nearest cannot make."""
         if any(one.static for one in self.schemes):
             raise JaxLlamaError(
                 f"scheme {self.text!r}: fp8-static needs calibrated activation scales: make a "
@@ -170,8 +174,10 @@ class Recipe:
 
 @functools.cache
 def parse(text: str) -> Recipe:
-    """A recipe from its text; see the module docstring.  Raises JaxLlamaError naming the part that
-    is wrong and what is allowed."""
+    """Return the recipe of a text; see the module docstring.
+
+    Raises JaxLlamaError naming the wrong part and the allowed values.
+    """
     first, *rest = text.split(",")
     if "=" in first:
         raise JaxLlamaError(f"scheme {text!r}: begins with a scheme, then PATTERN=SCHEME")
@@ -186,7 +192,7 @@ def parse(text: str) -> Recipe:
 
 
 def _check_pattern(text: str, pattern: str) -> None:
-    """A plain name that no weight has is a slip of the pen."""
+    """Raise JaxLlamaError for a plain name that no weight has, which is probably a typing error."""
     free = "/" in pattern or any(sign in pattern for sign in "*?[")
     if not free and pattern not in _NAMES and not re.fullmatch(r"layer_\d+", pattern):
         known = ", ".join(sorted(_NAMES))
@@ -223,8 +229,10 @@ def _scheme(text: str) -> Scheme | None:
 
 
 def untie(params: Mapping[str, Any], recipe: Recipe) -> tuple[dict[str, Any], Recipe]:
-    """(params, recipe) of a model whose tied head the recipe quantizes: there the head has an entry
-    of its own, the embedding's floats, and from here on nothing is special about it."""
+    """Return (params, recipe) with a head of its own if the recipe quantizes a tied head.
+
+    The new head holds the embedding's floats, so the rest of the code needs no special case.
+    """
     if "embed" not in params or "head" in params or recipe.tied_head is None:
         return dict(params), recipe
     if is_packed(params["embed"]["weight"]):
@@ -239,7 +247,7 @@ def is_packed(leaf: Any) -> bool:
 def quantize_leaf(
     path: Sequence[str], leaf: Any, recipe: Recipe, scale_dtype: DTypeLike | None = None
 ) -> Any:
-    """One parameter of ``quantize_params``, by its path."""
+    """Return one parameter of ``quantize_params``, by its path."""
     recipe.check_rounding()
     name = "/".join(path[:-1])
     chosen = recipe.of(name) if path[-1] == "weight" else None
@@ -249,7 +257,7 @@ def quantize_leaf(
 
 
 def check_experts(weight: Any, scheme: Scheme, name: str) -> None:
-    """Raises JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
+    """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
     if weight.ndim == 3 and scheme.activations is not None:
         raise JaxLlamaError(
             f"{name}: experts read activations in floats: add experts_*=w8a16 to the scheme"
@@ -263,9 +271,11 @@ def round_weight(
     scale_dtype: DTypeLike | None = None,
     importance: jax.Array | None = None,
 ) -> QTensor:
-    """``weight[out, in]`` or ``[E, out, in]`` rounded to nearest; ``name`` is for the error,
-    scale_dtype as in ``Scheme.scale_dtype``, importance ``[in]`` or ``[E, in]`` as in
-    ``rounding``.  Raises JaxLlamaError for experts with quantized activations."""
+    """Round ``weight[out, in]`` or ``[E, out, in]`` to nearest.
+
+    name: for errors. scale_dtype: as in ``Scheme.scale_dtype``. importance: ``[in]`` or ``[E,
+    in]``, as in ``rounding``. Raises JaxLlamaError for experts with quantized activations.
+    """
     check_experts(weight, scheme, name)
     grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)
     scale_dtype = scheme.scale_dtype(weight, scale_dtype)

@@ -1,10 +1,10 @@
-"""Sites: where one activation feeds weights of a block, and what can absorb a scale per channel.
+"""Sites: activations that feed weights of a block, and the parameters that can absorb a scale.
 
     sites(cfg, kind) -> (Site, ...)
     fold(cfg, kind, layer, {site: s}) -> layer      the same function of x, for any s > 0
 
-AWQ and SmoothQuant multiply input channel j of a weight by s_j and divide the activation by it.
-The division costs nothing where whatever makes the activation can take it:
+AWQ and SmoothQuant multiply input channel j of a weight by s_j and divide the activation by it. The
+division costs nothing if the parameters that make the activation can absorb it:
 
     mixer_norm -> qkv, or GLA's q, k, v, g, gk or gk_0,  the norm's weight / s
                   or the delta rule's qkvz, ba, f_0, g_0
@@ -16,11 +16,11 @@ The division costs nothing where whatever makes the activation can take it:
 
 No scale is folded before experts, whose router reads the same norm, nor between their products.
 
-With GQA each v channel is read by the G query heads of its group, and GLA's g_norm is shared by all
-heads, so those input channels of o share one s ("tied": ``Site.channel`` says which).  AWQ's code
-leaves o alone under GQA; tying keeps part of the gain.  Source: AWQ (arXiv 2306.00978), section
-3.2; SmoothQuant (2211.10438), section 4.  A GLA value that went through a short convolution's SiLU
-is no obstacle, since o reads it behind g_norm.
+With GQA the G query heads of a group read each v channel, and all heads share GLA's g_norm. So
+those input channels of o share one s ("tied": ``Site.channel`` has the shared channel). AWQ's code
+does not scale o under GQA; tying keeps part of the gain. A GLA value that passed a short
+convolution's SiLU is no obstacle, since o reads it after g_norm. Source: AWQ (arXiv 2306.00978),
+section 3.2; SmoothQuant (2211.10438), section 4.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ Layer = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """readers: the Linears that take the activation, as paths; only ``quantized`` ones of them are
-    ever rounded.  source: what makes it, "" where nothing can absorb a scale (no norm stands before
-    them); rows: the slice of the source's rows that does, None for a norm's weight.  channel
-    ``[K]``: the source's channel behind each input channel."""
+    """An activation and the weights that read it.
+
+    readers: paths of the Linears that read the activation; only quantized ones are rounded. source:
+    path of the parameters that make it, "" if none can absorb a scale (no norm precedes the
+    readers). rows: the slice of the source's rows, None for a norm's weight. channel ``[K]``: the
+    source's channel of each input channel.
+    """
 
     name: str
     readers: tuple[str, ...]
@@ -55,20 +58,20 @@ class Site:
 
     @property
     def n_channels(self) -> int:
-        """Scales that can be chosen freely."""
+        """Number of independent scales."""
         return int(self.channel.max()) + 1
 
     def tie(self, x: jax.Array) -> jax.Array:
-        """The largest of ``x[K]`` among the input channels that share a scale."""
+        """Return the largest of ``x[K]`` among the input channels that share a scale."""
         return jax.ops.segment_max(x, jnp.asarray(self.channel), self.n_channels)
 
     def of_inputs(self, s: jax.Array) -> jax.Array:
-        """Scales of the source's channels as scales of the input channels ``[K]``."""
+        """Return scales of the source's channels as scales of the input channels ``[K]``."""
         return s[self.channel]
 
 
 def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
-    """The sites of a block of ``kind`` (one of ``MIXERS``), or of the "head"."""
+    """Return the sites of a block of ``kind`` (one of ``MIXERS``), or of the "head"."""
     model = np.arange(cfg.d_model)
     if kind == "head":
         return (Site("head", ("head",), "norm", None, model),)
@@ -93,7 +96,7 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
 def _mixer_sites(
     cfg: ModelConfig, kind: str, before: str, beside: tuple[str, ...], model: np.ndarray
 ) -> tuple[Site, Site]:
-    """The mixer's sites; before: the norm, beside: what else reads it."""
+    """Return the mixer's sites. before: the norm's path. beside: further readers of the norm."""
     mixer = MIXERS[kind].parameters.sites(cfg)
     readers = tuple(f"mixer/{name}" for name in mixer.readers)
     source = f"mixer/{mixer.source}" if mixer.source else ""
@@ -106,14 +109,14 @@ def _mixer_sites(
 
 
 def get(layer: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The module's parameters at a path such as ``mlp/down``."""
+    """Return the module's parameters at a path such as ``mlp/down``."""
     for name in path.split("/"):
         layer = layer[name]
     return layer  # type: ignore[return-value]
 
 
 def put(layer: Layer, path: str, leaf: str, value: Any) -> Layer:
-    """A copy of the tree with one leaf replaced."""
+    """Return a copy of the tree with one leaf replaced."""
     first, _, rest = path.partition("/")
     inner = layer[first]
     new = put(inner, rest, leaf, value) if rest else {**inner, leaf: value}
@@ -121,10 +124,10 @@ def put(layer: Layer, path: str, leaf: str, value: Any) -> Layer:
 
 
 def fold(cfg: ModelConfig, kind: str, layer: Layer, scales: Mapping[str, jax.Array]) -> Layer:
-    """The layer with every site's channels scaled: readers' columns times s, the source over s.
+    """Return the layer with scaled channels: readers' columns times s, the source over s.
 
-    scales: by site name, ``s[n_channels]``; a site that is missing stays as it is.  Computed in
-    float32, one cast to each parameter's dtype.
+    scales: ``s[n_channels]`` by site name; a missing site stays unchanged. Computed in float32,
+    with one cast to each parameter's dtype.
     """
     for site in sites(cfg, kind):
         if site.name not in scales:
@@ -145,7 +148,7 @@ def fold(cfg: ModelConfig, kind: str, layer: Layer, scales: Mapping[str, jax.Arr
 
 
 def row_factor(site: Site, n_rows: int, factor: jax.Array) -> jax.Array:
-    """``factor`` at the site's rows of its source, 1 at the others."""
+    """Return ``factor`` at the site's rows of its source, and 1 at the others."""
     assert site.rows is not None
     return jnp.ones((n_rows,), jnp.float32).at[site.rows[0] : site.rows[1]].set(factor)
 

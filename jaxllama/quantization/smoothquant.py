@@ -1,13 +1,13 @@
-"""SmoothQuant: move what is hard about quantizing activations into the weights.
+"""SmoothQuant: move the difficulty of quantizing activations into the weights.
 
     s_j = max |x_j| ** alpha / max |w_j| ** (1 - alpha)       x_j / s_j,  w_j * s_j
 
-A channel of outliers would set every token's scale; divided by s it does not, and the weight's
-scale per output channel bears it.  alpha is searched from 0 to 1 for the least error of the
-quantized product on a sample of tokens; no scaling at all competes too.
+A channel of outliers would determine every token's scale. Divided by s it does not, and the
+weight's scale of each output channel absorbs it. alpha is searched from 0 to 1 for the least error
+of the quantized product on a sample of tokens. No scaling is a candidate too.
 
-Source: arXiv 2211.10438, equation 4; the search is per site where the paper fixes alpha for a
-model.  Pure functions of (weights, activations).
+Source: arXiv 2211.10438, equation 4. The paper fixes alpha for a model; here the search runs for
+each site. Pure functions of (weights, activations).
 """
 
 from __future__ import annotations
@@ -39,16 +39,37 @@ def search_scales(
     static: bool,
     n_channels: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(s ``[n_channels]``, errors: of no scaling, then of every alpha) for weights ``[N_i, K]``.
+    """Search the scales of a site's channels for weights ``[N_i, K]``.
 
-    sample ``[S, K]``: inputs, and weight ``[S, 1]`` of each token's squared error; felt, peak
-    ``[K]``: largest weighted and plain |x| over the whole calibration; channel ``[K]``: which scale
-    an input channel shares; dtype: of activations' codes; grids: of the weights; static: one
-    scale for all tokens.
+    Parameters
+    ----------
+    weights : tuple of float arrays [N_i, K]
+        The weights that read the site's input.
+    sample : float32[S, K]
+        Inputs.
+    weight : float32[S, 1]
+        Weight of each token's squared error.
+    felt, peak : float32[K]
+        Largest weighted and plain |x| over the whole calibration.
+    channel : int32[K]
+        The scale that an input channel shares.
+    dtype : str
+        Dtype of the activations' codes.
+    grids : tuple of Grid
+        Grids of the weights.
+    static : bool
+        Whether all tokens share one scale.
+    n_channels : int
+        Number of scales.
+
+    Returns
+    -------
+    (float32[n_channels], float32[1 + alphas])
+        The scales, and the errors of no scaling and of every alpha.
     """
     ws = tuple(weight.astype(jnp.float32) for weight in weights)
     heights = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(w), axis=0) for w in ws))
-    # A token that has its own scale may be as large as it likes; under a fixed one it may not.
+    # With a scale for each token, a token may have any size; with a static scale it may not.
     x_peak = _shared(peak if static else felt, channel, n_channels)
     w_peak = _shared(heights, channel, n_channels)
     products = tuple(_dot(sample, w) for w in ws)
@@ -73,12 +94,12 @@ def search_scales(
 
 
 def per_token(x: jax.Array, dtype: str) -> jax.Array:
-    """What tokens quantized by their own scales stand for."""
+    """Return tokens after quantization by their own scales, dequantized."""
     return dequantize(quantize(x, dtype, scale_dtype=jnp.float32))
 
 
 def fixed(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
-    """What tokens quantized by one given scale stand for."""
+    """Return tokens after quantization by one given scale, dequantized."""
     _, top = CODES[dtype]
     steps = jnp.clip(x / scale, -top, top)
     steps = steps.astype(dtype) if dtype == "float8_e4m3fn" else jnp.round(steps)

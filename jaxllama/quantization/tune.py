@@ -1,21 +1,21 @@
-"""End-to-end tuning: scales and norms of a quantized model learn from its floats' predictions.
+"""End-to-end tuning: fit a quantized model's scales and norms to its floats' predictions.
 
     tune(cfg, exact, params, tokens) -> (params, losses)
 
-A layer-by-layer method knows one product's error and not what later layers make of it; this one
-sees the logits.  The codes stay; every scale becomes s (1 + a) and every norm's weight g (1 + b),
-and a and b descend by Adam, along half a cosine, on
+A layer-by-layer method knows one product's error and not the effect of later layers; tuning uses
+the logits. The codes stay. Every scale becomes s (1 + a) and every norm's weight g (1 + b). Adam
+minimizes over a and b, with a rate that falls along half a cosine:
 
     KL(exact || quantized), the mean over a window's positions, one window a step
 
-Sources: scales end to end behind a layer-wise method (EfficientQAT, arXiv 2407.11062, its second
-phase), the model as its own teacher (LLM-QAT, 2305.17888), norms besides (Norm Tweaking,
-2309.02784).  The backward pass goes layer by layer through two programs that all layers of a kind
-share, recomputes each layer from its input and updates it before it goes on (LOMO, 2306.09782):
-memory is the two models, one layer's gradients and the borders between layers.
+Sources: scales end to end after a layer-wise method (EfficientQAT, arXiv 2407.11062, its second
+phase), the model as its own teacher (LLM-QAT, 2305.17888), norms too (Norm Tweaking, 2309.02784).
+The backward pass goes layer by layer through two programs that all layers of a kind share. It
+recomputes each layer from its input and updates the layer before it continues (LOMO, 2306.09782).
+So the memory is the two models, one layer's gradients and the states between layers.
 
-Products with quantized activations are tuned as if those were floats.  Left out: the codes, the
-head, the embedding.
+Products with quantized activations are tuned as if the activations were floats. Left out: the
+codes, the head, the embedding.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, dequantize
 
-RATE = 1e-3  # shares of a scale or a norm in the first step
+RATE = 1e-3  # relative change of a scale or a norm in the first step
 _RULE = optax.scale_by_adam(b2=0.95)
-_POSITIONS = 64  # whose logits exist at a time
-_KEPT = 8  # steps between what a killed run goes on from
+_POSITIONS = 64  # positions whose logits exist at a time
+_KEPT = 8  # steps between two stored states, from which a killed run continues
 
-Learned = dict[str, jax.Array]  # by path: of a scale ``[N, groups]`` or a norm ``[D]``, less 1
+# by path: relative change of a scale ``[N, groups]`` or a norm ``[D]``
+Learned = dict[str, jax.Array]
 
 
 def tune(
@@ -58,10 +59,27 @@ def tune(
     work: QuantizeWork | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[float]]:
-    """(``params`` with its layers' scales and its norms learned, the loss of every step).
+    """Tune the layers' scales and the norms.
 
-    exact: the parameters in floats; tokens: int32 ``[n, T]``, each row one step, in order.  With
-    ``work`` a killed run goes on from where it was, to the same bits.  progress is told of steps.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        Config of the model.
+    exact : dict
+        The parameters in floats.
+    params : dict
+        The quantized parameters.
+    tokens : int32[n, T]
+        One row for each step, in order.
+    work : QuantizeWork or None
+        Storage from which a killed run continues, to the same bits.
+    progress : callable
+        Called with the number of further finished steps.
+
+    Returns
+    -------
+    (dict, list of float)
+        The tuned parameters, and the loss of every step in nats.
     """
     names = [f"layer_{index}" for index in range(cfg.n_layers)]
     kinds = [layer_config(cfg, index) for index in range(cfg.n_layers)]
@@ -100,8 +118,10 @@ def tune(
 
 
 def steps(tokenizer: Tokenizer | None, text: str, window: int, count: int) -> np.ndarray:
-    """``count`` windows of the text in a shuffled order, int32 ``[count, window]``: evenly spread
-    over it, or where it has fewer, all of them once and again."""
+    """Return ``count`` windows of the text in a shuffled order, int32 ``[count, window]``.
+
+    They are evenly spread over the text. If the text has fewer windows, all of them repeat.
+    """
     rows = windows(tokenizer, text, window, max(count, 1))
     rng = np.random.default_rng(0)
     epochs = [rng.permutation(rows) for _ in range(1 + count // len(rows))]
@@ -124,7 +144,10 @@ def _backward(
     grad: jax.Array,
     rate: jax.Array,
 ) -> tuple[jax.Array, Learned, Any]:
-    """(the gradient before a layer, of the one behind it; what the layer has learned; Adam's)."""
+    """Return (gradient before the layer, its learned values, its Adam state).
+
+    grad: the gradient after the layer.
+    """
     _, pull = jax.vjp(functools.partial(_through, cfg, kind, layer), learned, h)
     grads, before = pull(grad)
     return before, *_moved(learned, state, grads, rate)
@@ -140,7 +163,7 @@ def _last(
     h: jax.Array,
     rate: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Learned, Any]:
-    """The same of the last norm, behind the loss."""
+    """Return the loss, and the same values as ``_backward`` for the last norm."""
     exact, params = (_plain(of, h.dtype) for of in heads)
 
     def loss(learned: Learned, h: jax.Array) -> jax.Array:
@@ -157,7 +180,7 @@ def _through(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.A
 
 
 def _plain(part: Any, dtype: Any) -> Any:
-    """The floats that it stands for: a product with them is one that can be differentiated."""
+    """Return the part with dequantized weights, whose products can be differentiated."""
 
     def one(leaf: Any) -> Any:
         return dequantize(leaf, dtype) if _is_packed(leaf) else leaf
@@ -176,7 +199,7 @@ def _is_packed(leaf: Any) -> bool:
 
 
 def _nothing(part: Any) -> Learned:
-    """What is learned of a layer's quantized weights and its norms, at first."""
+    """Return the initial learned values of a part's quantized weights and norms: zeros."""
     leaves = jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_packed)
     return {
         _path(keys): jnp.zeros((_outer(leaf) if _is_packed(leaf) else leaf).shape, jnp.float32)
@@ -186,12 +209,12 @@ def _nothing(part: Any) -> Learned:
 
 
 def _outer(w: QTensor) -> jax.Array:
-    """The scales that are floats: of the groups, or of the rows above them."""
+    """Return the floating-point scales: of the groups, or of the rows above them."""
     return w.scale if w.unit is None else w.unit
 
 
 def _applied(part: Any, learned: Learned, dtype: Any = None) -> Any:
-    """The layer with what was learned; dtype: of the scales, by default their own."""
+    """Return the part with its learned values. dtype: of the scales, by default their own."""
 
     def one(keys: Any, leaf: Any) -> Any:
         if _path(keys) not in learned:
@@ -213,8 +236,10 @@ def _path(keys: Any) -> str:
 def _divergence(
     cfg: ModelConfig, models: tuple[Any, Any], wanted: jax.Array, got: jax.Array
 ) -> jax.Array:
-    """The mean of KL(exact || quantized) over positions, ``_POSITIONS`` at a time, of the streams
-    ``[B, T, D]`` behind their last blocks; models: the norm and the head of each."""
+    """Return the mean of KL(exact || quantized) over positions, ``_POSITIONS`` at a time.
+
+    wanted, got: hidden states ``[B, T, D]`` after the last blocks. models: norm and head of each.
+    """
 
     @jax.checkpoint
     def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:

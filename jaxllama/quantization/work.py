@@ -1,13 +1,13 @@
-"""A folder of finished layers, so that a calibration that was killed goes on where it stopped.
+"""A folder of finished layers, from which a killed calibration continues.
 
-    work = Work(folder);  work.save("layer_3", layer, entries, "layer_4", hidden)
+    work = QuantizeWork(folder);  work.save("layer_3", layer, entries, "layer_4", hidden)
     work.load("layer_3") -> (layer, entries) | None;   work.hidden("layer_4") -> [h, ...]
     work.save_step(losses, leaves);   work.load_step() -> (losses, leaves) | None
 
-A layer counts as finished when its file is there; files appear whole, by rename, hidden states
-before the layer that they follow.  The folder's name carries ``fingerprint`` of everything that the
-result depends on, so that another run's layers are never taken for this one's.  Bits are kept as
-they are, whatever the dtype.
+A layer counts as finished when its file exists. Files appear whole, by rename, and hidden states
+before the layer that they follow. The folder's name contains the ``fingerprint`` of everything that
+the result depends on, so another run's layers are never used. Bits are stored unchanged for every
+dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.qtensor import QTensor
 
 
 def fingerprint(facts: dict[str, Any], arrays: Iterable[Any]) -> str:
-    """A hash of plain facts and of arrays, bit by bit."""
+    """Return a hash of plain facts and of the bits of arrays."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)
     for array in arrays:
         array = np.asarray(array)
@@ -51,7 +51,7 @@ class QuantizeWork:
         following: str,
         hidden: list[jax.Array],
     ) -> None:
-        """Keep a finished layer and the hidden states behind it; those before it go."""
+        """Store a finished layer and the hidden states after it, and delete those before it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _write(self.folder / f"hidden-{following}.npz", dict(_numbered(hidden)), None)
         _write(self.folder / f"{name}.npz", layer, entries)
@@ -65,7 +65,7 @@ class QuantizeWork:
         return self._list(f"hidden-{name}")[1]
 
     def save_step(self, losses: list[float], leaves: list[jax.Array]) -> None:
-        """Keep what tuning has come to, in place of its earlier steps."""
+        """Store the state of tuning in place of its earlier steps."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _write(self.folder / "tuned.npz", dict(_numbered(leaves)), losses)
 

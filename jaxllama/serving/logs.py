@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on stderr.
 
-``configuration(level)`` is for ``logging.config.dictConfig`` (uvicorn takes it too).  A record's
-``extra={"fields": {...}}`` become keys.  Prompts and answers are never logged.
+``configuration(level)`` is for ``logging.config.dictConfig``; uvicorn takes it too. The keys of a
+record's ``extra={"fields": {...}}`` become keys of the line. Prompts and answers are never logged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxllama import progress
 
 
 class JsonLines(logging.Formatter):
-    """time (UTC), level, event, what the record brought, and an exception's text."""
+    """Formats a record: time (UTC), level, event, the record's own fields, an exception's text."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -34,7 +34,7 @@ class JsonLines(logging.Formatter):
 
 @contextlib.contextmanager
 def progress_lines() -> Generator[None]:
-    """How far loading and compiling are is a line of the log, where it is no bar."""
+    """Write the progress of loading and compiling as lines of the log instead of a bar."""
     write, log = progress.write, JsonLines()
 
     def record(line: str) -> None:

@@ -1,9 +1,9 @@
-"""Chat templates: messages to a prompt, by the Jinja template that a checkpoint carries.
+"""Chat templates: from messages to a prompt, by the checkpoint's Jinja template.
 
-``render`` runs the template in jinja2's immutable sandbox with what templates written for
+``render`` runs the template in jinja2's immutable sandbox with the functions that templates for
 transformers expect: ``raise_exception``, ``strftime_now``, a plain ``tojson``, loop controls, the
-``generation`` block, and whitespace trimmed around blocks.  Templates come with downloaded weights;
-the sandbox keeps them from the interpreter's insides, not from taking long.
+``generation`` block, and whitespace trimmed around blocks. Templates come with downloaded weights.
+The sandbox keeps them from the interpreter's internals, but does not limit their time.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from jaxllama.errors import JaxLlamaError
 
 
 def render(template: str, variables: dict[str, Any], source: str) -> str:
-    """The prompt.  Raises JaxLlamaError naming ``source`` when the template is broken, refuses the
-    messages (``raise_exception``) or asks for what the sandbox does not give."""
+    """Return the prompt.
+
+    Raises JaxLlamaError naming ``source`` when the template is broken, refuses the messages
+    (``raise_exception``) or uses something that the sandbox forbids.
+    """
     try:
         return _compile(template).render(**variables)
-    # A template is a foreign program: besides Jinja's own errors it can raise whatever its
-    # expressions do, TypeError for one.
+    # A template is a foreign program. Besides Jinja's own errors its expressions can raise others,
+    # such as TypeError.
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise JaxLlamaError(f"{source}: chat template: {why[:500]}") from None
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it
-    renders as its body."""
+    """Renders ``{% generation %}...{% endgeneration %}`` as its body.
+
+    The block marks the assistant's text for training.
+    """
 
     tags = {"generation"}
 
@@ -59,7 +64,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which prompts must not have."""
+    """Return JSON text. Jinja's own filter escapes HTML, which is wrong in prompts."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 

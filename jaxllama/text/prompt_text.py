@@ -7,7 +7,7 @@
     PlainSpelling(backend, markers).encode(prompt)     token ids
 
 A marker is a token with which a chat template structures a conversation, such as ``<|im_end|>``.
-``guard`` puts a character that occurs nowhere else behind the first character of every marker in
+``guard`` puts a character that occurs nowhere else after the first character of every marker in
 the messages.  The template may trim, quote or join the messages: the character stays where it is.
 ``ChatPrompt.of`` takes it out again and keeps the positions.  ``PlainSpelling`` holds a copy of the
 tokenizer in which every marker has a random name.  It writes these names for the template's own
@@ -35,7 +35,7 @@ _MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xF800, 0xF900))))
 
 @dataclasses.dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered conversation.  literal: positions where a marker's spelling is only text."""
+    """A rendered conversation. literal: positions where a marker's spelling is only text."""
 
     text: str
     literal: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class ChatPrompt:
         return cls("".join(pieces), frozenset(literal))
 
     def until(self, end: int) -> ChatPrompt:
-        """The first ``end`` characters."""
+        """Return the first ``end`` characters."""
         return ChatPrompt(self.text[:end], frozenset(at for at in self.literal if at < end))
 
 
@@ -109,7 +109,7 @@ class PlainSpelling:
         ids = [(token["id"], self._name(token["content"])) for token in added]
         for token in added:
             token["content"] = self._name(token["content"])
-        data["post_processor"] = None  # it may name special tokens; prompts of chats need none
+        data["post_processor"] = None  # it may name special tokens; chat prompts need none
         model = data["model"]
         vocab = model["vocab"]
         if isinstance(vocab, dict):
@@ -121,7 +121,7 @@ class PlainSpelling:
         if "merges" in model:
             model["merges"] = [pair for pair in model["merges"] if not self._makes_marker(pair)]
         self._backend = tokenizers.Tokenizer.from_str(json.dumps(data))
-        # The library numbers added tokens anew where the vocabulary lacks them.
+        # The library gives added tokens new numbers if the vocabulary lacks them.
         self._ids = {self._backend.token_to_id(name): index for index, name in ids}
         self._own = backend
         self._markers = {backend.token_to_id(marker): marker for marker in markers}
@@ -136,7 +136,7 @@ class PlainSpelling:
         seen = self._own.encode(text, add_special_tokens=False)
         for index, (begin, end) in zip(seen.ids, seen.offsets, strict=True):
             marker = self._markers.get(index)
-            # The span may have blanks around the marker, which it takes along.
+            # The span may include blanks around the marker.
             start = -1 if marker is None else text.find(marker, begin, end)
             if marker is not None and start >= done and start not in prompt.literal:
                 parts += [text[done:start], self._names[marker]]
@@ -164,7 +164,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _any_of(words: Collection[str]) -> str:
-    """A pattern for the longest of the words, in time linear in the text: a tree of characters."""
+    """Return a pattern for the longest of the words, in linear time: a tree of characters."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree

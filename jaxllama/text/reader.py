@@ -1,12 +1,12 @@
-"""Reader: tokens to text, up to the end of an answer.
+"""Reader: from tokens to text, up to the end of an answer.
 
     reader = Reader(tokenizer, eos_ids, stops)
-    kept, text = reader.read(tokens)      tokens that belong to the answer, text that is certain
+    kept, text = reader.read(tokens)      number of tokens of the answer, text that is certain
     text = reader.close()                 the text that was held back
 
-Every token up to the one that ends the text belongs to the answer, and so does that one: a stop
-token, or the token that completes a stop string.  Tokens that the device wrote after it do not.
-``LanguageModel.generate``, the engine and the server's front end read by it.
+The answer includes every token up to the one that ends the text, and that token too: a stop token,
+or the token that completes a stop string. Tokens that the device generated after it do not belong
+to the answer. ``LanguageModel.generate``, the engine and the server's front end use this class.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class Reader:
     Parameters
     ----------
     tokenizer
-        None where there is no text.
+        None if no text is needed.
     eos_ids
         Tokens that end the answer.
     stops
         Texts that end the answer.
     least
-        Number of tokens in which no stop string is looked for.
+        Number of first tokens in which stop strings are ignored.
     skip_special
         As for ``TextStream``.
     include_stop
-        Whether the text ends with the token or the text that has ended it.
+        Whether the text includes the token or the text that ends it.
 
     Attributes
     ----------
     stopped
-        Whether the answer has met its end.
+        Whether the answer has ended.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Reader:
         self._exempt = least
 
     def read(self, tokens: Sequence[int]) -> tuple[int, str]:
-        """(Number of ``tokens`` that belong to the answer, the text that is certain by then)."""
+        """Return (number of ``tokens`` that belong to the answer, text that is certain now)."""
         if self._stops is None and self._eos.isdisjoint(tokens):
             self._exempt -= len(tokens)
             return len(tokens), self._stream.read(tokens) if self._stream is not None else ""
@@ -76,7 +76,7 @@ class Reader:
         return len(tokens), "".join(shown)
 
     def close(self) -> str:
-        """The text that was held back: an incomplete character, the beginning of a stop string."""
+        """Return the text held back: an incomplete character or the start of a stop string."""
         if self._stream is None or (self._stops is not None and self._stops.found):
             return ""
         text = self._pass(self._stream.flush())

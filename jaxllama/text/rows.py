@@ -1,7 +1,8 @@
 """The rows of one call of ``generate``: prompts to padded tokens.
 
-Widths are buckets, so that a steady state compiles nothing.  What a user passes for every row or
-for each is made one a row here, or refused by name.
+Prompts are padded to a few fixed widths, so that later calls find their programs compiled. An
+argument given once for all rows becomes one value for each row here. A wrong one raises an error
+with its name.
 """
 
 from __future__ import annotations
@@ -20,10 +21,23 @@ from jaxllama.errors import JaxLlamaError
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One continuation.  ``tokens`` includes the stop token, ``text`` does not and ends before a
-    stop string; ``logprobs`` are natural logs under the model's own distribution, one a token.
-    ``drafted`` counts the tokens that a draft proposed, ``accepted`` those of them that the model
-    sampled too."""
+    """One continuation.
+
+    Attributes
+    ----------
+    text : str
+        The text, without a stop token and up to a stop string.
+    tokens : list of int
+        The token ids, a stop token included.
+    logprobs : list of float
+        Natural logarithms under the model's own distribution, one a token.
+    finish_reason : str
+        "stop" or "length".
+    drafted : int
+        Number of tokens that a draft proposed.
+    accepted : int
+        Number of these that the model sampled too.
+    """
 
     text: str
     tokens: list[int]
@@ -36,8 +50,10 @@ class Generation:
 def pad_rows(
     rows: Sequence[Sequence[int]], width: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens ``[B, T]`` right-padded with 0 to ``width``, by default a bucket; lengths ``[B]``),
-    both int32."""
+    """Return (tokens ``[B, T]``, lengths ``[B]``), both int32.
+
+    Tokens are padded with 0 on the right to ``width``, by default a bucket.
+    """
     width = bucket(max(len(row) for row in rows)) if width is None else width
     tokens = np.zeros((len(rows), width), np.int32)
     for index, row in enumerate(rows):
@@ -46,14 +62,16 @@ def pad_rows(
 
 
 def shapes_of(rows: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[int, int, int]:
-    """(prompt width, cache capacity, new tokens), each a bucket."""
+    """Return (prompt width, cache capacity, new tokens), each a bucket."""
     width, new = bucket(max(len(row) for row in rows)), bucket(max_new_tokens)
     return width, bucket(width + new, smallest=128), new
 
 
 def bucket(size: int, smallest: int = 16) -> int:
-    """``size`` rounded up to 16, 32, 64, 96, 128, 192, ...: at most half is padding, and the shapes
-    that can occur are few."""
+    """Return ``size`` rounded up to 16, 32, 64, 96, 128, 192, ...
+
+    At most half is padding, and there are few possible shapes.
+    """
     bucket = smallest
     while bucket < size:
         if bucket >= 64 and bucket * 3 // 2 >= size:
@@ -63,14 +81,17 @@ def bucket(size: int, smallest: int = 16) -> int:
 
 
 def chunk_widths(chunk: int, on_cpu: bool) -> tuple[int, ...]:
-    """Tokens a row of the programs that read up to ``chunk`` tokens: 32, 128, 512, 1024, ...,
-    chunk; on a CPU, where padding costs as much as tokens do, from 16 on."""
+    """Return the widths of the programs that read up to ``chunk`` tokens of a row.
+
+    They are 32, 128, 512, 1024, ..., chunk. On a CPU they begin at 16, because padding costs as
+    much as tokens there.
+    """
     narrow = (16, 32, 128, 512) if on_cpu else (32, 128, 512)
     return tuple(width for width in narrow if width < chunk) + powers_of(2, 1024, chunk)
 
 
 def powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
-    """first, base first, base^2 first, ... below last, and last."""
+    """Return first, base first, base^2 first, ... below last, and last."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -79,14 +100,18 @@ def powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
 
 
 def default_chunk(on_cpu: bool) -> int:
-    """Tokens of a prompt that an engine reads between two decode steps: enough to fill a GPU, and a
-    short stall for the rows that decode."""
+    """Return the tokens of a prompt that an engine reads between two decode steps.
+
+    They are enough to fill a GPU, and a short stall for the rows that decode.
+    """
     return 64 if on_cpu else 2048
 
 
 def pieces_of(n_tokens: int, on_cpu: bool) -> tuple[int, ...]:
-    """Widths of the programs through which an engine with the default chunk reads ``n_tokens``:
-    whole chunks, then the narrowest that holds the rest."""
+    """Return the widths of the programs through which a default engine reads ``n_tokens``.
+
+    They are whole chunks, and then the narrowest width that holds the rest.
+    """
     chunk = default_chunk(on_cpu)
     whole, rest = divmod(n_tokens, chunk)
     last = [width for width in chunk_widths(chunk, on_cpu) if width >= rest][:1] if rest else []
@@ -94,7 +119,7 @@ def pieces_of(n_tokens: int, on_cpu: bool) -> tuple[int, ...]:
 
 
 def ids_of(index: int, prompt: Any) -> list[int]:
-    """Token ids as ints.  Raises JaxLlamaError for what is no list of whole numbers."""
+    """Return token ids as ints. Raises JaxLlamaError unless they are a list of whole numbers."""
     try:
         return [operator.index(token) for token in prompt]
     except TypeError:
@@ -116,7 +141,7 @@ def stops_of(stop: Any) -> tuple[str, ...]:
 def sampling_of(
     sampling: Sampling | Sequence[Sampling] | None, seed: int | Sequence[int], batch: int
 ) -> list[Sampling]:
-    """One Sampling a row, each with a seed."""
+    """Return one Sampling for each row, each with a seed."""
     if sampling is None or isinstance(sampling, Sampling):
         sampling = [sampling or Sampling()] * batch
     if not isinstance(sampling, Sequence) or not all(isinstance(s, Sampling) for s in sampling):

@@ -1,9 +1,9 @@
-"""Text as it is decoded: ``TextStream`` turns token ids into text, ``StopStrings`` looks for ends.
+"""Text as it is decoded: ``TextStream`` turns token ids into text, ``StopStrings`` finds its end.
 
-Both take a piece and give back what is certain by then: TextStream keeps bytes that do not yet make
-a whole character, StopStrings keeps text that may turn out to be the beginning of a stop string.
-``flush`` gives the rest.  Each costs a constant time per token or character, however long the text
-(the search is Knuth, Morris and Pratt's, one automaton a stop string).
+Both take a piece and return the part that is certain. TextStream holds back bytes that do not form
+a whole character yet. StopStrings holds back text that may be the beginning of a stop string.
+``flush`` returns the rest. Each costs a constant time per token or character, however long the text
+is. The search is Knuth, Morris and Pratt's, with one automaton for each stop string.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """What TextStream needs of a tokenizer."""
+    """The interface of a tokenizer that TextStream needs."""
 
     @property
     def drops_first_space(self) -> bool: ...
@@ -23,11 +23,11 @@ class Detokenizer(Protocol):
 
 
 class TextStream:
-    """Incremental decoding: the pieces that ``feed`` returns and ``flush`` join to
-    ``tokenizer.decode(ids, continuing=continuing)``.
+    """Incremental decoding.
 
-    continuing: the tokens follow a prompt.  Otherwise they begin a text, whose first space
-        SentencePiece tokenizers add and drop again.
+    The joined results of ``feed`` and ``flush`` equal ``tokenizer.decode(ids,
+    continuing=continuing)``. continuing: whether the tokens follow a prompt. Otherwise they begin a
+    text, to which SentencePiece tokenizers add a first space that they drop again.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class TextStream:
         self._skip_special = skip_special
         self._drop_space = tokenizer.drops_first_space and not continuing
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_inside = False  # a character
+        self._is_inside = False  # inside a character
 
     def feed(self, token_id: int) -> str:
-        """The characters that this token completes; bytes that cannot be UTF-8 become U+FFFD."""
+        """Return the characters that this token completes; invalid UTF-8 becomes U+FFFD."""
         return self._decode(self._tokenizer.token_bytes(token_id, self._skip_special))
 
     def read(self, token_ids: Iterable[int]) -> str:
-        """Those that all of these complete."""
+        """Return the characters that all these tokens complete."""
         spell, skip_special = self._tokenizer.token_bytes, self._skip_special
         return self._decode(b"".join([spell(token, skip_special) for token in token_ids]))
 
@@ -62,7 +62,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What is left: U+FFFD if the text ends inside a character."""
+        """Return the rest: U+FFFD if the text ends inside a character."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         self._is_inside = False
@@ -70,9 +70,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string to be completed.
+    """Cuts a stream of text at the first stop string that is completed.
 
-    ``found`` says whether one was, ``match`` which (the longest of several that end together).
+    found: whether a stop string was completed. match: which one, the longest of several that end
+    together.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -88,7 +89,7 @@ class StopStrings:
         return self.match is not None
 
     def feed(self, text: str) -> str:
-        """Text that cannot belong to a stop string; "" once one has been found."""
+        """Return text that cannot belong to a stop string; "" after one has been found."""
         if self.found:
             return ""
         if not self._held and self._begins.isdisjoint(text):
@@ -114,14 +115,14 @@ class StopStrings:
         return held[:keep]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back, at the end of the text."""
         rest, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return rest
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For every prefix, the length of its longest proper prefix that is also its suffix."""
+    """Return for every prefix the length of its longest proper prefix that is also its suffix."""
     table, length = [0] * len(pattern), 0
     for index in range(1, len(pattern)):
         while length and pattern[index] != pattern[length]:

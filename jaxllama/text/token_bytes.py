@@ -1,8 +1,8 @@
-"""Which bytes a token stands for, read off the decoder of a ``tokenizers`` object.
+"""The bytes of each token, derived from the decoder of a ``tokenizers`` object.
 
-Three spellings: byte-level (a printable stand-in for every byte), SentencePiece (a mark for the
-space, ``<0x0A>`` for a byte), and plain words with a space between.  Left out, with an error that
-names it: WordPiece, CTC and end-of-word-suffix decoders.
+There are three spellings: byte-level (a printable character for every byte), SentencePiece (a mark
+for the space, ``<0x0A>`` for a byte), and plain words with a space between. Refused with an error
+that names them: WordPiece, CTC and end-of-word-suffix decoders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from jaxllama.errors import JaxLlamaError
 
 
 class ByteRule:
-    """token -> bytes.  ``drops_first_space``: a text's first space is the tokenizer's own."""
+    """A function from a token to its bytes.
+
+    drops_first_space: whether the tokenizer adds a text's first space itself.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: str) -> None:
         self._alphabet: dict[str, int] | None = None
@@ -52,7 +55,7 @@ class ByteRule:
         if self._alphabet is not None:
             try:
                 return bytes(self._alphabet[char] for char in token)
-            except KeyError:  # an added token, spelt as it is
+            except KeyError:  # an added token has its own spelling
                 return token.encode()
         for old, new in self._replacements:
             token = token.replace(old, new)
@@ -66,7 +69,7 @@ class ByteRule:
 
 @functools.cache
 def byte_characters() -> tuple[str, ...]:
-    """GPT-2's printable stand-in for every byte: itself where printable, else from U+0100 on."""
+    """Return GPT-2's printable character for every byte: itself, or one from U+0100 on."""
     itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return tuple(chr(byte if byte in itself else next(others)) for byte in range(256))

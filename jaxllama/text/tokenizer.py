@@ -1,14 +1,14 @@
 """Tokenizer: text to token ids and back, and messages to a prompt.
 
-A small class over a ``tokenizers`` object, from ``tokenizer.json`` with the files beside it
-(``from_file``), from a GGUF file (``from_gguf``), or of plain bytes (``byte_level``).  Encoding is
-the library's.  Decoding is ours: every token is some bytes, and text is their concatenation read as
-UTF-8, so that ``decode`` and the incremental ``TextStream`` agree to the last character.  That is
-what the library's byte-level and SentencePiece decoders give, but for bytes that are not UTF-8:
-there SentencePiece's gives one U+FFFD a byte and drops whole characters beside them, ours follows
-Unicode's rule everywhere.
+The class wraps a ``tokenizers`` object, from ``tokenizer.json`` with the files beside it
+(``from_file``), from a GGUF file (``from_gguf``), or for plain bytes (``byte_level``). The library
+encodes. Decoding is jaxllama's own: every token is some bytes, and text is their concatenation read
+as UTF-8. So ``decode`` and the incremental ``TextStream`` agree to the last character. The
+library's byte-level and SentencePiece decoders give the same text, except for bytes that are not
+UTF-8. There SentencePiece's decoder gives one U+FFFD a byte and drops whole characters beside them.
+This class follows Unicode's rule everywhere.
 
-``save`` writes files that transformers and ``from_file`` read.  Left out: ``tokenizer.model``
+``save`` writes files that transformers and ``from_file`` read. Left out: ``tokenizer.model``
 (protobuf) without a ``tokenizer.json``.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["StopStrings", "TextStream", "Tokenizer"]
 
 PIECE = 8192  # characters that ``exceeds`` tokenizes at once: some 10 ms
-CUT = 16  # tokens that a piece may have more than its text has, for being cut off
+CUT = 16  # number of additional tokens that cutting a piece may cause
 
 _SPECIAL = (
     "bos_token",
@@ -50,14 +50,33 @@ _SPECIAL = (
 
 
 class Tokenizer:
-    """See the module docstring.
+    """Text to token ids and back, and messages to a prompt.
 
-    ``eos_ids`` end a generation, ``bos_id`` begins a text (None: nothing does), ``vocab_size`` is
-    the largest id + 1, ``special_tokens`` are strings by role, ``chat_template`` is Jinja source or
-    None.
+    ``from_file``, ``from_gguf`` and ``byte_level`` make one. The arguments become the attributes
+    below; ``vocab_size`` is by default that of ``backend``.
 
-    parse_special: whether a special token that a message of a chat spells becomes that token.
-        False by default: ``encode_chat`` encodes messages as text.
+    Parameters
+    ----------
+    backend : tokenizers.Tokenizer
+        Encodes text.
+    source : str
+        Name of the tokenizer in errors.
+
+    Attributes
+    ----------
+    eos_ids : tuple of int
+        Tokens that end a generation.
+    bos_id : int or None
+        Token that begins a text.
+    vocab_size : int
+        Largest id + 1.
+    special_tokens : dict of str to str
+        Spellings by role.
+    chat_template : str or None
+        Jinja source. Without one ``encode_chat`` raises JaxLlamaError.
+    parse_special : bool
+        Whether a special token that a chat message spells becomes that token. False by default:
+        ``encode_chat`` encodes messages as text.
     """
 
     parse_special: bool = False
@@ -91,16 +110,16 @@ class Tokenizer:
         self._plain: PlainSpelling | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plain": None}  # made again where it is needed
+        return {**self.__dict__, "_plain": None}  # made again when needed
 
-    # Where tokenizers come from
+    # Constructors
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
-        """From ``tokenizer.json`` (or its directory) and the files beside it.
+        """Return the tokenizer of ``tokenizer.json`` (or its directory) and the files beside it.
 
-        Read too, where they exist: tokenizer_config.json and special_tokens_map.json (special
-        tokens, chat template), chat_template.jinja, generation_config.json (the ends).
+        If they exist, these files are read too: tokenizer_config.json and special_tokens_map.json
+        (special tokens, chat template), chat_template.jinja, generation_config.json (stop tokens).
         Raises JaxLlamaError naming the file.
         """
         path = Path(path)
@@ -149,8 +168,10 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, path: str | Path | GGUFFile) -> Tokenizer:
-        """From the vocabulary inside a GGUF file, which may be open.  Raises JaxLlamaError naming
-        file and key."""
+        """Return the tokenizer of a GGUF file, which may be open.
+
+        Raises JaxLlamaError naming file and key.
+        """
         from jaxllama.checkpoints.gguf import tokenizer as gguf_tokenizer
         from jaxllama.checkpoints.gguf.config import eos_ids
         from jaxllama.checkpoints.gguf.file import opened
@@ -175,7 +196,7 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls) -> Tokenizer:
-        """256 tokens, id = byte of the UTF-8 text: for models that were never trained."""
+        """Return a tokenizer of 256 tokens, id = byte of the UTF-8 text, for untrained models."""
         vocab = {char: byte for byte, char in enumerate(byte_characters())}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -183,9 +204,11 @@ class Tokenizer:
         return cls(backend, "byte-level tokenizer")
 
     def save(self, directory: str | Path) -> list[Path]:
-        """Write tokenizer.json, tokenizer_config.json and, if there is a template,
-        chat_template.jinja into an existing directory; returns the files.  Several templates go
-        into tokenizer_config.json."""
+        """Write the tokenizer's files into an existing directory, and return their paths.
+
+        The files are tokenizer.json, tokenizer_config.json and, if there is a template,
+        chat_template.jinja. Several templates go into tokenizer_config.json.
+        """
         directory = Path(directory)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -217,7 +240,7 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def check_vocab(self, vocab_size: int) -> None:
-        """JaxLlamaError if this tokenizer makes ids that a model of ``vocab_size`` has not."""
+        """Raise JaxLlamaError if the tokenizer has ids that a model of ``vocab_size`` lacks."""
         if self.vocab_size > vocab_size:
             raise JaxLlamaError(
                 f"{self.source}: the tokenizer has ids up to {self.vocab_size - 1}, but the "
@@ -225,11 +248,11 @@ class Tokenizer:
             )
 
     def has_ids_of(self, other: Tokenizer) -> bool:
-        """Whether both give every token the same id."""
+        """Return whether both tokenizers give every token the same id."""
         return self is other or self._backend.get_vocab() == other._backend.get_vocab()
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """Return the token's spelling in the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     def id(self, token: str) -> int | None:
@@ -238,10 +261,26 @@ class Tokenizer:
     # Text
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids.  Special tokens written out in the text become those tokens: that is what
-        plain prompts of ``generate`` and /v1/completions do.  Messages go through ``encode_chat``.
+        """Return the token ids of a text.
 
-        add_special: with the begin (and end) that the checkpoint's tokenizer adds, if any.
+        A special token that the text spells becomes that token, as in plain prompts of ``generate``
+        and /v1/completions. Messages go through ``encode_chat``.
+
+        Parameters
+        ----------
+        text : str
+            The text.
+        add_special : bool
+            Whether to add the begin (and end) tokens that the checkpoint's tokenizer adds, if any.
+
+        Returns
+        -------
+        list of int
+
+        Raises
+        ------
+        JaxLlamaError
+            For text that is not Unicode.
         """
         self._check_unicode(text)
         with _library_errors(f"{self.source}: cannot encode"):
@@ -258,12 +297,12 @@ class Tokenizer:
             ) from None
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Whether ``text`` is certainly more than ``limit`` tokens, known after tokenizing little
-        more than that many.  False says nothing where a text is close to the limit.
+        """Return whether ``text`` is certainly longer than ``limit`` tokens.
 
-        Only texts that could cost more are looked at (a token is some four bytes of UTF-8), in
-        pieces.  A cut splits a word, a run of spaces or a special token and so adds a few tokens,
-        which are not counted; what normalizing drops is in no piece either.
+        It takes the time of tokenizing little more than that many. False is no answer for a text
+        close to the limit. Only texts that could be too long are read, in pieces, since a token is
+        some four bytes of UTF-8. A cut splits a word, a run of spaces or a special token and adds a
+        few tokens, which do not count. Characters that normalizing drops do not count either.
         """
         size = len(text) * (1 if text.isascii() else 4)
         if size <= max(PIECE, 4 * limit):
@@ -279,10 +318,18 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], skip_special: bool = True, *, continuing: bool = False
     ) -> str:
-        """The text of ``ids``; ids outside the vocabulary are nothing, bytes that are not UTF-8
-        become U+FFFD.
+        """Return the text of ``ids``.
 
-        continuing: the ids follow other text, so a first space is kept even where SentencePiece
+        Ids outside the vocabulary give nothing, and bytes that are not UTF-8 become U+FFFD.
+
+        Parameters
+        ----------
+        ids : iterable of int
+            Token ids.
+        skip_special : bool
+            Whether special tokens give no text.
+        continuing : bool
+            Whether the ids follow other text. A first space is then kept even if SentencePiece
             tokenizers would drop it.
         """
         pieces = (self.token_bytes(int(index), skip_special) for index in ids)
@@ -293,11 +340,11 @@ class Tokenizer:
 
     @property
     def drops_first_space(self) -> bool:
-        """Whether a text's first space is the tokenizer's and not the text's."""
+        """Whether the tokenizer adds a text's first space itself."""
         return self._rule.drops_first_space
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes of a token."""
         if skip_special and token_id in self._special_ids:
             return b""
         data = self._bytes.get(token_id)
@@ -314,7 +361,7 @@ class Tokenizer:
         return self._templates.get("default")
 
     def template_for(self, tools: bool) -> str | None:
-        """The chat template of conversations with tools, or without; None for no chat model."""
+        """Return the chat template for conversations with or without tools, or None."""
         template = self._templates.get("tool_use") if tools else None
         return template or self.chat_template
 
@@ -325,11 +372,25 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt for ``messages`` ({"role": ..., "content": ...}), special tokens written out.
+        """Return the prompt for messages, with special tokens as text.
 
-        ``encode_chat`` gives its token ids.  tools: JSON schemas for templates that know them.
-        extra: further template variables.  Raises JaxLlamaError without a template, or when it
-        refuses the messages.
+        ``encode_chat`` returns its token ids.
+
+        Parameters
+        ----------
+        messages : sequence of mappings
+            Each {"role": ..., "content": ...}.
+        add_generation_prompt : bool
+            Whether the prompt ends with the beginning of an answer.
+        tools : sequence or None
+            JSON schemas, for templates that use them.
+        **extra
+            Further template variables.
+
+        Raises
+        ------
+        JaxLlamaError
+            Without a template, or when it refuses the messages.
         """
         return self._render(messages, add_generation_prompt, tools, extra)
 
@@ -340,13 +401,13 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **extra: Any,
     ) -> ChatPrompt:
-        """``apply_chat_template`` with the positions where a special token is only text."""
+        """Return the prompt with the positions where a special token is only text."""
         if self.parse_special:
             return ChatPrompt(self._render(messages, add_generation_prompt, tools, extra))
         everything, own = self._spellings
         mark = everything.unused_mark([messages, tools, extra])
         if mark is not None:
-            # Templates look for "</think>" and the like in what the model said before.
+            # Templates search the assistant's earlier messages for "</think>" and similar tokens.
             messages = [
                 (own if message.get("role") == "assistant" else everything).guard(message, mark)
                 for message in messages
@@ -356,7 +417,7 @@ class Tokenizer:
         return ChatPrompt.of(rendered, mark)
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
-        """Token ids of a chat's prompt."""
+        """Return the token ids of a chat's prompt."""
         if not prompt.literal:
             return self.encode(prompt.text, add_special=False)
         self._check_unicode(prompt.text)
@@ -367,14 +428,20 @@ class Tokenizer:
             return self._plain.encode(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of the prompt for ``messages``; options are ``apply_chat_template``'s.  Only
-        the special tokens that the template writes are special, unless ``parse_special``."""
+        """Return the token ids of the prompt for ``messages``; options as
+        ``apply_chat_template``'s.
+
+        Only special tokens that the template writes are special, unless ``parse_special``.
+        """
         return self.encode_prompt(self.chat_prompt(messages, **options))
 
     @functools.cached_property
     def _markers(self) -> tuple[list[str], list[str]]:
-        """Tokens that structure a conversation: the special ones, and further added tokens that a
-        template spells, such as ``<tool_call>``."""
+        """Tokens that structure a conversation.
+
+        They are the special tokens, and further added tokens that a template spells, such as
+        ``<tool_call>``.
+        """
         special, spelt, templates = [], [], "\0".join(self._templates.values())
         for token in self._backend.get_added_tokens_decoder().values():
             if token.special and token.content.strip():
@@ -385,7 +452,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _spellings(self) -> tuple[Spellings, Spellings]:
-        """Of all markers, and of those in an assistant's message."""
+        """Finders for all markers, and for the markers in an assistant's message."""
         special, spelt = self._markers
         return Spellings([*special, *spelt]), Spellings(special)
 
@@ -414,8 +481,11 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _library_errors(what: str) -> Generator[None]:
-    """What the tokenizers library makes of a damaged file, as our error.  It has no exception type
-    of its own, and a panic in its Rust code is not even an Exception."""
+    """Turn errors of the tokenizers library about a damaged file into JaxLlamaErrors.
+
+    The library has no exception type of its own, and a panic in its Rust code is not even an
+    Exception.
+    """
     try:
         yield
     except BaseException as error:
@@ -425,7 +495,7 @@ def _library_errors(what: str) -> Generator[None]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token as tokenizer_config.json spells it: a string or an object."""
+    """Return a special token of tokenizer_config.json, which is a string or an object there."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 

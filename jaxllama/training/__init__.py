@@ -1,12 +1,12 @@
-"""Training: one TOML file to a run folder with a model that ``jaxllama.load`` reads.
+"""Training: from one TOML file to a run folder with a model that ``jaxllama.load`` reads.
 
     config = load_train_config("run.toml")
     result = train(config, "runs/run", progress=True)
 
-``config`` says what a file may hold, ``loop`` runs it, ``run_directory`` keeps what it writes,
-``checkpoint`` and ``optimizer`` are thin over orbax and optax; ``forward`` and ``loss`` are the
-model as training sees it; ``distill`` and ``quantization_aware`` are two more things to minimise;
-``flops`` counts work.  ``corpus`` makes text that needs no download.
+``config`` has the contents of a file, ``loop`` runs it, and ``run_directory`` keeps its outputs.
+``checkpoint`` and ``optimizer`` are thin layers over orbax and optax. ``forward`` and ``loss`` are
+the model in training. ``distill`` and ``quantization_aware`` are two further objectives. ``corpus``
+makes text without a download.
 """
 
 from __future__ import annotations

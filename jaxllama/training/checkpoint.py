@@ -1,9 +1,9 @@
 """Checkpoints of a run's whole state, through orbax: written whole or not at all.
 
-A state is one pytree of arrays (parameters, moments, the step).  Orbax writes into a temporary
-folder and commits it by a rename, so whenever a run is killed the newest committed step is intact;
-what a killed write left behind is removed at the next start.  Saving waits until the files are
-there.  Left out: writing in the background, several hosts.
+A state is one pytree of arrays (parameters, moments, the step). Orbax writes into a temporary
+folder and commits it by a rename. So the newest committed step is intact whenever a run is killed,
+and the next start removes the rest. Saving waits until the files are written. Left out: writing in
+the background, several hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int) -> None:
         try:
-            import orbax.checkpoint as ocp  # two seconds
+            import orbax.checkpoint as ocp  # takes two seconds
         except ImportError:
             raise extras.missing("orbax", "training") from None
         options = ocp.CheckpointManagerOptions(
@@ -37,7 +37,10 @@ class Checkpoints:
         self._manager.save(step, args=self._args.StandardSave(state))
 
     def restore(self, step: int, like: Any) -> Any:
-        """``like``: a state of the same shapes, dtypes and devices; arrays or ShapeDtypeStructs."""
+        """Return the state of a step.
+
+        like: a state with the same shapes, dtypes and devices, of arrays or ShapeDtypeStructs.
+        """
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )

@@ -1,4 +1,4 @@
-"""TrainConfig: what one training run is, and the TOML file that says so.
+"""TrainConfig: the settings of one training run, and their TOML file.
 
     steps = 1000
     batch_size = 32                  # sequences a step
@@ -8,11 +8,11 @@
     [data]
     tokens = "data/bible"            # made by `jaxllama tokenize`
 
-Weights begin at random (``model``), as a checkpoint's (``init_from``), or as a student's of a
-teacher (``[distill]`` alone).  Every other key has the default below.  Paths are relative to the
-working directory, but for a model's .toml, which is relative to the file that names it.  A file is
-checked whole before anything is loaded; what only data and checkpoints can tell is checked before
-the first step.
+The first weights are random (``model``), a checkpoint's (``init_from``), or those of a teacher's
+student (``[distill]`` alone). Every other key has the default below. Paths are relative to the
+working directory, except a model's .toml, which is relative to the file that names it. A file is
+checked whole before anything is loaded. Checks that need data and checkpoints run before the first
+step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from jaxllama.errors import JaxLlamaError
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """``tokens``: a token file's folder; its last ``validation_tokens`` are never trained on."""
+    """The data of a run.
+
+    tokens: a token file's folder. validation_tokens: number of its last tokens that are never
+    trained on.
+    """
 
     tokens: str
     validation_tokens: int = 0
@@ -43,9 +47,12 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; the learning rate rises linearly for ``warmup_steps``, then falls as a cosine to
-    ``final_share`` of its peak.  Matrices decay, vectors (norms, biases) and scales do not.
-    ``clip_norm``: of the whole gradient; 0 clips nothing."""
+    """AdamW.
+
+    The learning rate rises linearly for ``warmup_steps`` and then falls as a cosine to
+    ``final_share`` of its peak. Matrices decay; vectors (norms, biases) and scales do not.
+    clip_norm: largest norm of the whole gradient; 0 clips nothing.
+    """
 
     warmup_steps: int = 0
     final_share: float = 0.1
@@ -73,12 +80,12 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    """A teacher (anything ``load`` takes) and what is learned from it.
+    """A teacher (a model for ``load``) and the objective of its student.
 
-    objective "logits": ``kl_weight * temperature^2 * KL(teacher || student) + ce_weight * CE`` on
-    the whole model; "mixers": every GLA mixer learns its teacher's attention on the teacher's own
-    inputs, and nothing else changes.  attention_layers: of a student made from the teacher, those
-    that stay attention (a hybrid).
+    objective: "logits" minimizes ``kl_weight * temperature^2 * KL(teacher || student) + ce_weight *
+    CE`` over the whole model. With "mixers" every GLA mixer learns its teacher's attention on the
+    teacher's own inputs, and nothing else changes. attention_layers: layers that stay attention in
+    a student made from the teacher (a hybrid).
     """
 
     teacher: str
@@ -107,9 +114,11 @@ class DistillConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeConfig:
-    """Quantization-aware training of every matmul weight: "w8a16" has one scale per output channel,
-    "w4a16" one per group of inputs (it begins at w4a16-sym's grids); with ``zeros``, one offset
-    beside each scale."""
+    """Quantization-aware training of every matmul weight.
+
+    "w8a16" has one scale per output channel. "w4a16" has one per group of inputs, and begins at
+    w4a16-sym's grids. zeros: whether there is an offset beside each scale.
+    """
 
     scheme: Literal["w8a16", "w4a16"]
     zeros: bool = False
@@ -117,11 +126,47 @@ class QuantizeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """See the module docstring.  microbatches: parts that a step's sequences go through the model
-    in, one after the other; dtype: of activations (weights and their sums are float32); remat:
-    recompute a layer's insides in the backward pass instead of keeping them; scan: compile layers
-    that are alike once and run them as a loop, which a deep model needs; the ``_every`` keys count
-    steps, 0 is only at the end; peak_tflops: of the device, for MFU, where it is not known.
+    """The settings of one training run.
+
+    Parameters
+    ----------
+    data : DataConfig
+        The token file.
+    steps, batch_size, sequence_length : int
+        Number of updates, sequences of an update, tokens of a sequence.
+    learning_rate : float
+        The peak of the learning rate.
+    model : ModelConfig or None
+        A new model with random weights.
+    init_from : str or None
+        A checkpoint that the run continues from.
+    distill : DistillConfig or None
+        A teacher and the objective of its student.
+    quantize : QuantizeConfig or None
+        Quantization-aware training.
+    optimizer : OptimizerConfig
+        Options of AdamW.
+    seed : int
+        Seed of weights and batches.
+    microbatches : int
+        Number of parts in which a step's sequences pass the model, one after the other.
+    dtype : str
+        Dtype of activations; weights and sums are float32.
+    remat : bool
+        Whether the backward pass recomputes a layer's activations instead of keeping them.
+    scan : bool
+        Whether layers of one kind are compiled once and run as a loop, which a deep model needs.
+    validate_every, checkpoint_every : int
+        Number of steps between two validations or checkpoints; 0 means only at the end.
+    keep_checkpoints : int
+        Number of checkpoints that are kept.
+    peak_tflops : float or None
+        Peak of the device for MFU, if it is unknown.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the key, its value and what is allowed.
     """
 
     data: DataConfig
@@ -191,7 +236,7 @@ class TrainConfig:
             )
 
     def _check_start(self) -> None:
-        """One beginning for the weights, and nothing that contradicts it."""
+        """Check that the weights have exactly one source, and that nothing contradicts it."""
         _require(
             self.model is None or self.init_from is None,
             "init_from",
@@ -235,8 +280,10 @@ class TrainConfig:
 
 
 def load_train_config(path: str | Path) -> TrainConfig:
-    """A TOML file, by path or a shipped one by name, as a TrainConfig.  Raises JaxLlamaError naming
-    the file, the key and what is allowed."""
+    """Return the TrainConfig of a TOML file, given by path, or of a shipped one, given by name.
+
+    Raises JaxLlamaError naming the file, the key and what is allowed.
+    """
     path = shipped("training", path)
     return train_config_from_dict(read_toml(path), str(path), path.parent)
 
@@ -244,8 +291,10 @@ def load_train_config(path: str | Path) -> TrainConfig:
 def train_config_from_dict(
     data: dict[str, Any], where: str, folder: str | Path = "."
 ) -> TrainConfig:
-    """The same from a parsed table; ``where`` begins messages, ``folder`` is what a model's .toml
-    is relative to."""
+    """Return the TrainConfig of a parsed table.
+
+    where: beginning of error messages. folder: the folder to which a model's .toml is relative.
+    """
     data = dict(data)
     try:
         model = data.get("model")

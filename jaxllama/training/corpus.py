@@ -1,4 +1,4 @@
-"""Text to train on that needs no download of a data set.
+"""Text for training without downloading a data set.
 
     python -m jaxllama.training.corpus --out data [--generate 2000] [--documents 2000]
 
@@ -8,14 +8,12 @@ Writes into DIR:
                   packages bible-kjv and bible-kjv-text hold it (apt-get install bible-kjv)
     written.txt   with --generate N: N conversations that a chat model writes itself, each a request
                   put together from the lists below and the answer it samples at temperature 1, in
-                  its own template.
-    documents.txt with --documents N: N texts that the model begins and ends as it likes, sampled
-                  from its start-of-document token alone: what it was trained on, as it remembers it
+                  its own template
+    documents.txt with --documents N: N texts that the model begins and ends itself, sampled from
+                  its start-of-document token alone; they resemble its training data
 
-For a student of that model no text is nearer to what it must learn.  A text depends on --seed and
-its number, not on --batch.
-
-A file that is there already is kept.  Left out: filtering, deduplication.
+For a student of that model these texts are the nearest to what it must learn. A text depends on
+--seed and its number, not on --batch. Existing files stay. Left out: filtering, deduplication.
 """
 
 from __future__ import annotations
@@ -126,13 +124,16 @@ SUBJECTS = (
 
 
 def find_bible() -> None:
-    """Raises JaxLlamaError where ``bible`` would."""
+    """Raise JaxLlamaError if the command of ``bible`` is missing."""
     if shutil.which("bible") is None:
         raise JaxLlamaError("the command `bible` is missing: apt-get install bible-kjv")
 
 
 def bible() -> str:
-    """A verse a line, without its number.  Raises JaxLlamaError where the package is missing."""
+    """Return the Bible, one verse a line without its number.
+
+    Raises JaxLlamaError if the package is missing.
+    """
     find_bible()
     out = subprocess.run(
         ["bible", "-f", WHOLE_BIBLE], check=True, capture_output=True, text=True, encoding="latin-1"
@@ -143,7 +144,7 @@ def bible() -> str:
 def conversations(
     lm: LanguageModel, count: int, *, batch: int, max_new_tokens: int, seed: int
 ) -> Iterator[str]:
-    """``count`` conversations in the model's template, special tokens written out."""
+    """Yield ``count`` conversations in the model's template, with special tokens as text."""
     from jaxllama.decoding.sampling import Sampling
 
     assert lm.tokenizer is not None
@@ -164,8 +165,10 @@ def conversations(
 def documents(
     lm: LanguageModel, count: int, *, batch: int, max_new_tokens: int, seed: int
 ) -> Iterator[str]:
-    """``count`` texts, each behind the start-of-document token, a line end after it.  Raises
-    JaxLlamaError for a model whose tokenizer has no such token."""
+    """Yield ``count`` texts, each after the start-of-document token and with a line end.
+
+    Raises JaxLlamaError for a model whose tokenizer has no such token.
+    """
     from jaxllama.decoding.sampling import Sampling
 
     assert lm.tokenizer is not None
@@ -214,7 +217,7 @@ def main() -> None:
 
 
 def _write(path: Path, texts: Iterator[str]) -> None:
-    """Into a file of another name, which is renamed when it is whole."""
+    """Write texts to a file of another name, which is renamed when it is complete."""
     part = path.with_name(path.name + ".part")
     with open(part, "w", encoding="utf-8") as file:
         for text in texts:

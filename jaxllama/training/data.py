@@ -1,17 +1,17 @@
-"""Token files: text to a memory-mapped array of ids, and batches out of it.
+"""Token files: from text to a memory-mapped array of ids, and batches of it.
 
     file = tokenize([Path("book.txt")], "data/book", tokenizer)
     inputs = file.batch(step, batch_size=8, length=512, seed=0)          # int32 [8, 513]
 
-A token file is a folder: ``tokens.npy`` (one array of uint16, or uint32 for larger vocabularies,
-which training maps and never loads), ``meta.json`` (how many, by which tokenizer, their SHA-256)
-and the tokenizer's own files, which a trained model takes along.  Every text file is one document;
-the tokenizer's end-of-text token stands after each.
+A token file is a folder. ``tokens.npy`` is one array of uint16, or uint32 for larger vocabularies,
+which training maps and never loads. ``meta.json`` has the number of tokens, the tokenizer, and the
+SHA-256. The tokenizer's own files are there too, and a trained model takes them along. Every text
+file is one document, followed by the tokenizer's end-of-text token.
 
-Batches are windows of ``length + 1`` tokens (each overlaps the next by one, so that every token is
-predicted once an epoch), in an order that a seed shuffles anew for every epoch.  A batch depends on
-(seed, step) and nothing else: there is no position to save.  Left out: masks at the borders of
-documents, mixtures of files.
+Batches are windows of ``length + 1`` tokens. Each window overlaps the next by one token, so every
+token is predicted once an epoch. A seed shuffles their order again for every epoch. A batch depends
+on (seed, step) only, so there is no position to save. Left out: masks at the borders of documents,
+mixtures of files.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from jaxllama.progress import working
 from jaxllama.text.tokenizer import Tokenizer
 
 TOKENS, META = "tokens.npy", "meta.json"
-# Characters that are encoded at once; what a text costs in memory is a small multiple of this.
+# Characters that are encoded at once; the memory of a text is a small multiple of this.
 PIECE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """An open token file; ``ids`` is the mapped array (or a part of it)."""
+    """An open token file; ``ids`` is the mapped array, or a part of it."""
 
     directory: Path
     ids: np.ndarray
@@ -49,7 +49,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, directory: str | Path) -> TokenFile:
-        """Raises JaxLlamaError naming the folder that is not one of ``tokenize``'s."""
+        """Open a token file. Raises JaxLlamaError naming a folder that is not one."""
         directory = Path(directory)
         try:
             meta = json.loads((directory / META).read_text(encoding="utf-8"))
@@ -74,22 +74,22 @@ class TokenFile:
 
     @property
     def tokenizer_files(self) -> list[Path]:
-        """What a model's folder needs beside its weights."""
+        """The files that a model's folder needs beside its weights."""
         return [
             path for path in sorted(self.directory.iterdir()) if path.name not in (TOKENS, META)
         ]
 
     def split(self, last: int) -> tuple[TokenFile, TokenFile]:
-        """(all but the last ``last`` tokens, those)."""
+        """Return (all but the last ``last`` tokens, the last ones)."""
         cut = len(self) - last
         return tuple(dataclasses.replace(self, ids=ids) for ids in (self.ids[:cut], self.ids[cut:]))
 
     def windows(self, length: int) -> int:
-        """How many windows of ``length`` predictions there are."""
+        """Return the number of windows of ``length`` predictions."""
         return (len(self) - 1) // length
 
     def batch(self, step: int, batch_size: int, length: int, seed: int) -> np.ndarray:
-        """int32 ``[batch_size, length + 1]``: the windows that step ``step`` (from 0) sees."""
+        """Return the windows of step ``step`` (from 0), int32 ``[batch_size, length + 1]``."""
         count = self.windows(length)
         first = step * batch_size
         rows = []
@@ -99,7 +99,7 @@ class TokenFile:
         return np.stack(rows)
 
     def window(self, index: int, length: int) -> np.ndarray:
-        """int32 ``[length + 1]``."""
+        """Return one window, int32 ``[length + 1]``."""
         return self.ids[index * length : (index + 1) * length + 1].astype(np.int32)
 
 
@@ -115,8 +115,24 @@ def tokenize(
     *,
     progress: bool = False,
 ) -> TokenFile:
-    """Make a token file of UTF-8 text files.  The folder must not exist; it appears complete or
-    not at all.  Raises JaxLlamaError naming a file that is missing, empty or not UTF-8."""
+    """Make a token file of UTF-8 text files.
+
+    Parameters
+    ----------
+    texts : sequence of paths
+        The text files, one document each.
+    directory : str or Path
+        Folder that must not exist; it appears complete or not at all.
+    tokenizer : Tokenizer
+        The tokenizer.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming a file that is missing, empty or not UTF-8.
+    """
     directory = Path(directory)
     if directory.exists():
         raise JaxLlamaError(f"{directory}: exists already")
@@ -174,7 +190,7 @@ def _read(path: Path) -> str:
 
 
 def _encoded(text: str, tokenizer: Tokenizer, advance) -> Iterator[list[int]]:
-    """Ids of one document, a piece at a time, and the end-of-text token."""
+    """Yield the ids of one document, a piece at a time, and then the end-of-text token."""
     for piece in pieces(text, PIECE):
         yield tokenizer.encode(piece, add_special=False)
         advance(len(piece.encode()))
@@ -183,9 +199,12 @@ def _encoded(text: str, tokenizer: Tokenizer, advance) -> Iterator[list[int]]:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """``text`` cut before line ends that follow a visible character, ``size`` characters or more
-    each: there byte-level tokenizers cut too, so the ids are those of the whole text.  (A
-    SentencePiece tokenizer sees each piece as a text of its own.)"""
+    """Yield ``text`` in pieces of ``size`` characters or more.
+
+    Pieces end before line ends that follow a visible character. Byte-level tokenizers split there
+    too, so the ids equal the ids of the whole text. (A SentencePiece tokenizer treats each piece as
+    a separate text.)
+    """
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + size)

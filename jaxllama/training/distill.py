@@ -1,19 +1,19 @@
-"""A GLA student out of a Llama teacher: its shape, its first weights, and how its mixers learn.
+"""A GLA student of a Llama teacher: its shape, its first weights, and how its mixers learn.
 
 The student is the teacher with attention replaced by GLA of the same heads, kv groups and head
-size, without an output gate.  Taken over: embeddings, norms, MLPs, head, and q, k, v, o as they
-are (rotations and biases of q, k, v are dropped; the softmax becomes the decayed sum).  New: the
-gate's low-rank projection, random, with a bias that gives each head's channels memories from a few
-tokens to a thousand, and the norm of a head's output, scaled so that the first answers have the
+size, without an output gate. Embeddings, norms, MLPs, head, and q, k, v, o are copied. Rotations
+and biases of q, k, v are dropped, and the softmax becomes the decayed sum. Two parts are new. The
+gate's low-rank projection is random, with a bias that gives each head's channels memories from a
+few tokens to a thousand. The norm of a head's output is scaled so that the first outputs have the
 size of the teacher's (``answer_scales``).
 
-Two objectives, meant one after the other (as in MOHAWK, arXiv 2408.10189, and The Mamba in the
+Two objectives are meant to follow each other (as in MOHAWK, arXiv 2408.10189, and The Mamba in the
 Llama, 2408.15237):
 
-1. "mixers": each GLA mixer, given what the teacher's attention was given, imitates what it
-   answered; loss = mean over layers of |student - teacher|^2 / |teacher|^2.  Layers do not wait for
-   each other, so this converges in a small part of the tokens.
-2. "logits": the whole student against the teacher's distribution (``loss.distillation``).
+1. "mixers": each GLA mixer gets the input of the teacher's attention and imitates its output. The
+loss is the mean over layers of |student - teacher|^2 / |teacher|^2. Layers learn independently, so
+this converges in a small part of the tokens.
+2. "logits": the whole student learns the teacher's distribution (``loss.distillation``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.forward import embed
 
-# Gate biases of a head's channels, evenly spaced: sigmoid(bias) ** (1 / 16) a token is a half-life
-# of 5 tokens at the lower end and of 600 at the upper one.
+# Gate biases of a head's channels, evenly spaced. A decay of sigmoid(bias) ** (1 / 16) a token is a
+# half-life of 5 tokens at the lower end and of 600 at the upper one.
 GATE_BIAS = (-2.0, 4.0)
 
 
 def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ()) -> ModelConfig:
-    """Raises JaxLlamaError for a layer that the teacher has not, or a teacher that has GLA, or of
-    whose family GLA's files have no form."""
+    """Return the student's config.
+
+    attention_layers: layers that stay attention. Raises JaxLlamaError for a layer that the teacher
+    lacks, a teacher with GLA layers, or a teacher whose options GLA's files cannot express.
+    """
     if teacher.has_states:
         raise JaxLlamaError(f"distill.teacher: {teacher.name} has GLA layers: give it as init_from")
     for layer in attention_layers:
@@ -65,7 +68,8 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
     student = teacher.replace(
         name=f"{teacher.name}-gla", layer_types=kinds, gla=gla, stored=CheckpointForm()
     )
-    if not attention_layers:  # what only attention reads, and GLA's files have no words for
+    # options that only attention reads, and that GLA's files cannot express
+    if not attention_layers:
         student = student.replace(
             rope=RopeConfig(teacher.rope.theta),
             qkv_bias=False,
@@ -80,7 +84,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
 
 
 def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array) -> Params:
-    """The student's first weights, float32; see the module docstring."""
+    """Return the student's first weights, float32; see the module docstring."""
     params = random_params(student, key)
     for name, part in teacher_params.items():
         part = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), part)
@@ -112,11 +116,12 @@ def answer_scales(
     tokens: jax.Array,
     dtype: str = "float32",
 ) -> jax.Array:
-    """float32 ``[n_layers]``: what each GLA mixer's answers are best multiplied by to be the
-    teacher's on ``tokens[B, T]`` (1 for attention).
+    """Return the best multiplier of each GLA mixer's output, float32 ``[n_layers]``.
 
-    A normed head has size 1 whatever the teacher's had; unscaled, the first answers are several
-    times too large.  Least squares, but at least a tenth of what makes the sizes equal.
+    It brings the output on ``tokens[B, T]`` closest to the teacher's; attention layers have 1. A
+    normed head has size 1 whatever the teacher's size, so unscaled outputs are several times too
+    large at first. The multiplier is the least-squares solution, but at least a tenth of the one
+    that makes the sizes equal.
     """
     scales = [jnp.float32(1.0)] * student.n_layers
     seen = _teacher_layers(teacher, teacher_params, tokens, jnp.dtype(dtype))
@@ -131,7 +136,7 @@ def answer_scales(
 
 
 def scaled(params: Params, scales: jax.Array) -> Params:
-    """The student with ``answer_scales`` in its heads' norms."""
+    """Return the student with ``answer_scales`` in its heads' norms."""
     params = dict(params)
     for index, scale in enumerate(scales):
         mixer = params[f"layer_{index}"]["mixer"]
@@ -150,7 +155,7 @@ def mixer_loss(
     dtype: jnp.dtype,
     remat: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Objective 1 on ``tokens[B, T]``."""
+    """Return the loss of the objective "mixers" on ``tokens[B, T]``, and no parts."""
     losses = []
     seen = _teacher_layers(teacher, teacher_params, tokens, dtype)
     for index, (x, answer) in enumerate(seen):
@@ -167,7 +172,7 @@ def _imitation(cfg: ModelConfig, params: Params, x: jax.Array, answer: jax.Array
 
 
 def _answer(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
-    """A GLA mixer's output, float32."""
+    """Return a GLA mixer's output, float32."""
     at = whole_rows(cfg, *x.shape[:2])
     heads, _ = gla.mix(cfg, params, columns(x, gla.inputs(cfg, params)), None, at)
     return linear(heads, params["o"]).astype(jnp.float32)
@@ -176,7 +181,7 @@ def _answer(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
 def _teacher_layers(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """(its mixer's input, its mixer's output) of every layer of a model of attention."""
+    """Return (mixer's input, mixer's output) of every layer of an attention model."""
     seen = []
 
     def each(cfg, kind, p, stream, state, at):
@@ -191,7 +196,7 @@ def _teacher_layers(
 
 
 def learned(student: ModelConfig, params: Params) -> Any:
-    """Objective 1 learns the GLA mixers alone: a tree of booleans."""
+    """Return a tree of booleans that is True at the GLA mixers, which objective "mixers" trains."""
     mixers = [f"layer_{i}" for i, kind in enumerate(student.layer_types) if kind == "gla"]
 
     def one(path: tuple[Any, ...], _: Any) -> bool:

@@ -1,10 +1,9 @@
-"""How long a training run takes and how much memory its state has, from a few of its own steps.
+"""Estimate the time and memory of a training run from a few of its own steps.
 
     estimate(config, data) -> Estimate
 
-The steps are compiled and run as ``loop`` runs them, on the run's first batches; nothing is
-written.  A later run takes their programs from jax's cache.  Left out: writing checkpoints and the
-model.
+The steps are compiled and run as in ``loop``, on the run's first batches. Nothing is written, and a
+later run takes their programs from jax's cache. Left out: writing checkpoints and the model.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from jaxllama.training.start import begin
 from jaxllama.training.step import init_state
 from pallas_kernels.qtensor import tree_bytes
 
-STEPS = 3  # that are timed behind the first, which compiles
+STEPS = 3  # steps that are timed after the first, which compiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a whole run, of its start (weights, compiling) and of a step; bytes of weights and
-    optimizer state on each device."""
+    """The estimate of a run.
+
+    start_seconds: for weights and compiling. step_seconds, validation_seconds: for one of each.
+    seconds: for the whole run. state_bytes: weights and optimizer state on each device.
+    """
 
     parameters: int
     tokens: int
@@ -41,7 +43,7 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, data: TokenFile, mesh: Mesh | None = None) -> Estimate:
-    """Raises JaxLlamaError as ``loop.train`` does for data that the configuration contradicts."""
+    """Return the estimate of a run. Raises JaxLlamaError as ``loop.train`` does for wrong data."""
     begun = time.perf_counter()
     setup, params, teacher = begin(config, data, False)
     state = jax.device_put(init_state(setup, params), sharding(mesh))

@@ -1,7 +1,7 @@
-"""The model as training runs it: layer by layer, so that each can be recomputed on its own.
+"""The model in training: layer by layer, so that each layer can be recomputed on its own.
 
-The same blocks as ``model.decoder.forward``'s, without a cache and on whole rows; with ``remat`` a
-layer keeps only its input for the backward pass.  Parameters are float32 (the master weights), and
+The blocks come from ``model.decoder.forward``, without a cache and on whole rows. With ``remat``
+a layer keeps only its input for the backward pass. Parameters are float32 (the master weights), and
 every matmul casts its own to the activations' dtype.
 """
 
@@ -33,5 +33,5 @@ def hidden_states(
 def embed(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
 ) -> tuple[Stream, At]:
-    """What the layers take."""
+    """Return the arguments of the first layer."""
     return Stream(embed_tokens(cfg, params, tokens, dtype)), whole_rows(cfg, *tokens.shape)

@@ -1,19 +1,20 @@
-"""train: a TrainConfig and a folder to a trained model, through any number of interruptions.
+"""train: from a TrainConfig and a folder to a trained model, through any number of interruptions.
 
     update, log, now and then validate and save; at the end write model/
 
-A run is a function of its configuration and its data.  The batch and the learning rate of a step
-follow from its number, so a checkpoint of parameters, moments and step is all there is to restore:
-on a CPU the curve after a resume is that of an uninterrupted run to the last bit.  (On a GPU that
-takes XLA_FLAGS=--xla_gpu_deterministic_ops=true; scatters there add in any order.)
+A run is a function of its configuration and its data. A step's number determines its batch and
+learning rate, so a checkpoint needs only parameters, moments and step. On a CPU the curve after a
+resume equals the curve of an uninterrupted run to the last bit. (On a GPU that needs
+XLA_FLAGS=--xla_gpu_deterministic_ops=true, because scatters there add in any order.)
 
-Metrics are fetched one step late, so that the device never waits for the host.  Ctrl-C saves the
-step under way before it ends the run.  A run whose ``steps`` have become more goes on from where it
-is, under the longer schedule.
+Metrics are fetched one step late, so that the device never waits for the host. Ctrl-C saves the
+current step before it ends the run. A run whose ``steps`` have grown continues under the longer
+schedule.
 
-With a mesh its devices share the rows of every step; weights and moments are whole on each.  A mesh
-is not part of a run: it may be resumed on another, with the same curve up to the order in which
-gradients are added.  Left out: several hosts, splitting the weights or moments, early stopping.
+The devices of a mesh share the rows of every step, and each holds all weights and moments. A mesh
+is not part of a run: the run may resume on another mesh, with the same curve up to the order in
+which gradients are added. Left out: several hosts, splitting the weights or moments, early
+stopping.
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ from jaxllama.training.step import (
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """``metrics``: one dict a step (step, tokens, loss and its parts, grad_norm, learning_rate,
-    seconds, tokens_per_second, mfu or None); ``validation``: dicts of step, tokens and
-    validation_loss; ``model``: the folder for ``jaxllama.load``."""
+    """The result of a run.
+
+    metrics: one dict a step (step, tokens, loss and its parts, grad_norm, learning_rate, seconds,
+    tokens_per_second, mfu or None). validation: dicts of step, tokens and validation_loss. model:
+    the folder for ``jaxllama.load``.
+    """
 
     directory: Path
     metrics: list[dict[str, Any]]
@@ -79,13 +83,30 @@ def train(
     mesh: str | Mesh | None = None,
     progress: bool = False,
 ) -> TrainResult:
-    """Train, or go on training, or find it done.
+    """Train a model, resume its training, or return the result of a finished run.
 
-    mesh: devices that share every step's rows, "data=2".  progress: a bar on stderr.  Raises
-    JaxLlamaError for a folder that is another run's, data, a checkpoint or a mesh that contradicts
-    the configuration, and a loss that is no longer a number.
+    Parameters
+    ----------
+    config : TrainConfig
+        The settings.
+    directory : str or Path
+        Folder of the run.
+    mesh : str, Mesh or None
+        Devices that share every step's rows, such as "data=2".
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Returns
+    -------
+    TrainResult
+
+    Raises
+    ------
+    JaxLlamaError
+        For a folder of another run; for data, a checkpoint or a mesh that contradicts the
+        configuration; and for a loss that is not finite.
     """
-    report.new_figure()  # a missing package shows now, not at the end
+    report.new_figure()  # a missing package is reported now and not at the end
     enable_compilation_cache()
     grid = None if mesh is None else data_mesh(config, mesh)
     data = TokenFile.open(config.data.tokens)
@@ -108,7 +129,7 @@ def _result(run: RunDirectory) -> TrainResult:
 
 
 def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
-    """The mesh, if this run can use it.  Raises JaxLlamaError naming what it does not divide."""
+    """Return the mesh. Raises JaxLlamaError naming a size that the mesh does not divide."""
     grid = make_mesh(mesh)
     data, model = grid.shape.values()
     rows = config.batch_size // config.microbatches
@@ -132,7 +153,7 @@ def _run(
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
     try:
         setup, params, teacher = begin(config, data, progress)
-        # On devices by name, as a restored state is: both run the same program.
+        # The devices are explicit, as in a restored state, so that both run the same program.
         whole = sharding(mesh)
         state = jax.device_put(init_state(setup, params), whole)
         teacher = jax.device_put(teacher, whole)
@@ -177,8 +198,10 @@ def _run(
 
 @contextlib.contextmanager
 def _interruptible(bar: Working) -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets, so that the step under way is not lost; a second Ctrl-C, or one
-    outside of the main thread, is Python's own."""
+    """Yield an event that Ctrl-C sets, so that the current step is not lost.
+
+    A second Ctrl-C, or one outside of the main thread, raises as usual.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -197,7 +220,7 @@ def _interruptible(bar: Working) -> Iterator[threading.Event]:
 
 
 def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
-    """Whole on every device, or with the rows along axis ``rows`` shared out."""
+    """Return a sharding: replicated, or with the rows along axis ``rows`` split over devices."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     axes = () if rows is None else (None,) * rows + (DATA_AXIS,)
@@ -209,7 +232,7 @@ def _is_due(step: int, every: int, last: bool) -> bool:
 
 
 def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
-    """int32 ``[microbatches, rows, T + 1]``."""
+    """Return the batch of a step, int32 ``[microbatches, rows, T + 1]``."""
     rows = data.batch(step, config.batch_size, config.sequence_length, config.seed)
     return rows.reshape(config.microbatches, -1, rows.shape[-1])
 
@@ -217,13 +240,13 @@ def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
 def run_step(
     setup: TrainingSetup, state: State, teacher: Any, data: TokenFile, step: int, mesh: Mesh | None
 ) -> tuple[State, Any]:
-    """(state after the step, its metrics); ``state`` is donated."""
+    """Return (state after the step, its metrics); ``state`` is donated."""
     batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
     return update(setup, state, teacher, batch)
 
 
 def validate(setup: TrainingSetup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
-    """Mean over the held-out windows, in whole batches as large as a microbatch."""
+    """Return the mean loss over the held-out windows, in whole batches as large as a microbatch."""
     config = setup.config
     length = config.sequence_length
     count = data.windows(length)
@@ -238,7 +261,7 @@ def validate(setup: TrainingSetup, params: Params, data: TokenFile, mesh: Mesh |
 
 
 def _finish(setup: TrainingSetup, state: State, data: TokenFile, run: RunDirectory) -> None:
-    """The picture, and last of all the model: where it is, the run is over."""
+    """Draw the loss, and then write the model, whose presence ends the run."""
     result = _result(run)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
     params = per_layer(state)["params"]
@@ -250,7 +273,7 @@ def _finish(setup: TrainingSetup, state: State, data: TokenFile, run: RunDirecto
 
 
 class _Log:
-    """Writes a step's metrics when the next step is under way."""
+    """Writes a step's metrics while the next step runs."""
 
     def __init__(self, setup: TrainingSetup, run: RunDirectory, first: int, devices: int) -> None:
         config = setup.config
@@ -295,4 +318,4 @@ class _Log:
         tokens = step * self._tokens
         self._run.append([{"step": step, "tokens": tokens, "validation_loss": loss}])
         bar.say(f"step {step}: validation loss {loss:.4f}")
-        self._began = time.perf_counter()  # validating is not training
+        self._began = time.perf_counter()  # the time of validating does not count as training

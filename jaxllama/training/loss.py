@@ -1,11 +1,11 @@
 """Cross entropy and distillation over the vocabulary, a few thousand tokens at a time.
 
-Float32 logits of a whole batch would outweigh the model.  So head, loss and gradient are taken
-chunk by chunk in the forward pass, and only the gradients of the states and of the head are kept:
-no two chunks' logits are alive at once, and none are computed twice (as in Liger Kernel, arXiv
-2410.10989).  A loss gives its gradient by its formula (probabilities minus targets), which is one
-pass over the logits.  The cap of a model's logits is ``decoder.softcap``, and its derivative
-``jax.vjp``'s.  Products with the head read the activations' dtype and sum in float32.
+Float32 logits of a whole batch would be larger than the model. So the forward pass computes head,
+loss and gradient chunk by chunk, and keeps only the gradients of the states and of the head. No two
+chunks' logits exist at once, and none are computed twice (as in Liger Kernel, arXiv 2410.10989). A
+loss has a formula for its gradient (probabilities minus targets), which is one pass over the
+logits. ``decoder.softcap`` caps a model's logits, and ``jax.vjp`` differentiates it. Products with
+the head read the activations' dtype and sum in float32.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ ChunkLoss = Callable[..., tuple[jax.Array, Any, jax.Array]]
 def cross_entropy(
     x: jax.Array, w: jax.Array, targets: jax.Array, cap: float | None = None
 ) -> tuple[jax.Array, Any]:
-    """(mean, {"ce": mean}): the negative natural log-probability of ``targets[B, T]`` under the
-    logits of ``x[B, T, D]`` and the float32 head ``w[V, D]``.  cap: ``cfg.logit_softcap``."""
+    """Return (mean, {"ce": mean}) of the negative natural log-probability of the targets.
+
+    x ``[B, T, D]``: states. w ``[V, D]``: float32 head. targets ``[B, T]``: token ids. cap:
+    ``cfg.logit_softcap``.
+    """
     return _mean_over_tokens(_ce_chunk, cap, x, w, targets, None)
 
 
@@ -48,9 +51,12 @@ def distillation(
     cap: float | None = None,
     teacher_cap: float | None = None,
 ) -> tuple[jax.Array, Any]:
-    """(loss, {"ce", "kl"}), means over tokens, with ``loss = kl_weight * temperature^2 * kl +
-    ce_weight * ce``; kl = KL(teacher || student) of the distributions softened by ``temperature``
-    (arXiv 1503.02531).  cap, teacher_cap: each model's ``logit_softcap``."""
+    """Return (loss, {"ce", "kl"}), means over tokens, in nats.
+
+    ``loss = kl_weight * temperature^2 * kl + ce_weight * ce``, where kl = KL(teacher || student) of
+    the distributions softened by ``temperature`` (arXiv 1503.02531). cap, teacher_cap: each model's
+    ``logit_softcap``.
+    """
     chunk = functools.partial(_kl_chunk, kl_weight, ce_weight, temperature, teacher_cap)
     teacher_w = teacher_w.astype(teacher_x.dtype)
     return _mean_over_tokens(chunk, cap, x, w, (targets, teacher_x), teacher_w)
@@ -77,7 +83,7 @@ def _kl_chunk(kl_weight, ce_weight, temperature, teacher_cap, logits, valid, tok
 
 
 def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(negative log-probability ``[C]``, its gradient ``[C, V]``)."""
+    """Return (negative log-probability ``[C]``, its gradient ``[C, V]``)."""
     ids = lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     hit = ids == targets[:, None]
     logp = jax.nn.log_softmax(logits, axis=-1)
@@ -88,7 +94,7 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _mean_over_tokens(
     chunk: ChunkLoss, cap: float | None, x, w, tokens, others
 ) -> tuple[jax.Array, Any]:
-    """The chunks' sums over all of x's ``[B, T]``, divided by their number."""
+    """Return the chunks' sums over all of x's ``[B, T]``, divided by their number."""
     count = x.shape[0] * x.shape[1]
     size = min(CHUNK, count)
     chunks = -(-count // size)
@@ -129,7 +135,10 @@ def _sums_forward(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
 
 
 def _sums_backward(chunk: ChunkLoss, cap: float | None, saved, cotangents):
-    """Tokens and others (targets, a teacher) get no gradient, nor does anything from the aux."""
+    """Return the gradients of x and w only.
+
+    Tokens and others (targets, a teacher) have no gradient, and the aux sums pass none on.
+    """
     d_x, d_w = saved
     d_loss = cotangents[0]
     return (d_x.astype(jnp.float32) * d_loss).astype(d_x.dtype), d_w * d_loss, None, None
@@ -139,7 +148,10 @@ _sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Float32 product over one axis of each; without HIGHEST a GPU would take TF32 for float32."""
+    """Return the float32 product over one axis of each.
+
+    Without HIGHEST a GPU would use TF32 for float32.
+    """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
         a,

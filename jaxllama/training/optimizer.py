@@ -1,12 +1,14 @@
 """AdamW with clipping, linear warm-up and a cosine (Loshchilov and Hutter, arXiv 1711.05101).
 
-Adam moves every number by about the learning rate, whatever its gradient's size.  A grid's scale is
-much smaller than the weights it spans, so it moves by the learning rate over the largest code: then
-the ends of the range move as fast as a weight does (the balance that LSQ, arXiv 1902.08153, wants).
+Adam moves every number by about the learning rate, whatever the size of its gradient. A grid's
+scale is much smaller than the weights it spans. So a scale moves by the learning rate over the
+largest code. Then the ends of the range move as fast as a weight (the balance of LSQ, arXiv
+1902.08153).
 
-Some families multiply activations by constants (Granite, Cohere, Gemma), which loading folds into
-weights: our row is a constant times the family's.  AdamW is not invariant to that, so it is given
-the family's own parameters: ``times_multipliers`` converts gradients, parameters and changes.
+Some families multiply activations by constants (Granite, Cohere, Gemma). Loading folds the
+constants into weights, so a row here is a constant times the family's row. AdamW is not invariant
+to that, so it gets the family's own parameters: ``times_multipliers`` converts gradients,
+parameters and changes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pallas_kernels.fake_quantize import RANGES
 
 
 def learning_rate(config: TrainConfig, update: jax.Array | int) -> jax.Array:
-    """Of update number ``update``, from 0: the first is already above zero."""
+    """Return the learning rate of update number ``update``, from 0; the first is above zero."""
     warmup, last = config.optimizer.warmup_steps, config.optimizer.final_share
     at = jnp.asarray(update, jnp.float32)
     rising = (at + 1) / max(warmup, 1)
@@ -40,11 +42,12 @@ def learning_rate(config: TrainConfig, update: jax.Array | int) -> jax.Array:
 
 
 def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
-    """``tree`` with each row of a folded parameter times its multiplier to the ``power``.
+    """Return ``tree`` with each row of a folded parameter times its multiplier to the ``power``.
 
-    tree: shaped as the parameters.  With m the multiplier and ``ours = m * own + constant``:
-    power 1 turns a gradient by ours into one by own, and a change of own into one of ours;
-    power -1 turns ours into own, up to the constant (of norms, which do not decay).
+    tree: shaped as the parameters. Let m be the multiplier and ``ours = m * own + constant``, with
+    the family's parameter ``own``. Power 1 turns a gradient with respect to ours into one with
+    respect to own, and a change of own into one of ours. Power -1 turns ours into own, up to the
+    constant (of norms, which do not decay).
     """
     multipliers = _multipliers(cfg)
 
@@ -60,7 +63,7 @@ def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
 
 @functools.cache
 def _multipliers(cfg: ModelConfig) -> dict[Path, np.ndarray]:
-    """float32 ``[rows]`` of each folded parameter."""
+    """Return the multipliers of each folded parameter, float32 ``[rows]``."""
     return {
         path: np.concatenate(
             [np.full(source.shape[0], source.scale, np.float32) for source in spec.sources]
@@ -71,8 +74,11 @@ def _multipliers(cfg: ModelConfig) -> dict[Path, np.ndarray]:
 
 
 def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransformation:
-    """learned: a tree prefix of booleans, or True for all; other parameters never change (not even
-    by decay) and have no moments."""
+    """Return the update rule.
+
+    learned: a tree prefix of booleans, or True for all. Other parameters never change, not even by
+    decay, and have no moments.
+    """
     options = config.optimizer
     steps = []
     if options.clip_norm:
@@ -96,7 +102,10 @@ def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransfo
 
 
 def _slow_scales(changes: Params) -> Params:
-    """See the module docstring.  A grid is anything with ``code_dtype`` and a ``scale``."""
+    """Scale the changes of grids' scales; see the module docstring.
+
+    A grid is a leaf with ``code_dtype`` and a ``scale``.
+    """
 
     def is_grid(leaf: Any) -> bool:
         return hasattr(leaf, "code_dtype")
@@ -110,7 +119,7 @@ def _slow_scales(changes: Params) -> Params:
 
 
 def decays(params: Params) -> Any:
-    """True at matrices: not at norms and biases, nor at a grid's scales and zeros."""
+    """Return True at matrices: not at norms and biases, nor at a grid's scales and zeros."""
 
     def one(keys: tuple[Any, ...], leaf: Any) -> bool:
         _, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))

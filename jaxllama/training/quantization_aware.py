@@ -1,10 +1,10 @@
-"""Quantization-aware training: matmul weights that are rounded to a grid in every forward pass.
+"""Quantization-aware training: matmul weights are rounded to a grid in every forward pass.
 
-A weight becomes a ``GridWeight``: the float32 master, its scales and zeros, all of them trained;
-``rounded`` gives the tree of floats that the model multiplies by, with straight-through gradients
-(``pallas_kernels.fake_quantize``), ``quantized`` the QTensors at the end.  The grid starts as
-round-to-nearest's, so step 0 is ``quantize_params`` of w8a16 or w4a16-sym (without zeros to the
-last bit).
+A weight becomes a ``GridWeight``: the float32 master weight, its scales and its zeros, all of them
+trained. ``rounded`` returns the tree of floats that the model multiplies by, with straight-through
+gradients (``pallas_kernels.fake_quantize``). ``quantized`` returns the QTensors at the end. The
+grid starts as round-to-nearest's. So step 0 equals ``quantize_params`` of w8a16 or w4a16-sym,
+without zeros to the last bit.
 
 Left out: quantized activations (w8a8, fp8).
 """
@@ -27,8 +27,11 @@ from pallas_kernels.qtensor import QTensor
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GridWeight:
-    """``w[N, K]``, ``scale[N, groups]``, ``zero`` as scale or None, float32; ``code_dtype`` "int8"
-    or "int4"."""
+    """A weight with its grid, float32.
+
+    w ``[N, K]``, scale ``[N, groups]``, zero: shaped as scale, or None. code_dtype: "int8" or
+    "int4".
+    """
 
     w: jax.Array
     scale: jax.Array
@@ -37,11 +40,11 @@ class GridWeight:
 
 
 def prepare(params: Params, config: QuantizeConfig | None) -> Params:
-    """The tree to train: floats with every matmul weight on a grid, or unchanged without one."""
+    """Return the tree to train: floats, with every matmul weight on a grid if there is a config."""
     if config is None:
         return params
     scheme = config.scheme if config.scheme == "w8a16" else f"{config.scheme}-sym"
-    # A tied head is trained as the embedding that it is.
+    # A tied head is trained as the embedding.
     found = quantize_params(params, scheme if "head" in params else f"{scheme},head=none")
 
     def one(grid: Any, w: jax.Array) -> Any:
@@ -59,7 +62,7 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
 
 
 def rounded(params: Params) -> Params:
-    """Floats for the model; grids of stacked layers give stacked weights."""
+    """Return floats for the model; grids of stacked layers give stacked weights."""
 
     def one(grid: GridWeight) -> jax.Array:
         if grid.w.ndim > 2:
@@ -70,7 +73,7 @@ def rounded(params: Params) -> Params:
 
 
 def quantized(params: Params) -> Params:
-    """QTensors in the place of grids."""
+    """Return the tree with QTensors in place of grids."""
     return _map(lambda g: to_qtensor(g.w, g.scale, g.zero, g.code_dtype), params)
 
 

@@ -1,4 +1,4 @@
-"""What a run shows: its steps in words, and a picture of its loss."""
+"""The display of a run: a line for a step, and a picture of its loss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Row = dict[str, Any]
 
 
 def told(row: Row) -> str:
-    """A step in a few words."""
+    """Return a step's metrics in a few words."""
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
     return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
 def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
-    """Loss by tokens, training and validation.  Needs matplotlib."""
+    """Draw the training and validation loss by tokens. Needs matplotlib."""
     figure = new_figure()
     axes = figure.add_subplot()
     axes.plot(
@@ -41,7 +41,7 @@ def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
 
 
 def new_figure() -> Any:
-    """A matplotlib Figure of its own: no pyplot, whose state is global."""
+    """Return a matplotlib Figure without pyplot, whose state is global."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

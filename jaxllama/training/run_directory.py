@@ -1,15 +1,15 @@
-"""What a run leaves behind, and who may write there.
+"""The folder of a run, and the rules for writing to it.
 
-    run.json        the resolved configuration, the data's SHA-256, the environment it began in
+    run.json        the resolved configuration, the data's SHA-256, the environment at the start
     metrics.jsonl   one line a step, and one a validation
     checkpoints/    orbax's
     loss.png        the curve
     model/          the trained model, which ``jaxllama.load`` reads; its presence ends the run
 
-A folder belongs to the run whose configuration is in it, from its first step on: the same one
-resumes, another is refused, and so is a folder with anything else in it, or one that a living
-process is writing to.  One thing may change: more ``steps`` extend a run, finished or not, and
-run.json's "extended" keeps how many there were to be before.
+A folder belongs to the run whose configuration it holds, from the first step on. The same run
+resumes, and another run is refused. So is a folder with other contents, or one to which a living
+process writes. Only ``steps`` may grow: more steps extend a run, finished or not, and run.json's
+"extended" lists the earlier numbers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ RUN, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
 
 
 class RunDirectory:
-    """Opened for ``config``; see the module docstring for what is refused."""
+    """The folder of a run, opened for ``config``; the module docstring lists what is refused."""
 
     def __init__(self, directory: str | Path, config: TrainConfig, data_sha256: str) -> None:
         self.path = Path(directory)
         settings = dataclasses.asdict(config)
-        del settings["scan"]  # how the run is compiled, as a mesh is; a checkpoint does not show it
+        del settings["scan"]  # an option of compiling, like a mesh; checkpoints do not depend on it
         identity = _plain({**settings, "data_sha256": data_sha256})
         try:
             if self.path.is_dir() and not (self.path / RUN).exists():
@@ -64,7 +64,7 @@ class RunDirectory:
             raise JaxLlamaError(f"{self.path / RUN}: not a run's configuration") from None
         differences = list(_differences(stored, identity))
         if [key for key, *_ in differences] == ["steps"] and stored["steps"] < identity["steps"]:
-            # The model goes first: where it is, a run is over.
+            # The model is removed first, because its presence ends a run.
             shutil.rmtree(self.model, ignore_errors=True)
             document["extended"] = [*document.get("extended", []), stored["steps"]]
             _write_whole(self.path / RUN, json.dumps({**document, "config": identity}, indent=2))
@@ -83,13 +83,13 @@ class RunDirectory:
         return self.path / "model"
 
     def rows(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that a kill cut short is no line."""
+        """Return the lines of metrics.jsonl, without a last line that a kill cut short."""
         path = self.path / METRICS
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def keep_until(self, step: int) -> None:
-        """Forget what was logged after ``step``: it will be computed again."""
+        """Remove the lines after ``step``, which will be computed again."""
         lines = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
         _write_whole(self.path / METRICS, "".join(lines))
 
@@ -98,13 +98,13 @@ class RunDirectory:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def sync(self) -> None:
-        """Lines before a checkpoint must be on the disk when it is."""
+        """Write the lines before a checkpoint to the disk."""
         with open(self.path / METRICS, "a", encoding="utf-8") as file:
             os.fsync(file.fileno())
 
 
 def _locked(path: Path) -> int:
-    """A lock that the system drops when the process ends, however it ends."""
+    """Return a lock that the system drops when the process ends, however it ends."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,12 +128,12 @@ def _part(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Return a value as it comes back from JSON."""
     return json.loads(json.dumps(value))
 
 
 def _differences(a: Any, b: Any, key: str = ""):
-    """(key, in a, in b) wherever two JSON values differ."""
+    """Yield (key, in a, in b) wherever two JSON values differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in [*a, *(name for name in b if name not in a)]:
             yield from _differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)

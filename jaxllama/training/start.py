@@ -1,5 +1,7 @@
-"""Where a run begins: its model, its first weights, its teacher.  Everything that data and
-checkpoints can contradict is checked here, before the first step."""
+"""The start of a run: its model, its first weights, its teacher.
+
+Everything that data and checkpoints can contradict is checked here, before the first step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from pallas_kernels.qtensor import QTensor
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSetup:
-    """What is compiled for: hashable."""
+    """The static arguments of the compiled step; hashable."""
 
     config: TrainConfig
     model: ModelConfig
@@ -34,10 +36,10 @@ class TrainingSetup:
 def begin(
     config: TrainConfig, data: TokenFile, progress: bool = False
 ) -> tuple[TrainingSetup, Params, Params | None]:
-    """(setup, float32 parameters, the teacher's parameters in the activations' dtype, stacked with
-    ``scan``).
+    """Return (setup, float32 parameters, the teacher's parameters).
 
-    Raises JaxLlamaError naming the key that data or checkpoint contradicts.
+    The teacher's parameters have the activations' dtype, and are stacked with ``scan``. Raises
+    JaxLlamaError naming the key that data or checkpoint contradicts.
     """
     distill, teacher, teacher_params = config.distill, None, None
     if distill is not None:
@@ -50,10 +52,11 @@ def begin(
         if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
             raise JaxLlamaError(f"init_from = {config.init_from!r}: quantized weights do not learn")
     elif config.model is not None:
-        # A new model speaks the data's language.
+        # A new model uses the tokenizer of the data.
         tokenizer = Tokenizer.from_file(data.directory)
         model = config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
-        params = random_params(model, key)  # compiles a program a shape, not one of all weights
+        # compiles a program for each shape, not one for all weights
+        params = random_params(model, key)
     else:
         assert distill is not None and teacher is not None
         model = student_config(teacher, distill.attention_layers)
@@ -67,7 +70,7 @@ def begin(
         params = scaled(params, scales)
     if config.scan and teacher is not None:
         teacher_params = stack_layers(teacher, teacher_params)
-    # The step donates what it is given, and a checkpoint's arrays may be somebody else's memory.
+    # The step donates its state, and a checkpoint's arrays may share memory with others.
     return setup, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
 
 
@@ -77,7 +80,7 @@ def _leaves(params: Params) -> list:
 
 def _check(setup: TrainingSetup, data: TokenFile) -> None:
     config, model, teacher = setup.config, setup.model, setup.teacher
-    config_to_hf(model)  # what could not be saved is not trained
+    config_to_hf(model)  # a model that cannot be saved is not trained
     if data.vocab_size > model.vocab_size:
         raise JaxLlamaError(
             f"data.tokens = {config.data.tokens!r}: ids up to {data.vocab_size - 1}, but "

@@ -1,11 +1,11 @@
-"""One update, compiled: losses and gradients of the microbatches, their sum, AdamW.
+"""One compiled update: losses and gradients of the microbatches, their sum, AdamW.
 
-A state is ``{"params", "moments", "step"}``, all arrays, donated at every update.  Nothing random
-happens here: the same state and batch give the same bits.  With ``scan`` the state's parameters and
-moments are stacked (``model.stacked``); ``per_layer`` is its form on disk.
+A state is ``{"params", "moments", "step"}``, all arrays, donated at every update. Nothing is random
+here: the same state and batch give the same bits. With ``scan`` the state's parameters and moments
+are stacked (``model.stacked``); ``per_layer`` is the form on disk.
 
-With the state on a mesh, whole on every device, each device takes its part of every microbatch's
-rows; their gradients are averaged once a step, and all devices make the same update.
+On a mesh every device holds the whole state and takes its part of every microbatch's rows. The
+gradients are averaged once a step, and all devices make the same update.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ State = dict[str, Any]
 
 
 def init_state(setup: TrainingSetup, params: Params) -> State:
-    """The state before the first update; ``params`` are per layer."""
+    """Return the state before the first update; ``params`` are per layer."""
     params = prepare(params, setup.config.quantize)
     params = stack_layers(setup.model, params) if setup.config.scan else params
     return {"params": params, "moments": _rule(setup, params).init(params), "step": jnp.int32(0)}
 
 
 def per_layer(state: State) -> State:
-    """The state as checkpoints have it: the parameters and moments of each layer by themselves."""
+    """Return the state in the form of checkpoints, with parameters and moments by layer."""
     return unstack_layers(state)
 
 
 def in_memory(setup: TrainingSetup, state: State) -> State:
-    """``per_layer``'s inverse: the state as ``update`` takes it."""
+    """Undo ``per_layer``: return the state for ``update``."""
     return stack_layers(setup.model, state) if setup.config.scan else state
 
 
@@ -60,10 +60,13 @@ def _rule(setup: TrainingSetup, params: Params) -> optax.GradientTransformation:
 def update(
     setup: TrainingSetup, state: State, teacher_params: Params | None, batch: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
-    """``batch int32 [microbatches, rows, T + 1]`` -> (state, float32 scalars: "loss", its parts,
-    "grad_norm" before clipping, "learning_rate")."""
+    """Make one update with ``batch int32 [microbatches, rows, T + 1]``.
+
+    Returns (state, metrics). The metrics are float32 scalars: "loss", its parts, "grad_norm" before
+    clipping, "learning_rate".
+    """
     cfg, params = setup.model, state["params"]
-    # Rows lead, because that is what the devices of a mesh share out.
+    # The rows are the leading axis, which the devices of a mesh share.
     gradient = data_parallel(functools.partial(_gradient, setup))
     grads, metrics = gradient(params, teacher_params, jnp.swapaxes(batch, 0, 1))
     grads = times_multipliers(cfg, grads)
@@ -80,7 +83,10 @@ def update(
 def _gradient(
     setup: TrainingSetup, params: Params, teacher_params: Params | None, rows: jax.Array
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """Means over the microbatches of ``rows[rows, microbatches, T + 1]``."""
+    """Return gradients and metrics, averaged over the microbatches.
+
+    rows: ``[rows, microbatches, T + 1]``.
+    """
     gradient = jax.value_and_grad(functools.partial(loss, setup), has_aux=True)
 
     def one(total: Params | None, tokens: jax.Array):
@@ -99,7 +105,7 @@ def _gradient(
 def loss(
     setup: TrainingSetup, params: Params, teacher_params: Params | None, tokens: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(what is minimised on ``tokens[B, T + 1]``, its parts)."""
+    """Return (the objective on ``tokens[B, T + 1]``, its parts)."""
     config, cfg, goal = setup.config, setup.model, setup.config.distill
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     dtype = jnp.dtype(config.dtype)
@@ -130,7 +136,7 @@ def loss(
 
 @functools.partial(jax.jit, static_argnums=0)
 def validation_loss(setup: TrainingSetup, params: Params, tokens: jax.Array) -> jax.Array:
-    """Mean cross entropy of ``tokens[B, T + 1]``, whatever is minimised."""
+    """Return the mean cross entropy of ``tokens[B, T + 1]``, whatever the objective is."""
 
     def mean(params: Params, tokens: jax.Array) -> jax.Array:
         params = rounded(params)

@@ -1,7 +1,8 @@
 """How the Mosaic kernel computes a grouped product of few pairs: arithmetic only.
 
 Each pair of a token and an expert is a product of one row, so it is divided as ``few_rows`` divides
-that product, over its share of the multiprocessors.
+that product, over its share of the multiprocessors.  The plan is taken where its predicted time
+(``predict``) is shorter than that of XLA's shortest form.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Predicted, Reason, named_plan
+from pallas_kernels.dispatch import Predicted, Reason, named_plan, shortest
+from pallas_kernels.experts import predict
 from pallas_kernels.matmul.call import N_SM, MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
 
-MOST_PAIRS = 128
+MOST_PAIRS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class GroupedRowPlan(Predicted):
 def plan(x: jax.Array, w: Any, n_pairs: int, activation: str | None) -> GroupedRowPlan | Reason:
     """The kernel's plan for ``x[..., K]`` and ``w[E, N, K]``, or why it has none.
 
+    A Reason carries the plan if XLA's form is predicted to be shorter.
     activation: of SwiGLU's gate, None without one.
     """
     if n_pairs > MOST_PAIRS:
@@ -38,10 +41,14 @@ def plan(x: jax.Array, w: Any, n_pairs: int, activation: str | None) -> GroupedR
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
     gate = {} if activation is None else {"swiglu": True, "activation": activation}
-    divided = row_plan(MatmulCall.of(row, one, jnp.float32, **gate))
+    divided = row_plan(MatmulCall.of(row, one, jnp.float32, **gate), short_chunk=True)
     found = named_plan(divided)
     if found is None:
         return divided
     assert isinstance(found, RowPlan)
     found = dataclasses.replace(found, sms=max(1, N_SM // n_pairs))
-    return Reason("the kernel has not been timed on a GPU", GroupedRowPlan(found, n_pairs))
+    return shortest(
+        [GroupedRowPlan(found, n_pairs)],
+        lambda _: predict.form_us("mosaic", w, n_pairs),
+        lambda: predict.xla_us(w, n_pairs),
+    )

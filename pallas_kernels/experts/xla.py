@@ -6,12 +6,17 @@
              reads one expert at a time.  A CPU's form, and an accelerator's for many pairs
     gather   multiply and reduce with the experts of all pairs in one kernel that reads their codes
              once.  An accelerator's form for few pairs
+    masked   one product over all experts, with zeros in x for those that a pair has not chosen.
+             An accelerator's form between the two, from about 20 to 300 tokens
 
 On a CPU the blocks have ``CPU_ROWS`` rows whatever the call's size.  XLA then runs the same product
-for every pair, so a row's bits depend on that row and its expert alone.  Neither form dequantizes
-an expert that no pair has chosen.  ``experts.predict`` chooses the form on an accelerator.
+for every pair, so a row's bits depend on that row and its expert alone.
 
-``lax.ragged_dot`` is not used: jax lowers it on GPUs to a product with every expert.
+On an accelerator ``experts.predict`` chooses the form by the number of pairs.  The order of a sum
+depends on the form and on the number of pairs.  "masked" holds the floats of every expert in x's
+dtype, and a NaN in one expert's weight reaches every pair.  The other forms read chosen experts
+only.  jax lowers ``lax.ragged_dot`` on GPUs to the masked product, but its vmap and its second
+derivative are incomplete.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +33,21 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.experts import predict
 from pallas_kernels.experts.blocks import blocks_of
+from pallas_kernels.experts.predict import XlaForm
 from pallas_kernels.matmul.weight_only import WORD, dot
 from pallas_kernels.qtensor import QTensor, dequantize
 
-Form = Literal["gather", "blocks"]
 Weight = jax.Array | QTensor
 # Rows of a block on a CPU: what few pairs waste beside what many read again.
 CPU_ROWS = 8
 _LAST = (((1,), (1,)), ((), ()))
 _FIRST = (((0,), (0,)), ((), ()))
 _ROWS = (((1,), (0,)), ((), ()))
+_BOTH = (((1, 2), (0, 2)), ((), ()))
 
 
 def sums(
-    x: jax.Array, w: Weight, experts: jax.Array, fan: int, form: Form | None = None
+    x: jax.Array, w: Weight, experts: jax.Array, fan: int, form: XlaForm | None = None
 ) -> jax.Array:
     """The products of all pairs, float32 ``[P, out]``.
 
@@ -50,7 +56,7 @@ def sums(
     n_pairs = experts.shape[0]
     form = form or predict.shortest_form(w, n_pairs)
     elsewhere = functools.partial(
-        _by_gather if form == "gather" else _by_blocks,
+        BY_FORM[form],
         fan=fan,
         size=predict.block_rows(n_pairs, w.shape[0]),
         dtype=x.dtype,
@@ -142,6 +148,23 @@ def _by_gather(
     zero = None if w.zero is None else w.zero[experts]
     plain = QTensor(codes.reshape(*words.shape[:-1], -1).astype(jnp.int8), w.scale[experts], zero)
     return jnp.sum(dequantize(plain) * rows, axis=-1)
+
+
+def _by_mask(
+    x: jax.Array, w: Weight, experts: jax.Array, *, fan: int, size: int, dtype: DTypeLike
+) -> jax.Array:
+    del size
+    floats = dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
+    rows = jnp.repeat(x, fan, axis=0).astype(dtype)[:, None]
+    is_chosen = (experts[:, None] == jnp.arange(w.shape[0]))[..., None]
+    return dot(jnp.where(is_chosen, rows, jnp.zeros_like(rows)), floats, _BOTH, dtype)
+
+
+BY_FORM: dict[XlaForm, Callable[..., jax.Array]] = {
+    "gather": _by_gather,
+    "blocks": _by_blocks,
+    "masked": _by_mask,
+}
 
 
 def _d_x(

@@ -584,6 +584,7 @@ def test_closed_pipe_ends_quietly(model):
     assert (got.returncode, silence(got.stderr)) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_main_job():
     """The command of the README, on the real weights."""
     try:

@@ -13,6 +13,7 @@ import jaxllama as jl
 from jaxllama.decoding import drafts
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, HYBRIDS, params_of
 
 NEW = 16
@@ -78,14 +79,16 @@ def check(lm, draft, draft_tokens, count=4, **options):
     ("family", "draft", "draft_tokens"),
     [
         pytest.param("gqa", "ngram", 3, marks=pytest.mark.core),
-        pytest.param("gqa", "always-right", 0, marks=pytest.mark.slow),
-        pytest.param("mqa-window", "first-layer", 3, marks=pytest.mark.slow),
-        ("gla-conv-groups", "always-wrong", 2),
-        pytest.param("hybrid", "always-right", 3, marks=pytest.mark.slow),
-        pytest.param("delta", "always-wrong", 2, marks=pytest.mark.slow),
-        pytest.param("kda", "always-right", 3, marks=pytest.mark.slow),
-        pytest.param("qwen3.5", "first-layer", 3, marks=pytest.mark.slow),
-        pytest.param("kimi", "always-right", 0, marks=pytest.mark.slow),
+        *slow(
+            ("gqa", "always-right", 0),
+            ("mqa-window", "first-layer", 3),
+            ("gla-conv-groups", "always-wrong", 2),
+            ("hybrid", "always-right", 3),
+            ("delta", "always-wrong", 2),
+            ("kda", "always-right", 3),
+            ("qwen3.5", "first-layer", 3),
+            ("kimi", "always-right", 0),
+        ),
     ],
 )
 def test_tokens_are_those_without_a_draft(family, draft, draft_tokens):
@@ -113,10 +116,8 @@ def test_300_prompts(family, kv_dtype, draft):
             check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gqa", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gla-conv-groups", *DELTA))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups", *DELTA])
 def test_a_deterministic_model_gives_the_same_bits(family):
     lm = model(family, deterministic=True)
     prompts, sampling = prompts_of(4), SAMPLING[1]

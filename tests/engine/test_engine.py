@@ -41,6 +41,7 @@ from jaxllama.engine.request import (
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 from tests.helpers.engine_cases import (
+    DELTA_FAMILIES,
     DELTA_ROWS,
     MAX_LEN,
     OPTIONS,
@@ -398,10 +399,8 @@ def test_an_answer_is_known_when_the_talk_goes_on():
         talk += tuple(token for event in events for token in event.tokens) + (9,)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["hybrid", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gla")), *DELTA_ROWS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gla", "hybrid", *DELTA_FAMILIES])
 def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
     """Alone on a new engine, and among others that took the first slots, shared their prefixes,
     sampled otherwise and were more urgent."""

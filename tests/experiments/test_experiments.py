@@ -662,6 +662,7 @@ def test_quality_is_what_evaluate_says(write, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_speed_raises_the_context_of_random_weights(write, tmp_path):
     """The preset ends at 64 positions, which random weights know nothing of."""
     content = SPEED.replace("batch = [1, 2]", "context = 200").replace("[0, 1]", "[0]")
@@ -729,6 +730,7 @@ def test_train_refuses_what_contradicts_the_file(write):
             load_experiment(write(content + textwrap.indent(addition, "    ") + "\n"))
 
 
+@pytest.mark.slow
 def test_offload_says_speed_and_places(write, tmp_path):
     content = """
     title = "Offload"

@@ -14,6 +14,11 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def slow(*cases: Any) -> list[Any]:
+    """Return cases as parameters marked ``slow``. A tuple stands for several arguments."""
+    return [pytest.param(*_flat(case), marks=pytest.mark.slow) for case in cases]
+
+
 def each_once(first: Sequence[Any], second: Sequence[Any], marks: Any = ()) -> list[Any]:
     """Return the product of two axes as parameters, of which the default suite runs a diagonal.
 

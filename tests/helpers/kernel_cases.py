@@ -146,6 +146,7 @@ CASES = {
     "experts bfloat16": lambda: grouped("bfloat16", 2048, 768),
     "experts bfloat16 swiglu": lambda: grouped("bfloat16", 1536, 2048, "silu"),
     "experts zeros swiglu": lambda: grouped("zeros", 1536, 2048, "silu"),
+    "experts zeros short row": lambda: grouped("zeros", 2048, 768),
     "experts int8": lambda: grouped("int8", 2048, 1024),
     "product 8 int4": lambda: product(8, "int4"),
     "product 16 int8": lambda: product(16, "int8"),

@@ -70,7 +70,8 @@ def test_a_batch_is_its_rows_and_a_prompt_its_tokens():
     assert [out.tokens for out in together] == [out.tokens for out in alone]
 
 
-@pytest.mark.parametrize("family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups"])
 def test_the_engine_gives_what_generate_gives(family):
     _, lm = model(family)
     engine = Engine(lm, max_slots=2, max_len=64, prefill_chunk=16)
@@ -115,9 +116,10 @@ def test_repr_names_the_layout():
     assert "layer_*.mixer.qkv.weight CpuWeight(q=uint8[" in repr(model("gqa")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "n_layers", "draft_tokens"),
-    [("int8", 1, 3), *(pytest.param(x, 2, 7, marks=pytest.mark.slow) for x in ("float32", "int8"))],
+    [("int8", 1, 3), ("float32", 2, 7), ("int8", 2, 7)],
 )
 def test_a_draft_changes_no_bit(kv_dtype, n_layers, draft_tokens):
     """Products, attention and the cache's write are a step's for each token of a pass."""

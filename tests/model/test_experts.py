@@ -128,6 +128,7 @@ def test_prompt_and_steps_are_the_whole_sequence() -> None:
     np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines_of_one_size")
 def test_engine_drafts_and_offloading_give_generates_answers() -> None:
     lm, tokens, _ = model()

@@ -14,6 +14,7 @@ from jaxllama.engine.request import Request
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.cases import slow
 from tests.helpers.parity_cases import CASES, params_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
@@ -49,6 +50,7 @@ def directory(request, tmp_path):
     return hf.save(tmp_path / "model", CASES[name], params_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_offloading_and_the_engine_give_the_same_tokens(name, directory) -> None:
     lm = jl.load(directory, "float32")
@@ -67,7 +69,7 @@ def test_offloading_and_the_engine_give_the_same_tokens(name, directory) -> None
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16-g16"])
+@pytest.mark.parametrize("scheme", ["w4a16-g16", *slow("w8a16", "w8a8")])
 def test_packed_there_and_back(name, scheme, tmp_path) -> None:
     """What loading folds into scales saving takes out again."""
     cfg, params = CASES[name], jax.device_put(params_of(name))

@@ -22,6 +22,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.recurrent import RecurrentState
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.cases import slow
 from tests.helpers.models import (
     FAMILIES,
     IDENTITIES,
@@ -95,7 +96,7 @@ def poison(cache: Cache) -> Cache:
     return jax.device_put(Cache(tuple(map(layer_of, cache.layers)), lengths))
 
 
-@families("mha-tied-bias", "wide-heads-yarn", "kda")
+@families("mha-tied-bias", "wide-heads-yarn")
 def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
     cfg, params, tokens = model(family)
     want = full_logits(cfg, params, tokens)
@@ -171,7 +172,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("window", [600, *slow(None)])
 def test_long_prompts_cross_query_and_key_blocks(window):
     cfg = ONE_LAYER.replace(sliding_window=window)
     params, tokens = params_of(cfg), np.asarray(tokens_of(cfg, 2, 1300))
@@ -260,7 +261,7 @@ def widened(layer: KVCache) -> KVCache:
 @pytest.mark.parametrize(
     "dtype",
     [
-        "bfloat16",
+        *slow("bfloat16"),
         "float8_e4m3fn",
         pytest.param("int8", marks=pytest.mark.core),
         pytest.param("int4", marks=pytest.mark.core),
@@ -296,7 +297,7 @@ def test_a_narrow_cache_costs_its_rounding_and_nothing_else(dtype):
     assert relative_error(read(q, narrow, *operands), read(q, floats, *operands)) < 1e-5
 
 
-@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("head_dim", [48, *slow(64)])
 def test_an_int4_cache_is_read_alike_by_prefill_and_decode(head_dim):
     """Both enter and leave the cache's basis: the same words, so the same logits but for float32
     roundings (1e-4)."""
@@ -421,11 +422,9 @@ def test_cache_dtype_must_be_known():
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("gqa", "int8"),
         ("gqa", "int4"),
-        ("mqa-window", "bfloat16"),
         pytest.param("hybrid", "float32", marks=pytest.mark.core),
-        pytest.param("gqa", "float8_e4m3fn", marks=pytest.mark.slow),
+        *slow(("gqa", "int8"), ("mqa-window", "bfloat16"), ("gqa", "float8_e4m3fn")),
     ],
 )
 def test_a_full_row_stays_as_it_is_and_gets_nan(family, dtype):
@@ -465,10 +464,13 @@ def test_what_does_not_fit_a_cache_is_said_up_front_or_nan():
     assert np.isnan(scores).all() and cache.lengths.tolist() == [8]
 
 
-@pytest.mark.parametrize("is_drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_readme_s_lines_give_the_same_under_x64(is_drawn):
+@pytest.mark.parametrize(
+    ("family", "is_drawn"), [("gqa", False), *slow(("hybrid", False), ("hybrid", True))]
+)
+def test_the_readme_s_lines_give_the_same_under_x64(family, is_drawn):
     """Where ``jnp.asarray([5])`` is int64: our integers stay int32 and our floats float32."""
-    cfg, params = FAMILIES["hybrid"], params_of(FAMILIES["hybrid"])
+    cfg = FAMILIES[family] if family == "hybrid" else ONE_LAYER
+    params = params_of(cfg)
 
     def run():
         tokens, lengths = jnp.asarray([[50, 35, 31, 46, 14]]), jnp.asarray([5])

@@ -276,6 +276,7 @@ def test_the_axes_are_those_of_sharded_parameters(name):
     jax.tree.map(same, found, want, is_leaf=lambda x: isinstance(x, jax.P))
 
 
+@pytest.mark.slow
 def test_a_mesh_takes_the_model_by_its_metadata():
     """Eight devices in a process of its own: each has its share, and XLA partitions the layers."""
     run = subprocess.run(
@@ -344,6 +345,7 @@ def test_stacking_and_back_is_the_same_tree():
         stack_layers(PATTERN, {**params, "layer_3": small["layer_3"]})
 
 
+@pytest.mark.slow
 def test_a_loops_numbers_and_gradients_are_those_of_the_layers():
     """A loop's body is a program of its own, whose sums XLA may order differently: 1e-5 of the
     largest value for float32."""

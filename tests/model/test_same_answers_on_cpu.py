@@ -17,6 +17,7 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.cpu import prepare_tree
+from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
 # As files have them (groups of 16 with zeros), and the schemes of ``--quantize``.
@@ -69,7 +70,7 @@ def test_a_prompt_in_one_piece_is_its_tokens_one_by_one(scheme):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sliding_window": 7}, {"qk_norm": "head"}, {"qkv_bias": True}]
+    "changes", [{"sliding_window": 7}, *slow({"qk_norm": "head"}, {"qkv_bias": True})]
 )
 def test_so_it_is_in_other_families(changes):
     lm = model("w8a16", n_layers=1, **changes)
@@ -91,7 +92,7 @@ def answers() -> list[tuple[list[int], list[float]]]:
     return [(out.tokens, out.logprobs) for out in lm.generate(prompts_of(lm), 8)]
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("chunk", [3, *slow(1)])
 def test_generate_cuts_prompts_anywhere(chunk):
     lm = model("w8a16")
     found = lm.generate(prompts_of(lm), 8, chunk=chunk)
@@ -104,7 +105,7 @@ def test_a_row_alone_is_a_row_of_a_batch():
     assert [(out.tokens, out.logprobs) for out in found] == answers()[2:]
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [4, *slow(1)])
 def test_the_engine_has_generate_s_bits(slots):
     lm = model("w8a16")
     assert through_engine(lm, prompts_of(lm), 8, slots, 64) == answers()

@@ -76,6 +76,7 @@ def test_prompt_and_steps_are_the_whole_sequence():
     np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines_of_one_size")
 def test_engine_drafts_and_offloading_give_generates_answers():
     lm, tokens, _ = model()

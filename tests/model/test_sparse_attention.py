@@ -24,6 +24,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.planner.trial import random_run
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.cases import slow
 from tests.helpers.models import LLAMA, params_of, relative_error
 
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
@@ -52,20 +53,20 @@ def test_a_step_keeps_its_quota():
 
 
 @pytest.mark.parametrize(
-    "sparsity, dtype",
+    ("n_layers", "sparsity", "dtype"),
     [
-        pytest.param(0.05, "float32", marks=pytest.mark.slow),
-        (0.3, "int8"),
-        pytest.param(0.3, "float32", marks=pytest.mark.slow),
-        pytest.param(0.9, "float32", marks=pytest.mark.slow),
+        (1, 0.3, "int8"),
+        *slow((2, 0.05, "float32"), (2, 0.3, "int8"), (2, 0.3, "float32"), (2, 0.9, "float32")),
     ],
 )
-def test_every_way_gives_the_same_tokens(sparsity, dtype):
+def test_every_way_gives_the_same_tokens(n_layers, sparsity, dtype):
     """``generate`` with every chunk, and the engine with rows that begin beside others and rows
-    that are put out and filled anew; a layer has a sliding window and one has none.  (Offloaded
-    models: offload/test_offload.)"""
-    cfg = LLAMA.replace(
-        attn_sparsity=sparsity, sliding_window=7, window_layers=(1,), eos_token_ids=()
+    that are put out and filled anew; of two layers one has a sliding window.  (Offloaded models:
+    offload/test_offload.)"""
+    cfg = LLAMA.first_layers(n_layers).replace(
+        attn_sparsity=sparsity,
+        eos_token_ids=(),
+        **({"sliding_window": 7, "window_layers": (1,)} if n_layers > 1 else {}),
     )
     params = params_of(cfg)
     lm = LanguageModel(cfg, params, None)
@@ -135,6 +136,7 @@ def test_a_policy_s_text_is_scored_as_the_resident_model_s(tmp_path):
         off.generate([[3]], 1, kv_dtype="int8")
 
 
+@pytest.mark.slow
 def test_of_an_offloaded_cache_only_what_is_read_moves(tmp_path, monkeypatch):
     """Two query heads to a kv head: at 0.1 at most a fifth of V, and a sixteenth for widths that
     are few."""

@@ -39,10 +39,13 @@ CASES = {
 }  # fmt: skip
 CORE = ("gqa", "window-caps", "gla-conv", "delta")
 # Each has a mechanism that an earlier case has too, beside another.
-SLOW = ("bfloat16", "int8", "wide", "wide-int8", "dynamic-rope", "softcap", "gla")
+SLOW = (
+    "bfloat16", "int8", "wide", "wide-int8", "dynamic-rope", "dynamic-rope-fp8", "softcap", "gla",
+    "hybrid-int8", "kda",
+)  # fmt: skip
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(SLOW, pytest.mark.slow)}
 # A convolution is fused with what reads it, and the compiler rounds the two programs differently.
-INEXACT = {"gla-conv"}
+INEXACT = {"gla-conv", "kda"}
 BATCH, WIDTH = 3, 4
 
 

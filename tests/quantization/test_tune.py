@@ -166,10 +166,8 @@ def exported(lm, tmp_path_factory):
     return make
 
 
-REST = (pytest.param(x, marks=pytest.mark.slow) for x in ("gptq", "compressed-tensors"))
-
-
-@pytest.mark.parametrize("format", ["awq", *REST])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
 def test_what_is_exported_is_what_was_tuned(exported, format):
     native, other = (flatten(exported(one)) for one in ("native", format))
     # float16's scales, and codes that are computed against them, where the format has those

@@ -296,6 +296,7 @@ def assert_close(got, want, share):
     jax.tree.map(one, got, want)
 
 
+@pytest.mark.slow
 def test_updates_of_a_loop_are_those_of_its_layers(folder):
     """Of a family with constants that loading folds into weights; norms do not decay, stacked or
     not.  Sums are ordered differently: 1e-5 of the largest value, and where Adam divides a small
@@ -310,6 +311,7 @@ def test_updates_of_a_loop_are_those_of_its_layers(folder):
     assert np.std(gains) > 1e-3, "nothing moved"
 
 
+@pytest.mark.slow
 def test_grids_of_a_loop_are_those_of_its_layers(folder):
     """One update: a second one begins where rounding may fall to the other side."""
     cfg = byte_model("gqa").replace(n_layers=3)
@@ -321,6 +323,7 @@ def test_grids_of_a_loop_are_those_of_its_layers(folder):
     assert hasattr(looped["params"]["layer_2"]["mlp"]["down"]["weight"], "scale")
 
 
+@pytest.mark.slow
 def test_a_run_with_scan_keeps_the_layers_apart_on_disk(folder, tmp_path):
     """It goes on from a checkpoint that a run without scan wrote, and the other way round."""
     cfg = byte_model("gqa", n_layers=3, layer_types=())

@@ -1,8 +1,8 @@
 """GGUF's architectures: a table from ``general.architecture`` to a family and its peculiarities.
 
-Metadata becomes a config.json of the family, so that only ``hf.families`` says what it means.
-Facts are those of llama.cpp's conversion and loader: which architectures turn neighbouring
-features, the windows' pattern and the names that differ.
+Metadata is translated to a config.json of the family, so that only ``hf.families`` interprets it.
+The facts come from llama.cpp's conversion and loader: which architectures rotate neighbouring
+features, the patterns of windows, and the names that differ.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """family: whose config.json the metadata says; windowed: that of files with a sliding window,
-    None where there is none.  interleaved: RoPE turns features 2i and 2i + 1 of the stored q and k.
-    keys: metadata besides the common ones -> the key of config.json.  more: (sizes) -> what the
-    file does not say.  mlp_norm: where it has another name.
+    """A GGUF architecture.
+
+    family: the family whose config.json the metadata describes. windowed: the family of files with
+    a sliding window, None if there are none. interleaved: whether RoPE rotates features 2i and 2i +
+    1 of the stored q and k. keys: further metadata -> the key of config.json. more: (sizes) -> keys
+    that the file does not have. mlp_norm: name of the norm before the feed-forward.
     """
 
     family: str
@@ -29,7 +31,7 @@ class Architecture:
 
 
 def _gemma(largest: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The 27B models, which only their number of layers tells, scale q by another size."""
+    """Return a function for q's scale; the 27B ones have the most layers."""
 
     def more(sizes: Mapping[str, Any]) -> dict[str, Any]:
         is_largest = sizes["num_hidden_layers"] == largest

@@ -1,4 +1,4 @@
-"""GGUF's blocks as words in groups: ``w = q * scale (+ zero)``, exactly what the file says.
+"""GGUF's blocks as codes in groups: ``w = q * scale (+ zero)``, exactly the file's values.
 
     Q8_0 Q4_0 Q5_0    groups of 32   word * d
     Q4_1 Q5_1         groups of 32   word * d + m
@@ -14,11 +14,11 @@
     IQ2_XS IQ2_S      groups of 16   the same, of vectors of 8 (IQ3: 4) words
     IQ1_S IQ1_M       groups of 32, 16   (8 table[..] +- 1) * d * (2 s + 1) / 8            s: 3 bits
 
-d, dmin and m of the first rows are float16, so ``d * s`` and ``dmin * m`` are exact in float32, and
-so is their product with a word.  Words of 4 bits that are unsigned in the file become int4 with
-``zero = m + 8 d`` where that sum is exact too (it is unless the two are some 2^9 apart); otherwise
-they stay 0..15, as int8.  A table's values, -127 to 113 at most, are int8: exact, but larger than
-the file's words.  So every quantized type is kept.  Source: llama.cpp's ggml-quants.
+A word is a stored code. In the first rows d, dmin and m are float16, so ``d * s`` and ``dmin * m``
+are exact in float32, and so is their product with a word. Unsigned words of 4 bits become int4 with
+``zero = m + 8 d`` if that sum is exact, which holds unless the two are some 2^9 apart. Otherwise
+they stay 0..15, as int8. A table's values, from -127 to 113, are int8: exact, but larger than the
+file's words. So every quantized type can be kept. Source: llama.cpp's ggml-quants.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ _PLAIN = {
     Type.F16: np.dtype("<f2"),
     Type.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-# Columns that share a scale; 32 of any other.
+# Columns that share a scale, if they are not 32.
 _GROUP = {
     **dict.fromkeys((Type.Q2_K, Type.Q3_K, Type.Q6_K, Type.NVFP4), 16),
     **dict.fromkeys((Type.IQ1_M, Type.IQ2_XS, Type.IQ2_S), 16),
     **dict.fromkeys((Type.TQ1_0, Type.TQ2_0), 256),
 }
 _MINIMUM = (Type.Q4_1, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.Q5_K)
-# Whose words fit four bits as they are, and with 8 taken off.
+# Types whose words fit four bits as they are, and types whose words fit after subtracting 8.
 _INT4 = (Type.Q4_0, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
 _UINT4 = (Type.Q4_1, Type.Q4_K)
 
 
 def to_floats(raw: np.ndarray, kind: Type) -> np.ndarray:
-    """Rows of bytes as gguf dequantizes them, float32 (or the type's own floats)."""
+    """Return rows of bytes as gguf dequantizes them, in float32 or the type's own floats."""
     raw = np.ascontiguousarray(raw)
     if kind in _PLAIN:
         return raw.view(_PLAIN[kind])
     import gguf.quants  # the package takes 70 ms, and few files need it
 
-    # The rows' method and not gguf.quants.dequantize, which works on 16 rows at a time: 10x slower.
+    # gguf.quants.dequantize works on 16 rows at a time and is 10 times slower than this method.
     quant = getattr(gguf.quants, kind.name)
     quant.init_grid()
     return quant.dequantize_rows(raw)
 
 
 class Words(NamedTuple):
-    """One stored tensor ``[rows, columns]``, filled some rows at a time."""
+    """One stored tensor ``[rows, columns]``, which is filled some rows at a time."""
 
     kind: Type
-    q: np.ndarray  # int8, in the range that the file has
+    q: np.ndarray  # int8, in the range of the file
     scale: np.ndarray
     minimum: np.ndarray | None
 
     def fill(self, rows: slice, raw: np.ndarray) -> None:
-        """Take ``raw[rows, bytes]``."""
+        """Store ``raw[rows, bytes]``."""
         target = self.q[rows]
         size = BLOCKS[self.kind][0]
         blocks = np.ascontiguousarray(raw).reshape(len(target), target.shape[1] // size, -1)
@@ -94,7 +94,7 @@ class Words(NamedTuple):
         return all(bool(np.isfinite(values[rows]).all()) for values in both)
 
     def to_qtensor(self) -> QTensor:
-        """The words, spent, with their scales."""
+        """Return the words, which are consumed, with their scales."""
         from pallas_kernels.qtensor import QTensor
 
         q, scale, minimum = self.q, self.scale, self.minimum
@@ -117,7 +117,7 @@ def empty(kind: Type, rows: int, columns: int) -> Words:
 
 
 def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """``raw[rows, blocks, bytes]`` as words (int8), scales and minima (float32)."""
+    """Return ``raw[rows, blocks, bytes]`` as words (int8), scales and minima (float32)."""
     if kind == Type.Q8_0:
         return raw[..., 2:].view(np.int8), _half(raw, 0), None
     if kind in (Type.Q5_0, Type.Q5_1):
@@ -147,10 +147,10 @@ def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 def _four_bits(
     kind: Type, raw: np.ndarray, target: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Q4_0's or Q4_1's words into ``target[rows, columns]``; their scales and minima.
+    """Write Q4_0's or Q4_1's words to ``target[rows, columns]``; return scales and minima.
 
-    Most files hold these types, and a start waits for them.  So words are handled eight at a time,
-    and of Q4_0 only the lower four bits of ``word - 8`` are written, which are all that int4 has.
+    Most files have these types, and a start waits for them. So words are handled eight at a time.
+    For Q4_0 only the lower four bits of ``word - 8`` are written, which is all that int4 needs.
     """
     has_minimum = kind == Type.Q4_1
     low = np.ascontiguousarray(raw[..., 4 if has_minimum else 2 :]).view(np.uint64).reshape(-1, 2)
@@ -166,24 +166,26 @@ def _four_bits(
 
 
 def _half(raw: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at a byte of every block, as float32 ``[rows, blocks, 1]``."""
+    """Return the float16 at a byte of every block, as float32 ``[rows, blocks, 1]``."""
     return raw[..., at : at + 2].view("<f2").astype(np.float32)
 
 
 def _halves(raw: np.ndarray) -> np.ndarray:
-    """Words of 4 bits: all low ones of a block, then all high ones."""
+    """Return words of 4 bits: all low ones of a block, then all high ones."""
     return np.concatenate((raw & 15, raw >> 4), axis=-1).view(np.int8)
 
 
 def _pairs(raw: np.ndarray) -> np.ndarray:
-    """128 bytes as 8 groups of 32 words: the low ones of 32 bytes, then their high ones."""
+    """Return 128 bytes as 8 groups of 32 words: the low ones of 32 bytes, then their high ones."""
     four = raw.reshape(*raw.shape[:-1], 4, 1, 32)
     return np.concatenate((four & 15, four >> 4), axis=-2).reshape(*raw.shape[:-1], 8, 32)
 
 
 def _six_bits(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """12 bytes as 8 scales and 8 minima of 6 bits; the upper two bits of the last four of each are
-    in the first eight bytes."""
+    """Return 12 bytes as 8 scales and 8 minima of 6 bits.
+
+    The upper two bits of the last four of each are in the first eight bytes.
+    """
     first, second, last = raw[..., :4], raw[..., 4:8], raw[..., 8:]
     scales = np.concatenate((first & 63, (last & 15) | (first >> 6) << 4), axis=-1)
     minima = np.concatenate((second & 63, last >> 4 | (second >> 6) << 4), axis=-1)
@@ -203,7 +205,7 @@ def _q6_k(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
 def _looked_up(
     kind: Type, raw: np.ndarray, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, None]:
-    """Words of a table: what gguf dequantizes, a product that is exact, over the scale again."""
+    """Return words of a table: gguf's dequantized values, exact products, divided by the scale."""
     rows = raw.reshape(raw.shape[0], -1)
     groups = to_floats(rows, kind).reshape(*scale.shape[:2], scale.shape[2], -1)
     words = np.divide(
@@ -213,7 +215,7 @@ def _looked_up(
 
 
 def _q3_k_scales(raw: np.ndarray) -> np.ndarray:
-    """12 bytes as 16 scales of 6 bits: 4 low bits in the first 8, 2 high ones in the last 4."""
+    """Return 16 scales of 6 bits: 4 low bits of each in 8 bytes, 2 high ones in 4."""
     low, high = raw[..., 96:104], raw[..., 104:108]
     low = np.concatenate((low & 15, low >> 4), axis=-1)
     high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
@@ -221,14 +223,17 @@ def _q3_k_scales(raw: np.ndarray) -> np.ndarray:
 
 
 def _iq4_xs_scales(raw: np.ndarray) -> np.ndarray:
-    """8 scales of 6 bits: 2 high bits of each in 2 bytes, 4 low ones in 4."""
+    """Return 8 scales of 6 bits: 2 high bits of each in 2 bytes, 4 low ones in 4."""
     high = raw[..., 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
     low = _nibbles(raw[..., 4:8])
     return _half(raw, 0) * (low + 16 * high.reshape(low.shape).astype(np.float32) - 32)
 
 
 def _iq1_m_scales(raw: np.ndarray) -> np.ndarray:
-    """4 words of 16 bits: each four scales of 3 bits and, on top, 4 bits of a float16."""
+    """Return the scales of 4 words of 16 bits.
+
+    Each word has four scales of 3 bits and, at the top, 4 bits of a float16.
+    """
     four = raw[..., 48:56].copy().view("<u2")
     d = np.bitwise_or.reduce(four >> 12 << np.arange(0, 16, 4, dtype=np.uint16), axis=-1)
     scales = four[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
@@ -237,19 +242,19 @@ def _iq1_m_scales(raw: np.ndarray) -> np.ndarray:
 
 
 def _nvfp4_scales(raw: np.ndarray) -> np.ndarray:
-    """4 scales of 8-bit floats."""
+    """Return 4 scales of 8-bit floats."""
     from gguf.quants import NVFP4
 
     return NVFP4.ue4m3_to_fp32(raw[..., :4]).astype(np.float32)
 
 
 def _nibbles(raw: np.ndarray) -> np.ndarray:
-    """Each byte's lower and upper four bits, one after the other, as float32."""
+    """Return each byte's lower and upper four bits, one after the other, as float32."""
     both = np.stack((raw & 15, raw >> 4), axis=-1)
     return both.reshape(*raw.shape[:-1], -1).astype(np.float32)
 
 
-# The scales of types whose words are a table's, or thirds.
+# The scales of types whose words come from a table or are ternary.
 _SCALES: dict[Type, Callable[[np.ndarray], np.ndarray]] = {
     Type.Q3_K: _q3_k_scales,
     Type.TQ1_0: lambda raw: _half(raw, 52),

@@ -1,9 +1,9 @@
-"""A GGUF file's metadata as a ModelConfig.
+"""Read a GGUF file's metadata into a ModelConfig.
 
-``read_config(path)`` is the whole interface.  Source: the GGUF specification's keys and the rules
-by which llama.cpp's conversion writes them.  Every key of the architecture is read, known not to
-matter, or an error that names it.  Not supported, each an error: architectures that are not in
-``gguf.architectures``, mixtures of experts, sizes that differ between layers, split files.
+``read_config(path)`` is the whole interface. Source: the GGUF specification's keys and llama.cpp's
+conversion rules. Every key of the architecture is read, known to have no effect, or an error that
+names it. Errors too: architectures that are not in ``gguf.architectures``, mixtures of experts,
+sizes that differ between layers, split files.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _ROPE_KEYS = (
     "attn_factor",
     "yarn_attn_factor",
 )
-# Keys that change the computation, with the value that is supported; keys that are read by name,
-# or do not matter.
+# Keys that change the computation, with the supported value. ``_INERT`` has the keys that are read
+# by name or have no effect.
 _FIXED: dict[str, Any] = {
     "expert_used_count": 0,
     "nextn_predict_layers": 0,
@@ -72,7 +72,7 @@ _INERT = (
     "rope.scaling.finetuned",
     "use_parallel_residual",
 )
-# The constants that rope factors in circulation were made with (Llama 3.1 and 3.2).
+# The constants of the rope factors in circulation (Llama 3.1 and 3.2).
 _LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
@@ -81,12 +81,12 @@ _LLAMA3 = {
 
 
 def read_config(path: str | Path | GGUFFile) -> ModelConfig:
-    """The model that a GGUF file, which may be open, describes.
+    """Return the ModelConfig of a GGUF file, which may be open.
 
-    The vocabulary is the embedding's rows, the head is tied when ``output.weight`` is absent,
-    biases are those that are there, the name is ``general.name``.  ``stored`` is that of the
-    family's Hugging Face form.  Raises JaxLlamaError naming the file and the key for a damaged file
-    and for what this project does not run.
+    The vocabulary is the number of the embedding's rows. The head is tied if ``output.weight`` is
+    absent. The model has the biases that the file has, and the name is ``general.name``. ``stored``
+    describes the family's Hugging Face form. Raises JaxLlamaError naming the file and the key for a
+    damaged file and for unsupported models.
     """
     with opened(path) as file:
         try:
@@ -112,7 +112,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     _check_keys(file, name, arch)
     sizes = _sizes(file, name)
     window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
-    if name == "cohere2" and not window:  # which also says what layers have positions
+    if name == "cohere2" and not window:  # the window also decides which layers have positions
         raise file.error(f"{name}.attention.sliding_window", f"{window} is not a window")
     kind = arch.windowed if window and arch.windowed else arch.family
     config = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
@@ -120,7 +120,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     for key, theirs in arch.keys.items():
         key = f"{name}.{key}"
         config |= {theirs: file.number(key)} if key in file else {}
-    if name == "stablelm":  # its key says True also where config.json said nothing
+    if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
@@ -139,7 +139,7 @@ def _config(file: GGUFFile) -> ModelConfig:
 
 
 def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
-    """No key is passed over in silence."""
+    """Check all keys, so that none is ignored silently."""
     rope = [f"rope.scaling.{key}" for key in _ROPE_KEYS]
     window = _WINDOW_KEYS if arch.windowed else ()
     known = {*_KEYS, *window, *arch.keys, *rope, *_INERT}
@@ -153,13 +153,13 @@ def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
         found = file.boolean(key) if isinstance(value, bool) else file.number(key)
         if found != value:
             raise file.error(key, f"{found} is not supported (only {value})")
-    finetuned = f"{name}.rope.scaling.finetuned"  # Granite's switch for positions at all
+    finetuned = f"{name}.rope.scaling.finetuned"  # Granite's switch for positions
     if name == "granite" and not file.boolean(finetuned, True):
         raise file.error(finetuned, "a model without positions is not supported")
 
 
 def _sizes(file: GGUFFile, name: str) -> dict[str, Any]:
-    """What every config.json has."""
+    """Return the keys that every config.json has."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         raise file.error("tensor 'token_embd.weight'", "is missing or not a matrix")
@@ -197,14 +197,14 @@ def _sizes(file: GGUFFile, name: str) -> dict[str, Any]:
 
 
 def eos_ids(file: GGUFFile) -> tuple[int, ...]:
-    """The ids that end a generation: end of sequence, end of turn, end of message."""
+    """Return the ids that end a generation: end of sequence, end of turn, end of message."""
     keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
     ids = [file.integer(key) for key in keys if key in file]
     return tuple(dict.fromkeys(ids))
 
 
 def _per_layer(file: GGUFFile, key: str, default: int | None = None) -> int:
-    """An integer that a file may repeat for every layer."""
+    """Return an integer that a file may repeat for every layer."""
     if not file.is_array(key):
         return file.integer(key) if default is None else file.integer(key, default)
     values = np.unique(file.array(key)).tolist()
@@ -216,7 +216,10 @@ def _per_layer(file: GGUFFile, key: str, default: int | None = None) -> int:
 def _window(
     file: GGUFFile, name: str, kind: str, window: int | None, sizes: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keys of a sliding window; 0 is none, and so is a missing one but for Gemma 2."""
+    """Return the keys of a sliding window.
+
+    A window of 0 means none, and so does a missing key, except for Gemma 2.
+    """
     if FAMILIES[kind].window == "none" or (window is None and name == "gemma2"):
         return {}
     result: dict[str, Any] = {"sliding_window": window or None}
@@ -227,7 +230,7 @@ def _window(
         return result
     if file.is_array(key):  # llama.cpp's are as long as the layers, or longer
         slides = file.array(key)[:n].tolist()
-    else:  # all but each of that many-th
+    else:  # all layers except each every-th one slide
         every = file.integer(key)
         slides = [every <= 0 or (index + 1) % every != 0 for index in range(n)]
     return {
@@ -237,7 +240,7 @@ def _window(
 
 
 def _rope(file: GGUFFile, name: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The keys of RoPE, with a table for each kind of layer where the family has two."""
+    """Return the keys of RoPE, with a table for each kind of layer if the family has two."""
     head_dim, family = sizes["head_dim"], FAMILIES[kind]
     theta = file.number(f"{name}.rope.freq_base", 10000.0)
     turning = file.integer(f"{name}.rope.dimension_count", head_dim)
@@ -288,7 +291,7 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
         return found | ({"attention_factor": file.number(key)} if key in file else {})
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
         key = f"{prefix}.{key}"
-        own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # what yarn's rule says anyway
+        own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # yarn's own rule gives this value
         found = file.number(key, neutral)
         if found != neutral and not (kind == "yarn" and math.isclose(found, own, rel_tol=1e-5)):
             raise file.error(key, f"{found} is not supported (only {neutral})")
@@ -313,7 +316,7 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
 
 
 def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
-    """A tensor of what each frequency is divided by, float64 ``[turning / 2]``."""
+    """Return a tensor with the divisor of each frequency, float64 ``[turning / 2]``."""
     info: GGUFTensor | None = file.tensors.get(name)
     if info is None:
         raise file.error(f"tensor {name!r}", "is missing")
@@ -322,18 +325,19 @@ def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
             f"tensor {name!r}", f"{info.type.name} {info.shape}; expected F32 ({turning // 2},)"
         )
     found = file.rows(info).view("<f4")[0]
-    return np.array([str(x) for x in found], np.float64)  # the shortest decimals that mean them
+    # the shortest decimals that round to these values
+    return np.array([str(x) for x in found], np.float64)
 
 
 def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> dict[str, Any]:
-    """The llama3 rule behind ``rope_freqs.weight``, which holds what each frequency is divided by.
+    """Find the llama3 rule that gives ``rope_freqs.weight``, which holds each frequency's divisor.
 
-    The file does not say the rule's constants; those of Llama 3.1 and 3.2 are tried with the
-    factor that the slowest frequency implies, and must give the tensor back.
+    The file does not have the rule's constants. Those of Llama 3.1 and 3.2 are tried with the
+    factor that the slowest frequency implies, and must reproduce the tensor.
     """
     if (divisors == 1.0).all():
         return {}
-    with np.errstate(all="ignore"):  # nonsense comes out as NaN and fails the comparison
+    with np.errstate(all="ignore"):  # invalid values become NaN and fail the comparison
         inv_freq = np.float64(theta) ** (-np.arange(len(divisors)) / len(divisors))
         turns = _LLAMA3["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
         low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
@@ -350,7 +354,7 @@ def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> dict[str
 
 
 def _in_their_words(error: str, name: str, arch: Architecture) -> str:
-    """An error about a key of config.json, about the metadata that it was made of."""
+    """Rephrase an error about a key of config.json in terms of the file's metadata."""
     for key, theirs in {**_KEYS, **_WINDOW_KEYS, **arch.keys}.items():
         if error.startswith(f"{theirs} = "):
             return f"{name}.{key}{error.removeprefix(theirs)}"

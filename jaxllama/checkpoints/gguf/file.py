@@ -1,15 +1,15 @@
 """The GGUF container: a bounded walk over header, metadata and tensor table, and views of the data.
 
-``GGUFFile(path)`` maps the file and checks every length, count, type and offset against the bytes
-that exist before it is used, so a damaged file is one JaxLlamaError that names the file and the
-field, and costs no more memory than the file's size.  Values are decoded only when asked for:
-a vocabulary is skipped by its strings' lengths.
+``GGUFFile(path)`` maps the file and checks every length, count, type and offset against the
+existing bytes before it uses them. So a damaged file gives one JaxLlamaError that names the file
+and the field, and costs no more memory than the file's size. Values are decoded only on request: a
+vocabulary is skipped by its strings' lengths.
 
-The ``gguf`` package's ``GGUFReader`` is not used.  It trusts the lengths it reads (a damaged count
-loops for hours or wraps around), and it builds a numpy view per string, 1.8 s for SmolLM2 against
-0.01 s here.
+The ``gguf`` package's ``GGUFReader`` is not used. It trusts the lengths that it reads, so a damaged
+count loops for hours or wraps around. It also builds a numpy view for each string, which takes 1.8
+s for SmolLM2 instead of 0.01 s here.
 
-Source: the GGUF specification, versions 2 and 3 (little-endian).  Left out: version 1, big-endian
+Source: the GGUF specification, versions 2 and 3 (little-endian). Left out: version 1, big-endian
 files, arrays of arrays, split files, writing.
 """
 
@@ -31,7 +31,7 @@ import numpy as np
 from jaxllama.checkpoints.gguf.types import BLOCKS, TensorType
 from jaxllama.errors import JaxLlamaError
 
-# GGUF's value types: number on disk -> (struct code, name).  8 is a string, 9 an array.
+# GGUF's value types: number on disk -> struct code. 8 is a string, 9 an array.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -52,7 +52,7 @@ _REQUIRED: Any = object()
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """One entry of the tensor table.  ``shape`` is numpy's order, ``[out, in]`` for a matrix."""
+    """One entry of the tensor table. ``shape`` is in numpy's order, ``[out, in]`` for a matrix."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,13 +69,13 @@ class GGUFTensor:
 @dataclasses.dataclass(frozen=True)
 class _Value:
     kind: int  # value type, of the elements if it is an array
-    count: int | None  # None: not an array
-    offset: int  # of the value, or of the first element
+    count: int | None  # None for a value that is not an array
+    offset: int  # offset of the value, or of the first element
 
 
 @contextlib.contextmanager
 def opened(source: str | Path | GGUFFile) -> Iterator[GGUFFile]:
-    """The file of a path; one that is open already stays so."""
+    """Yield the file of a path and close it afterwards; a file that is open already stays open."""
     if isinstance(source, GGUFFile):
         yield source
         return
@@ -115,11 +115,11 @@ class GGUFFile:
     def close(self) -> None:
         try:
             self._map.close()
-        except BufferError:  # a caller still holds a view; the map goes when the view does
+        except BufferError:  # a caller still holds a view, and the map is freed with the view
             pass
 
     def error(self, field: str, why: str) -> JaxLlamaError:
-        """One line, whatever a damaged file has for a name."""
+        """Return an error of one line, even if a damaged file has an odd name."""
         line = f"GGUF {field[:200]}: {why[:500]}".encode("unicode_escape").decode()
         return JaxLlamaError(f"{self.path}: {line}")
 
@@ -151,8 +151,11 @@ class GGUFFile:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A float; a float32 is read as the shortest decimal that means it (1e-05, not 9.99e-06),
-        which is what the model's config.json said."""
+        """Return a float.
+
+        A float32 is read as the shortest decimal that rounds to it (1e-05, not 9.99e-06), which is
+        the value in the model's config.json.
+        """
         value = self._scalar(key, default)
         if value is default:
             return value
@@ -166,18 +169,19 @@ class GGUFFile:
         return key in self._values and self._values[key].count is not None
 
     def length(self, key: str) -> int:
-        """The number of entries of an array."""
+        """Return the number of entries of an array."""
         return self._array(key).count or 0
 
     def strings(self, key: str) -> list[str]:
-        """An array of strings."""
+        """Return an array of strings."""
         value = self._array(key)
         if value.kind != _STRING:
             raise self.error(key, "expected an array of strings")
         assert value.count is not None
         ends = self._spans_of[key]
         first = ends[0] if ends else 0
-        data = self._map[first : ends[-1] if ends else 0]  # a slice of bytes is faster than a map's
+        # slicing bytes is faster than slicing a map
+        data = self._map[first : ends[-1] if ends else 0]
         try:
             return [
                 data[start - first : stop - first].decode()
@@ -187,7 +191,7 @@ class GGUFFile:
             raise self.error(key, "a string is not UTF-8") from None
 
     def array(self, key: str) -> np.ndarray:
-        """An array of numbers, copied."""
+        """Return a copy of an array of numbers."""
         value = self._array(key)
         if value.kind == _STRING:
             raise self.error(key, "expected an array of numbers")
@@ -226,13 +230,15 @@ class GGUFFile:
     # Tensor data
 
     def rows(self, info: GGUFTensor) -> np.ndarray:
-        """The stored bytes as a read-only uint8 view ``[rows, row_bytes]`` of the mapped file."""
+        """Return the stored bytes as a read-only uint8 view ``[rows, row_bytes]``."""
         data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(-1, info.row_bytes)
 
     def release(self, info: GGUFTensor, first: int = 0, rows: int | None = None) -> None:
-        """Let the system drop the pages of a tensor, or of some rows, so that they do not count as
-        memory in use."""
+        """Let the system drop the pages of a tensor, or of some rows.
+
+        Dropped pages do not count as memory in use.
+        """
         start = info.offset + first * info.row_bytes
         stop = info.offset + info.nbytes if rows is None else start + rows * info.row_bytes
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -256,7 +262,7 @@ class GGUFFile:
         self._fits(n_keys, 13, "kv_count")
         self._fits(n_tensors, 24, "tensor_count")
         self._values: dict[str, _Value] = {}
-        # Of arrays of strings: start and stop of each, one after the other.
+        # For arrays of strings: start and stop of each string, one after the other.
         self._spans_of: dict[str, array.array[int]] = {}
         for index in range(n_keys):
             key = self._name(f"key {index} of {n_keys}", self._values)
@@ -284,7 +290,7 @@ class GGUFFile:
                     f"but the file has {self.size} (truncated?)",
                 )
             self.tensors[info.name] = dataclasses.replace(info, offset=offset)
-        # Shared bytes would let a small file ask for a large model.
+        # Shared bytes would let a small file describe a large model.
         in_order = sorted(self.tensors.values(), key=lambda info: info.offset)
         for before, after in itertools.pairwise(in_order):
             if before.offset + before.nbytes > after.offset:
@@ -314,7 +320,7 @@ class GGUFFile:
         return GGUFTensor(name, tuple(reversed(dims)), kind, offset, nbytes)
 
     def _value(self, key: str) -> _Value:
-        """Where a value is; the walk moves past it."""
+        """Return where a value is, and move past it."""
         kind = self._unpack("I", f"{key} (type)")
         count = None
         if kind == _ARRAY:
@@ -338,7 +344,7 @@ class GGUFFile:
         return value
 
     def _spans(self, value: _Value, key: str) -> array.array[int]:
-        """Start and stop of every string of ``value``, one after the other."""
+        """Return start and stop of every string of ``value``, one after the other."""
         short = self._short_spans(value)
         if short is not None:
             return short
@@ -359,11 +365,12 @@ class GGUFFile:
         return array.array("Q", ends)
 
     def _short_spans(self, value: _Value) -> array.array[int] | None:
-        """``_spans`` of strings of 1 to 255 bytes, which a vocabulary mostly has, without a loop.
+        """Return ``_spans`` of strings of 1 to 255 bytes without a loop; most vocabularies have
+        these.
 
-        The length of such a string is a byte that is not 0 before seven that are.  All places that
-        look so are found at once, and must then follow from each other.  Returns None if they do
-        not, or if the strings are few.
+        The length of such a string is a nonzero byte before seven zero bytes. All such places are
+        found at once, and each must follow from the one before. Returns None if they do not, or if
+        there are few strings.
         """
         count = value.count or 0
         data = np.frombuffer(
@@ -373,7 +380,7 @@ class GGUFFile:
             return None
         zero = data == 0
         runs = zero[1:]
-        for width in (1, 2, 3):  # of 2, 4 and 7 bytes
+        for width in (1, 2, 3):  # widths of 2, 4 and 7 bytes
             runs = runs[:-width] & runs[width:]
         places = np.flatnonzero(runs > zero[: len(runs)])[:count]
         stops = places + 8 + data[places]

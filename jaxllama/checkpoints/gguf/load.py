@@ -1,13 +1,14 @@
 """GGUF checkpoints: a file's ModelConfig and its parameters.
 
-``read_config(path)`` reads metadata only.  ``load_params(path, cfg, dtype)`` reads one tensor at a
-time from the mapped file, a few hundred rows at once, straight into the fused arrays of our tree,
-so the peak is the tree plus a few MB.  Every type that ``gguf`` can dequantize is read.
-``keep_quantized`` leaves quantized matrices as QTensors (``codes``): the same words and scales
-by groups of 16, 32 or 256, and ``dequantize`` gives the float32 bits that ``gguf`` does.
+``read_config(path)`` reads metadata only. ``load_params(path, cfg, dtype)`` reads one tensor at a
+time from the mapped file, a few hundred rows at once, straight into the fused arrays of the
+parameter tree. So the peak memory is the tree plus a few MB. Every type that ``gguf`` can
+dequantize is read. ``keep_quantized`` keeps quantized matrices as QTensors (``codes``) with the
+file's codes and scales, in groups of 16, 32 or 256. ``dequantize`` then gives the same float32 bits
+as ``gguf``.
 
-The table of parameters that all checkpoints share (``model.params``) says which tensors there are
-and what is folded into them.  llama.cpp's conversion has folded Gemma's 1 + w already.
+``model.params`` has the table of parameters that all checkpoints share, with their tensors and the
+folding. llama.cpp's conversion has folded Gemma's 1 + w already.
 
 Source: the GGUF specification and llama.cpp's conversion rules; dequantization is
 ``gguf.quants``'s.
@@ -63,11 +64,11 @@ _NAMES = Names(
     o="output",
     down="down",
 )
-# Tables of frequencies, which the config says.
+# Tables of frequencies, which follow from the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Types that ``from_blocks`` reads -> the bits of a code, and whether blocks have a minimum.
+# Types that ``from_blocks`` reads -> bits of a code, and whether blocks have a minimum.
 _LAID_OUT = {Type.Q4_0: (4, False), Type.Q4_1: (4, True), Type.Q8_0: (8, False)}
-_CHUNK = 1 << 17  # features dequantized at once: 512 KB of float32 stays in the L2 cache
+_CHUNK = 1 << 17  # number of features dequantized at once: 512 KB of float32 stay in the L2 cache
 
 
 def load_params(
@@ -80,17 +81,38 @@ def load_params(
     progress: bool = False,
     place: Callable[[TreePath, Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """The parameter tree as numpy arrays of ``dtype`` (QTensor scales and zeros are float32).
+    """Return the parameter tree of a GGUF file.
 
-    keep_quantized: quantized matrices become QTensors; a fused matrix whose parts are stored in
-        different types becomes RowBlocks.
-    laid_out: with ``keep_quantized``, matrices of Q4_0, Q4_1 and Q8_0 become CpuWeights instead,
-        with the same codes, scales and zeros.
-    progress: a bar on stderr.
-    place: ``place(path, leaf)`` gives what goes into the tree for each parameter as it is read; the
-        leaf may be dropped then.
-    Warns WeightWarning for NaN or infinite weights.  Raises JaxLlamaError naming the file and the
-    tensor that is missing, unexpected, of the wrong shape or of an unsupported type.
+    Parameters
+    ----------
+    path : str, Path or GGUFFile
+        The file, which may be open.
+    cfg : ModelConfig
+        Config of the file's model.
+    dtype : data-type
+        Dtype of the numpy arrays; scales and zeros of QTensors are float32.
+    keep_quantized : bool
+        Whether quantized matrices become QTensors. A fused matrix whose parts have different types
+        becomes RowBlocks.
+    laid_out : bool
+        With ``keep_quantized``, matrices of Q4_0, Q4_1 and Q8_0 become CpuWeights instead, with the
+        same codes, scales and zeros.
+    progress : bool
+        Whether to show a bar on stderr.
+    place : callable or None
+        ``place(path, leaf)`` returns the tree's value of each parameter after it was read; the leaf
+        may be dropped then.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the file and the tensor that is missing, unexpected, of the wrong shape or of an
+        unsupported type.
+
+    Warns
+    -----
+    WeightWarning
+        For NaN or infinite weights.
     """
     dtype = np.dtype(dtype)
     with opened(path) as file:
@@ -112,7 +134,7 @@ def load_params(
                     read = _read_quantized if is_kept else _read_dense
                     value = read(file, spec.sources, dtype)
                 room[name] = value if place is None else place((*rooms, name), value)
-                del value  # before the next one is read
+                del value  # before the next parameter is read
                 for info in infos:
                     file.release(info)
                     advance(info.nbytes)
@@ -120,11 +142,11 @@ def load_params(
 
 
 def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
-    """The parameters of ``cfg`` and the tensors of this file that they are made of.
+    """Return the parameters of ``cfg`` and this file's tensors of each.
 
-    ``cfg.stored`` describes the family's Hugging Face directories.  A GGUF file has no offsets
-    left, and an order of its own for the features that RoPE turns.  Raises JaxLlamaError naming a
-    tensor that cannot be folded.
+    ``cfg.stored`` describes the family's Hugging Face directories. A GGUF file has its offsets
+    folded already, and an order of its own for the features that RoPE rotates. Raises JaxLlamaError
+    naming a tensor that cannot be folded.
     """
     arch = ARCHITECTURES[file.string("general.architecture")]
     qkv = ("qkv",) if "blk.0.attn_qkv.weight" in file.tensors else _NAMES.qkv
@@ -137,7 +159,7 @@ def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
 
 
 def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
-    """Names, shapes and types, before anything is allocated."""
+    """Check names, shapes and types before anything is allocated."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in file.tensors]
     if missing:
@@ -164,8 +186,10 @@ def _some(names: list[str]) -> str:
 
 
 def _stored_rows(file: GGUFFile, source: TensorSource) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield ``(rows, bytes[rows, row_bytes])`` in the tree's row order; a vector's elements are
-    its rows."""
+    """Yield ``(rows, bytes[rows, row_bytes])`` in the tree's row order.
+
+    The elements of a vector count as its rows.
+    """
     raw = file.rows(file.tensors[source.name]).reshape(source.shape[0], -1)
     order = source.row_order()
     step = max(1, _CHUNK * source.shape[0] // source.size)
@@ -203,9 +227,9 @@ def _warn(file: GGUFFile, source: TensorSource) -> None:
 
 
 def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight | None:
-    """A matrix as the CPU's handlers read it, straight from the file's blocks.
+    """Return a matrix in the layout of the CPU's handlers, straight from the file's blocks.
 
-    Returns None for one that has to become a QTensor or RowBlocks first: of another type, of
+    Returns None for a matrix that must become a QTensor or RowBlocks first: one of another type, of
     several types, with a multiplier, or with scales that ``from_blocks`` refuses.
     """
     infos = [file.tensors[source.name] for source in sources]
@@ -226,7 +250,7 @@ def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight
 def _read_quantized(
     file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype
 ) -> QTensor | RowBlocks:
-    """Words and scales as they are stored; parts in floats stay floats."""
+    """Return the stored codes and scales; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}
     whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
     if any(source.scale != 1.0 for source in sources):

@@ -1,14 +1,14 @@
 """The tokenizer inside a GGUF file, built as a ``tokenizers`` object.
 
-Two models: "gpt2" is byte-level BPE with stored merges, its text first cut by the pre-tokenizer
-that ``tokenizer.ggml.pre`` names; "llama" is SentencePiece BPE, which scores every piece
-and always merges the neighbours whose joined piece scores best.  The latter becomes a BPE whose
-merges, every split of every piece, are ranked by the piece's score; a character without a piece
-falls back to its bytes.
+There are two models. "gpt2" is byte-level BPE with stored merges; the pre-tokenizer that
+``tokenizer.ggml.pre`` names splits the text first. "llama" is SentencePiece BPE, which scores every
+piece and always merges the neighbours whose joined piece scores best. It becomes a BPE whose merges
+are all splits of all pieces, ranked by the piece's score. A character without a piece falls back to
+its bytes.
 
-Source: llama.cpp's names and cuts (as facts), the ``tokenizers`` documentation.  Left out: Unigram
-and WordPiece vocabularies; pieces with equal scores, of which SentencePiece merges the leftmost
-first and we the one with the lowest id.
+Source: llama.cpp's names and patterns (as facts), the ``tokenizers`` documentation. Left out:
+Unigram and WordPiece vocabularies. Among pieces with equal scores, SentencePiece merges the
+leftmost first; here the one with the lowest id is first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxllama.checkpoints.gguf.file import GGUFFile
 
 # Token types of the specification.
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
-# No trained piece comes near; the splits of a longer one would take forever.
+# Trained pieces are much shorter; the splits of a longer one would take too long.
 _MAX_PIECE = 1000
 
 _GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -42,7 +42,7 @@ _GPT4O_CUT = _CASED_CUT.replace("DIGITS", "{1,3}").replace(
 )
 _DEFAULT_CUTS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-# tokenizer.ggml.pre -> the regular expressions applied one after the other.
+# tokenizer.ggml.pre -> regular expressions that are applied one after the other.
 _PRE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", ""), _DEFAULT_CUTS),
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais"), (_GPT2_CUT,)),
@@ -69,12 +69,12 @@ _PRE: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O_CUT,),
     "seed-coder": (_SEED_CUT,),
 }
-# Whole words that are tokens are taken as they are, without going through the merges.
+# For these, whole words that are tokens skip the merges.
 _IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "glm4")
 
 
 def build(file: GGUFFile) -> Tokenizer:
-    """The tokenizer; ``add_special_tokens`` adds the begin and end that the file asks for.
+    """Return the tokenizer; ``add_special_tokens`` adds the begin and end that the file asks for.
 
     Raises JaxLlamaError naming the file and the key.
     """
@@ -115,7 +115,7 @@ def build(file: GGUFFile) -> Tokenizer:
 
 
 def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:
-    """``tokenizer.ggml.<key>_token_id``, checked against the vocabulary (or its size)."""
+    """Return ``tokenizer.ggml.<key>_token_id``, checked against the vocabulary or its size."""
     field = f"tokenizer.ggml.{key}_token_id"
     index = file.integer(field, None)
     size = tokens if isinstance(tokens, int) else len(tokens)
@@ -125,7 +125,7 @@ def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:
 
 
 def _edge(file: GGUFFile, tokens: list[str], key: str, default: bool) -> list[str]:
-    """The token to put at one end, in a list, or an empty list."""
+    """Return the token for one end of a text in a list, or an empty list."""
     index = token_id(file, tokens, key)
     wanted = file.boolean(f"tokenizer.ggml.add_{key}_token", default)
     return [tokens[index]] if wanted and index is not None else []
@@ -159,7 +159,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Token
     if len(scores) != len(tokens):
         raise file.error("tokenizer.ggml.scores", f"{len(scores)} scores for {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens)}
-    # Only these take part in merges: "<0x41>" as text is not the byte.
+    # Only these pieces take part in merges: "<0x41>" as text is not the byte.
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER)}
     longest = max(map(len, pieces), default=0)
     if longest > _MAX_PIECE:

@@ -1,8 +1,8 @@
-"""How GGUF files store tensors: the types, by the numbers that a file has, and their blocks.
+"""The tensor types of GGUF files, by their numbers, and their blocks.
 
-The ``gguf`` package has the same tables.  Importing it takes 70 ms of every start, and most files
-need nothing else of it, so the tables stand here; ``test_gguf_types`` compares them.  ``codes``
-imports the package for the types that only it can dequantize.
+The ``gguf`` package has the same tables. Importing it takes 70 ms of every start, and most files
+need nothing else of it. So the tables are repeated here, and ``test_gguf_types`` compares them.
+``codes`` imports the package for the types that only it can dequantize.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TensorType(enum.IntEnum):
 
 
 Type = TensorType
-# Columns of a block, and its bytes.
+# Columns of a block, and bytes of a block.
 BLOCKS: dict[TensorType, tuple[int, int]] = {
     Type.F32: (1, 4),
     Type.F16: (1, 2),

@@ -1,11 +1,10 @@
 """``config.json`` <-> ModelConfig, for every family of ``hf.families``.
 
-RoPE in both spellings (``rope_theta`` + ``rope_scaling``; ``rope_parameters`` of transformers 5).
-flash-linear-attention's go to ``hf.fla``, those of GLA's authors to ``hf.gla_paper``.  What a file
-leaves out means what transformers takes it to mean; a value that would change the computation and
-is not supported is a JaxLlamaError naming the key; keys that the family's class in transformers
-ignores are one warning.
-``check_preset`` compares a preset with what a checkpoint says of itself.
+RoPE is read in both spellings (``rope_theta`` + ``rope_scaling``; ``rope_parameters`` of
+transformers 5). ``hf.fla`` reads flash-linear-attention's models and ``hf.gla_paper`` those of
+GLA's authors. A missing key has the default of transformers. An unsupported value that would change
+the computation is a JaxLlamaError naming the key. Keys that the family's class in transformers
+ignores give one warning. ``check_preset`` compares a preset with a checkpoint's config.
 
 Left out: mixtures of experts of other families, encoders, sequence classifiers.
 """
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
 } | {model.architecture: kind for kind, model in MODELS.items()}
-# What transformers takes a missing key to mean, where the family says nothing else.
+# Defaults of transformers for missing keys, unless the family has its own.
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -48,7 +47,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-# Null is a meaning of its own.
+# Keys in which null has a meaning of its own.
 _NULLABLE = (
     "head_dim",
     "num_key_value_heads",
@@ -67,21 +66,33 @@ _KEYS = frozenset(
     rope_parameters partial_rotary_factor tie_word_embeddings bos_token_id eos_token_id
     """.split()
 )
-# What transformers lets change the computation of any of them, with the value that is supported.
+# Keys that can change the computation of any family, with the supported value.
 _FIXED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Bounds what a damaged file can make us build before its tensors are looked at.
+# Bounds what a damaged file can make us build before its tensors are checked.
 _MAX_LAYERS = 4096
 
 
 def config_from_hf(
     config: Mapping[str, Any], name: str, generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """ModelConfig of a parsed ``config.json``; of a multimodal model's, its text decoder's.
+    """Return the ModelConfig of a parsed ``config.json``; for a multimodal model its text
+    decoder's.
 
-    generation: a parsed ``generation_config.json``, whose token ids go first.
-    Raises JaxLlamaError naming the key and its value.
+    Parameters
+    ----------
+    config : mapping
+        The parsed file.
+    name : str
+        Name of the model.
+    generation : mapping or None
+        A parsed ``generation_config.json``, whose token ids take precedence.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the key and its value.
     """
     config = text_config(config)
     is_paper = config.get("model_type") in ("gla", "transformer") and "n_head" in config
@@ -153,7 +164,7 @@ def config_from_hf(
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's part of a multimodal model's config.json; any other as it is."""
+    """Return the text decoder's part of a multimodal config.json; other configs as they are."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
         return config
@@ -168,10 +179,10 @@ def _same(read: JsonReader, key: str, default: Any) -> Any:
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
-    """The ``config.json`` that transformers (4 and 5) reads as ``cfg``.
+    """Return the ``config.json`` that transformers (4 and 5) reads as ``cfg``.
 
-    dtype: name of the weights' dtype, for ``torch_dtype``.
-    Raises JaxLlamaError naming the option that no supported architecture has.
+    dtype: name of the weights' dtype, for ``torch_dtype``. Raises JaxLlamaError naming an option
+    that no supported architecture has.
     """
     if model_of(cfg) is not None:
         return config_to_fla(cfg)
@@ -195,7 +206,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         "rope_theta": cfg.rope.theta,
         "rope_scaling": _rope_scaling(cfg.rope),
         "tie_word_embeddings": cfg.tie_embeddings,
-        "pad_token_id": None,  # some have one by default, which a small vocabulary lacks
+        "pad_token_id": None,  # some classes have a default that a small vocabulary lacks
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": _id_or_ids(cfg.eos_token_ids),
     }
@@ -224,7 +235,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
             result["layer_types"] = [_LAYER_TYPES[is_sliding] for is_sliding in slides]
     if family.window == "use":
         result["use_sliding_window"] = cfg.sliding_window is not None
-        # Of transformers before layer_types.
+        # For versions of transformers before layer_types.
         result["max_window_layers"] = min(cfg.window_layers, default=0)
     if len(cfg.nope_layers) == cfg.n_layers:
         del result["rope_theta"], result["rope_scaling"]
@@ -234,7 +245,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
 
 
 def _check_way_back(cfg: ModelConfig, config: dict[str, Any], kind: str) -> None:
-    """Raises JaxLlamaError naming a field that the family has no key for."""
+    """Raise JaxLlamaError naming a field for which the family has no key."""
     ours, theirs = _flat(cfg), _flat(config_from_hf(config, cfg.name))
     for key, value in ours.items():
         other = theirs.get(key)
@@ -246,8 +257,7 @@ def _check_way_back(cfg: ModelConfig, config: dict[str, Any], kind: str) -> None
 
 
 def generation_config(cfg: ModelConfig, sampling: Sampling | None = None) -> dict[str, Any]:
-    """``generation_config.json``: where transformers looks for the tokens that end a text, and for
-    the model's own sampling."""
+    """Return ``generation_config.json``: the tokens that end a text, and the sampling."""
     ids = {"bos_token_id": cfg.bos_token_id, "eos_token_id": _id_or_ids(cfg.eos_token_ids)}
     ids = {key: value for key, value in ids.items() if value is not None}
     if sampling is None:
@@ -262,13 +272,13 @@ _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_
 
 
 def sampling_of(generation: Mapping[str, Any]) -> Sampling | None:
-    """What a parsed ``generation_config.json`` says of sampling; None where it says nothing.
+    """Return the sampling of a parsed ``generation_config.json``; None if it has none.
 
-    Without ``do_sample`` it is greedy, as in transformers.  A step that is left out is not taken
-    (transformers keeps the 50 likeliest tokens where ``top_k`` is).  Raises JaxLlamaError naming
-    the key.
+    Without ``do_sample`` the sampling is greedy, as in transformers. A missing step is skipped,
+    while transformers keeps the 50 likeliest tokens if ``top_k`` is missing. Raises JaxLlamaError
+    naming the key.
     """
-    from jaxllama.decoding.sampling import Sampling  # which imports jax
+    from jaxllama.decoding.sampling import Sampling  # imports jax
 
     read = JsonReader(generation)
     if all(generation.get(key) is None for key in _SAMPLING):
@@ -285,13 +295,16 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling | None:
     )
 
 
-# Not facts of the weights: a name, options of this run, and the ids that a fine-tune changes.
+# Fields that are not properties of the weights: a name, options of a run, ids that fine-tuning
+# changes.
 _FREE = ("name", "attn_sparsity", "embedding_scale", "bos_token_id", "eos_token_ids")
 
 
 def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
-    """The preset with the checkpoint's token ids, or a JaxLlamaError for the first other key in
-    which the two differ, with both values."""
+    """Return the preset with the checkpoint's token ids.
+
+    Raises JaxLlamaError for the first other key in which the two differ, with both values.
+    """
     ours, theirs = _flat(preset), _flat(checkpoint)
     for key in ours | theirs:
         if key not in _FREE and ours.get(key) != theirs.get(key):
@@ -331,7 +344,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _why_not(config: Mapping[str, Any], kind: str) -> str:
-    """Why a model is not supported, with what is nearest to it."""
+    """Return why a model is not supported, with the nearest supported ones."""
     supported = tuple(dict.fromkeys(_ARCHITECTURES.values()))
     what, architectures = "not supported", config.get("architectures") or ()
     is_decoder = all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
@@ -347,15 +360,18 @@ def _why_not(config: Mapping[str, Any], kind: str) -> str:
 
 
 def _has_experts(config: Mapping[str, Any], kind: str) -> bool:
-    """Whether a config is of a mixture of experts.  Dense models of such families keep the keys,
-    with a flag that is false or no experts; the family's name counts where no key says more."""
+    """Return whether a config is of a mixture of experts.
+
+    Dense models of such families keep the keys, with a false flag or zero experts. The family's
+    name decides if no key does.
+    """
     flags = [config[key] for key in ("is_moe", "enable_moe_block") if key in config]
     counts = [config[key] for key in _EXPERT_COUNTS if key in config]
     return any(flags or counts or ["moe" in kind])
 
 
 def _hf_model_type(cfg: ModelConfig) -> str:
-    """The architecture whose fixed choices are ``cfg``'s."""
+    """Return the architecture whose fixed options are those of ``cfg``."""
     if cfg.stored.family not in ALIKE:
         return cfg.stored.family
     if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
@@ -370,8 +386,10 @@ def _hf_model_type(cfg: ModelConfig) -> str:
 
 
 def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """(sliding window, the layers that have it).  transformers reads "mistral" with layer_types as
-    ministral, which without them is mistral."""
+    """Return (sliding window, the layers that have it).
+
+    transformers reads "mistral" with layer_types as ministral; without them ministral is mistral.
+    """
     if family.window == "none":
         return None, ()
     window = None
@@ -396,7 +414,7 @@ def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None
 def _ropes(
     kind: str, top: JsonReader, head_dim: int, max_position: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """(of all layers, of sliding layers where those have their own)."""
+    """Return (RoPE of all layers, RoPE of sliding layers if they have their own)."""
     config, family = top.config, FAMILIES[kind]
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
@@ -407,7 +425,7 @@ def _ropes(
     theta = top.number("rope_theta")
     local: Mapping[str, Any] = {}
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]
-    if nested:  # one entry per kind of layer, as transformers 5 may write it
+    if nested:  # one entry for each kind of layer, as transformers 5 may write it
         full = scaling.get("full_attention") or {}
         local = scaling.get("sliding_attention") or {}
         if not all(isinstance(entry, Mapping) for entry in (full, local)):
@@ -520,8 +538,11 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def _usable_context(rope: RopeConfig, max_position: int) -> int:
-    """Tokens a model is good for.  Files state the trained context for dynamic and sometimes for
-    yarn scaling; the extension is what they were written for."""
+    """Return the largest usable context in tokens.
+
+    For dynamic and sometimes for yarn scaling, files state the trained context. The extended
+    context is the intended one.
+    """
     if rope.scaling == "dynamic":
         return int(max_position * rope.factor)
     if rope.scaling == "yarn":

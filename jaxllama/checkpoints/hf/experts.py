@@ -1,10 +1,10 @@
 """The keys of a mixture of experts in ``config.json`` <-> ``ExpertsConfig``.
 
-    Mixture(...), SigmoidMixture(...)              what a family's missing keys mean
+    Mixture(...), SigmoidMixture(...)              the defaults of a family's missing keys
     mixture.fields(read), mixture.to_hf(cfg)       for ``hf.families``
 
-transformers calls the number of experts ``num_experts`` or ``num_local_experts``; it has written
-both for one family, so both are read.
+transformers names the number of experts ``num_experts`` or ``num_local_experts``. It has written
+both names for one family, so both are read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jaxllama.errors import JaxLlamaError
 
 Fields = dict[str, Any]
 _COUNTS = ("num_experts", "num_local_experts")
-# Of training alone.
+# Keys that concern training only.
 _TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """What a family says of its experts.
+    """The experts of a family.
 
-    count, active: the defaults of the number of experts and of those of a token; count_key: how the
-    number is written.  width_key, width: an expert's width.  normalize: the default of
-    ``norm_topk_prob``, or where has_norm_key is False what is always so.  shared: the default width
-    of the shared expert, which has a gate; None for a family without one.  is_mixed: some layers
-    may be dense (``mlp_only_layers``, ``decoder_sparse_step``).
+    count, active: defaults of the number of experts and of the active ones of a token. count_key:
+    the key of the number when a config is written. width_key, width: key and default of an expert's
+    width. normalize: default of ``norm_topk_prob``, or the fixed value if has_norm_key is False.
+    shared: default width of the shared expert, which has a gate; None for a family without one.
+    is_mixed: whether some layers may be dense (``mlp_only_layers``, ``decoder_sparse_step``).
     """
 
     count: int
@@ -47,14 +47,16 @@ class Mixture:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of ``config.json`` that are read or of no effect."""
+        """The keys of ``config.json`` that are read or have no effect."""
         found = (*_COUNTS, "num_experts_per_tok", self.width_key, *_TRAINING)
         found += ("norm_topk_prob",) * self.has_norm_key
         found += ("shared_expert_intermediate_size",) * (self.shared is not None)
         return found + ("mlp_only_layers", "decoder_sparse_step") * self.is_mixed
 
     def fields(self, read: JsonReader) -> Fields:
-        """``{"experts": ...}``, None where no layer has any.  Raises JaxLlamaError naming a key."""
+        """Return ``{"experts": ...}``, None if no layer has experts. Raises JaxLlamaError naming a
+        key.
+        """
         key = next((key for key in _COUNTS if key in read.config), self.count_key)
         count = (read.natural if self.is_mixed else read.size)(key, self.count)
         layers = self._layers(read) if count else ()
@@ -90,7 +92,7 @@ class Mixture:
         return tuple(i for i in range(n) if i not in dense and (i + 1) % step == 0)
 
     def to_hf(self, cfg: ModelConfig) -> Fields:
-        """The keys of a config.  Raises JaxLlamaError where the family has no dense model."""
+        """Return the keys of a config. Raises JaxLlamaError if the family has no dense models."""
         experts = cfg.experts
         if experts is None:
             if not self.is_mixed:
@@ -111,7 +113,7 @@ class Mixture:
         return keys
 
 
-# What each key is called; a family's own name stands first.
+# The names of each key; a family's own name comes first.
 _ROLES = {
     "count": ("n_routed_experts", "num_local_experts"),
     "active": ("num_experts_per_tok",),
@@ -124,11 +126,12 @@ _ROLES = {
 
 @dataclasses.dataclass(frozen=True)
 class SigmoidMixture:
-    """DeepSeek-V3's router (arXiv 2412.19437) in other families: sigmoids, a bias of the choice,
-    groups of experts, and shared experts without a gate, which are one wide expert.
+    """DeepSeek-V3's router (arXiv 2412.19437) as other families use it.
 
-    count, active, width, scale: the defaults.  names: other names of keys, by role.  The first
-    layers are dense: ``first_k_dense_replace``, or ``mlp_layer_types`` where has_types.
+    It has sigmoids, a bias that only affects the choice, and groups of experts. Its shared experts
+    have no gate and are read as one wide expert. count, active, width, scale: the defaults. names:
+    other names of keys, by role. has_types: whether ``mlp_layer_types`` can name the dense layers;
+    otherwise the first ``first_k_dense_replace`` layers are dense.
     """
 
     count: int
@@ -140,19 +143,22 @@ class SigmoidMixture:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of ``config.json`` that are read or of no effect."""
+        """The keys of ``config.json`` that are read or have no effect."""
         roles = {**_ROLES, **self.names}
         found = tuple(name for names in roles.values() for name in names)
         found += ("moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace")
         return found + ("mlp_layer_types",) * self.has_types + _TRAINING
 
     def _key(self, read: JsonReader, role: str) -> str:
-        """The name under which the file has a key."""
+        """Return the name under which the file has the key of this role."""
         names = {**_ROLES, **self.names}[role]
         return next((name for name in names if name in read.config), names[0])
 
     def fields(self, read: JsonReader) -> Fields:
-        """``{"experts": ...}``, None where no layer has any.  Raises JaxLlamaError naming a key."""
+        """Return ``{"experts": ...}``, with None if no layer has experts.
+
+        Raises JaxLlamaError, which names the key.
+        """
         layers = self._layers(read)
         if not layers:
             return {"experts": None}
@@ -184,7 +190,7 @@ class SigmoidMixture:
         return tuple(index for index, kind in enumerate(kinds) if kind == "sparse")
 
     def to_hf(self, cfg: ModelConfig) -> Fields:
-        """The keys of a config."""
+        """Return the keys of ``config.json`` for a config."""
         experts, roles = cfg.experts, {**_ROLES, **self.names}
         is_sparse = [cfg.experts_of(index) is not None for index in range(cfg.n_layers)]
         keys: Fields = {"first_k_dense_replace": is_sparse.count(False)}

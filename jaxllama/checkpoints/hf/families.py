@@ -1,10 +1,11 @@
-"""The families of models: a table from ``model_type`` to what its config.json means.
+"""The families of models: a table from ``model_type`` to the meaning of its config.json.
 
-A family says what transformers takes a missing key to mean, which keys change the computation, and
-how they become fields of ModelConfig and back.  What all have in common (sizes, RoPE, token ids) is
-in ``hf.config``; the names of tensors are ``model.params.FAMILIES``.
+A family has the defaults of missing keys in transformers, the keys that change the computation, and
+their translation to fields of ModelConfig and back. ``hf.config`` reads the keys that all families
+share (sizes, RoPE, token ids). ``model.params.FAMILIES`` has the names of tensors.
 
-To add one: an entry here, its names there if they are others, and a case in the parity test.
+To add a family: an entry here, its tensor names there if they differ, and a case in the parity
+test.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConf
 from jaxllama.errors import JaxLlamaError
 
 Fields = dict[str, Any]
-# Keys of activations, and ours.
+# The names of activations in config.json, and ours.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -30,17 +31,20 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """architectures: of config.json, the present name first.  defaults: what a missing key means,
-    where that is not ``hf.config.COMMON``'s.  keys: what is read besides the common ones.  same:
-    (key, path of the field, default) of values that are passed on as they are, in both directions;
-    fields, to_hf: of all others.  fixed: keys that change the computation, with the values that are
-    supported.  facts: what is true of the whole family.
+    """A family of models.
 
-    window: "none"; "all": every layer where ``sliding_window`` is set; "use": if also
-    ``use_sliding_window``, from ``max_window_layers`` on; or the pattern of a missing
-    ``layer_types``, by a layer's index.  is_local: the rope_parameters of sliding layers are their
-    own.  is_nope: (index, config, slides) -> whether that layer has no positions.  unused: prefixes
-    of tensors that a file may have and the model does not use, with the number of layers.
+    architectures: names in config.json, the present one first. defaults: meaning of a missing key,
+    if it differs from ``hf.config.COMMON``. keys: the keys that are read besides the common ones.
+    same: (key, path of the field, default) of values that are copied unchanged in both directions.
+    fields, to_hf: translate all other values. fixed: keys that change the computation, with the
+    supported values. facts: fields that are constant in the family.
+
+    window: "none"; "all" (every layer, if ``sliding_window`` is set); "use" (if also
+    ``use_sliding_window``, from layer ``max_window_layers`` on); or a function that replaces a
+    missing ``layer_types``, by a layer's index. is_local: whether sliding layers have
+    rope_parameters of their own. is_nope: (index, config, slides) -> whether that layer has no
+    positions. unused: prefixes of tensors that a file may have and the model does not use;
+    ``{n_layers}`` in them becomes the number of layers.
     """
 
     architectures: tuple[str, ...]
@@ -66,7 +70,7 @@ _QKV_BIAS = ("attention_bias", "qkv_bias", False)
 
 
 def _head_scale(read: JsonReader, key: str, default: float) -> float:
-    """What q is multiplied by so that its scores, over sqrt(head_dim), are ``key`` times q k."""
+    """Return the multiplier of q that turns scores over sqrt(head_dim) into ``key`` times q k."""
     head_dim = read.config.get("head_dim")
     if head_dim is None:
         head_dim = read.size("hidden_size") // read.size("num_attention_heads")
@@ -97,7 +101,7 @@ def _gemma_to_hf(cfg: ModelConfig) -> Fields:
 
 
 def _every(n: int) -> Callable[[int, JsonReader], bool]:
-    """Sliding layers, but for each n-th."""
+    """Return a pattern in which all layers slide except each n-th."""
     return lambda i, read: bool((i + 1) % read.size("sliding_window_pattern", n))
 
 
@@ -115,7 +119,7 @@ _LINEAR = ("full_attention", "linear_attention")
 
 
 def _linear_layers(read: JsonReader) -> tuple[str, ...]:
-    """ModelConfig's layer_types; without the key every fourth layer is attention."""
+    """Return ModelConfig's layer_types; without the key every fourth layer is attention."""
     n, types = read.size("num_hidden_layers"), read.config.get("layer_types")
     if types is None:
         every = read.size("full_attention_interval", 4)
@@ -146,7 +150,7 @@ _QWEN35_EXPERTS = Mixture(256, 8, width=512, shared=512)
 
 
 def _qwen35_experts(read: JsonReader) -> Fields:
-    """Every layer has experts; config.json has no other feed-forward's width."""
+    """Return the fields. Every layer has experts; there is no other feed-forward width."""
     experts = _QWEN35_EXPERTS.fields(read)
     return {**_qwen_delta(read), **experts, "d_ff": experts["experts"].d_ff}
 
@@ -171,7 +175,7 @@ def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
         return _linear_layers(read)
     full = own.get("full_attn_layers") if isinstance(own, Mapping) else None
     if full is None:
-        full = range(5, n + 1, 4)  # they count from 1
+        full = range(5, n + 1, 4)  # layers are counted from 1
     if not isinstance(full, list | range) or not all(type(i) is int for i in full):
         raise read.error("linear_attn_config", "full_attn_layers must be a list of layers")
     return tuple("attention" if i + 1 in full else "delta" for i in range(n))
@@ -755,13 +759,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# Families whose tensors are called as Llama's and that differ in nothing that loading folds: one
-# spelling, so that configs that mean the same are equal.
+# Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
+# are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
 
 
 def stored_of(family: str, fields: Mapping[str, Any]) -> tuple[CheckpointForm, Fields]:
-    """(``CheckpointForm``, the fields of ModelConfig) of fields by path."""
+    """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
     name = "llama" if family in ALIKE else family

@@ -1,15 +1,15 @@
 """flash-linear-attention's models: config.json <-> ModelConfig.
 
-Covers ``GLAForCausalLM``, ``LinearAttentionForCausalLM``, ``GatedDeltaNetForCausalLM``,
-``KDAForCausalLM`` and ``DeltaNetForCausalLM`` with their ``attn`` layers (hybrids), and models of
-its layer ``SimpleGatedLinearAttention``, for which it has no class (``simple_gla`` here, named as
-its others are).  A checkpoint writes the norm of a
-head's output under one of two names, and old ones fuse the feed-forward's gate and up into one
-tensor; ``param_table`` is told which tensors there are.  The layer's low-rank width (16) and
-``gate_logit_normalizer`` (16) are not part of that library's config: it uses its layer's defaults.
+The module covers ``GLAForCausalLM``, ``LinearAttentionForCausalLM``, ``GatedDeltaNetForCausalLM``,
+``KDAForCausalLM`` and ``DeltaNetForCausalLM``, with their ``attn`` layers (hybrids). It also covers
+models of the library's layer ``SimpleGatedLinearAttention``, for which the library has no class;
+they are called ``simple_gla`` here. A checkpoint writes the norm of a head's output under one of
+two names, and old ones fuse the feed-forward's gate and up into one tensor. So ``param_table``
+receives the names of the file's tensors. The layer's low-rank width (16) and
+``gate_logit_normalizer`` (16) are not in the library's config: these are its layer's defaults.
 
 Left out: feature maps with parameters, value gates, attention residuals, more than one ``attn``
-specification; of Kimi Delta Attention more value heads than key heads.
+specification, and Kimi Delta Attention with more value heads than key heads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jaxllama.errors import JaxLlamaError
 
 _LOW_RANK, _NORMALIZER = 16, 16.0
 _THETA = 10000.0
-PAPER = "gla_paper"  # of ``hf.gla_paper``
-# What is read of every config.json.
+PAPER = "gla_paper"  # the family of ``hf.gla_paper``
+# Keys that are read in every config.json.
 _KEYS = frozenset(
     """
     architectures model_type quantization_config compression_config vocab_size hidden_size
@@ -40,7 +40,7 @@ _KEYS = frozenset(
     max_position_embeddings attn tie_word_embeddings bos_token_id eos_token_id
     """.split()
 )
-# How that library computes the same.
+# Keys that select an implementation of the same computation.
 _SAME = (
     "attn_mode",
     "fuse_norm",
@@ -49,7 +49,7 @@ _SAME = (
     "fuse_linear_cross_entropy",
     "use_l2warp",
 )
-# What other families add to a block, as these models have it.
+# Options of other families, with the values that these models have.
 PLAIN = (
     ("norm", "rms"),
     ("norm_bias", False),
@@ -64,7 +64,7 @@ PLAIN = (
     ("nope_layers", ()),
     ("attn_gate", False),
 )
-# Options that change the computation, with the only value that is supported.
+# Options that change the computation, with the only supported value.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish", "silu"),
     "attnres_block_size": (None,),
@@ -74,8 +74,11 @@ Fields = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """layer: ours.  n_heads, n_layers: of a config without them.  fields, to_fla: the mixer's keys
-    as fields of ModelConfig, and back.  fixed: as ``_FIXED``."""
+    """A model type of the library.
+
+    layer: the kind of our layer. n_heads, n_layers: defaults. fields, to_fla: translate the mixer's
+    keys to fields of ModelConfig, and back. fixed: as ``_FIXED``.
+    """
 
     architecture: str
     layer: str
@@ -87,7 +90,7 @@ class _Model:
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
-# Its feature maps without parameters, as ours; the first name for one of ours is the one written.
+# The library's feature maps without parameters; the first name of a map is the one written.
 _ACTIVATIONS: dict[str | None, FeatureMap] = {
     None: "none",
     "relu": "relu",
@@ -108,7 +111,7 @@ def _linear(
     maps: Mapping[str | None, FeatureMap],
     **facts: Any,
 ) -> Fields:
-    """What GLA, simple GLA and linear attention have in common."""
+    """Return the options that GLA, simple GLA and linear attention share."""
     name = read.config.get("feature_map", next(iter(maps)))
     if not isinstance(name, str | None) or name not in maps:
         known = ", ".join(map(repr, maps))
@@ -346,14 +349,14 @@ MODELS = {
 
 
 def model_of(cfg: ModelConfig) -> str | None:
-    """Which of ``MODELS`` a config is; None for those of other libraries."""
+    """Return the key of a config in ``MODELS``; None for models of other libraries."""
     if cfg.stored.family in MODELS:
         return cfg.stored.family
     return "gla" if "gla" in cfg.layer_types and cfg.stored.family != PAPER else None
 
 
 def config_from_fla(config: Mapping[str, Any], name: str, kind: str = "gla") -> ModelConfig:
-    """ModelConfig of a parsed ``config.json`` of a model type of ``MODELS``.
+    """Return the ModelConfig of a parsed ``config.json`` with a model type of ``MODELS``.
 
     Raises JaxLlamaError naming the key and its value.
     """
@@ -377,7 +380,7 @@ def config_from_fla(config: Mapping[str, Any], name: str, kind: str = "gla") -> 
         if d_model % a_heads:
             raise spec.error("num_heads", f"must divide hidden_size ({d_model})")
     head_dim = d_model // a_heads
-    if not layers:  # nothing reads it, but it must be a legal one
+    if not layers:  # unused, but it must be valid
         head_dim = max(2, head_dim - head_dim % 2)
     bos = read.token_ids("bos_token_id", 1)
     max_position = read.size("max_position_embeddings", 2048)
@@ -410,14 +413,20 @@ def _stored(kind: str) -> CheckpointForm:
 
 
 def only(whose: str, facts: Any) -> None:
-    """facts: (key, value, the only one that these models have)."""
+    """Raise JaxLlamaError for a value that these models lack.
+
+    facts: (key, value, the only supported value).
+    """
     for key, value, have in facts:
         if value != have:
             raise JaxLlamaError(f"{key} = {value!r}: {whose} models only have {have!r}")
 
 
 def swiglu_width(read: JsonReader, d_model: int) -> int:
-    """The stated width, or 2/3 of ``hidden_ratio * d_model`` rounded up to a multiple of 256."""
+    """Return the given width.
+
+    Its default is 2/3 of ``hidden_ratio * d_model``, rounded up to a multiple of 256.
+    """
     if read.config.get("intermediate_size") is not None:
         return read.size("intermediate_size")
     width = int(d_model * read.size("hidden_ratio", 4) * 2 / 3)
@@ -443,9 +452,9 @@ def _attention(config: Mapping[str, Any], n_layers: int) -> Mapping[str, Any] | 
 
 
 def config_to_fla(cfg: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that flash-linear-attention reads as ``cfg``, one of ``MODELS``.
+    """Return the ``config.json`` that flash-linear-attention reads as ``cfg``, one of ``MODELS``.
 
-    Raises JaxLlamaError naming the option that its models do not have.
+    Raises JaxLlamaError naming an option that its models lack.
     """
     kind = model_of(cfg)
     assert kind is not None

@@ -1,12 +1,11 @@
-"""The models of GLA's own authors (arXiv 2312.06635 and its 1.3B checkpoint): config.json <->
-ModelConfig.
+"""The models of GLA's own authors (arXiv 2312.06635, 1.3B checkpoint): config.json <-> ModelConfig.
 
     y = out(LayerNorm(o) * silu(W x + b))        LayerNorm of a head, without parameters
 
 Their config.json has few keys, ``d_model``, ``n_head``, ``n_layer``, under the model types
-"transformer" and "gla".  Keys have half the values' width and are scaled by the root of the latter,
-which loading folds into q.  ``use_gk`` = false is a layer without decay.  Left out: gates of
-values.
+"transformer" and "gla". Keys of attention have half the values' width and are scaled by the root of
+the values' width; loading folds this scale into q. ``use_gk`` = false is a layer without decay.
+Left out: gates of values.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _KEYS = (
 
 
 def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
-    """Raises JaxLlamaError naming the key and its value."""
+    """Return the ModelConfig. Raises JaxLlamaError naming the key and its value."""
     read = JsonReader(config)
     read.check_keys(name, PAPER, _KEYS, {"use_gv": (False,)})
     d_model, n_heads = read.size("d_model", 2048), read.size("n_head", 8)
@@ -61,7 +60,7 @@ def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_heads,
-        head_dim=max(2, d_model // n_heads // 2 * 2),  # nothing reads it
+        head_dim=max(2, d_model // n_heads // 2 * 2),  # unused by these layers
         d_ff=swiglu_width(JsonReader({}), d_model),
         norm_eps=_EPS,
         max_position=read.size("context_length", 2048),
@@ -76,7 +75,7 @@ def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_paper(cfg: ModelConfig) -> dict[str, Any]:
-    """Raises JaxLlamaError naming the option that their models do not have."""
+    """Return the config.json. Raises JaxLlamaError naming an option that these models lack."""
     gla, eos = cfg.gla, cfg.eos_token_ids
     assert gla is not None
     result = {

@@ -1,13 +1,13 @@
-"""HF directories (config.json + safetensors) to parameters.
+"""Read HF directories (config.json + safetensors) into parameters.
 
 ``load(directory, dtype=...)`` checks every name, shape and type of every shard against the config
-before it allocates, then reads one tensor at a time straight into the fused arrays of our tree:
-the peak is the tree plus a few MB.  The arrays are numpy, 64-byte aligned, which ``jax.device_put``
-takes over on the CPU without a copy.
+before it allocates. Then it reads one tensor at a time straight into the fused arrays of the
+parameter tree, so the peak memory is the tree plus a few MB. The arrays are numpy, 64-byte aligned,
+and ``jax.device_put`` takes them over on the CPU without a copy.
 
-Which tensors make up which parameter is one table (``model.params``); what config.json means is in
-``config``; the container is in ``safetensors``; the way back is ``save``; weights that
-are packed words go through ``packed``.  Left out: PyTorch .bin files.
+``model.params`` has the table of the tensors of each parameter. ``config`` reads config.json,
+``safetensors`` has the container, ``save`` the way back, and ``packed`` reads quantized weights.
+Left out: PyTorch .bin files.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 
-_FOLDED = 1 << 20  # elements that are folded at once
-# Where multimodal models keep the text decoder and its head.
+_FOLDED = 1 << 20  # number of elements that are folded at once
+# Prefixes of the text decoder and its head in multimodal models.
 _TEXT_PARTS = (
     ("model.language_model", "lm_head."),
     ("language_model.model", "language_model.lm_head."),
 )
 
-_MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
-# Tables that old checkpoints carry; they follow from the config.
+_MAX_JSON = 1 << 26  # bytes; the largest index in use has about 200 KB
+# Tables in old checkpoints that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
 Place = Callable[[tensors.Path, np.ndarray], Any]
@@ -65,8 +65,10 @@ Stream = Callable[[tensors.Path, tensors.Shape, Callable[[int, np.ndarray], None
 
 
 def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
-    """The ModelConfig of a directory's config.json (and generation_config.json, if there), untied
-    where the weights beside it are."""
+    """Return the ModelConfig of a directory's config.json and generation_config.json.
+
+    The result is untied if the weights have a head that differs from the embedding.
+    """
     directory = Path(directory)
     config = _read_json(directory / "config.json")
     cfg = _to_config(directory, config, name)
@@ -77,13 +79,13 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
 
 
 def is_packed(directory: str | Path) -> bool:
-    """Whether a directory's config.json says that its weights are quantized."""
+    """Return whether a directory's config.json has quantized weights."""
     config = _read_json(Path(directory) / "config.json")
     return any(config.get(key) is not None for key in packed.KEYS)
 
 
 def read_sampling(directory: str | Path) -> Sampling | None:
-    """What a directory's generation_config.json says of sampling; None where it says nothing."""
+    """Return the sampling of a directory's generation_config.json; None if it has none."""
     path = Path(directory) / GENERATION
     try:
         return sampling_of(_read_json(path)) if path.is_file() else None
@@ -110,20 +112,45 @@ def load(
     stream: Stream | None = None,
     added: Factors | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """(config, parameter tree of numpy arrays of ``dtype``) of an HF directory.
+    """Read an HF directory.
 
-    progress: a bar on stderr.
-    cfg: a preset, which must agree with the checkpoint's own config (``check_preset``).
-    place: ``place(path, array)`` gives what goes into the tree for each parameter as it is read
-        (a device array, an offloaded one); the array may be dropped then.
-    stream: ``stream(path, shape, read)`` does so for parameters of floats without their being read
-        whole: ``read(start, out)`` fills a flat array from an element on, in ``out``'s dtype.
-    added: an adapter to merge, of ``checkpoints.peft.read``: in float32, before the cast.
-    The weights of a quantized checkpoint (``quantization_config``) come as QTensors or RowBlocks of
-    numpy arrays, words and scales as the file has them.
-    Warns WeightWarning for NaN or infinite weights, and for a head beside a tied embedding that it
-    differs from: it is kept then, as in transformers.  Raises JaxLlamaError naming the file and the
-    key or tensor that is missing, unexpected, of the wrong shape or type.
+    Parameters
+    ----------
+    directory : str or Path
+        The directory.
+    dtype : data-type
+        Dtype of the parameters that are not quantized.
+    progress : bool
+        Whether to show a bar on stderr.
+    cfg : ModelConfig or None
+        A preset, which must agree with the checkpoint's own config (``check_preset``).
+    place : callable or None
+        ``place(path, array)`` returns the tree's value of each parameter (a device array, an
+        offloaded one) after it was read; the array may be dropped then.
+    stream : callable or None
+        ``stream(path, shape, read)`` returns the tree's value of a floating-point parameter without
+        reading it whole. ``read(start, out)`` fills a flat array from an element on, in the dtype
+        of ``out``.
+    added : dict or None
+        An adapter to merge, from ``checkpoints.peft.read``; it is added in float32 before the cast.
+
+    Returns
+    -------
+    (ModelConfig, dict)
+        The config and the parameter tree of numpy arrays. Weights of a quantized checkpoint
+        (``quantization_config``) are QTensors or RowBlocks with the file's codes and scales.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the file and the key or tensor that is missing, unexpected, or of the wrong shape or
+        type.
+
+    Warns
+    -----
+    WeightWarning
+        For NaN or infinite weights, and for a head that differs from a tied embedding. Such a head
+        is kept, as in transformers.
     """
     directory, dtype = Path(directory), np.dtype(dtype)
     if not directory.is_dir():
@@ -132,7 +159,7 @@ def load(
     found = _to_config(directory, config)
     with contextlib.ExitStack() as stack:
         files = _text_tensors(directory, config, stack)
-        if found.n_layers > len(files):  # before a table of that many layers is made
+        if found.n_layers > len(files):  # checked before a table of that many layers is made
             raise JaxLlamaError(
                 f"{directory}: num_hidden_layers = {found.n_layers}, "
                 f"but there are only {len(files)} tensors"
@@ -175,7 +202,7 @@ Tensors = dict[str, tuple[SafetensorsFile, SafetensorsEntry]]
 
 
 def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.ExitStack) -> Tensors:
-    """``open_tensors``; of a multimodal model's those of its text decoder, by their own names."""
+    """Return ``open_tensors``; for a multimodal model only its text decoder's, with plain names."""
     files = open_tensors(directory, stack)
     if text_config(config) is config:
         return files
@@ -197,7 +224,7 @@ def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.Exi
 
 
 def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
-    """The tensors without those that the family's models do not use, which one warning counts."""
+    """Return the tensors that the family's models use; one warning counts the others."""
     family = FAMILIES.get(cfg.stored.family)
     unused = () if family is None else family.unused
     prefixes = tuple(prefix.format(n_layers=cfg.n_layers) for prefix in unused)
@@ -213,7 +240,7 @@ def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
 
 
 def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
-    """Every tensor of a single or sharded checkpoint by name, with its open, checked file."""
+    """Return every tensor of a checkpoint by name, with its open, checked file."""
     files: Tensors = {}
     indexes = [directory / index_file(stem) for stem in (FOREIGN, OURS)]
     index_path = next((path for path in indexes if path.is_file()), None)
@@ -258,7 +285,7 @@ def _check(
     cfg: ModelConfig,
     packed_names: set[str],
 ) -> None:
-    """Names, shapes and types, before anything is allocated; of packed tensors only the names."""
+    """Check names, shapes and types before anything is allocated; packed tensors by name only."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in files]
     if missing:
@@ -282,7 +309,7 @@ def _check(
 
 
 def _tied_heads(cfg: ModelConfig) -> list[str]:
-    """The tensors of a head that a tied checkpoint may carry although it is the embedding."""
+    """Return the tensors of a head that a tied checkpoint may hold in addition to the embedding."""
     untied = param_table(cfg.replace(tie_embeddings=False)) if cfg.tie_embeddings else {}
     return [
         source.name for path, spec in untied.items() if path[0] == "head" for source in spec.sources
@@ -290,7 +317,7 @@ def _tied_heads(cfg: ModelConfig) -> list[str]:
 
 
 def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
-    """``cfg`` without its tie where the checkpoint has a head whose values are others."""
+    """Return ``cfg`` untied if the checkpoint has a head with other values than the embedding."""
     for head in _tied_heads(cfg):
         (embed,) = param_table(cfg)["embed", "weight"].sources
         if head in files and embed.name in files and not _equal(files, embed.name, head):
@@ -298,14 +325,14 @@ def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
                 f"{directory}: tie_word_embeddings = True, but {head!r} differs from "
                 f"{embed.name!r}: both are used",
                 WeightWarning,
-                stacklevel=1,  # one place, so one line however often the config is read
+                stacklevel=1,  # one place, so that the warning appears once
             )
             return cfg.replace(tie_embeddings=False)
     return cfg
 
 
 def _equal(files: Tensors, *names: str) -> bool:
-    """Whether two tensors have the same shape and values."""
+    """Return whether two tensors have the same shape and values."""
     shapes = [files[name][1].shape for name in names]
     size, step = math.prod(shapes[0]), 1 << 20
     return shapes[0] == shapes[1] and all(
@@ -315,7 +342,7 @@ def _equal(files: Tensors, *names: str) -> bool:
 
 
 def _slice(files: Tensors, name: str, start: int, size: int) -> np.ndarray:
-    """Elements of a tensor in float32."""
+    """Return elements of a tensor in float32."""
     out = np.empty(size, np.float32)
     _read_slice(files, TensorSource(name, files[name][1].shape), start, out)
     return out
@@ -328,8 +355,10 @@ def _read_folded(
     out: np.ndarray,
     added: tuple[np.ndarray, np.ndarray] | None,
 ) -> bool:
-    """``_read_slice`` of the rows that ``source`` makes of the tensor, some whole heads at once;
-    added: an adapter's factors."""
+    """Read folded rows of a tensor, some whole heads at once; else as ``_read_slice``.
+
+    added: an adapter's factors.
+    """
     n_rows, width = source.shape[0], source.size // source.shape[0]
     step = source.turned.block if source.turned else max(1, _FOLDED // width)
     order, stop, finite = source.row_order(), start + out.size, True
@@ -350,7 +379,7 @@ def _read_folded(
 
 
 def _read_slice(files: Tensors, source: TensorSource, start: int, out: np.ndarray) -> bool:
-    """Fill the flat ``out`` from an element on; returns whether it is finite."""
+    """Fill the flat ``out`` from an element on; return whether all values are finite."""
     file, info = files[source.name]
     offset = info.offset + start * safetensors_file.DTYPES[info.dtype].itemsize
     return file.read_into(dataclasses.replace(info, offset=offset), out)
@@ -372,7 +401,7 @@ def _read_part(
     out: np.ndarray,
     advance: Callable[[int], None],
 ) -> None:
-    """The parameter's elements from ``start`` on into the flat ``out``."""
+    """Read the parameter's elements from ``start`` on into the flat ``out``."""
     at = 0
     for source in spec.sources:
         file, info = files[source.name]
@@ -395,7 +424,7 @@ def _read_part(
 
 
 def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Uninitialized 1-D array at a 64-byte boundary: XLA's CPU client then needs no copy."""
+    """Return an uninitialized 1-D array at a 64-byte boundary, as XLA's CPU client needs it."""
     raw = np.empty(size * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size * dtype.itemsize].view(dtype)

@@ -1,9 +1,9 @@
-"""Parameters to an HF directory that transformers loads, all of it or nothing.
+"""Write parameters to an HF directory that transformers loads, all of it or nothing.
 
-The same table that loading reads (``model.params``) says where each parameter is cut into the
-checkpoint's tensors; one parameter at a time comes to the host.  Everything is written into a
-temporary folder beside the target, which one rename puts in place (``write_directory``, which
-``checkpoints.packed.load`` saves quantized weights with).  Left out: overwriting.
+The table of ``model.params``, which loading uses too, says how each parameter is split into the
+checkpoint's tensors. One parameter at a time comes to the host. Everything is written into a
+temporary folder beside the target, and one rename moves it into place (``write_directory``;
+``checkpoints.packed.load`` saves quantized weights with it). Left out: overwriting.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from jaxllama.progress import working
 if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
 
-# The names of files of weights begin with one of these.  transformers and others look for the first
-# only, so they refuse a directory in our own format, whose tensors they would not know.
+# Weight files have a name that begins with one of these. transformers and other programs look for
+# the first only. So they refuse a directory in jaxllama's own format, whose tensors they do not
+# know.
 FOREIGN, OURS = "model", "jaxllama"
 GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -42,8 +43,11 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclasses.dataclass(frozen=True)
 class SaveUnit:
-    """Tensors that stay in one file: (name, shape, dtype) of each, and their values in that order,
-    made when it is their turn."""
+    """Tensors that stay in one file.
+
+    entries: (name, shape, dtype) of each. values: makes their values, in this order, when they are
+    written.
+    """
 
     entries: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
     values: Callable[[], Iterable[np.ndarray]]
@@ -63,11 +67,33 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
-    """Write an HF directory: config.json, generation_config.json (with ``sampling``), safetensors,
-    and copies of ``tokenizer_files``.  Weights keep their dtype.  progress: a bar on stderr.
+    """Write an HF directory: config.json, generation_config.json, safetensors, tokenizer files.
 
-    The directory must not exist or be empty; it appears complete or, on any failure, not at all.
-    Raises JaxLlamaError naming the path, the option HF has no word for, or the quantized weight.
+    Parameters
+    ----------
+    directory : str or Path
+        Must not exist or be empty. It appears complete or, on any failure, not at all.
+    cfg : ModelConfig
+        Config of the model.
+    params : dict
+        Parameter tree of plain arrays; weights keep their dtype.
+    tokenizer_files : iterable of paths or None
+        Files to copy.
+    sampling : Sampling or None
+        The model's own sampling, for generation_config.json.
+    max_shard_bytes : int
+        Bytes after which a further file is begun.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the path, the option that HF has no key for, or the quantized weight.
     """
     units = [_unit(spec, value) for spec, value in _leaves(cfg, params)]
     dtype = np.dtype(params["embed"]["weight"].dtype)
@@ -93,8 +119,10 @@ def write_directory(
     progress: bool,
     stem: str = FOREIGN,
 ) -> Path:
-    """``directory`` with the JSON documents, the units and the tokenizer's files; complete or, on
-    any failure, not at all.  stem: of the names of the files of weights, FOREIGN or OURS."""
+    """Write the JSON documents, the units and the tokenizer's files, all or nothing.
+
+    stem: beginning of the weight files' names, FOREIGN or OURS.
+    """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JaxLlamaError(f"{directory}: already exists; nothing is overwritten")
@@ -125,7 +153,7 @@ Leaf = tuple[Param, Any]
 
 
 def _leaves(cfg: ModelConfig, params: dict[str, Any]) -> list[Leaf]:
-    """(spec, array) of every parameter, with the tree checked against the table."""
+    """Return (spec, array) of every parameter, after checking the tree against the table."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
     for path, spec in table.items():
@@ -144,7 +172,7 @@ def _leaves(cfg: ModelConfig, params: dict[str, Any]) -> list[Leaf]:
 
 
 def check_paths(flat: dict[tensors.Path, Any], table: Iterable[tensors.Path]) -> None:
-    """Raises JaxLlamaError naming a parameter that is missing or unknown to the config."""
+    """Raise JaxLlamaError naming a parameter that is missing or unknown to the config."""
     paths = set(table)
     for path in paths ^ flat.keys():
         state = "missing" if path in paths else "unexpected"
@@ -152,7 +180,7 @@ def check_paths(flat: dict[tensors.Path, Any], table: Iterable[tensors.Path]) ->
 
 
 def flatten(tree: dict[str, Any], at: tensors.Path = ()) -> dict[tensors.Path, Any]:
-    """Parameters by path; anything that is no dict is one."""
+    """Return the parameters by path; every value that is not a dict is a parameter."""
     result: dict[tensors.Path, Any] = {}
     for key, value in tree.items():
         result |= flatten(value, (*at, key)) if isinstance(value, dict) else {(*at, key): value}
@@ -160,7 +188,7 @@ def flatten(tree: dict[str, Any], at: tensors.Path = ()) -> dict[tensors.Path, A
 
 
 def _unit(spec: Param, value: Any) -> SaveUnit:
-    """The checkpoint's tensors of a parameter, which comes to the host once and is cut."""
+    """Return the checkpoint's tensors of a parameter, which comes to the host once and is split."""
     dtype = np.dtype(value.dtype)
 
     def values() -> Iterator[np.ndarray]:
@@ -183,7 +211,7 @@ def _write_shards(
     advance: Callable[[int], None],
     stem: str,
 ) -> None:
-    """One file, or several and an index; units stay whole, in their order."""
+    """Write one file, or several and an index; units stay whole and in order."""
     shards: list[list[SaveUnit]] = [[]]
     size = 0
     for unit in units:

@@ -4,9 +4,9 @@
     qzeros   int32 [in / group, out / 8]     packed alike
     scales   float [in / group, out]         w = (word - zero) * scale
 
-Source: AutoAWQ's WQLinear_GEMM; AWQ is arXiv 2306.00978 (its channel scales are folded into the
-weights before, so that nothing of them is left in the file).  Left out: the GEMV, GEMV-fast,
-Marlin, ExLlama and llm-awq layouts, and codes without zero points, which this layout does not have.
+Source: AutoAWQ's WQLinear_GEMM; AWQ is arXiv 2306.00978. AWQ folds its channel scales into the
+weights beforehand, so the file has no trace of them. Left out: the GEMV, GEMV-fast, Marlin, ExLlama
+and llm-awq layouts, and codes without zero points, which this layout lacks.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from jaxllama.errors import JaxLlamaError
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
-_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the output whose word field i holds
+_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the output whose code field i holds
 _PLACE = np.argsort(_ORDER)
 _BITS, _FIELDS = 4, 8
 
 
 def reader(config: dict[str, Any]) -> Reader:
-    """The reader of a ``quantization_config`` of method "awq".
+    """Return the reader of a ``quantization_config`` of method "awq".
 
-    Raises JaxLlamaError naming the option that is not supported.
+    Raises JaxLlamaError naming an option that is not supported.
     """
     read = JsonReader(config, "quantization_config.")
     for key in ("version", "format", "checkpoint_format"):
@@ -73,7 +73,7 @@ def reader(config: dict[str, Any]) -> Reader:
 
 
 def read_group_size(read: JsonReader, key: str) -> int | None:
-    """Columns of a group; None (in files -1) is the whole row."""
+    """Return the columns of a group; None, which files write as -1, is the whole row."""
     value = read.get(key, 128)
     if type(value) is not int or (value != -1 and not 0 < value <= 1 << 20):
         raise read.error(key, "expected -1 or a positive number of columns")
@@ -81,7 +81,7 @@ def read_group_size(read: JsonReader, key: str) -> int | None:
 
 
 def file_group_size(w: QTensor) -> int:
-    """The inverse."""
+    """Return the group size as files write it: -1 for the whole row."""
     return -1 if w.scale.shape[1] == 1 else w.group_size
 
 
@@ -105,20 +105,22 @@ def _read(module: Module, group_size: int | None) -> QTensor:
 
 
 def _unpack(packed: np.ndarray) -> np.ndarray:
-    """int32 [rows, out / 8] -> uint8 [out, rows]."""
+    """Convert int32 [rows, out / 8] to uint8 [out, rows]."""
     fields = unpack(packed, _BITS).reshape(len(packed), -1, _FIELDS)[..., _PLACE]
     return np.ascontiguousarray(fields.reshape(len(packed), -1).T)
 
 
 def _pack(fields: np.ndarray) -> np.ndarray:
-    """The inverse."""
+    """Undo ``_unpack``."""
     fields = fields.T.reshape(fields.shape[1], -1, _FIELDS)[..., _ORDER]
     return pack(fields.reshape(len(fields), -1), _BITS)
 
 
 def common_group_size(weights: Iterable[QTensor]) -> int:
-    """The one group size of a file: -1 if every group is a row, else the finest there is, which
-    the scales of coarser groups are repeated for."""
+    """Return the one group size of a file: -1 if every group is a row, otherwise the finest.
+
+    The scales of coarser groups are repeated for it.
+    """
     weights = list(weights)
     if all(file_group_size(w) == -1 for w in weights):
         return -1
@@ -126,7 +128,7 @@ def common_group_size(weights: Iterable[QTensor]) -> int:
 
 
 def to_tensors(w: QTensor, group_size: int) -> dict[str, np.ndarray]:
-    """The tensors of one Linear, in groups of ``group_size`` (-1: rows)."""
+    """Return the tensors of one Linear in groups of ``group_size`` (-1: rows)."""
     if group_size != -1:
         w = repeat_groups(w, group_size)
     zero = np.zeros_like(w.scale, np.int8) if w.zero is None else w.zero
@@ -138,14 +140,14 @@ def to_tensors(w: QTensor, group_size: int) -> dict[str, np.ndarray]:
 
 
 def layout(w: QTensor, group_size: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
-    """Shapes and dtypes of ``to_tensors``."""
+    """Return the shapes and dtypes of ``to_tensors``."""
     shapes = _layout(*w.shape, 1 if group_size == -1 else w.shape[1] // group_size)
     dtypes = {"qweight": np.int32, "qzeros": np.int32, "scales": np.float16}
     return {name: (shape, np.dtype(dtypes[name])) for name, shape in shapes.items()}
 
 
 def to_config(group_size: int, floats: list[str]) -> dict[str, Any]:
-    """The ``quantization_config``; ``floats`` are the Linears that are not quantized."""
+    """Return the ``quantization_config``; ``floats`` are the Linears that are not quantized."""
     return {
         "quant_method": "awq",
         "bits": _BITS,

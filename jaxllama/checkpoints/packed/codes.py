@@ -1,14 +1,14 @@
-"""Words in int32 fields, and groups of columns: what every packed format is made of.
+"""Codes in int32 fields, and groups of columns, which all packed formats use.
 
     unpack(int32[..., n], bits) -> uint8[..., n * 32 / bits], lowest bits first
     signed(uint8, bits)         -> int4 | int8         a QTensor's codes: 2^(bits-1) less
     by_group(...)               -> QTensor             consecutive groups of one width
 
-A QTensor's groups are consecutive and equally wide.  Two things in files are not, and both are
-brought to that form without touching a word or a scale: act-order (``groups`` says which group a
-column is of) becomes codes sorted by group with ``columns`` beside them; a last group that is short
-(576 columns in groups of 128) becomes narrower groups, of the greatest width that divides all
-(64), whose scales repeat.  Left out: widths other than 4 and 8 bits.
+A QTensor's groups are consecutive and equally wide. Files may differ in two ways, and both are
+converted without changing a code or a scale. With act-order, ``groups`` gives each column's group;
+the codes are sorted by group, and ``columns`` holds the order. A short last group (576 columns in
+groups of 128) leads to narrower groups, of the greatest width that divides all (64), and their
+scales repeat. Left out: widths other than 4 and 8 bits.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _INT32 = np.dtype("<i4")
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """The 4- or 8-bit fields of int32 ``words[..., n]``, lowest bits first, as uint8."""
+    """Return the 4- or 8-bit fields of int32 ``words[..., n]``, lowest bits first, as uint8."""
     raw = np.ascontiguousarray(words, _INT32).view(np.uint8)
     return nibbles(raw) if bits == 4 else raw
 
 
 def pack(fields: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of ``unpack``; the last int32 is filled up with zeros."""
+    """Undo ``unpack``; the last int32 is filled up with zeros."""
     fields = np.pad(fields, [(0, 0)] * (fields.ndim - 1) + [(0, -fields.shape[-1] % (32 // bits))])
     fields = from_nibbles(fields) if bits == 4 else fields
     return np.ascontiguousarray(fields).view(_INT32)
 
 
 def nibbles(raw: np.ndarray) -> np.ndarray:
-    """The halves of bytes ``[..., n]``, low ones first -> uint8 ``[..., 2 n]``."""
+    """Return the halves of bytes ``[..., n]``, low ones first, as uint8 ``[..., 2 n]``."""
     fields = np.empty((*raw.shape[:-1], 2 * raw.shape[-1]), np.uint8)
     np.bitwise_and(raw, 15, out=fields[..., 0::2])
     np.right_shift(raw, 4, out=fields[..., 1::2])
@@ -53,49 +53,49 @@ def nibbles(raw: np.ndarray) -> np.ndarray:
 
 
 def from_nibbles(fields: np.ndarray) -> np.ndarray:
-    """The inverse; an odd last one is filled up with 0."""
+    """Undo ``nibbles``; an odd last half is filled up with 0."""
     fields = np.pad(fields, [(0, 0)] * (fields.ndim - 1) + [(0, fields.shape[-1] % 2)])
     return fields[..., 0::2] | fields[..., 1::2] << 4
 
 
 def packed_size(size: int, bits: int) -> int:
-    """int32s that hold ``size`` fields."""
+    """Return the number of int32s that hold ``size`` fields."""
     return -(-size * bits // 32)
 
 
 def signed(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes as a QTensor's, int4 or int8: 2^(bits-1) less."""
+    """Return unsigned codes as a QTensor's int4 or int8 codes: 2^(bits-1) less."""
     return to_int4(fields.view(np.int8) - np.int8(8)) if bits == 4 else (fields ^ 128).view(np.int8)
 
 
 def to_int4(codes: np.ndarray) -> np.ndarray:
-    """int8 codes from -8 to 7, spent, as int4 in the same bytes, whose low halves those are."""
+    """Return int8 codes from -8 to 7 as int4 in the same bytes; the input is overwritten."""
     codes &= np.int8(15)
     return codes.view(INT4)
 
 
 def unsigned(words: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of ``signed``."""
+    """Undo ``signed``."""
     words = words.astype(np.int8)
     return (words + np.int8(8)).view(np.uint8) if bits == 4 else words.view(np.uint8) ^ 128
 
 
 def n_groups(width: int, group_size: int | None) -> int:
-    """Groups of a row, the last of which may be short; None is the whole row."""
+    """Return the number of groups of a row; the last may be short, None is the whole row."""
     return 1 if group_size is None else -(-width // group_size)
 
 
 def consecutive(width: int, group_size: int | None) -> np.ndarray:
-    """The group of each column, without act-order."""
+    """Return the group of each column without act-order."""
     return np.arange(width, dtype=np.int32) // np.int32(group_size or width)
 
 
 def by_group(
     words: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, groups: np.ndarray
 ) -> QTensor:
-    """The QTensor of ``words[out, in]`` whose column i has ``scale[:, groups[i]]``.
+    """Return the QTensor of ``words[out, in]`` in which column i has ``scale[:, groups[i]]``.
 
-    ``groups[in]`` is checked already: every entry is at least 0 and below ``scale.shape[1]``.
+    The caller has checked ``groups[in]``: every entry is at least 0 and below ``scale.shape[1]``.
     """
     from pallas_kernels.qtensor import QTensor
 
@@ -111,7 +111,7 @@ def by_group(
 
 
 def repeat_groups(w: QTensor, group_size: int) -> QTensor:
-    """``w`` in narrower groups, whose scales and zeros repeat."""
+    """Return ``w`` in narrower groups, whose scales and zeros repeat."""
     times = w.group_size // group_size
     if times == 1:
         return w
@@ -121,8 +121,10 @@ def repeat_groups(w: QTensor, group_size: int) -> QTensor:
 
 
 def check_scale(w: QTensor, name: str) -> None:
-    """Raises JaxLlamaError for scales that are NaN, infinite or negative, or 0 where codes are not:
-    those of a damaged file.  (A group of zeros has scale 0.)"""
+    """Raise JaxLlamaError for scales of a damaged file.
+
+    They are NaN, infinite, negative, or 0 for nonzero codes. (A group of zeros has scale 0.)
+    """
     scale = w.scale.astype(np.float32)
     if w.unit is not None:
         scale = scale * w.unit

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints (llm-compressor, Neural Magic) to QTensors.
+"""Read compressed-tensors checkpoints (llm-compressor, Neural Magic) into QTensors.
 
     pack-quantized    weight_packed int32 [out, in * bits / 32], weight_shape, weight_scale,
                       weight_zero_point int32 [out * bits / 32, groups] (old files: int8),
@@ -7,15 +7,16 @@
     float-quantized   weight float8_e4m3fn [out, in], weight_scale
                       with input_scale where activations have one static scale
 
-``config_groups`` say which Linear is stored how: by name, by regular expression, by class.  A scale
-is for the tensor, a row (channel), a group of columns or a block; see ``fp8`` for the last.
-Activations become codes too where the config says so: each token with its own scale, or one static.
+``config_groups`` says how each Linear is stored: by name, by regular expression, by class. A scale
+is for the tensor, a row (channel), a group of columns or a block; see ``fp8`` for blocks.
+Activations become codes too if the config says so, with a scale for each token or one static scale.
 
-The way back is ``packed_compressed_save``.  Source: the compressed-tensors library.  Left out, by
-name: other widths than 4 and 8 bits, sparsity, transforms, quantized caches and outputs, asymmetric
-activations, and quantized ones where a row of 8-bit weights has several scales (but for blocks).
-4-bit weights beside quantized activations (W4A8, W4AFP8) keep their groups; scales that are exactly
-multiples of one number a row become those (``QTensor.unit``).
+``compressed_save`` writes such checkpoints. Source: the compressed-tensors library. Refused by
+name: widths other than 4 and 8 bits, sparsity, transforms, quantized caches and outputs, and
+asymmetric activations. So are quantized activations if a row of 8-bit weights has several scales,
+except for blocks. 4-bit weights beside quantized activations (W4A8, W4AFP8) keep their groups.
+Scales that are exact multiples of one number a row are stored as those multiples
+(``QTensor.unit``).
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class _Scheme:
 
 
 def reader(config: dict[str, Any]) -> Reader:
-    """The reader of a ``quantization_config`` of method "compressed-tensors".
+    """Return the reader of a ``quantization_config`` of method "compressed-tensors".
 
-    Raises JaxLlamaError naming the option that is not supported.
+    Raises JaxLlamaError naming an option that is not supported.
     """
     read = JsonReader(config, "quantization_config.")
     if read.text("quantization_status", "compressed") != "compressed":
@@ -99,7 +100,7 @@ def reader(config: dict[str, Any]) -> Reader:
 
 
 def _targets(read: JsonReader, key: str) -> list[str | re.Pattern[str]]:
-    """Names and classes as strings, regular expressions compiled."""
+    """Return names and classes as strings, and compiled regular expressions."""
     names = read.get(key, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise read.error(key, "expected a list of strings")
@@ -113,7 +114,7 @@ def _targets(read: JsonReader, key: str) -> list[str | re.Pattern[str]]:
 
 
 def _rank(targets: list[str | re.Pattern[str]], name: str) -> int | None:
-    """How closely the targets mean the Linear ``name``: 0 by name, 1 by pattern, 2 by class."""
+    """Return how closely the targets name a Linear: 0 by name, 1 by pattern, 2 by class."""
     ranks = []
     for target in targets:
         if isinstance(target, re.Pattern):
@@ -164,7 +165,7 @@ def _nested(read: JsonReader, key: str) -> JsonReader | None:
 
 
 def _codes(read: JsonReader) -> tuple[bool, int]:
-    """(floating?, bits) of weights or activations."""
+    """Return (floating?, bits) of weights or activations."""
     kind = read.text("type", "int")
     if kind not in ("int", "float"):
         raise read.error("type", "not supported; supported: 'int', 'float'")
@@ -175,7 +176,7 @@ def _codes(read: JsonReader) -> tuple[bool, int]:
 
 
 def _strategy(read: JsonReader) -> str:
-    """The strategy, which may be left to be told from ``group_size``."""
+    """Return the strategy, which ``group_size`` implies if it is missing."""
     size = read.get("group_size", None)
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     return read.text("strategy", default)
@@ -268,7 +269,7 @@ def _read(module: Module, scheme: _Scheme) -> QTensor:
 
 
 def _in_two_levels(w: QTensor, scheme: _Scheme) -> QTensor:
-    """4-bit weights beside int8, where nothing is lost."""
+    """Return 4-bit weights beside int8 activations with scales in two levels, if that is exact."""
     if (scheme.bits, scheme.activations) != (4, "int8") or w.scale.shape[1] == 1:
         return w
     from pallas_kernels.rounding import multiples
@@ -315,7 +316,7 @@ def _per_row(values: np.ndarray, out: int, scheme: _Scheme) -> np.ndarray:
 
 
 def _zeros(module: Module, scheme: _Scheme) -> np.ndarray | None:
-    """Zero points as the QTensor has them; None where all are 0."""
+    """Return zero points in the QTensor's form; None if all are 0."""
     if not module.has("weight_zero_point"):
         return None
     out, stored = module.shape[0], module.read("weight_zero_point")

@@ -1,9 +1,10 @@
-"""QTensors as compressed-tensors checkpoints; what the tensors mean is in ``compressed``.
+"""Write QTensors as compressed-tensors checkpoints; ``compressed`` describes the tensors.
 
-int4 and int8 codes with float activations, and int4 with FP8, are "pack-quantized", both with int8
-activations "int-quantized" (int4 a byte each), FP8 codes "float-quantized".  Scales in two levels
-are written as their products.  Weights of one kind make one config group; where all
-that is quantized is of one kind its target is the class Linear, otherwise modules are named.
+int4 and int8 codes with float activations, and int4 codes with FP8 activations, are
+"pack-quantized". Both with int8 activations are "int-quantized", with one byte for an int4 code.
+FP8 codes are "float-quantized". Scales in two levels are written as their products. Weights of one
+kind make one config group. If all quantized weights are of one kind, the group's target is the
+class Linear; otherwise modules are named.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _bits(w: QTensor) -> int:
 
 
 def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
-    """The tensors of one Linear."""
+    """Return the tensors of one Linear."""
     w, tensors = w.in_one_level, {}
     if _packed(w):
         tensors["weight_packed"] = pack(unsigned(w.q, _bits(w)), _bits(w))
@@ -46,7 +47,7 @@ def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
 
 
 def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of ``to_tensors``."""
+    """Return the shapes and dtypes of ``to_tensors``."""
     out, width = w.shape
     tensors: dict[str, tuple[tuple[int, ...], Any]] = {}
     if _packed(w):
@@ -64,7 +65,7 @@ def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 
 def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
+    """Return the ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for name, w in weights.items():
         kinds.setdefault(_kind(w), []).append(name)
@@ -84,7 +85,7 @@ def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, An
 
 
 def _kind(w: QTensor) -> tuple[Any, ...]:
-    """What the members of a config group share."""
+    """Return the properties that the members of a config group share."""
     groups = None if w.scale.shape[1] == 1 else w.group_size
     static = w.input_scale is not None
     return np.dtype(w.q.dtype).name, groups, w.zero is None, w.activations, static

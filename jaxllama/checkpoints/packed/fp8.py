@@ -1,4 +1,4 @@
-"""FP8 checkpoints of method "fp8" (DeepSeek, Qwen, AutoFP8, transformers) to QTensors.
+"""Read FP8 checkpoints of method "fp8" (DeepSeek, Qwen, AutoFP8, transformers) into QTensors.
 
     weight            float8_e4m3fn [out, in]
     weight_scale_inv  (or weight_scale) float, w = weight * scale:
@@ -6,11 +6,12 @@
                       [out / rows, in / columns] one a block of ``weight_block_size``
     input_scale       (or activation_scale) float [] or [1], where activation_scheme is "static"
 
-Scales are expanded to rows, which loses nothing.  Rows and tensors: activations become FP8 too,
-each token with its own scale or the static one.  Blocks become groups along the inputs; activations
-stay in floats, which is more exact than the FP8 blocks that such models are often served with.
+Scales are expanded to rows, which loses nothing. With scales of rows or tensors, activations become
+FP8 too, with one scale for each token or the static one. Blocks become groups along the inputs, and
+activations stay in floats. That is more exact than the FP8 activations with which such models are
+often served.
 
-Sources: DeepSeek-V3 (arXiv 2412.19437), transformers' FP8Linear.  Left out: UE8M0 scales, FP4.
+Sources: DeepSeek-V3 (arXiv 2412.19437), transformers' FP8Linear. Left out: UE8M0 scales, FP4.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def reader(config: dict[str, Any]) -> Reader:
 
 
 def read_block(read: JsonReader, key: str) -> tuple[int, int] | None:
-    """Rows and columns of a block that shares a scale."""
+    """Return the rows and columns of a block that shares a scale, or None."""
     block = read.get(key, None)
     if block is None:
         return None
@@ -88,7 +89,7 @@ def read_block(read: JsonReader, key: str) -> tuple[int, int] | None:
 def scale_shapes(
     shape: tuple[int, int], block: tuple[int, int] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The shapes in which a weight's scales may come."""
+    """Return the possible shapes of a weight's scales."""
     out, width = shape
     if block is None:
         return (), (1,), (1, 1), (out,), (out, 1)
@@ -96,7 +97,7 @@ def scale_shapes(
 
 
 def read_weight(module: Module, scale_name: str, block: tuple[int, int] | None) -> QTensor:
-    """Words as they are, and a scale for every row (and group of columns) of them."""
+    """Return the stored codes with a scale for every row (and group of columns)."""
     out, width = module.shape
     words, scale = module.read("weight"), module.read(scale_name)
     if block is None:
@@ -119,7 +120,7 @@ def read_weight(module: Module, scale_name: str, block: tuple[int, int] | None) 
 
 
 def with_input_scale(w: QTensor, module: Module, tensor: str) -> QTensor:
-    """``w`` with the static scale of its activations."""
+    """Return ``w`` with the static scale of its activations."""
     scale = module.read(tensor).astype(np.float32).reshape(())
     if not np.isfinite(scale) or scale <= 0:
         raise JaxLlamaError(f"{module.name}.{tensor}: {scale} is no scale")

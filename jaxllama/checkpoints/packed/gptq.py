@@ -5,13 +5,15 @@
     scales   float [groups, out]             w = (word - zero) * scale
     g_idx    int32 [in]                      the group of each input; absent: i // group_size
 
-The first checkpoint format ("gptq") stores ``zero - 1``, "gptq_v2" stores the zero.  A zero of 0
-does not fit the first: GPTQModel borrows from the field above, which adding 1 to every field of the
-int32 at once undoes, while older programs read it as 16; so we read it but write the second.  With
-``desc_act`` the groups of g_idx are not consecutive; see ``codes.by_group``.  ``dynamic`` is
-GPTQModel's: patterns of module names with other bits or group sizes.  Sources: AutoGPTQ's and
-GPTQModel's QuantLinear; GPTQ is arXiv 2210.17323.  Left out: 2 and 3 bits, Marlin and BitBLAS
-layouts, rotations, adapters.
+The first checkpoint format ("gptq") stores ``zero - 1``, "gptq_v2" stores the zero. A zero of 0
+does not fit the first format. GPTQModel then borrows from the field above, and adding 1 to every
+field of the int32 at once undoes that. Older programs read such a zero as 16. So both formats are
+read, and the second is written for such weights. With ``desc_act`` the groups of g_idx are not
+consecutive; see ``codes.by_group``. ``dynamic`` is GPTQModel's: patterns of module names with other
+bits or group sizes.
+
+Sources: AutoGPTQ's and GPTQModel's QuantLinear; GPTQ is arXiv 2210.17323. Left out: 2 and 3 bits,
+Marlin and BitBLAS layouts, rotations, adapters.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-# Options that change what the tensors mean, with the values that mean what is read here.
+# Options that change the meaning of the tensors, with the supported values.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "is_marlin_format": (False,),
     "pack_dtype": ("int32",),
@@ -51,9 +53,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def reader(config: dict[str, Any]) -> Reader:
-    """The reader of a ``quantization_config`` of method "gptq".
+    """Return the reader of a ``quantization_config`` of method "gptq".
 
-    Raises JaxLlamaError naming the option that is not supported.
+    Raises JaxLlamaError naming an option that is not supported.
     """
     read = JsonReader(config, "quantization_config.")
     for key, allowed in _FIXED.items():
@@ -97,8 +99,10 @@ def _bits(read: JsonReader) -> int:
 
 
 def _rules(read: JsonReader) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
-    """(pattern of module names, overrides), first match wins; a "-:" pattern says that the module
-    is in floats, which its tensors say too."""
+    """Return (pattern of module names, overrides); the first match decides.
+
+    A "-:" pattern marks a module in floats, which its tensors show too.
+    """
     dynamic = read.get("dynamic", {})
     if not isinstance(dynamic, Mapping):
         raise read.error("dynamic", "expected an object of pattern to overrides")
@@ -143,12 +147,12 @@ def bits_of(w: QTensor) -> int:
 
 
 def needs_v2(w: QTensor) -> bool:
-    """Whether a zero point is 0, which the first format cannot say."""
+    """Return whether a zero point is 0, which the first format cannot store."""
     return w.zero is not None and int(np.min(w.zero)) == -(1 << bits_of(w) - 1)
 
 
 def obstacle(w: QTensor) -> str | None:
-    """Why these tensors cannot hold ``w``, beyond its dtypes, or None."""
+    """Return why these tensors cannot hold ``w``, apart from its dtypes, or None."""
     fields = 32 // bits_of(w)
     if w.shape[0] % fields or w.shape[1] % fields:
         return f"shape {list(w.shape)}: GPTQ packs {fields} inputs or outputs together"
@@ -156,7 +160,7 @@ def obstacle(w: QTensor) -> str | None:
 
 
 def to_tensors(w: QTensor, v2: bool) -> dict[str, np.ndarray]:
-    """The tensors of one Linear; ``w`` is without an ``obstacle``."""
+    """Return the tensors of one Linear; ``w`` must have no ``obstacle``."""
     bits = bits_of(w)
     groups = consecutive(w.shape[1], w.group_size)
     words = unsigned(w.q, bits)
@@ -175,14 +179,14 @@ def to_tensors(w: QTensor, v2: bool) -> dict[str, np.ndarray]:
 
 
 def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of ``to_tensors``."""
+    """Return the shapes and dtypes of ``to_tensors``."""
     shapes = _layout(*w.shape, w.scale.shape[1], bits_of(w))
     dtypes = {"scales": np.float16}
     return {name: (shape, np.dtype(dtypes.get(name, np.int32))) for name, shape in shapes.items()}
 
 
 def to_config(weights: Mapping[str, QTensor], floats: list[str], v2: bool) -> dict[str, Any]:
-    """The ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
+    """Return the ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
     schemes = {name: (bits_of(w), file_group_size(w)) for name, w in weights.items()}
     kinds = list(schemes.values())
     bits, group_size = max(set(kinds), key=lambda kind: (kinds.count(kind), kind))

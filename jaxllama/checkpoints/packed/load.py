@@ -3,15 +3,15 @@
     plan(directory, config, table, files)   which parameters are packed, and how each is read
     save(directory, cfg, params, ...)       a directory in one of FORMATS
 
-``hf.load`` calls ``plan`` with config.json; its ``quantization_config`` says the method, which is
-one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``), FP8
-(``fp8``) and our own (``native``).  Whether a Linear is quantized is told by its tensors
-(compressed-tensors: by the config).  Our fused parameters (qkv, gate_up) are the members' rows, one
-after the other; members that are stored differently (other groups, bits, column orders, or one of
-them in floats) become ``RowBlocks``.
+``hf.load`` calls ``plan`` with config.json. Its ``quantization_config`` names the method, and each
+method is one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``),
+FP8 (``fp8``) and jaxllama's own (``native``). A Linear's tensors show whether it is quantized; for
+compressed-tensors the config does. The rows of a fused parameter (qkv, gate_up) are its members'
+rows, one after the other. Members that are stored differently (other groups, bits or column orders,
+or floats) become ``RowBlocks``.
 
-Every file is checked, by name, shape and type, before anything is allocated.  Left out: training
-the quantization (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
+Every file is checked, by name, shape and type, before anything is allocated. Left out: finding the
+codes (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Reader]] = {
     "fp8": packed_fp8.reader,
 }
 _NATIVE = "jaxllama"
-KEYS = ("quantization_config", "compression_config")  # of config.json
+KEYS = ("quantization_config", "compression_config")  # keys of config.json
 
 
 def plan(
@@ -68,10 +68,10 @@ def plan(
     table: Mapping[tensors.Path, Param],
     files: Tensors,
 ) -> dict[tensors.Path, Leaf]:
-    """The parameters of ``table`` that are not plain floats; none if config.json names no method.
+    """Return the parameters of ``table`` that are not plain floats; none if there is no method.
 
-    Raises JaxLlamaError naming the option that is not supported, or the tensor that is missing or
-    of the wrong shape or type.
+    Raises JaxLlamaError naming an option that is not supported, or the tensor that is missing or of
+    the wrong shape or type.
     """
     key = KEYS[0] if config.get(KEYS[0]) else KEYS[1]
     if config.get(key) is None:
@@ -97,7 +97,7 @@ def plan(
 
 @contextlib.contextmanager
 def _naming(directory: Path) -> Iterator[None]:
-    """Errors begin with the directory or a file in it."""
+    """Make errors begin with the directory or a file in it."""
     try:
         yield
     except JaxLlamaError as error:
@@ -121,7 +121,7 @@ def _method(config: Mapping[str, Any], key: str) -> tuple[str, dict[str, Any]]:
 
 
 def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -> Leaf | None:
-    """None for a parameter all of whose members are floats (or that is no Linear's weight)."""
+    """Return a parameter's leaf; None if all members are floats or it is no Linear's weight."""
     if len(spec.shape) != 2 or any(len(source.shape) != 2 for source in spec.sources):
         return None
     names = [source.name.removesuffix(".weight") for source in spec.sources]
@@ -135,7 +135,7 @@ def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -
             plain(source.name, source.shape, files)
             found = PackedPart((source.name,), Param((source,), source.shape))
         elif module.has("bias") and f"{module.name}.bias" not in sources:
-            # AutoGPTQ gives every Linear a bias; where the model has none it must be zeros.
+            # AutoGPTQ gives every Linear a bias; if the model has none, the bias must be zero.
             if module.read("bias").astype(np.float32).any():
                 raise module.error("bias", "not zero, and the config has no bias here")
             found = PackedPart((*found.names, f"{module.name}.bias"), found.read)
@@ -152,9 +152,9 @@ def _folded(source: TensorSource, read: Callable[[], QTensor]) -> QTensor:
 def read(
     directory: Path, leaf: Leaf, floats: Floats, files: Tensors, advance: Callable[[int], None]
 ) -> QTensor | RowBlocks | np.ndarray:
-    """The value of a planned parameter; ``floats`` reads what of it is not packed.
+    """Return the value of a planned parameter; ``floats`` reads its parts that are not packed.
 
-    Raises JaxLlamaError naming the tensor whose values make no sense.
+    Raises JaxLlamaError naming a tensor whose values are invalid.
     """
     with _naming(directory):
         value = leaf.read(floats)
@@ -164,15 +164,17 @@ def read(
 
 
 def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
-    """Raises the JaxLlamaError of ``save`` for parameters, or stand-ins of their shapes and dtypes,
-    that the format cannot hold; writes nothing."""
+    """Raise the JaxLlamaError of ``save`` for parameters that the format cannot hold.
+
+    The parameters may be stand-ins of their shapes and dtypes. Nothing is written.
+    """
     from jaxllama.checkpoints.packed import save as packed_save
 
     packed_save.check(cfg, params, format)
 
 
 def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """The same tree with every quantized weight as the floats that it stands for."""
+    """Return the tree with every quantized weight dequantized to floats."""
     from jaxllama.checkpoints.packed import save as packed_save
 
     return packed_save.in_floats(params, dtype)
@@ -189,13 +191,33 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
-    """Write ``params`` with its QTensors bit for bit, as config.json and safetensors.
+    """Write parameters with their QTensors bit for bit, as config.json and safetensors.
 
-    format: "native" holds anything, and only ``hf.load`` reads it: transformers and others find no
-        file of weights in it.  The others hold what their programs know (``save``).
-    sampling: for generation_config.json.  progress: a bar on stderr.
-    The directory must not exist or be empty; it appears complete or, on any failure, not at all.
-    Raises JaxLlamaError naming the parameter that the format cannot hold, and why.
+    Parameters
+    ----------
+    directory : str or Path
+        Must not exist or be empty. It appears complete or, on any failure, not at all.
+    cfg : ModelConfig
+        Config of the model.
+    params : dict
+        Parameter tree with QTensors.
+    tokenizer_files : iterable of paths or None
+        Files to copy.
+    format : str
+        One of ``FORMATS``. "native" holds everything, and only ``hf.load`` reads it: transformers
+        and other programs find no weight file in it. The other formats hold what their programs
+        support (``packed.save``).
+    sampling : Sampling or None
+        The model's own sampling, for generation_config.json.
+    max_shard_bytes : int
+        Bytes after which a further file is begun.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the parameter that the format cannot hold, and why.
     """
     from jaxllama.checkpoints.packed import save as packed_save
 

@@ -1,8 +1,8 @@
-"""A packed checkpoint's view of the model: one Linear's tensors, and the parameter they make up.
+"""A packed checkpoint's view of the model: one Linear's tensors, and the parameter that they form.
 
-A ``Module`` is one Linear as the checkpoint has it, with every look at a tensor checked before
-anything of its size is allocated.  A format turns it into a ``PackedPart`` (or None: it is in
-floats); the parts of a fused parameter, one after the other, are a ``Leaf``.
+A ``Module`` is one Linear of the checkpoint. Every access to a tensor is checked before anything of
+its size is allocated. A format turns the module into a ``PackedPart``, or None if it is in floats.
+The parts of a fused parameter, one after the other, form a ``Leaf``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOATS = ("F16", "BF16", "F32")
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One Linear ``[out, in]`` of a checkpoint; tensors are named below it: "qweight"."""
+    """One Linear ``[out, in]`` of a checkpoint; its tensors are named relative to it: "qweight"."""
 
     name: str
     shape: tuple[int, int]
@@ -49,7 +49,7 @@ class Module:
         return file.error(f"tensor {info.name!r}: {why}")
 
     def expect(self, tensor: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        """Raises JaxLlamaError unless the tensor is there, in one of these forms."""
+        """Raise JaxLlamaError unless the tensor exists with one of these dtypes and shapes."""
         if not self.has(tensor):
             raise JaxLlamaError(f"missing tensor {f'{self.name}.{tensor}'!r}")
         found, dtype = self.shape_of(tensor), self.dtype(tensor)
@@ -60,7 +60,7 @@ class Module:
             raise self.error(tensor, f"shape {list(found)}, but the config wants {wanted}")
 
     def expect_groups(self, tensor: str, groups: int) -> np.ndarray:
-        """Act-order: the group of each column, read and checked."""
+        """Return the group of each column (act-order), read and checked."""
         self.expect(tensor, ("I32", "I64"), (self.shape[1],))
         found = self.read(tensor)
         if found.min() < 0 or found.max() >= groups:
@@ -80,14 +80,14 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class PackedPart:
-    """Some rows of a parameter: the tensors they come from, and how."""
+    """Some rows of a parameter: the names of their tensors, and a function that reads them."""
 
     names: tuple[str, ...]
-    read: Callable[[], QTensor] | Param  # or plain floats
+    read: Callable[[], QTensor] | Param  # a Param for plain floats
 
 
 def plain(name: str, shape: tuple[int, ...], files: Tensors) -> PackedPart:
-    """A tensor of floats, checked."""
+    """Return the part of a checked tensor of floats."""
     if name not in files:
         raise JaxLlamaError(f"missing tensors: {name}")
     file, info = files[name]
@@ -104,8 +104,10 @@ Reader = Callable[[Module], PackedPart | None]
 
 
 def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
-    """The rows of ``parts``, one after the other: one QTensor if they are stored alike, otherwise
-    RowBlocks of the runs that are.  Zeros that are all 0 are dropped."""
+    """Join the rows of ``parts``: one QTensor if all are stored alike, otherwise RowBlocks.
+
+    Neighbours that are stored alike become one block. Zeros that are all 0 are dropped.
+    """
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
     blocks = []
@@ -120,7 +122,7 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
             blocks.append(dataclasses.replace(first, zero=None) if dropped else first)
             continue
         zeros = [np.zeros_like(w.scale, np.int8) if w.zero is None else w.zero for w in like]
-        zero = np.concatenate(zeros)  # of one kind: integers, or floats
+        zero = np.concatenate(zeros)  # all integers, or all floats
         blocks.append(
             dataclasses.replace(
                 first,
@@ -134,7 +136,7 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
 
 
 def _storage(w: QTensor | np.ndarray) -> tuple[Any, ...]:
-    """What two blocks must share to be one."""
+    """Return the properties that two blocks must share to become one."""
     from pallas_kernels.qtensor import QTensor
 
     if not isinstance(w, QTensor):
@@ -146,7 +148,7 @@ def _storage(w: QTensor | np.ndarray) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter of a packed checkpoint, and how its parts become one."""
+    """A parameter of a packed checkpoint: its parts, and the function that joins them."""
 
     parts: tuple[PackedPart, ...]
     join: Callable[[list[Any]], Any] = fuse

@@ -1,16 +1,16 @@
-"""Our own packed checkpoints: every parameter under its path in the tree, QTensors by their leaves.
+"""jaxllama's own packed checkpoints: every parameter under its path, QTensors by their leaves.
 
     layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 codes + 8 a byte
                             .scale  .zero  .columns  .input_scale  .unit as the QTensor has them
     layer_0.mixer.qkv.weight.0.q ...      RowBlocks, by index (a block in floats has no ".q")
     norm.weight                           anything that is not quantized
 
-The files are ``jaxllama.safetensors`` (older ones: ``model.safetensors``, with which transformers
-made a model of random weights), or shards ``jaxllama-00001-of-0000N`` and an index.
+The files are ``jaxllama.safetensors``, or shards ``jaxllama-00001-of-0000N`` and an index. Older
+files are named ``model.safetensors``, which transformers mistook for a model with random weights.
 
-``quantization_config`` is ``{"quant_method": "jaxllama", "version": 1, "weights": {path: entry}}``;
-an entry is ``{"words": dtype, "activations": dtype or null}``, null for floats, or a list for
-RowBlocks.  Loading gives the tree that was saved; only what is not quantized is cast.
+``quantization_config`` is ``{"quant_method": "jaxllama", "version": 1, "weights": {path: entry}}``.
+An entry is ``{"words": dtype, "activations": dtype or null}``, null for floats, or a list for
+RowBlocks. Loading returns the tree that was saved; only parameters that are not quantized are cast.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _ACTIVATIONS = {
 
 
 def plan(config: dict[str, Any], table: Mapping[Path, Param], files: Tensors) -> dict[Path, Leaf]:
-    """How every parameter of ``table`` is read.
+    """Return how every parameter of ``table`` is read.
 
-    Raises JaxLlamaError naming the entry or the tensor that is wrong.
+    Raises JaxLlamaError naming an invalid entry or tensor.
     """
     read = JsonReader(config, "quantization_config.")
     if read.natural("version") != _VERSION:
@@ -153,7 +153,7 @@ def _read(module: Module, words: str, activations: str | None) -> QTensor:
 
 
 def _check(w: QTensor, name: str) -> None:
-    """GGUF's scales may be negative, and its zeros are floats."""
+    """Check the scales and zeros. GGUF's scales may be negative, and its zeros are floats."""
     from pallas_kernels.qtensor import QTensor
 
     if w.zero is not None and w.zero.dtype != INT8:
@@ -168,7 +168,7 @@ def _check(w: QTensor, name: str) -> None:
 def to_tensors(
     name: str, value: QTensor | RowBlocks | np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one parameter (of numpy arrays)."""
+    """Yield the tensors of one parameter (of numpy arrays)."""
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
     if isinstance(value, RowBlocks):
@@ -187,7 +187,7 @@ def to_tensors(
 def layout(
     name: str, value: QTensor | RowBlocks | Any
 ) -> Iterator[tuple[str, tuple[int, ...], np.dtype]]:
-    """Names, shapes and dtypes of ``to_tensors``."""
+    """Yield the names, shapes and dtypes of ``to_tensors``."""
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
     if isinstance(value, RowBlocks):
@@ -207,7 +207,7 @@ def layout(
 
 
 def to_config(params: Mapping[Path, Any]) -> dict[str, Any]:
-    """The ``quantization_config`` of parameters by path."""
+    """Return the ``quantization_config`` of parameters by path."""
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
     def entry(value: Any) -> Any:

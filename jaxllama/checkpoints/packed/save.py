@@ -1,16 +1,16 @@
-"""QTensors to packed checkpoints: which parameter becomes which tensors, in every format.
+"""Write QTensors to packed checkpoints: the tensors of each parameter, in every format.
 
-Each Linear that a fused parameter holds is written as a tensor set of its own, under its name in
-the model's family, from a slice of the parameter's rows.  One parameter at a time comes to the host
-and is packed when it is its turn to be written.  Nothing is rounded: what a format has no form for
-is a JaxLlamaError that names the parameter.
+Each Linear of a fused parameter is written as a tensor set of its own, under its name in the
+model's family, from a slice of the parameter's rows. One parameter at a time comes to the host, and
+it is packed when it is written. Nothing is rounded: a weight that a format cannot hold is a
+JaxLlamaError that names the parameter.
 
-    native              anything; ours alone, in files that other programs do not look for
+    native              everything; in files that other programs do not look for
     awq                 int4; one group size for all, the finest there is (scales repeat)
-    gptq                int4, int8, act-order; what differs from most goes into ``dynamic``
+    gptq                int4, int8, act-order; exceptions go into ``dynamic``
     compressed-tensors  int4, int8, FP8, with their activations; a config group per kind
 
-AWQ and GPTQ keep scales as float16, so theirs must be exactly that.
+AWQ and GPTQ store scales as float16, so the scales must be exact in float16.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """One tensor (or Linear) of the checkpoint: rows ``start:stop`` of ``block``, which is a
-    parameter or a block of one."""
+    """One tensor (or Linear) of the checkpoint: rows ``start:stop`` of ``block``.
+
+    A block is a parameter, or one block of a RowBlocks parameter.
+    """
 
     source: TensorSource
     block: Any
@@ -78,7 +80,7 @@ class _Member:
         return self.name.removesuffix(".weight")
 
     def outline(self) -> QTensor:
-        """Its QTensor with shapes for codes and scales."""
+        """Return its QTensor with shapes in place of codes and scales."""
         w, rows = self.block, self.stop - self.start
         q, scale = (
             jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype) for leaf in (w.q, w.scale)
@@ -106,7 +108,7 @@ def save(
     max_shard_bytes: int,
     progress: bool,
 ) -> Path:
-    """See ``packed.save``."""
+    """Write a packed checkpoint; see ``packed.load.save``."""
     cfg = cfg.with_head_of(params)
     options, units = _units(cfg, params, format)
     dtype = np.dtype(params["norm"]["weight"].dtype).name
@@ -119,7 +121,7 @@ def save(
 
 
 def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """The same tree with every quantized weight as the floats that it stands for."""
+    """Return the tree with every quantized weight dequantized to floats."""
 
     def dense(leaf: Any) -> Any:
         if isinstance(leaf, RowBlocks):
@@ -130,14 +132,14 @@ def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
 
 
 def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
-    """Raises JaxLlamaError for what ``save`` would not take; ``params`` may be stand-ins."""
+    """Raise JaxLlamaError for what ``save`` would refuse; ``params`` may be stand-ins."""
     _units(cfg.with_head_of(params), params, format)
 
 
 def _units(
     cfg: ModelConfig, params: dict[str, Any], format: str
 ) -> tuple[dict[str, Any], list[SaveUnit]]:
-    """(the ``quantization_config``, every parameter's tensors)."""
+    """Return (the ``quantization_config``, the tensors of every parameter)."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
     for path, spec in table.items():
@@ -167,7 +169,7 @@ def _native_unit(path: Key, value: Any) -> SaveUnit:
 
 
 def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
-    """The checkpoint's tensors that a parameter holds, each within one of its blocks."""
+    """Return the checkpoint's tensors of a parameter, each within one of its blocks."""
     members = []
     blocks = list(value.blocks) if isinstance(value, RowBlocks) else [value]
     at = 0
@@ -183,7 +185,7 @@ def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
 
 
 def _tied_head(cfg: ModelConfig) -> list[str]:
-    """The head that other programs have a Linear for although it is the embedding."""
+    """Return the head for which other programs have a Linear although it is the embedding."""
     if not cfg.tie_embeddings:
         return []
     spec = param_table(cfg.replace(tie_embeddings=False))["head", "weight"]
@@ -191,7 +193,7 @@ def _tied_head(cfg: ModelConfig) -> list[str]:
 
 
 def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]) -> _Format:
-    """The format for these Linears.  Raises JaxLlamaError for what it cannot hold."""
+    """Return the format for these Linears. Raises JaxLlamaError for weights that it cannot hold."""
     weights: dict[str, QTensor] = {}
     floats: list[str] = []
     for path, parts in members.items():
@@ -231,7 +233,7 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
 
 
 def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
-    """Why the format cannot hold ``w``, or None."""
+    """Return why the format cannot hold ``w``, or None."""
     if path[0] == "embed":
         return "it has no quantized embedding"
     if w.zero is not None and np.dtype(w.zero.dtype) != INT8:
@@ -265,7 +267,7 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
 
 
 def _unit(members: list[_Member], chosen: _Format) -> SaveUnit:
-    """A parameter's tensors."""
+    """Return a parameter's tensors."""
     entries = []
     for member in members:
         if isinstance(member.block, QTensor):

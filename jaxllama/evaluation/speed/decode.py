@@ -1,21 +1,21 @@
-"""``jaxllama bench``: what a user waits for, as medians of several runs.
+"""``jaxllama bench``: the times that a user waits for, as medians of several runs.
 
     run(lm, ...) -> report (a dict)        table(report) -> text
 
-* ``decode_tokens_per_second``: rows x steps of the decode loop over its wall time, in rows that
-  hold ``context`` tokens when it begins (5, unless told), without the prefill.
-  ``generate_tokens_per_second`` has the prefill of 5 tokens and the host's part in it.
-* ``prefill_seconds``: ``prompt_tokens`` random tokens to the first new token, on the device.
+* ``decode_tokens_per_second``: rows x steps of the decode loop over its wall time, without the
+prefill. Rows hold ``context`` tokens at the start, by default 5. ``generate_tokens_per_second``
+includes the prefill of 5 tokens and the host's part.
+* ``prefill_seconds``: from ``prompt_tokens`` random tokens to the first new token, on the device.
 * ``first_token_seconds``: from the start of this process, with imports, loading and compiling (or
-  reading the persistent compilation cache).  ``compile_seconds``: of the decode loop alone.
+reading the persistent compilation cache). ``compile_seconds``: for the decode loop alone.
 * ``weight_gigabytes_per_second``: bytes of weights that one step reads, times steps a second.
-  ``share_of_ceiling``: bytes of weights and cache that a step must move, times steps a second, over
-  what a copy or a matrix-vector product reaches on this machine in the same run.  On a mesh both
-  are sums over its devices.
-* ``kernels_per_step`` (see ``hlo``) and ``program_bytes`` are the compiler's.
-* memory: the process's peak resident set, and the device's peak where it keeps count.
+``share_of_ceiling``: bytes of weights and cache that a step must move, times steps a second, over
+the rate of a copy or a matrix-vector product on this machine in the same run. On a mesh both are
+sums over its devices.
+* ``kernels_per_step`` (see ``hlo``) and ``program_bytes`` come from the compiler.
+* memory: the process's peak resident set, and the device's peak if it keeps count.
 
-The loop stops at no token, so every run does the same work.  With ``trace``, one more step is run
+The loop stops at no token, so every run does the same work. With ``trace``, one more step runs
 under jax's profiler, whose files (for Perfetto, XProf) go to that folder.
 """
 
@@ -64,10 +64,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure greedy decoding.
 
-    context: tokens that every row holds when decoding begins.
-    trace: a folder for the profile of one step.
-    sign: is told what is compiled, and every figure as soon as it is known.
-    Raises JaxLlamaError if the model's context is too short for it, or ``context`` below 5.
+    context: number of tokens that every row holds when decoding begins. trace: a folder for the
+    profile of one step. sign: shows what is compiled, and every figure as soon as it is known.
+    Raises JaxLlamaError if the model's context is too short, or ``context`` is below 5.
     """
     check_room(lm.config, prompt_tokens + 1, context, new_tokens)
     sign = Working() if sign is None else sign
@@ -102,7 +101,7 @@ def run(
     sign.note("the memory's rate")
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
-    read = data * bytes_per_step(lm)
+    read = data * bytes_per_step(lm, batch // data)
     cache = jax.eval_shape(
         functools.partial(init_cache, lm.config, batch, context + new_tokens, decoding.kv_dtype)
     )
@@ -141,7 +140,7 @@ def run(
 
 
 def check_room(cfg: ModelConfig, prefilled: int, context: int, new_tokens: int) -> None:
-    """Raises JaxLlamaError where the model has too few positions, or the context is none."""
+    """Raise JaxLlamaError if the model has too few positions, or the context is too small."""
     longest = max(prefilled, context + new_tokens)
     if longest > cfg.max_position:
         raise JaxLlamaError(
@@ -152,7 +151,7 @@ def check_room(cfg: ModelConfig, prefilled: int, context: int, new_tokens: int) 
 
 
 def _since_process_start() -> float:
-    """Seconds; where the system does not say, from the import of this module."""
+    """Return seconds since the process began, or since this module's import if that is unknown."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
             started = int(stat.read().rpartition(")")[2].split()[19])
@@ -162,7 +161,7 @@ def _since_process_start() -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     megabytes = 1e6
     moved = report["bytes_per_step"] / megabytes
     origin = "read from the cache" if report["compiled_from_cache"] else "compiled"

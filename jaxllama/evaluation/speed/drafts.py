@@ -1,11 +1,11 @@
-"""``jaxllama bench --draft``: what a draft brings, on 60 prompts of three kinds.
+"""``jaxllama bench --draft``: measure a draft's gain on 60 prompts of three kinds.
 
     run(lm, draft, draft_tokens, ...) -> report (a dict)        table(report) -> text
 
-The prompts (configs/texts/drafts.jsonl) ask to edit a text, to copy a sentence out of one, and to
-go on with code.  Each is decoded greedily, one row, until it ends by itself or has ``new_tokens``,
-without the draft and with it in turns; the prefill does not count.  ``accepted_per_pass`` are the
-drafted tokens that each pass over the model kept, besides its own one.
+The prompts (configs/texts/drafts.jsonl) ask to edit a text, to copy a sentence from one, and to
+continue code. Each is decoded greedily, in one row, until it ends or has ``new_tokens``, without
+and with the draft in turns. The prefill does not count. ``accepted_per_pass`` is the number of
+drafted tokens that each pass over the model accepted, in addition to its own token.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def run(
     chunk: int | None = None,
     sign: Working | None = None,
 ) -> dict[str, Any]:
-    """Measure; runs: of each prompt, of which the median counts.  Raises JaxLlamaError for a model
-    without a tokenizer, or a draft that is none for it."""
+    """Measure a draft. runs: number of runs of each prompt, whose median counts.
+
+    Raises JaxLlamaError for a model without a tokenizer, or an unsuitable draft.
+    """
     if lm.tokenizer is None:
         raise JaxLlamaError(f"{lm.config.name} has no tokenizer, and the prompts are text")
     drafting, sign = lm.drafting(draft, draft_tokens), sign or Working()
@@ -54,7 +56,7 @@ def run(
     stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
 
     def decoded(row: list[int], drafts: bool) -> np.ndarray:
-        """(tokens behind the first, seconds, drafted, accepted)."""
+        """Return (tokens after the first, seconds, drafted, accepted)."""
         tokens, lengths = pad_rows([row], width)
         cache = init_cache(lm.config, 1, capacity, kv_dtype or lm.dtype, mesh=lm.mesh)
         state: Any = resident.start(
@@ -113,7 +115,7 @@ def run(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     layers = report["draft_layers"]
     draft = report["draft"] + ("" if layers is None else f" ({layers} layers)")
     count = report["draft_tokens"] or "as many tokens as pay"

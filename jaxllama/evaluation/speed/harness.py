@@ -1,10 +1,10 @@
-"""What the measurements share: a clock, this machine's rates, and a decode loop in parts.
+"""Shared parts of the measurements: a clock, this machine's rates, and a decode loop in parts.
 
-timed(call, *arguments) -> (what it returned, ready; seconds)
-median(measure, runs, warm)                           of what a measurement gives, run by run
-memory_bandwidth(), matmul_rate()                     what this machine reaches, here and now
-Decoding(lm, batch, kv_dtype, chunk)                  greedy, by ``generation``'s own loop
-bytes_per_step(lm), cache_bytes_per_step(...)         bytes that a decode step must move
+timed(call, *arguments) -> (its result, ready; seconds)
+median(measure, runs, warm)                           median of a measurement's results
+memory_bandwidth(), matmul_rate()                     this machine's rates now
+Decoding(lm, batch, kv_dtype, chunk)                  greedy, with the executor's own loop
+bytes_per_step(lm, rows), cache_bytes_per_step(...)   bytes that a decode step must move
 held_cache(cfg, batch, max_len, dtype, held)          a cache that is already long
 """
 
@@ -36,7 +36,8 @@ from jaxllama.model.cache import Cache, cache_shardings, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.qtensor import tree_bytes
 
-_NOISE = 4099  # numbers that a cache is filled with, over and over; a prime, so no row repeats one
+# numbers with which a cache is filled repeatedly; a prime, so that no two rows are equal
+_NOISE = 4099
 _BANDWIDTH_BYTES = {"cpu": 1 << 28}  # larger than any last-level cache
 
 
@@ -44,15 +45,18 @@ _BANDWIDTH_BYTES = {"cpu": 1 << 28}  # larger than any last-level cache
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What ``call`` returns, once its arrays are ready, and the seconds until then."""
+    """Return the result of ``call``, once its arrays are ready, and the seconds until then."""
     begun = time.perf_counter()
     out = jax.block_until_ready(call(*arguments))
     return out, time.perf_counter() - begun
 
 
 def median(measure: Callable[[], Any], runs: int, warm: int) -> Any:
-    """Of ``runs`` results (numbers, or tuples of them: each its own) after ``warm`` that do not
-    count: the first compiles, and the next may still fill allocators and caches."""
+    """Return the median of ``runs`` results, after ``warm`` runs that do not count.
+
+    A result is a number, or a tuple whose entries have medians of their own. The first run
+    compiles, and the next may still fill allocators and caches.
+    """
     return np.median([measure() for _ in range(warm + runs)][warm:], axis=0).tolist()
 
 
@@ -61,9 +65,12 @@ def median(measure: Callable[[], Any], runs: int, warm: int) -> Any:
 
 @functools.cache
 def memory_bandwidth() -> float:
-    """Bytes a second that the default device reaches here and now: the better of a copy (read and
-    written) and a matrix-vector product (read), of an array no cache holds.  Several turns in one
-    program, so that what the host needs to start one does not count."""
+    """Return the bytes a second that the default device reaches now.
+
+    It is the better of a copy (read and written) and a matrix-vector product (read), of an array
+    larger than any cache. One program makes several turns, so that the host's work for a start does
+    not count.
+    """
     nbytes = _BANDWIDTH_BYTES.get(jax.default_backend(), 1 << 30)
     turns = 1 if jax.default_backend() == "cpu" else 16
     width = 4096
@@ -83,7 +90,7 @@ def memory_bandwidth() -> float:
         return lax.fori_loop(0, turns, lambda _, x: x + 1.0, matrix)
 
     best = 0.0
-    for _ in range(4):  # the first compiles
+    for _ in range(4):  # the first one compiles
         _, seconds = timed(product, matrix, vector)
         best = max(best, turns * nbytes / seconds)
         matrix, seconds = timed(copy, matrix)
@@ -93,7 +100,7 @@ def memory_bandwidth() -> float:
 
 @functools.cache
 def matmul_rate() -> float:
-    """Operations a second of a large product in the default dtype."""
+    """Return the operations a second of a large product in the default dtype."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     x = jnp.ones((size, size), default_dtype())
     product = jax.jit(lambda x: x @ x)
@@ -105,10 +112,10 @@ def matmul_rate() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeProgram:
-    """The compiled decode loop: call it as ``resident.advance`` without the config.
+    """The compiled decode loop, called like ``resident.advance`` without the config.
 
-    ``compile_seconds`` has tracing in it; ``from_cache`` says whether the program was read from
-    jax's persistent cache.
+    compile_seconds: includes tracing. from_cache: whether the program was read from jax's
+    persistent cache.
     """
 
     compiled: jax.stages.Compiled
@@ -131,8 +138,10 @@ class DecodeProgram:
 
     @property
     def nbytes(self) -> int | None:
-        """Peak bytes of the device while it runs: weights, cache and temporaries; None where the
-        compiler does not say."""
+        """The device's peak bytes while it runs: weights, cache and temporaries.
+
+        None if the compiler does not report them.
+        """
         stats = self.compiled.memory_analysis()
         if stats is None:
             return None
@@ -147,7 +156,7 @@ def compile_decode(
     sampling: SamplingParams,
     stop_ids: jax.Array,
 ) -> DecodeProgram:
-    """Compile ``resident.advance`` for these arguments, which are not touched."""
+    """Compile ``resident.advance`` for these arguments, which stay unchanged."""
     events: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
@@ -168,8 +177,8 @@ def compile_decode(
 class Decoding:
     """Greedy decoding of ``batch`` rows that stops at no token, so every run does the same work.
 
-    A state comes from a prompt (``prefilled``) or from none (``begun``), and is used up by one
-    ``run``.  The loop is jitted, or the program that ``compile`` made of it.
+    A state comes from a prompt (``prefilled``) or from none (``begun``), and one ``run`` consumes
+    it. The loop is jitted, or the program of ``compile``.
     """
 
     def __init__(
@@ -186,27 +195,30 @@ class Decoding:
         self._loop: Callable[..., Any] = functools.partial(resident.loop_for(lm.params), lm.config)
 
     def _everywhere(self, tree: Any) -> Any:
-        """Where the loop wants them: a call would copy each from the first device."""
+        """Place a tree where the loop needs it, so that calls do not copy it."""
         if self.lm.mesh is None:
             return tree
         return jax.device_put(tree, NamedSharding(self.lm.mesh, PartitionSpec()))
 
     def prefilled(self, prompt: int, room: int, held: int = 0) -> tuple[Rows, float]:
-        """The state behind ``held`` tokens and a random prompt, its first new token among the
-        ``room``, and the seconds from the prompt on the device to there."""
+        """Prefill a random prompt after ``held`` tokens in the cache.
+
+        Returns (state, seconds). The state has room for ``room`` new tokens, of which the first is
+        there. The seconds begin with the prompt on the device.
+        """
         arguments, fixed = self._start(prompt, room, held)
         jax.block_until_ready(arguments)
         return timed(functools.partial(resident.start, self.lm.config, **fixed), *arguments)
 
     def prefill_text(self, prompt: int) -> str:
-        """What XLA compiles of ``prefilled(prompt, 1)``."""
+        """Return the text of the program of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
         start: Any = resident.start
         lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 
     def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``resident.start`` is called with behind the config."""
+        """Return the arguments of ``resident.start`` after the config."""
         cfg = self.lm.config
         ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (self.batch, prompt))
         tokens = jnp.asarray(ids, jnp.int32)
@@ -218,7 +230,7 @@ class Decoding:
         return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> Rows:
-        """One token a row and an empty cache: a prompt's program would cost a compilation."""
+        """Return a state with one token a row and an empty cache; no prefill runs."""
         cache = init_cache(self.lm.config, self.batch, room, self.kv_dtype, mesh=self.lm.mesh)
         one = jnp.ones((self.batch,), jnp.int32)
         none = jnp.zeros_like(one)
@@ -228,19 +240,19 @@ class Decoding:
         return jax.block_until_ready(Rows(ints, written, cache.layers))
 
     def compile(self, state: Rows) -> DecodeProgram:
-        """Ahead of time, for states like this one; from now on ``run`` calls it."""
+        """Compile the loop ahead of time for states like this one; ``run`` calls it from now on."""
         self._loop = program = compile_decode(
             self.lm.config, self.lm.params, state, self.sampling, self.stop_ids
         )
         return program
 
     def run(self, state: Rows, until: int) -> float:
-        """Seconds until ``until`` tokens are written in all."""
+        """Return the seconds until ``until`` tokens are written in all."""
         arguments = self.lm.params, state, self.sampling, self.stop_ids, np.int32(until)
         return timed(self._loop, *arguments)[1]
 
     def trace(self, folder: str | Path, state: Rows, until: int) -> None:
-        """The same under jax's profiler."""
+        """Do a ``run`` under jax's profiler."""
         with jax.profiler.trace(str(folder)):
             self.run(state, until)
 
@@ -248,22 +260,41 @@ class Decoding:
 # Bytes
 
 
-def bytes_per_step(lm: LanguageModel) -> int:
-    """Bytes of weights that one decode step reads."""
-    return tree_bytes(read_in_step(lm))
+def bytes_per_step(lm: LanguageModel, rows: int = 1) -> int:
+    """Return the bytes of weights that one decode step of ``rows`` tokens reads.
+
+    A mixture's step reads the experts that some token has chosen. Their number is the mean for
+    tokens that choose independently and evenly: ``E (1 - (1 - k / E) ** rows)``.
+    """
+    total, experts = tree_bytes(read_in_step(lm)), lm.config.experts
+    if experts is None:
+        return total
+    unread = (1 - experts.n_active / experts.n_experts) ** rows
+    held = sum(
+        tree_bytes(part)
+        for name, layer in lm.params.items()
+        if name.startswith("layer_")
+        for path, part in layer["mlp"].items()
+        if path.startswith("experts_")
+    )
+    return total - round(unread * held)
 
 
 def read_in_step(lm: LanguageModel) -> Params:
-    """The parameters that one decode step reads: all, but of the embedding only the rows of its
-    tokens, unless it is the head as well."""
+    """Return the parameters that one decode step reads.
+
+    They exclude an embedding that is not the head: a step reads only the rows of its tokens.
+    """
     if lm.config.tie_embeddings:
         return lm.params
     return {name: tree for name, tree in lm.params.items() if name != "embed"}
 
 
 def cache_bytes_per_step(cfg: ModelConfig, cache: Cache, held: int) -> int:
-    """Bytes of cache that a step must move when every row holds ``held`` tokens: keys and values
-    that the newest token sees are read, a GLA state is read and written."""
+    """Return the bytes of cache that a step must move when every row holds ``held`` tokens.
+
+    The keys and values that the newest token sees are read; a GLA state is read and written.
+    """
     total = 0
     for index, layer in enumerate(cache.layers):
         nbytes = tree_bytes(layer)
@@ -283,9 +314,11 @@ def held_cache(
     held: int,
     mesh: Mesh | None = None,
 ) -> Cache:
-    """A cache as if ``held`` tokens had gone through it: noise, since zeros can be faster to
-    multiply than data.  What it holds means nothing; how long it takes does.  mesh: as for
-    ``init_cache``."""
+    """Return a cache that holds ``held`` tokens of noise.
+
+    Zeros can be faster to multiply than data, so the cache is not empty. Its contents mean nothing;
+    only its speed matters. mesh: as for ``init_cache``.
+    """
 
     def make() -> Cache:
         shapes = jax.eval_shape(functools.partial(init_cache, cfg, batch, max_len, dtype))

@@ -1,15 +1,15 @@
-"""What XLA compiled, read off a program's text (``compiled.as_text()``).
+"""Read a program that XLA compiled, from its text (``compiled.as_text()``).
 
     computations(text) -> {name: [Instruction, ...]}, the entry's name
-    count_loop_kernels(text)      kernels a turn of the program's loop launches
-    launches(text, loop)          what each kernel is called, moves and computes
-    stored_results(text)          every array that it stores
+    count_loop_kernels(text)      number of kernels in a turn of the program's loop
+    launches(text, loop)          name, bytes and operations of each kernel
+    stored_results(text)          every array that the program stores
 
 A kernel is an instruction that launches work: each fusion, library or Pallas call, copy and bare
-operation counts once, of a nested loop its body once, and nothing for tuples, constants and
-bitcasts.  On a GPU a fusion is one kernel; a library call may launch more than one, which only a
-trace shows (``jaxllama bench --trace``).  Inside a fusion nothing is stored, and a view (parameter,
-tuple, bitcast) is no result.
+operation counts once. The body of a nested loop counts once, and tuples, constants and bitcasts do
+not count. On a GPU a fusion is one kernel. A library call may launch several, which only a trace
+shows (``jaxllama bench --trace``). Nothing is stored inside a fusion, and a view (parameter, tuple,
+bitcast) is no result.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 _ALIASED = re.compile(r"\{(\d*)\}: \((\d+), ")
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
-_SAME = frozenset(("bitcast", "convert", "reshape", "copy"))  # the same elements, in a fusion
+# in a fusion these have the same elements
+_SAME = frozenset(("bitcast", "convert", "reshape", "copy"))
 _CONTROL = frozenset(("while", "call", "conditional", "async-start"))
 
 
 class Instruction(NamedTuple):
-    """type: as it is written, with layout; called: names of the computations it calls; operands:
-    names (of a parameter, its number); source: jax's name of it; aliases: (result, operand)."""
+    """An instruction of a computation.
+
+    type: as written, with layout. called: names of the computations that it calls. operands: names,
+    or a parameter's number. source: jax's name of it. aliases: (result, operand).
+    """
 
     name: str
     type: str
@@ -82,7 +86,7 @@ Computations = dict[str, list[Instruction]]
 
 
 def computations(text: str) -> tuple[Computations, str]:
-    """(the instructions of each, in the text's order; the name of the entry)."""
+    """Return (the instructions of each computation, in order; the name of the entry)."""
     found: Computations = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -109,20 +113,22 @@ def _instruction(line: str, match: re.Match[str]) -> Instruction:
 
 
 def count_loop_kernels(text: str) -> int:
-    """Kernels in the body of the first ``while`` that the entry reaches; 0 without one."""
+    """Return the number of kernels in the body of the entry's first ``while``, or 0."""
     program, entry = computations(text)
     return sum(_kernels(inner, program) for inner in _loop(program, entry))
 
 
 def _loop(program: Computations, entry: str) -> list[str]:
-    """The computations of the first ``while`` that the entry reaches."""
+    """Return the computations of the first ``while`` that the entry reaches."""
     return next((step.called for step in _walk(entry, program) if step.opcode == "while"), [])
 
 
 class Launch(NamedTuple):
-    """A kernel of a program.  op: the instruction's name.  kernel: the name that a trace has for
-    it.  nbytes: what it has to read and write.  operations: of a product, else 0.  bits: of what it
-    multiplies."""
+    """A kernel of a program.
+
+    op: the instruction's name. kernel: its name in a trace. nbytes: bytes that it must read and
+    write. operations: of a product, else 0. bits: width of the product's first operand.
+    """
 
     op: str
     kernel: str
@@ -132,11 +138,11 @@ class Launch(NamedTuple):
 
 
 def launches(text: str, loop: bool) -> list[Launch]:
-    """The kernels of the program in its order; loop: only those of its first loop.
+    """Return the kernels of the program in order. loop: only those of its first loop.
 
-    Bytes are those of operands and results.  Of an operand that a fusion only slices, and a result
-    that it updates in place, the part counts; what a library or Pallas call has in place (a cache)
-    counts once.
+    Bytes are the bytes of operands and results. If a fusion only slices an operand, or updates a
+    result in place, only that part counts. An array that a library or Pallas call updates in place
+    (a cache) counts once.
     """
     program, entry = computations(text)
     names = _loop(program, entry) if loop else [entry]
@@ -188,7 +194,7 @@ def _moved(step: Instruction, types: dict[str, str], program: Computations) -> i
 
 
 def _touched(name: str, users: dict[str, list[Instruction]]) -> int | None:
-    """Bytes of a value that its users read where all of them take parts of it, else None."""
+    """Return the bytes that a value's users read if all of them take parts of it, else None."""
     total = 0
     for user in users.get(name, []):
         if user.opcode in _SLICES and user.operands[0] == name:
@@ -204,8 +210,11 @@ def _touched(name: str, users: dict[str, list[Instruction]]) -> int | None:
 
 
 def _product(step: Instruction, types: dict[str, str]) -> tuple[int, int]:
-    """(operations, bits of the first operand) of ``[M, K]`` times ``[N, K]``, in a call or bare,
-    into ``[M, N]`` or, of gate and up, half as many columns."""
+    """Return (operations, bits of the first operand) of a product.
+
+    The product is ``[M, K]`` times ``[N, K]``, in a call or bare. Its result is ``[M, N]``, or half
+    as many columns for gate and up.
+    """
     texts = *(types.get(name, "") for name in step.operands[:2]), step.type.lstrip("(")
     found = [_ARRAY.match(text) for text in texts]
     arrays = [(one[1], [int(size) for size in one[2].split(",") if size]) for one in found if one]
@@ -218,7 +227,7 @@ def _product(step: Instruction, types: dict[str, str]) -> tuple[int, int]:
 
 
 def _type_bytes(text: str) -> int:
-    """Of an array's type, or all of a tuple's."""
+    """Return the bytes of an array's type, or of all arrays of a tuple's type."""
     total = 0
     for kind, sizes in re.findall(r"(\w+)\[([\d,]*)\]", text):
         total += math.prod(int(size) for size in sizes.split(",") if size) * _BITS.get(kind, 0)
@@ -226,7 +235,7 @@ def _type_bytes(text: str) -> int:
 
 
 def _walk(name: str, program: Computations) -> list[Instruction]:
-    """The instructions of a computation, those of plain calls (which group kernels) in place."""
+    """Return the instructions of a computation, with the instructions of plain calls in place."""
     found: list[Instruction] = []
     for step in program.get(name, []):
         if step.opcode == "call":
@@ -248,7 +257,7 @@ def _kernels(name: str, program: Computations) -> int:
 
 
 def stored_results(text: str) -> list[dict[str, Any]]:
-    """{"name", "type", "bits", "shape", "op"} of every array that the program stores."""
+    """Return {"name", "type", "bits", "shape", "op"} of every array that the program stores."""
     program, _ = computations(text)
     steps = [step for body in program.values() for step in body]
     fused = {name for step in steps if step.opcode == "fusion" for name in step.called}

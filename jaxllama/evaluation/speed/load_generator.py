@@ -1,21 +1,22 @@
-"""``jaxllama bench serve``: load on a running server, and what its clients see.
+"""``jaxllama bench serve``: load a running server, and measure what its clients see.
 
     run(load) -> report        table(report) -> str
 
-Conversations of one or more turns arrive as a Poisson process (or all at once), with prompt and
-answer lengths drawn from distributions or from a file (``workload``); all follows from the seed.
+Conversations of one or more turns arrive as a Poisson process, or all at once. Prompt and answer
+lengths are drawn from distributions or from a file (``workload``), and all follows from the seed.
 Prompts are random token ids over /v1/completions, streamed, with ``ignore_eos``, so that the number
-of tokens is the one that was drawn.  Any server will do that lists its models as OpenAI's API does
-and takes those three, as vLLM and SGLang do.  Later turns repeat what was written where the server
-tells its ids (``return_token_ids``, as ours and vLLM do), else as many others.
+of tokens is the drawn one. Any server works that lists its models as OpenAI's API does and accepts
+those three, such as vLLM and SGLang. Later turns repeat the generated ids if the server reports
+them (``return_token_ids``, as jaxllama and vLLM do); otherwise they repeat as many other ids.
 
-Times are a client's: ``ttft`` until the first chunk, ``itl`` between chunks (a chunk may bring
-several tokens), ``tpot`` the mean time per token after the first, ``e2e`` the whole request.  With
-a rate they count from the moment of arrival, so that a request which waits for a free connection
-has waited (no coordinated omission).  Goodput is the rate of requests that met all their limits
-(DistServe, arXiv 2401.09670).  Refusals (429) and failures are counted, never retried.
+Times are a client's. ``ttft`` is the time until the first chunk, ``itl`` the time between chunks (a
+chunk may have several tokens). ``tpot`` is the mean time per token after the first, and ``e2e``
+the time of the whole request. With a rate the times count from the arrival, so they include the
+wait for a free connection (no coordinated omission). Goodput is the rate of requests that met all
+their limits (DistServe, arXiv 2401.09670). Refusals (429) and failures are counted and never
+retried.
 
-The client is aiohttp (extra ``bench``): 17 us of CPU a chunk where httpx takes 34, so that the
+The client is aiohttp (extra ``bench``). It takes 17 us of CPU a chunk, and httpx takes 34, so the
 clock measures the server.
 """
 
@@ -46,15 +47,19 @@ except ImportError:
 
 PERCENTILES = (50, 90, 99)
 LIMITS = ("ttft", "tpot", "e2e")
-VOCABULARY = 10_000  # ids to draw from where the server does not tell, as only ours does
+# number of ids to draw from if the server does not report it; only jaxllama does
+VOCABULARY = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """rate: requests a second, inf for all at once; concurrency: connections.  limits: seconds by
-    key of LIMITS, for the goodput.  model: None for the first that the server lists.  requests:
-    conversations, of ``turns`` requests each.  lengths: a file's instead of prompt_tokens and
-    new_tokens (``workload``).  prefix_tokens: that one of ``prefixes`` has before its first prompt.
+    """The load on a server.
+
+    rate: requests a second, inf for all at once. concurrency: number of connections. limits:
+    seconds by key of LIMITS, for the goodput. model: None for the first that the server lists.
+    requests: number of conversations, of ``turns`` requests each. lengths: a file that replaces
+    prompt_tokens and new_tokens (``workload``). prefix_tokens: tokens of a shared prefix, one of
+    ``prefixes``, before the first prompt.
     """
 
     url: str
@@ -93,7 +98,7 @@ class Sample:
 
 
 def run(load: Load) -> dict[str, Any]:
-    """Make the load; raises JaxLlamaError when there is no server, or not one answer."""
+    """Make the load. Raises JaxLlamaError if there is no server, or not one answer."""
     model, samples, seconds = asyncio.run(_run(load))
     good = [sample for sample in samples if sample.status == 200 and not sample.error]
     if not good:
@@ -133,7 +138,7 @@ async def _run(load: Load) -> tuple[str, list[Sample], float]:
 
 
 def check_url(url: str) -> None:
-    """JaxLlamaError for what is no http(s) URL."""
+    """Raise JaxLlamaError for a text that is no http(s) URL."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -144,7 +149,7 @@ def check_url(url: str) -> None:
 
 
 def _session(load: Load) -> aiohttp.ClientSession:
-    """One connection a request; ``/v1`` may stand at the URL's end."""
+    """Return a session with one connection for each request; the URL may end with ``/v1``."""
     check_url(load.url)
     headers = {"Accept-Encoding": "identity"}
     if load.api_key:
@@ -170,7 +175,7 @@ async def _measure_all(
     arrivals = begin + np.cumsum(gaps)
 
     async def one(turns: list[Turn], arrival: float) -> list[Sample]:
-        """A turn is asked when the one before it has been answered."""
+        """Send the turns; each waits for the answer to the one before."""
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
         history: list[int] = []
         samples: list[Sample] = []
@@ -202,7 +207,7 @@ async def _measure_all(
 
 
 async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, int | None]:
-    """The model's name, how many token ids to draw from, and its context, if the server says."""
+    """Return the model's name, the number of ids to draw from, and its context if it is known."""
     where = f"{load.url}: /v1/models"
     try:
         async with session.get("v1/models") as reply:
@@ -290,7 +295,7 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """For people; ``run``'s report is for machines."""
+    """Return the report as text."""
     lines = [
         f"{report['answered']} of {report['requests']} requests answered in "
         f"{report['seconds']:.1f} s ({report['refused']} refused, {report['failed']} failed)",

@@ -1,15 +1,16 @@
-"""Where the steps of a decode loop on several GPUs go, read off a profiler's trace.
+"""Split the steps of a decode loop on several GPUs into parts, from a profiler's trace.
 
     with jax.profiler.trace(folder): run(steps)
     step_parts(folder, steps) -> {"collectives": ..., "kernels": ..., "gaps": ..., ...}
 
-Seconds a step, means over the devices: in collectives (NCCL's kernels, or XLA's own, which it names
-after the sum), in all other kernels, and between kernels; how many collectives there are ("sums"),
-and the kernels that take most ("longest").  Kernels side by side on two streams count both.  A gap
-of a millisecond or more is the host's, before or behind the loop, and not counted.
+The parts are seconds a step, averaged over the devices. They are the time in collectives (NCCL's
+kernels, or XLA's own, which it names after the sum), in all other kernels, and between kernels.
+"sums" is the number of collectives, and "longest" has the kernels that take most. Two kernels at
+once on two streams both count. A gap of a millisecond or more belongs to the host, before or after
+the loop, and does not count.
 
-The time in a collective is also that of waiting for the device that comes last.  The profiler makes
-XLA launch op by op unless ``profiled_graphs`` is called before jax starts its devices.
+The time in a collective includes waiting for the last device. The profiler makes XLA launch op by
+op, unless ``profiled_graphs`` is called before jax starts its devices.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _GRAPHS = "--xla_enable_command_buffers_during_profiling=true"
 
 
 class TraceEvent(NamedTuple):
-    """Of a kernel, or on a CPU of an instruction: seconds; module and op as XLA calls them."""
+    """A kernel, or on a CPU an instruction: times in seconds; module and op as XLA names them."""
 
     begin: float
     seconds: float
@@ -44,7 +45,7 @@ def profiled_graphs() -> None:
 
 
 def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
-    """See the module docstring; None where the trace has no kernel on a device."""
+    """Return the parts of a step; None if the trace has no kernel on a device."""
     devices = events_by_device(folder)
     if not devices:
         return None
@@ -74,8 +75,10 @@ def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
 
 
 def events_by_device(folder: Path) -> dict[Any, list[TraceEvent]]:
-    """What the streams of each device ran.  The host has rows of the same names, and so have a
-    device's summaries."""
+    """Return the events on the streams of each device.
+
+    Rows of the host and a device's summaries have events of the same names, which are left out.
+    """
     found: dict[Any, list[TraceEvent]] = defaultdict(list)
     for path in folder.rglob("*.trace.json.gz"):
         events = _read(path)
@@ -101,7 +104,7 @@ def events_by_device(folder: Path) -> dict[Any, list[TraceEvent]]:
 
 
 def events_on_host(folder: Path) -> list[TraceEvent]:
-    """The instructions that XLA's CPU client ran, on whichever threads."""
+    """Return the instructions that XLA's CPU client ran, on any thread."""
     return [
         _event(event)
         for path in folder.rglob("*.trace.json.gz")

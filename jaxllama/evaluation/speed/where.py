@@ -1,23 +1,26 @@
-"""``jaxllama bench --where decode|prefill``: where the time of a step goes, kernel by kernel.
+"""``jaxllama bench --where decode|prefill``: the time of a step, kernel by kernel.
 
     run(lm, phase, ...) -> report (a dict)        table(report) -> text
-    account(events, launches) -> rows             of a recorded trace and the program's kernels
+    account(events, launches, rates) -> report    from a recorded trace and the program's kernels
 
-A row is what a step launches under one name that moves as many bytes: launches, microseconds,
-bytes, floor, share of the floor.  Bytes are the compiled program's (``hlo.launches``); the floor is
-the larger of bytes over this machine's memory rate and a product's operations over its rate (the
-default dtype's, twice that for operands of 8 bits), both measured in the same run.  ``between`` is
-the time inside a step in which no kernel ran; ``outside`` what a step takes by the clock,
-unprofiled, beside what the trace shows: of a loop, its condition and the start of its next turn.
-A loop is run for two numbers of steps; what does not grow with them is ``call``, the host's part of
-a call: its arguments, and the graph's update where they lie elsewhere than in the call before.
+A row has the launches of a step with the same name and the same number of bytes: launches,
+microseconds, bytes, floor, share of the floor. The bytes come from the compiled program
+(``hlo.launches``). The floor is the larger of two times: bytes over this machine's memory rate, and
+a product's operations over its rate. The latter is the rate of the default dtype, twice for
+operands of 8 bits. Both rates are measured in the same run.
 
-A prefill is the whole program with its first token; a decode step a turn of the loop.  CUDA graphs
-stay on (``trace.profiled_graphs``, before jax starts its devices).  CUPTI then records one turn of
-a loop, and knows the graph alone: kernels find their instructions by name and order.  Library calls
-within a graph have names of their own, and no bytes here.  On a CPU the rows are XLA's thunks,
-whose threads overlap: shares of the floor hold, sums may exceed the step, and the profiler makes
-short ones longer (``outside`` is then negative).
+``between`` is the time inside a step in which no kernel ran. ``outside`` is the difference between
+a step's unprofiled wall time and the trace. In a loop it is the condition and the start of the next
+turn. A loop runs for two numbers of steps. ``call`` is the part that does not grow with them: the
+host's part of a call, which is its arguments, and the graph's update if they have moved since the
+call before.
+
+A prefill is the whole program with its first token; a decode step is a turn of the loop. CUDA
+graphs stay on (``trace.profiled_graphs``, before jax starts its devices). CUPTI then records one
+turn of a loop and knows the graph only, so kernels are matched to instructions by name and order.
+Library calls within a graph have names of their own, and no bytes here. On a CPU the rows are XLA's
+thunks, whose threads overlap. Shares of the floor are valid there, but sums may exceed the step,
+and the profiler makes short steps longer (``outside`` is then negative).
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.progress import Working
 
 Phase = Literal["decode", "prefill"]
-_STEPS, _MORE = 16, 48  # of the decode runs
+_STEPS, _MORE = 16, 48  # steps of the short and the long decode runs
 _SUFFIX = re.compile(r"(_mosaic)?(_gpu)?_kernel$")
 _NUMBER = re.compile(r"([._]\d+)+(?=$|_fusion)")
 
@@ -59,7 +62,7 @@ def run(
     context: int = SHORT,
     sign: Working | None = None,
 ) -> dict[str, Any]:
-    """The account of a step of ``phase``; arguments as for ``decode.run``.
+    """Return the report of a step of ``phase``; arguments as for ``decode.run``.
 
     Raises JaxLlamaError if the model's context is too short.
     """
@@ -106,7 +109,7 @@ def run(
 
 
 def _traced(once: Callable[[], float], module: str) -> list[TraceEvent]:
-    """Of the first device, or of the host where XLA ran there."""
+    """Return the events of the first device, or of the host if XLA ran there."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -123,11 +126,11 @@ def account(
     rates: tuple[float, float],
     steps: int | None = None,
 ) -> dict[str, Any]:
-    """What a step launches, longest first.
+    """Return the launches of a step, longest first.
 
-    program: the kernels of a step, in order.  rates: bytes and operations a second.  Events before
-    the first and behind the last that is the program's are none of a step.  steps: that the events
-    are of; None: counted by how often the program's kernels occur.
+    program: the kernels of a step, in order. rates: bytes and operations a second. steps: number of
+    steps of the events; None counts them by the program's kernels. Events before the first kernel
+    of the program and after its last one do not count.
     """
     ops = {launch.op: launch for launch in program}
     names: dict[str, list[Launch]] = defaultdict(list)
@@ -175,7 +178,7 @@ def _floor_us(launch: Launch | None, rates: tuple[float, float]) -> float:
 
 
 def _idle_us(events: Sequence[TraceEvent]) -> float:
-    """Between the first event and the last, in order, the time in none."""
+    """Return the time in no event, from the first event to the last."""
     idle, reached = 0.0, events[0].begin if events else 0.0
     for event in events:
         idle += max(0.0, event.begin - reached)
@@ -184,7 +187,7 @@ def _idle_us(events: Sequence[TraceEvent]) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     lines = [
         f"{report['model']} on {report['device']}, {report['phase']}, batch {report['batch']}: "
         f"{report['step_us']:.1f} us a step, {1e6 * report['tokens'] / report['step_us']:.1f} "

@@ -1,15 +1,15 @@
-"""What a load asks for: conversations of token ids, all of which follows from a seed.
+"""The requests of a load: conversations of token ids that follow from a seed.
 
-    conversations(load, vocab_size, longest) -> [[Turn, ...], ...]
+    conversations(load, rng, vocab_size, longest) -> [[Turn, ...], ...]
     read_lengths(path) -> [[(prompt, new), ...], ...]         the turns of every entry of a file
 
-A turn's prompt is all that was said before it and some new ids.  Of conversations that begin with a
-shared prefix, number i has prefix ``i % prefixes``.
+A turn's prompt is the conversation so far and some new ids. If conversations begin with shared
+prefixes, number i has prefix ``i % prefixes``.
 
-Files: ShareGPT's JSON (a list of ``{"conversations": [{"from", "value"}, ...]}``; a token is taken
-for four bytes of UTF-8, which is what chats have), or JSON lines
-``{"prompt_tokens": N, "new_tokens": N}``.  Entries are drawn at random, those that are longer than
-the server takes are not.
+Files are ShareGPT's JSON (a list of ``{"conversations": [{"from", "value"}, ...]}``) or JSON lines
+``{"prompt_tokens": N, "new_tokens": N}``. In ShareGPT's texts four bytes of UTF-8 count as a token,
+which is typical of chats. Entries are drawn at random, without those that are longer than the
+server accepts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ BYTES_PER_TOKEN = 4
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """``N``: always N.  ``LOW:HIGH``: uniform.  ``~N``: log-normal of mean N (sigma 1, at most
-    8 N), which is what chats look like."""
+    """A distribution of lengths in tokens.
+
+    ``N``: always N. ``LOW:HIGH``: uniform. ``~N``: log-normal with mean N (sigma 1, at most 8 N),
+    like chats.
+    """
 
     text: str
 
@@ -55,14 +58,14 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """ids: what is new in its prompt.  new_tokens: to be written."""
+    """A turn. ids: the new part of its prompt. new_tokens: number of tokens to generate."""
 
     ids: list[int]
     new_tokens: int
 
 
 class Asked(Protocol):
-    """What is drawn from; ``load_generator.Load`` is one."""
+    """The sizes to draw from; ``load_generator.Load`` has them."""
 
     requests: int
     prompt_tokens: Lengths
@@ -77,8 +80,10 @@ class Asked(Protocol):
 def conversations(
     load: Asked, rng: np.random.Generator, vocab_size: int, longest: int | None
 ) -> list[list[Turn]]:
-    """``load.requests`` of them, of up to ``load.turns`` turns.  longest: tokens that the server
-    takes in one request, None where it does not say."""
+    """Return ``load.requests`` conversations of up to ``load.turns`` turns.
+
+    longest: number of tokens that the server accepts in one request, None if unknown.
+    """
     if load.lengths is None:
         count = load.requests * load.turns
         drawn = list(
@@ -108,7 +113,7 @@ def conversations(
 
 
 def _within(turns: list[tuple[int, int]], room: int | None) -> list[tuple[int, int]]:
-    """The first turns that fit together."""
+    """Return the first turns that fit together."""
     total = 0
     for index, (prompt, new) in enumerate(turns):
         total += prompt + new
@@ -118,7 +123,7 @@ def _within(turns: list[tuple[int, int]], room: int | None) -> list[tuple[int, i
 
 
 def read_lengths(path: Path) -> list[list[tuple[int, int]]]:
-    """JaxLlamaError naming the file, and the line or entry that is none."""
+    """Return the lengths of a file. Raises JaxLlamaError naming an invalid line or entry."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -149,7 +154,7 @@ def _pair(path: Path, number: int, line: str) -> tuple[int, int]:
 
 
 def _chat(path: Path, number: int, entry: Any) -> list[tuple[int, int]]:
-    """What people said, each with the answer to it; [] where nobody answered."""
+    """Return the lengths of each message with its answer; [] without an answer."""
     try:
         said = [(turn["from"], turn["value"]) for turn in entry["conversations"]]
         sizes = [(who, max(len(text.encode()) // BYTES_PER_TOKEN, 1)) for who, text in said]

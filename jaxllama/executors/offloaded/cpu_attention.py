@@ -41,12 +41,20 @@ class SplitCache:
     stored = ()
 
     def __init__(self, shares: Shares, empty: Any) -> None:
-        self._shares, self._empty = shares, empty
+        self._shares, self.empty = shares, empty
         self._parts: Parts | None = None
 
     def load(self) -> KVCache | Parts:
         parts, self._parts = self._parts, None
-        return self._empty() if parts is None else parts
+        return self.empty() if parts is None else parts
+
+    def load_whole(self) -> KVCache:
+        parts = self.load()
+        if isinstance(parts, KVCache):
+            return parts
+        here = jax.devices()[0]
+        moved = [jax.device_put(part, here) for part in parts if part is not None]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *moved)
 
     def save(self, state: KVCache | Parts, *_: Any) -> None:
         if isinstance(state, KVCache):

@@ -13,7 +13,15 @@ and ``embedding_scale``; newer ones fuse more, and differ in the last bits.  In 
 so unless XLA_FLAGS has --xla_allow_excess_precision=false, and a GPU's products are tuned a program
 at a time besides: where two tokens are a rounding apart, the resident model may take the other one.
 
-Left out: a mesh, ``deterministic``, adapters beside the weights, tokens of a grammar.
+LoRA adapters beside the weights stay on the device: their factors are small, and every step reads
+them.
+
+A ``deterministic`` model's rows have the same bits whatever the batch, ``chunk`` and the tiers that
+the policy names: every program has ``gpu_batch_size`` rows, and prompts are read in fixed widths.
+Another ``gpu_batch_size`` may round otherwise, and so may the resident model, which reads prompts
+one by one.
+
+Left out: a mesh, drafts of a deterministic model, tokens of a grammar.
 """
 
 from __future__ import annotations
@@ -38,6 +46,7 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.linear import Stream
+from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
@@ -109,7 +118,12 @@ class Offloaded:
         """By default what the policy says; an other value than the policy's is a JaxLlamaError."""
         return kv_dtype_of(self.policy, kv_dtype, dtype), chunk_of(self.policy, chunk)
 
-    def check_drafts(self) -> None:
+    def check_drafts(self, deterministic: bool) -> None:
+        if deterministic:
+            raise JaxLlamaError(
+                "policy: a deterministic model takes no draft: the pass that verifies one is wider "
+                "than a step"
+            )
         if self.policy.cache.device < 100 or self.policy.cpu_attention:
             raise JaxLlamaError(
                 "policy: a draft needs the whole cache on the device, attention too"
@@ -139,6 +153,7 @@ class Offloaded:
             capacity=call.capacity,
             kv_dtype=call.kv_dtype,
             chunk=call.chunk,
+            alone=call.alone,
             recorder=self.recorder,
         )
 
@@ -175,6 +190,7 @@ class Offloaded:
             (tokens[first : first + size], lengths[first : first + size])
             for first in range(0, tokens.shape[0], size)
         ]
+        adapters = params.get(ROWS)
         hidden = [programs.embed_tokens(self.store, cfg, params, part) for part, _ in parts]
         rope = [
             programs.positions_of(cfg, jnp.zeros_like(n), n, part.shape[1]) for part, n in parts
@@ -184,12 +200,15 @@ class Offloaded:
             alike, kind = layer_config(cfg, unit.layer)
             has_cache = kv_dtype is not None and unit.has_cache
             for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
+                own = weights
+                if adapters is not None:
+                    own = with_rows(weights, adapters[index * size :][:size])
                 state = init_cache(alike, *part.shape, kv_dtype).layers[0] if has_cache else None
                 hidden[index], _ = programs.run_layer(
                     alike,
                     kind,
                     unit.kind,
-                    weights,
+                    own,
                     hidden[index],
                     state,
                     at[0],

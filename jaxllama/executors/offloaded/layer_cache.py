@@ -1,6 +1,7 @@
 """LayerCache: where the cache of one layer and one batch lives between its turns.
 
     state = cache.load()          on the device, for the layer's program to update
+    state = cache.load_whole()    the same as one array a leaf, for a step that reads prompts
     cache.save(state, ...)        what the program returned
 
 Kept whole on the device, it is handed over and taken back.  Otherwise it is a stored *snapshot* of
@@ -39,7 +40,7 @@ class LayerCache:
     """See the module docstring.  empty: a function that makes the state before the first token."""
 
     def __init__(self, store: Store, shares: Shares, empty: Any) -> None:
-        self._store, self._shares, self._empty = store, shares, empty
+        self._store, self._shares, self.empty = store, shares, empty
         self._whole: LayerState | None = None
         self._stored: Any = None
         self._tail: Any = None
@@ -58,14 +59,17 @@ class LayerCache:
     def load(self) -> LayerState:
         if not self.moves:
             whole, self._whole = self._whole, None
-            return self._empty() if whole is None else whole
+            return self.empty() if whole is None else whole
         if self._stored is None:
-            return self._empty()
+            return self.empty()
         state = self._store.get(self._stored)
         if not isinstance(state, KVCache):
             return state
-        capacity = jax.eval_shape(self._empty).k.shape[1]
+        capacity = jax.eval_shape(self.empty).k.shape[1]
         return assemble(state, self._tail, self._slots, capacity)
+
+    def load_whole(self) -> LayerState:
+        return self.load()
 
     def save(self, state: LayerState, slots: jax.Array | None, filled: int) -> None:
         """slots: int32 ``[B]``, where each row's one new token is (past the capacity: it has none),

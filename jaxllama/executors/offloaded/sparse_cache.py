@@ -65,19 +65,26 @@ class SparseCache(LayerCache):
 
     def load(self) -> KVCache | SparseState:
         if self._stored is None:
-            return self._empty()
+            return self.empty()
         keys = self._store.get(self._stored.k)
         return SparseState(
             keys, self._stored.v, self._tail, self._slots, self._held, self._capacity
         )
+
+    def load_whole(self) -> KVCache:
+        state = self.load()
+        return state if isinstance(state, KVCache) else self._whole_of(state)
+
+    def _whole_of(self, state: SparseState) -> KVCache:
+        snapshot = KVCache(state.keys, self._store.get(state.values))
+        return assemble(snapshot, state.tail, state.slots, self._capacity)
 
     def save(self, state: KVCache | SparseState, slots: jax.Array | None, filled: int) -> None:
         if isinstance(state, SparseState):
             self._tail, self._slots, self._held = state.tail, state.slots, state.held
             if self._held < TAIL:
                 return
-            snapshot = KVCache(state.keys, self._store.get(state.values))
-            state = assemble(snapshot, self._tail, self._slots, self._capacity)
+            state = self._whole_of(state)
         self._capacity = state.k.shape[1]
         self._replace(first_columns(state, snapshot_columns(self._capacity, filled)))
         self._tail, self._slots = empty_tail(state)

@@ -1,10 +1,10 @@
-"""What the engine has written as the answers of OpenAI's API (``schemas``).
+"""Answers of OpenAI's API (``schemas``), made from the engine's output.
 
-    Answer                          collects the pieces of one call's choices
+    PartialAnswer                   collects the pieces of one call's choices
     completion(call, answer)        a whole text_completion; chat(call, answer) a chat.completion
     completion_chunk, chat_chunk    the pieces of a stream
 
-The text of a chat is read as its call says (``reading``): reasoning, content, calls of tools.
+A chat's text is split into reasoning, content and calls of tools, as its call says (``reading``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _FINGERPRINT = f"jaxllama-{__version__}"
 
 
 class PartialAnswer:
-    """The pieces of one call so far, by choice; only the newest ones where it is not ``kept``."""
+    """The pieces of one call so far, by choice; only the newest ones without ``kept``."""
 
     def __init__(self, call: AcceptedCall, kept: bool) -> None:
         self._kept = kept
@@ -82,14 +82,20 @@ class PartialAnswer:
 
 
 def finish_reason(event: TextPiece) -> FinishReason | None:
-    """A deadline is a limit of length, in time.  What fails is no choice but an error."""
+    """Return OpenAI's finish reason, or None before the end.
+
+    A deadline counts as "length". Failures are sent as errors and not as choices.
+    """
     if event.finish_reason is None:
         return None
     return "stop" if event.finish_reason == "stop" else "length"
 
 
 def usage(call: AcceptedCall, last: Sequence[TextPiece]) -> Usage:
-    """last: each choice's newest piece.  The choices of one prompt read it once."""
+    """Return the usage of a call. The choices of one prompt count it once.
+
+    last: each choice's newest piece.
+    """
     prompts = last[:: call.choices]
     prompt = sum(event.prompt_tokens for event in prompts)
     new = sum(event.completion_tokens for event in last)
@@ -114,14 +120,14 @@ def completion(call: AcceptedCall, answer: PartialAnswer) -> CompletionObject:
 def completion_chunk(
     call: AcceptedCall, index: int, event: TextPiece, offsets: TextOffsets, total: Usage | None
 ) -> CompletionObject:
-    """offsets: the choice's own, which has seen its earlier events."""
+    """Return a chunk of a completion's stream. offsets: those after the choice's last event."""
     logprobs = completion_logprobs(call, index, [event], offsets)
     choice = _choice(call, index, event.text, logprobs, finish_reason(event), [event])
     return _completion(call, [choice], total)
 
 
 def completion_echo(call: AcceptedCall, index: int, offsets: TextOffsets) -> CompletionObject:
-    """The prompt, which ``echo`` puts before a choice's stream."""
+    """Return the chunk with the prompt, which ``echo`` puts before a choice's stream."""
     logprobs = echoed_logprobs(call, index, offsets)
     choice = _choice(call, index, call.echoes[index], logprobs, None, [], is_first=True)
     return _completion(call, [choice], None)
@@ -136,7 +142,7 @@ def _choice(
     events: Sequence[TextPiece],
     is_first: bool = False,
 ) -> CompletionChoice:
-    """is_first: it, or the first of its chunks."""
+    """Return a choice. is_first: whether it is whole or the first of its chunks."""
     if not (call.shows_ids or call.lists_scores):
         return CompletionChoice(index, text, logprobs, finish)
     choice = DetailedChoice(index, text, logprobs, finish)
@@ -198,7 +204,7 @@ def chat(call: AcceptedCall, answer: PartialAnswer) -> ChatObject:
 
 
 def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage, int]:
-    """The message that a choice's whole text is, and how many calls of tools it has."""
+    """Return the message of a choice's whole text, and the number of its calls of tools."""
     assert call.reading is not None
     reader = MessageReader(call.reading)
     said = {"reasoning": "", "content": ""}
@@ -217,14 +223,17 @@ def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage
 
 
 def tool_call_id(call: AcceptedCall, index: int, number: int) -> str:
-    """The same whenever it is asked for, in the form that the model's template takes."""
+    """Return the id of a call of a tool, in the form that the model's template takes.
+
+    The id follows from the call, so that it is the same each time.
+    """
     assert call.reading is not None and call.reading.tools is not None
     digest = hashlib.sha256(f"{call.id}/{index}/{number}".encode()).hexdigest()
     return call.reading.tools.format.call_id(digest)
 
 
 def chat_role(call: AcceptedCall, index: int) -> ChatChunk:
-    """The first chunk of a choice."""
+    """Return the first chunk of a choice."""
     choice = ChatChunkChoice(index, Opening("assistant", ""))
     if call.shows_ids:
         choice = _detailed(choice, prompt_token_ids=list(call.requests[index].prompt))
@@ -258,8 +267,10 @@ def chat_chunk(call: AcceptedCall, index: int, event: TextPiece, total: Usage | 
 
 
 class ChatChunks:
-    """The chunks of a choice whose text is read, from its events.  ``parts`` and ``of`` are the two
-    halves of it, for chunks that tell nothing but a part."""
+    """Makes the chunks of a choice whose text is read.
+
+    ``parts`` and ``of`` are the two halves of ``__call__``, for chunks that carry only a part.
+    """
 
     def __init__(self, call: AcceptedCall, index: int) -> None:
         assert call.reading is not None

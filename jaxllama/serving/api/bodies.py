@@ -1,21 +1,23 @@
-"""What clients may ask: the bodies of OpenAI's API as pydantic models.
+"""The requests of clients: the bodies of OpenAI's API as pydantic models.
 
     Completion, Chat, Embedding, Tokenize, Detokenize    the JSON bodies
     parse(model, data, ids, longest) -> body             or an ApiError that names the field
 
-Contract.  A body is checked strictly: no coercion between types, no NaN.  null is the default
-everywhere.  Fields that concern OpenAI's own service are accepted without effect, and so are
-unknown ones, with one line in the log for each name.  Fields of other servers that would change the
-answer are refused (``other_fields``).  A body's values are counted before they are
-parsed, and lists end at their first bad entry, so that a refusal costs less than a request.
-Beyond OpenAI: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``,
-``min_tokens``, ``skip_special_tokens``, ``priority`` (larger goes first), ``deadline`` (seconds;
-what is there by then is the answer, finish_reason "length"), prompts as token ids,
-``prompt_logprobs``, ``return_token_ids``, ``response_format`` "regex" and "structural_tag",
-``structured_outputs`` and ``guided_*``, ``chat_template_kwargs``, ``add_generation_prompt`` and
-``continue_final_message``, ``cache_salt`` (cached prompts are shared under one salt only).
+Contract. A body is checked strictly: no coercion between types, no NaN. null is the default
+everywhere. Fields of OpenAI's own service are accepted without effect. Unknown fields are ignored
+too, and each name is logged once. Fields of other servers that would change the answer are refused
+(``other_fields``). A body's values are counted before they are parsed, and lists end at their first
+invalid entry, so a refusal costs less than a request.
 
-Source: OpenAI's API reference; the extensions' names are vLLM's where it has them.
+Extensions of OpenAI's API: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``,
+``stop_token_ids``, ``min_tokens``, ``skip_special_tokens``, ``priority`` (larger goes first),
+prompts as token ids, ``prompt_logprobs``, ``return_token_ids``. Further ones are
+``response_format`` "regex" and "structural_tag", ``structured_outputs`` and ``guided_*``,
+``chat_template_kwargs``, ``add_generation_prompt``, ``continue_final_message``. ``deadline`` is in
+seconds: the answer is the text so far, with finish_reason "length". ``cache_salt`` shares cached
+prompts under one salt only.
+
+Source: OpenAI's API reference. Extensions have vLLM's names where vLLM has them.
 """
 
 from __future__ import annotations
@@ -31,16 +33,19 @@ from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.serving.api import other_fields
 from jaxllama.serving.api.schemas import ApiError
 
-MAX_VALUES = 2**16  # texts, objects, numbers of a body; token ids are counted apart
+MAX_VALUES = 2**16  # texts, objects and numbers of a body; token ids are counted separately
 MAX_ROWS = 2048  # prompts of a body
-MAX_IDS = 1_000_000  # to detokenize
-LOGGED_NAMES = 100  # unknown fields; clients choose the names
+MAX_IDS = 1_000_000  # token ids of a detokenize body
+LOGGED_NAMES = 100  # logged names of unknown fields, which clients choose
 _log = logging.getLogger("jaxllama.serving")
 
 
 class Strict(BaseModel):
-    """endpoint: of a whole body, which refuses some unknown fields (``other_fields``).  hints: what
-    to send there instead of a field of another endpoint."""
+    """A body, or a part of one, that is checked strictly.
+
+    endpoint: path of a whole body, which refuses some unknown fields (``other_fields``). hints: the
+    field to send instead of another endpoint's field, by name.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     endpoint: ClassVar[str | None] = None
@@ -61,7 +66,7 @@ _unknown: dict[str, object] = {}
 
 
 def _log_unknown(name: str) -> None:
-    """Once per name in this process; bodies are parsed in several threads."""
+    """Log a name once in this process; bodies are parsed in several threads."""
     mark = object()
     if len(_unknown) < LOGGED_NAMES and _unknown.setdefault(name, mark) is mark:
         _log.warning("unknown field ignored", extra={"fields": {"field": name}})
@@ -70,7 +75,7 @@ def _log_unknown(name: str) -> None:
 
 
 class Lenient(BaseModel):
-    """Parts that clients send back as they got them, with keys that mean nothing here."""
+    """A part that clients send back as they received it; unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -91,15 +96,15 @@ class JsonSchema(Strict):
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-# -1 is no limit, as llama.cpp and others have it.
+# -1 sets no limit, as in llama.cpp and other servers.
 Limit = Annotated[int, Field(ge=1)] | Literal[-1]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-# Every list: without it a long one is an error for every entry.
+# For every list; without it each entry of a long list would be an error of its own.
 FIRST_ERROR = Field(fail_fast=True)
 
 
 class Structure(Strict):
-    """``begin``, which starts with a trigger, JSON of the schema, ``end``."""
+    """A structure: ``begin``, which starts with a trigger, JSON of the schema, ``end``."""
 
     begin: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -125,7 +130,10 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """One of these.  json: a schema, or its text; structural_tag may be text too."""
+    """Exactly one form of output.
+
+    json: a schema or its JSON text. structural_tag may be JSON text too.
+    """
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -137,12 +145,12 @@ class StructuredOutputs(Strict):
 
 Words = Annotated[list[Stop], Field(max_length=128), FIRST_ERROR]
 AllowedIds = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]
-# The last so many tokens of a prompt; -1: as many as fit beside the answer.
+# Number of a prompt's last tokens to keep; -1: as many as fit beside the answer.
 Truncation = Annotated[int, Field(ge=1)] | Literal[-1]
 
 
 class GenerationBody(Strict):
-    """What completions and chat share.  null is the default everywhere."""
+    """The fields that completions and chat share. null is the default everywhere."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
@@ -186,10 +194,10 @@ class GenerationBody(Strict):
     allowed_token_ids: AllowedIds | None = None
     truncate_prompt_tokens: Truncation | None = None
     include_stop_str_in_output: bool | None = None
-    grammar: str | None = None  # guided_grammar, as llama.cpp calls it
+    grammar: str | None = None  # llama.cpp's name of guided_grammar
     return_token_ids: bool | None = None
     cache_salt: CacheSalt | None = None
-    # Without effect: they concern OpenAI's own service, or are hints.
+    # Without effect: these fields concern OpenAI's own service, or are hints.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -212,9 +220,9 @@ class Completion(GenerationBody):
         "max_completion_tokens": "send max_tokens",
     }
     prompt: str | Texts | Ids | IdRows
-    # 0 scores the prompt alone.
+    # 0 scores the prompt without generating.
     max_tokens: Annotated[int, Field(ge=-1)] | None = None
-    n_predict: Annotated[int, Field(ge=-1)] | None = None  # max_tokens, as llama.cpp calls it
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # llama.cpp's name of max_tokens
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=128)
@@ -246,9 +254,9 @@ class Message(Lenient):
     reasoning_content: str | None = None
 
 
-# What OpenAI's API allows, and a dot: templates write names unquoted into prompts.
+# OpenAI's pattern and a dot: templates write names unquoted into prompts.
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-# Kinds of tools that OpenAI's service runs itself, or whose calls are no JSON.
+# Kinds of tools that OpenAI's service runs itself, or whose calls are not JSON.
 _FOREIGN = re.compile(
     r"(custom|local_shell|shell|apply_patch|web_search|file_search|code_interpreter|computer"
     r"|computer_use|image_generation|mcp|namespace|tool_search)(_preview)?(_\d{4}_\d\d_\d\d)?"
@@ -256,8 +264,10 @@ _FOREIGN = re.compile(
 
 
 def _drop_foreign(tools: Any) -> Any:
-    """The tools without those that are no functions.  Agents send these along to every server; the
-    log says which ones the model is not shown."""
+    """Drop the tools that are not functions.
+
+    Agents send them to every server. The log lists the kinds that the model is not shown.
+    """
     if not isinstance(tools, list):
         return tools
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
@@ -293,7 +303,7 @@ class Chat(GenerationBody):
     messages: Messages
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None
-    enable_thinking: bool | None = None  # chat_template_kwargs.enable_thinking
+    enable_thinking: bool | None = None  # sets chat_template_kwargs.enable_thinking
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None = None
@@ -303,7 +313,7 @@ class Chat(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: Annotated[list[Literal["text", "audio"]], FIRST_ERROR] | None = None
-    # Refused by ``calls`` unless they ask for nothing.
+    # Refused by ``calls``, unless the value has no effect.
     audio: dict[str, Any] | None = None
     functions: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
     function_call: str | dict[str, Any] | None = None
@@ -349,7 +359,7 @@ class Detokenize(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS), FIRST_ERROR]
 
 
-# Fields that every endpoint may get: they concern OpenAI's own service, or are hints.
+# Fields that every endpoint accepts: they concern OpenAI's own service, or are hints.
 _HARMLESS = frozenset(
     (
         "user",
@@ -373,7 +383,7 @@ _HARMLESS = frozenset(
 
 @functools.cache
 def _of_others() -> frozenset[str]:
-    """Fields of completions and chats that mean something."""
+    """Return the fields of completions and chats that have an effect."""
     return frozenset({*Completion.model_fields, *Chat.model_fields}) - _HARMLESS
 
 
@@ -381,9 +391,18 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) -> Body:
-    """The body, or an ApiError 400 that names the first wrong field.
+    """Return the body, or raise an ApiError 400 that names the first invalid field.
 
-    ids: token ids that a body may have, ``longest`` of them in one list.
+    Parameters
+    ----------
+    model : type
+        The pydantic model of the body.
+    data : bytes
+        The JSON text.
+    ids : int
+        Largest number of token ids in the body.
+    longest : int
+        Largest number of token ids in one list.
     """
     _check_size(data, ids, longest)
     try:
@@ -392,8 +411,8 @@ def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) ->
         raise explain(error) from None
 
 
-# A body as far as counting needs it: strings (before a colon, keys), openings of lists and objects,
-# numbers that may be token ids, and whatever else stands between them.
+# The parts of a body that the count needs: strings (keys if a colon follows), openings of lists and
+# objects, numbers that may be token ids, and the text between them.
 _PARTS = re.compile(
     rb'"(?P<text>[^"\\]*+(?:\\.[^"\\]*+)*+)"(?:\s*+(?P<key>:))?|[\[{]'
     rb'|(?P<ids>\d[\d,\s\]]*+)(?=["\[{}]|\Z)|(?P<others>[^"\[{]++)',
@@ -402,10 +421,13 @@ _PARTS = re.compile(
 
 
 def _check_size(data: bytes | bytearray, ids: int, longest: int) -> None:
-    """ApiError 400 for more values than a request has, before they are parsed: that takes some 50
-    bytes a value, and an error takes them once more for every type that was tried."""
+    """Raise ApiError 400 for more values than a request has, before they are parsed.
+
+    Parsing takes some 50 bytes a value, and an error takes them again for every type that was
+    tried.
+    """
     if sum(data.count(mark) for mark in b",[{") <= min(ids, longest, MAX_ROWS):
-        return  # not even if none of them stands in a text
+        return  # too few marks, even if none of them is inside a string
     key, values, rows, total = "body", 0, 0, 0
     for part in _PARTS.finditer(data):
         kind = part.lastgroup
@@ -426,13 +448,13 @@ def _check_size(data: bytes | bytearray, ids: int, longest: int) -> None:
 
 
 def explain(error: ValidationError) -> ApiError:
-    """The first wrong field, as clients are told."""
+    """Return an ApiError for the first invalid field."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     first = found[0]
     if not first["loc"]:
         return ApiError(400, f"the body is not valid: {first['msg']}", code="invalid_json")
     param = str(first["loc"][0])
-    # A value that fits no member of a union fails once per member: say all of it, once.
+    # A value that fits no member of a union fails once for each member: report all, once.
     reasons = [entry for entry in found if entry["loc"][0] == param]
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
@@ -441,7 +463,7 @@ def explain(error: ValidationError) -> ApiError:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """messages[0].content: pydantic's names for the members of a union are left out."""
+    """Return a path like messages[0].content, without pydantic's names for members of a union."""
     text = str(loc[0])
     for part in loc[1:]:
         if isinstance(part, int):

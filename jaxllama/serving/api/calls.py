@@ -1,17 +1,18 @@
-"""Bodies of OpenAI's API to Calls: what the engine is asked, choice by choice.
+"""Translate bodies of OpenAI's API to engine requests, one for each choice.
 
-    Prompts(lm, name, max_len)     completion(body, id), chat(body, id) -> Call; row, chat_ids
+    Prompts(lm, name, max_len)     completion(body, id), chat(body, id) -> AcceptedCall;
+                                   row, chat_prompt
 
-Contract.  Sampling that a body does not name is the model's own (its generation_config.json);
-other defaults are OpenAI's: temperature 1, 16 tokens for completions, the rest of the context for
-chat.  A body without a seed draws one, and ``Call.seed`` tells it, so that the same answer can
-be made again; choice i has seed + i.  Raises ApiError, or JaxLlamaError for what the tokenizer or
-the template refuses.
+Contract. Sampling parameters that a body omits are the model's own (its generation_config.json).
+Other defaults are OpenAI's: temperature 1, 16 tokens for completions, the rest of the context for
+chat. A body without a seed gets a random one. ``AcceptedCall.seed`` holds it, so that the answer
+can be reproduced; choice i has seed + i. Raises ApiError, or JaxLlamaError if the tokenizer or the
+template refuses the body.
 
-Tools are shown to the model by its template, or refused where it ignores them; what of its answer
-is a call, or reasoning, ``Call.reading`` says.
+The template shows tools to the model; a template that ignores them is refused.
+``AcceptedCall.reading`` says how calls and reasoning are found in the answer.
 
-Left out, with an error that says so: images and audio, web search, moderation, tools that are no
+Refused with an error that says so: images and audio, web search, moderation, tools that are not
 functions, ``suffix``, ``best_of``.
 """
 
@@ -38,7 +39,7 @@ from jaxllama.text.prompt_text import ChatPrompt
 from jaxllama.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
-SMALLEST_TOP_P = 1e-30  # what a body's 0 means: the likeliest token alone
+SMALLEST_TOP_P = 1e-30  # stands for a body's 0: only the likeliest token
 _ABSENT = {
     "audio": "only text is written",
     "functions": "send tools instead",
@@ -49,13 +50,16 @@ _ABSENT = {
 
 @dataclasses.dataclass(frozen=True)
 class AcceptedCall:
-    """One accepted body.  ``requests``: its choices in order, ``choices`` to a prompt; ``echoes``:
-    what ``echo`` puts before them; ``seed``: the body's, or the one that was drawn.  ``reading``:
-    how an answer's text is read, None for plain text.  ``is_written``: false where nothing but the
-    prompt was asked for.  ``to_score``: how many alternatives to each of the prompts' tokens, None
-    where they have no scores, which are in ``scores`` once they are known, by prompt;
-    ``echoes_scores``, ``lists_scores``: where they are told.  ``shows_ids``: token ids are.
-    ``notes``: what the answer is not held to."""
+    """One accepted body.
+
+    requests: its choices in order, ``choices`` of them for each prompt. echoes: the text that
+    ``echo`` puts before each choice. seed: the body's seed, or the random one. reading: how to read
+    an answer's text, None for plain text. is_written: false if the body only scores its prompts.
+    to_score: number of alternatives for each prompt token, None if prompts are not scored. scores:
+    the scores of each prompt, once they are known. echoes_scores, lists_scores: whether the answer
+    reports scores in its logprobs, or in prompt_logprobs. shows_ids: whether it reports token ids.
+    notes: parts of a schema that are not enforced.
+    """
 
     id: str
     created: int
@@ -77,12 +81,12 @@ class AcceptedCall:
 
     @property
     def prompts(self) -> tuple[Request, ...]:
-        """A request of each prompt."""
+        """The first request of each prompt."""
         return self.requests[:: self.choices]
 
 
 class ServedModel(Protocol):
-    """What of a ``LanguageModel`` its front ends know."""
+    """The part of a ``LanguageModel`` that its front ends need."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -96,10 +100,10 @@ class ServedModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Bodies to Calls: tokenizer, chat template, and the limits that need them.
+    """Translates bodies to calls, with the tokenizer, the chat template and their limits.
 
-    name: of the model, ``aliases``: other names of it.  max_choices bounds prompts x n of one body:
-    no more than the queue takes, or no retry helps.  A prompt beyond max_len is refused without
+    name: of the model. aliases: its other names. max_choices: limit of prompts times n of one body;
+    it is the queue's size, beyond which no retry helps. A prompt beyond max_len is refused without
     tokenizing the rest of it.
     """
 
@@ -111,7 +115,7 @@ class Prompts:
 
     @property
     def models(self) -> dict[str, str | None]:
-        """What a body may call the model, and the adapter that it means: "name:adapter"."""
+        """The names that a body may give the model, and the adapter of each: "name:adapter"."""
         return {
             f"{own}:{adapter}" if adapter else own: adapter
             for own in (self.name, *self.aliases)
@@ -119,8 +123,9 @@ class Prompts:
         }
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that ``model`` means; None where the body leaves it out, and for the model
-        itself."""
+        """Return the adapter of a model's name; None for the model itself and for a body without a
+        name.
+        """
         model = self.name if model is None else model
         if model not in self.models:
             there = ", ".join(map(repr, self.models))
@@ -133,7 +138,10 @@ class Prompts:
         return self.models[model]
 
     def completion(self, body: Completion, call_id: str, owner: str = "") -> AcceptedCall:
-        """owner: whose cached prompts it may share, beside ``cache_salt``."""
+        """Return the call of a completion body.
+
+        owner: key whose cached prompts it may share, together with ``cache_salt``.
+        """
         self.adapter_of(body.model)
         if body.suffix:
             raise _unsupported("suffix", "text cannot be filled in before a suffix")
@@ -166,7 +174,7 @@ class Prompts:
         )
 
     def chat(self, body: Chat, call_id: str, owner: str = "") -> AcceptedCall:
-        """owner: as for ``completion``."""
+        """Return the call of a chat body. owner: as for ``completion``."""
         self.adapter_of(body.model)
         _check_features(body)
         self._check_choices(1, body.n or 1)
@@ -189,13 +197,16 @@ class Prompts:
         )
 
     def _kept(self, truncation: int | None, max_tokens: int | None) -> int | None:
-        """How many of a prompt's last tokens are kept, None for all."""
+        """Return the number of a prompt's last tokens that are kept; None for all."""
         if truncation != -1:
             return truncation
         return max(self.max_len - max(max_tokens or 1, 1), 1)
 
     def row(self, prompt: str | list[int], key: str, keep: int | None = None) -> list[int]:
-        """A prompt's 1 to max_len token ids; ``key`` is the body's field, ``keep`` bounds them."""
+        """Return a prompt's 1 to max_len token ids.
+
+        key: the body's field. keep: number of last tokens to keep, None for all.
+        """
         row = self.encode(prompt, key, keep=keep) if isinstance(prompt, str) else prompt
         row = row if keep is None else row[-keep:]
         if not row:
@@ -213,7 +224,7 @@ class Prompts:
         return row
 
     def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> ChatPrompt:
-        """The conversation through the checkpoint's template."""
+        """Return the conversation after the checkpoint's template."""
         tokenizer = self.tokenizer()
         plain = [_plain(message) for message in body.messages or ()]
         _name_results(plain)
@@ -231,12 +242,14 @@ class Prompts:
     def encode(
         self, text: str, key: str, add_special: bool = True, keep: int | None = None
     ) -> list[int]:
-        """At most max_len token ids, in the time that so many take; with ``keep`` the last of a
-        text however long."""
+        """Return at most max_len token ids, in time proportional to max_len.
+
+        keep: number of last tokens to keep of a text of any length; None refuses a longer text.
+        """
         return self._bounded(text, key, keep, lambda: self.tokenizer().encode(text, add_special))
 
     def encode_chat(self, prompt: ChatPrompt, keep: int | None = None) -> list[int]:
-        """The same of a conversation."""
+        """Return the token ids of a conversation, as ``encode`` does."""
         return self._bounded(
             prompt.text, "messages", keep, lambda: self.tokenizer().encode_prompt(prompt)
         )
@@ -268,7 +281,7 @@ class Prompts:
     def _sampling(self, body: GenerationBody, seed: int) -> Sampling:
         named = {name: value for name in _NAMED if (value := getattr(body, name)) is not None}
         if "top_k" in named:
-            named["top_k"] = max(named["top_k"], 0)  # vLLM's word for off is -1
+            named["top_k"] = max(named["top_k"], 0)  # vLLM writes -1 for off
         if named.get("top_p") == 0:
             named["top_p"] = SMALLEST_TOP_P
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
@@ -285,7 +298,7 @@ class Prompts:
         logprobs: int | None,
         how: Reading = PLAIN,
     ) -> AcceptedCall:
-        """max_tokens: None for what the context leaves."""
+        """Return a call. max_tokens: None for the rest of the context."""
         n, tokenizer = body.n or 1, self.lm.tokenizer
         most = [
             max(self.max_len - len(row), 1) if max_tokens is None else max_tokens for row in rows
@@ -299,7 +312,7 @@ class Prompts:
                     param="max_tokens",
                     code="context_length_exceeded",
                 )
-        # 63 bits, so that seed + choice stays within 64.
+        # 62 bits, so that seed + choice stays within 64.
         seed = secrets.randbits(62) if body.seed is None else body.seed
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         wanted = form(body)
@@ -363,21 +376,21 @@ _NAMED = (
 
 
 def _limit(max_tokens: int | None) -> int | None:
-    """None where a body sets no limit: without the field, or with -1."""
+    """Return None if a body sets no limit: without the field, or with -1."""
     return None if max_tokens == -1 else max_tokens
 
 
 def as_list(
     prompt: str | list[str] | list[int] | list[list[int]],
 ) -> list[Any]:
-    """One prompt or several, as a list of them."""
+    """Return one prompt or several as a list of prompts."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def _check_features(body: Chat) -> None:
-    """ApiError for what OpenAI's service does and a language model alone does not."""
+    """Raise ApiError for features of OpenAI's service that a language model alone lacks."""
     for key, reason in _ABSENT.items():
-        if getattr(body, key) not in (None, []):  # {} asks for a web search
+        if getattr(body, key) not in (None, []):  # {} requests a web search
             raise _unsupported(key, reason)
     if body.modalities and "audio" in body.modalities:
         raise _unsupported("modalities", "only text is written")
@@ -395,7 +408,7 @@ def _check_prompt_logprobs(body: GenerationBody) -> None:
 
 
 def _only_limit(body: GenerationBody, *names: str) -> int | None:
-    """The limit of an answer's tokens, which has several names; None where the body sets none."""
+    """Return the limit of an answer's tokens, which has several names; None without a limit."""
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     for name, value in given.items():
         first = next(iter(given))
@@ -406,7 +419,7 @@ def _only_limit(body: GenerationBody, *names: str) -> int | None:
 
 
 def _template_variables(body: Chat | Tokenize, template: str) -> dict[str, Any]:
-    """What the template gets beside messages and tools."""
+    """Return the template's variables other than messages and tools."""
     more = dict(body.chat_template_kwargs or {})
     thinks = body.enable_thinking
     if thinks is not None:
@@ -428,7 +441,10 @@ def _template_variables(body: Chat | Tokenize, template: str) -> dict[str, Any]:
 
 
 def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
-    """Without what a template puts behind the last message, whose blanks it may have dropped."""
+    """Return a prompt without the template's text after the last message.
+
+    The template may have dropped blanks around that message.
+    """
     begin = prompt.text.rfind(last.strip())
     if not last.strip() or begin < 0:
         message = "continue_final_message: the template does not show the last message's text"
@@ -439,25 +455,28 @@ def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As chat templates expect messages: text content, arguments of tool calls as objects."""
+    """Return a message for templates: text content, arguments of tool calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if message.role == "developer":  # OpenAI's newer name; templates know the older one
         plain["role"] = "system"
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
     plain.setdefault("content", "")
-    if not plain.get("tool_calls"):  # templates ask whether the key is there
+    if not plain.get("tool_calls"):  # templates test whether the key exists
         plain.pop("tool_calls", None)
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except (ValueError, RecursionError):
-            pass  # what the model wrote was no JSON: the template gets the string
+            pass  # the model's text was not JSON: the template gets the string
     return plain
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
-    """Some templates show which function a tool's message is of, and clients need not say it."""
+    """Add the function's name to each tool message, because some templates show it.
+
+    Clients need not send it.
+    """
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}

@@ -1,15 +1,15 @@
-"""What a body's answer must match, as a Grammar: forms of output, forced and strict calls of tools.
+"""The Grammar that a body's answer must match: output forms, and forced or strict calls of tools.
 
-    form(body) -> Form | None                      response_format, structured_outputs, guided_*
-    constraint(form, reading, tokenizer) -> Grammar | None      with what may stand around it
+    form(body) -> AnswerConstraint | None          response_format, structured_outputs, guided_*
+    constraint(form, reading, tokenizer) -> Grammar | None      with the text allowed around it
 
-Forms: a JSON schema, any JSON object, a regular expression, one of some texts (``choice``), a
-grammar in Lark or GBNF, and ``structural_tag``: free text in which what follows a trigger is one of
-some structures.  The names are vLLM's.
+The forms are a JSON schema, any JSON object, a regular expression, one of several texts
+(``choice``), a grammar in Lark or GBNF, and ``structural_tag``. A structural tag is free text in
+which each trigger is followed by one of several structures. The names are vLLM's.
 
-Reasoning is free, the form begins behind it.  Tools: a forced call is nothing but calls; beside a
-form the answer is either; else the arguments follow their schema if a function is ``strict``, and
-the text around calls is free.
+Reasoning is free, and the form begins after it. With tools, a forced answer consists of calls only.
+With tools and a form the answer is either calls or the form. Otherwise the text around calls is
+free, and the arguments follow their schema if a function is ``strict``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANYTHING = r"/(.|\n)*/"
 
 @dataclasses.dataclass(frozen=True)
 class AnswerConstraint:
-    """notes: what of a schema the answer is not held to."""
+    """A form of output. notes: the parts of a schema that are not enforced."""
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str
@@ -40,7 +40,7 @@ class AnswerConstraint:
 
     @property
     def nested(self) -> dict[str, Any]:
-        """As one of several grammars, called "form"."""
+        """This form as a nested grammar with the name "form"."""
         if self.kind == "json_schema":
             return {"name": "form", "json_schema": _tight(json.loads(self.source), self.is_lenient)}
         source = self.source
@@ -50,7 +50,7 @@ class AnswerConstraint:
 
 
 def form(body: GenerationBody) -> AnswerConstraint | None:
-    """ApiError 400 for two forms at once, and for one that is incomplete."""
+    """Return the body's form. Raises ApiError 400 for two forms or an incomplete one."""
     regex, grammar = body.guided_regex, body.guided_grammar
     asked = {
         "response_format": _response_format(body),
@@ -88,8 +88,10 @@ def _response_format(body: GenerationBody) -> AnswerConstraint | None:
 
 
 def _best_effort(schema: dict[str, Any]) -> AnswerConstraint:
-    """A form that holds an answer to what the library can hold it to, with notes of the rest.  The
-    engine refuses a schema that is wrong."""
+    """Return a form with everything of the schema that the library can enforce.
+
+    Its notes list the rest. The engine refuses an invalid schema.
+    """
     lenient = _lenient(schema)
     is_wrong, notes = _warnings(lenient)
     if is_wrong:
@@ -106,10 +108,10 @@ def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warnings(schema: dict[str, Any]) -> tuple[bool, list[str]]:
-    """(whether the library refuses a schema, what it says of it)."""
+    """Return (whether the library refuses a schema, the library's messages)."""
     try:
         from llguidance import LLMatcher
-    except ImportError:  # the engine says so
+    except ImportError:  # the engine reports it
         return False, []
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -119,7 +121,7 @@ def _warnings(schema: dict[str, Any]) -> tuple[bool, list[str]]:
 
 
 def _without_patterns(value: Any) -> tuple[Any, list[str]]:
-    """A schema without the regular expressions that the library has not, and these."""
+    """Return a schema without the patterns that the library lacks, and a list of those."""
     if isinstance(value, list):
         parts = [_without_patterns(item) for item in value]
         return [part for part, _ in parts], [name for _, found in parts for name in found]
@@ -197,7 +199,7 @@ def _choice(texts: Sequence[str] | None) -> AnswerConstraint | None:
 
 
 def _without(words: Sequence[str] | None) -> AnswerConstraint | None:
-    """A text that has none of the words in it."""
+    """Return a form for texts that contain none of the words."""
     if not words:
         return None
     return AnswerConstraint(
@@ -208,7 +210,7 @@ def _without(words: Sequence[str] | None) -> AnswerConstraint | None:
 
 
 def _tagged(asked: Any, param: str) -> AnswerConstraint:
-    """Structures begin with one of the triggers, each."""
+    """Return a form for structural tags. Each structure must begin with one of the triggers."""
     rules = []
     for index, structure in enumerate(asked.structures):
         trigger = next((t for t in asked.triggers if structure.begin.startswith(t)), None)
@@ -229,14 +231,14 @@ def _tagged(asked: Any, param: str) -> AnswerConstraint:
 def constraint(
     form: AnswerConstraint | None, reading: Reading, tokenizer: Tokenizer | None
 ) -> Grammar | None:
-    """See the module docstring."""
+    """Return the grammar of an answer, or None if it is free; see the module docstring."""
     tools = reading.tools
     is_strict = tools is not None and any(function.strict for function in tools.functions)
     if form is None and not is_strict and not (tools is not None and tools.is_forced):
         return None
     if form is not None and tools is None and reading.tags is None:
         return Grammar(form.kind, form.source)
-    assert tokenizer is not None  # chat has one
+    assert tokenizer is not None  # a chat model has one
     rules: list[str] = []
     thought = _thought(reading, tokenizer, rules)
     if tools is None:
@@ -263,7 +265,7 @@ def _thought(reading: Reading, tokenizer: Tokenizer, rules: list[str]) -> str:
 
 
 def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
-    """The rules of calls; returns what one or several of them are."""
+    """Add the rules of calls. Returns the name of the rule for one or several calls."""
     form = tools.format
     rules += [f"call_{i}: {_call(tools, f, tokenizer)}" for i, f in enumerate(tools.functions)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.functions))))
@@ -291,7 +293,7 @@ def _call(tools: Tools, function: Function, tokenizer: Tokenizer) -> str:
 
 
 def _among_text(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
-    """Calls, if any, among free text."""
+    """Return the rule for free text that may contain calls."""
     form = tools.format
     if not form.mark:
         rules.append(r"OTHER: /[^{\s](.|\n)*/")
@@ -310,14 +312,14 @@ def _among_text(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
 
 
 def _up_to(rule: str, mark: str, tokenizer: Tokenizer) -> str:
-    """A rule for text up to and with a mark."""
+    """Return a rule for text up to a mark, the mark included."""
     if special_id(tokenizer, mark) is not None:
         return f"{rule}: TEXT {_literal(mark, tokenizer)}"
     return f"{rule}[lazy]: TEXT {_literal(mark)}"
 
 
 def _literal(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """In Lark: a text, or the special token that it begins with and its rest."""
+    """Return a text in Lark. A special token at its beginning is written as a token id."""
     if tokenizer is not None:
         mark = text.strip()
         index = special_id(tokenizer, mark)
@@ -331,8 +333,10 @@ def _quoted(text: str) -> str:
 
 
 def _tight(schema: dict[str, Any], is_lenient: bool = False) -> dict[str, Any]:
-    """At most one blank between tokens: a weak model would go on with them.  lenient: what the
-    library cannot hold an answer to is ignored, not refused."""
+    """Return a schema with at most one blank between tokens: a weak model would repeat blanks.
+
+    is_lenient: the library ignores what it cannot enforce, instead of refusing it.
+    """
     return {**schema, "x-guidance": {"whitespace_pattern": " ?", "lenient": is_lenient}}
 
 

@@ -1,7 +1,7 @@
-"""Logprobs of what was written and of prompts, as OpenAI's objects and vLLM's have them.
+r"""Logprobs of answers and prompts, in the formats of OpenAI and vLLM.
 
-A token that is no valid UTF-8 by itself is written ``bytes:\\xe2\\x80`` where a string is asked
-for, as OpenAI's API did.  A stop token is counted in the usage and has no entry.
+If a token is not valid UTF-8 by itself, its text is written as ``bytes:\xe2\x80``, as OpenAI's API
+did. A stop token counts in the usage and has no entry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxllama.text.tokenizer import Tokenizer
 
 
 class TextOffsets:
-    """Where in a choice's text each of its tokens begins, in whole characters."""
+    """Offsets of a choice's tokens in its text, in whole characters."""
 
     def __init__(self, call: AcceptedCall) -> None:
         self._stream = TextStream(call.tokenizer) if call.tokenizer else None
@@ -63,7 +63,7 @@ def completion_logprobs(
 def echoed_logprobs(
     call: AcceptedCall, index: int, offsets: TextOffsets
 ) -> CompletionLogprobs | None:
-    """Of the prompt's own tokens."""
+    """Return the logprobs of the prompt's own tokens, or None if they were not requested."""
     if not call.echoes_scores:
         return None
     scores, wanted = call.scores[index // call.choices], call.requests[index].logprobs
@@ -98,7 +98,7 @@ def joined(
 
 
 def prompt_logprobs(call: AcceptedCall, index: int) -> PromptLogprobs:
-    """As vLLM has them: each of the prompt's tokens and the likeliest ones, by id."""
+    """Return vLLM's prompt_logprobs: each prompt token and the likeliest tokens, by id."""
     scores = call.scores[index // call.choices]
     out: PromptLogprobs = []
     rows = zip(scores.tokens, scores.logprobs, scores.ranks, scores.tops, strict=True)
@@ -146,8 +146,10 @@ def chat_logprobs(
 
 
 def chat_entries(call: AcceptedCall, index: int, event: TextPiece) -> bytes:
-    """``chat_logprobs``' content of a piece that is not the last, as JSON without its brackets.
-    All but the numbers follows from the tokens, and is kept."""
+    """Return ``chat_logprobs``' content of a piece that is not the last, as JSON without brackets.
+
+    Everything but the numbers follows from the token ids, and is cached.
+    """
     tokenizer, wanted = call.tokenizer, call.requests[index].logprobs
     entries: list[bytes] = []
     for place, (token, logprob) in enumerate(zip(event.tokens, event.logprobs, strict=True)):
@@ -164,7 +166,7 @@ def chat_entries(call: AcceptedCall, index: int, event: TextPiece) -> bytes:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _around(tokenizer: Tokenizer | None, token: int) -> tuple[bytes, bytes]:
-    """A TopLogprob's JSON before and behind its number, without the last brace."""
+    """Return a TopLogprob's JSON before and after its number, without the last brace."""
     bare = TopLogprob(_spell(tokenizer, token), None, list(_bytes(tokenizer, token)))
     before, after = to_json(bare).split(b'"logprob":null')
     return before + b'"logprob":', after.removesuffix(b"}")
@@ -176,7 +178,7 @@ _json = msgspec.json.Encoder().encode
 def _scored(
     call: AcceptedCall, event: TextPiece
 ) -> list[tuple[int, float, list[tuple[int, float]]]]:
-    """(token, logprob, alternatives) of an event, without a stop token."""
+    """Return (token, logprob, alternatives) of an event's tokens, without a stop token."""
     n = len(event.tokens)
     if event.finish_reason == "stop" and n and event.tokens[-1] in call.eos:
         n -= 1
@@ -199,5 +201,5 @@ def _spell(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no -inf and NaN; OpenAI writes the least likely as -9999."""
+    """Return a logprob for JSON, which has no -inf and NaN; OpenAI writes the lowest as -9999."""
     return value if value > -9999.0 else (-9999.0 if value == value else None)

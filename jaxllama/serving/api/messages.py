@@ -1,14 +1,14 @@
-"""What a front end and the engine's process tell each other: msgpack structs, one frame each.
+"""Messages between a front end and the engine's process: msgpack structs, one frame each.
 
     encode(message) -> bytes             a whole frame: 4 bytes of length, then the msgpack
-    Frames(decoder).feed(data) -> [message, ...]    those that bytes off a socket complete
-    refusal(error) -> Refused, error(refused) -> Exception      exceptions on their way
+    Frames(decoder).feed(data) -> [message, ...]    the messages that the bytes complete
+    refusal(error) -> Refused, error(refused) -> Exception      exceptions as messages
 
-Token ids, logprobs and prepared requests cross; text never does.  Requests are numbered by their
-front end; what it asks has a ``call`` number, and the answer to it the same.
+Token ids, logprobs and prepared requests cross the socket; text never does. A front end numbers its
+requests. Each question has a ``call`` number, and its answer carries the same number.
 
-The structs are arrays on the wire, told apart by their first element (msgspec's tags).  Both ends
-are of one version and one user: nothing here is checked against a stranger.
+The structs are arrays on the wire, and their first element (msgspec's tag) identifies the class.
+Both ends have the same version and user, so nothing here is validated against a foreign client.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ _log = logging.getLogger("jaxllama.serving")
 
 
 class IdTaken(JaxLlamaError):
-    """An answer of this id is there or on its way."""
+    """An answer with this id exists or is in progress."""
 
 
 class IpcMessage(msgspec.Struct, array_like=True, gc=False):
     pass
 
 
-# A front end to the engine
+# From a front end to the engine
 
 
 class Accepted(IpcMessage):
-    """A body for the journal: its kind, time and JSON text, with its seed.  owner: who may read its
-    answer."""
+    """A body for the journal: its kind, time and JSON text, seed included.
+
+    owner: key of the client that may read the answer.
+    """
 
     kind: str
     at: int
@@ -49,8 +51,10 @@ class Accepted(IpcMessage):
 
 
 class Submit(IpcMessage, tag=0):
-    """Requests of one body under ``id``, all or none, numbered from ``first`` on.  is_known: it is
-    in the journal already.  Answered with None."""
+    """All requests of one body under ``id``, numbered from ``first`` on; all are queued or none.
+
+    is_known: the body is in the journal already. The answer is None.
+    """
 
     call: int
     id: str
@@ -61,7 +65,7 @@ class Submit(IpcMessage, tag=0):
 
 
 class End(IpcMessage, tag=1):
-    """kept: how many tokens of it the text has, for "stop"."""
+    """The end of a request. kept: for the reason "stop", the number of its tokens in the text."""
 
     number: int
     reason: FinishReason
@@ -69,14 +73,14 @@ class End(IpcMessage, tag=1):
 
 
 class Finish(IpcMessage, tag=2):
-    """A body's answer is certain; None: nobody has it, the next server owes it."""
+    """The answer of a body for the journal. None: there is no answer; the next server makes it."""
 
     id: str
     answer: str | None
 
 
 class HubRequest(IpcMessage, tag=3):
-    """``Hub.asked`` has the names."""
+    """A question to the hub. ``Hub.asked`` implements the names."""
 
     call: int
     name: Literal["find", "owed", "embed", "score", "metrics", "keep", "recall", "forget"]
@@ -84,7 +88,7 @@ class HubRequest(IpcMessage, tag=3):
 
 
 class ServedRequest(IpcMessage, tag=4):
-    """An HTTP request, for the metrics."""
+    """A finished HTTP request, for the metrics. seconds: its duration."""
 
     path: str
     method: str
@@ -93,18 +97,18 @@ class ServedRequest(IpcMessage, tag=4):
 
 
 class Ready(IpcMessage, tag=5):
-    """The front end listens."""
+    """The front end accepts connections."""
 
 
 class Pong(IpcMessage, tag=6):
     """The answer to ``Ping``: the front end's event loop runs."""
 
 
-# The engine to a front end
+# From the engine to a front end
 
 
 class RowEvent(msgspec.Struct, array_like=True, gc=False):
-    """What a request has written: of an Event all but the text.  error: of reason "error"."""
+    """The new tokens of a request: an Event without its text. error: for the reason "error"."""
 
     number: int
     tokens: list[int]
@@ -116,7 +120,7 @@ class RowEvent(msgspec.Struct, array_like=True, gc=False):
 
 
 class TextPiece(RowEvent):
-    """A Row in its front end, with the text that has become certain; index: of its choice."""
+    """A RowEvent in its front end, with the text that became certain. index: of its choice."""
 
     text: str = ""
     index: int = 0
@@ -125,7 +129,7 @@ class TextPiece(RowEvent):
 
 
 class Refused(IpcMessage, tag=1):
-    """An exception: of ``_KINDS``, its text, and what QueueFull brings."""
+    """An exception: its kind in ``_KINDS``, its text, and the fields of QueueFull."""
 
     kind: str
     text: str
@@ -135,13 +139,13 @@ class Refused(IpcMessage, tag=1):
 
 
 class StepNews(IpcMessage, tag=0):
-    """The news of all rows, a step's together."""
+    """The new tokens of all rows after one step."""
 
     rows: list[RowEvent]
 
 
 class Received(IpcMessage, tag=0):
-    """``StepNews`` as a front end reads it."""
+    """``StepNews`` as a front end decodes it."""
 
     rows: list[TextPiece]
 
@@ -152,19 +156,19 @@ class Reply(IpcMessage, tag=2):
 
 
 class Welcome(IpcMessage, tag=3):
-    """What a front end must know, pickled: ``front_end.FrontEndSetup``."""
+    """The setup of a front end (``front_end.FrontEndSetup``), pickled."""
 
     setup: bytes
 
 
 class Failed(IpcMessage, tag=4):
-    """The engine does nothing any more."""
+    """The engine has failed and does nothing any more."""
 
     reason: str
 
 
 class Report(IpcMessage, tag=6):
-    """Of a replica: its engine's figures, what it has observed since the last one, its failure."""
+    """A replica's figures, its observed times since the last report, and its failure."""
 
     stats: dict[str, Any]
     times: list[tuple[str, float]]
@@ -172,17 +176,17 @@ class Report(IpcMessage, tag=6):
 
 
 class Drain(IpcMessage, tag=5):
-    """Answer what is in flight, take no more, and end."""
+    """Answer the requests in flight, take no more, and end."""
 
 
 class Trouble(IpcMessage, tag=7):
-    """Why the journal cannot be written; None: it can be again."""
+    """Why the journal cannot be written; None: it can be written again."""
 
     reason: str | None
 
 
 class Ping(IpcMessage, tag=8):
-    """The front end answers with ``Pong``."""
+    """A sign of life; the front end answers with ``Pong``."""
 
 
 FromFrontEnd = Submit | End | Finish | HubRequest | ServedRequest | Ready | Pong
@@ -239,7 +243,11 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def refusal(error: Exception, call: int = 0) -> Refused:
-    """What is none of ours is logged here, where its traceback is."""
+    """Return an exception as a message.
+
+    An exception of another kind is logged here, where its traceback is, and sent as an internal
+    error.
+    """
     for name, kind in _KINDS.items():
         if isinstance(error, kind):
             more = getattr(error, "waiting", 0), getattr(error, "retry_after", 0.0)

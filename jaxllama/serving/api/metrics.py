@@ -4,10 +4,10 @@
     metrics.wrote(tokens); metrics.ended(reason)             by the hub
     metrics.request(path, method, status, seconds); metrics.page() -> (content type, bytes)
 
-One for all front ends, in the engine's process: what they count they tell it.  Histograms are fed
-by the engine's thread (time to first token, inter-token time, queue time, whole request); what the
-engine counts itself is read from ``engine.stats()`` when somebody looks.  The registry is this
-object's own, so that two servers in a process do not meet.
+One Metrics object in the engine's process serves all front ends, which report their requests to it.
+The engine's thread feeds the histograms: time to first token, inter-token time, queue time, time of
+the whole request. The engine's own counts are read from ``engine.stats()`` when the page is
+requested. Each object has its own registry, so two servers in one process do not mix.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HasStats(Protocol):
 
 
 class Metrics:
-    """See the module docstring."""
+    """Collects and writes the metrics; the module docstring has the interface."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -90,7 +90,7 @@ class Metrics:
         )
 
     def observe(self, name: str, seconds: float) -> None:
-        """The engine's callback."""
+        """Add seconds to a histogram; the engine's ``observe`` callback."""
         self._times[name].observe(seconds)
 
     def watch(self, engine: HasStats) -> None:
@@ -115,7 +115,7 @@ class _EngineCollector:
         self._engine = engine
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering asks the engine nothing
+        return []  # so that registering calls nothing on the engine
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()

@@ -1,4 +1,4 @@
-"""The OpenAPI page: what ``server`` answers, from the types that read bodies and write answers.
+"""The OpenAPI page of ``server``, made from the types of bodies and answers.
 
 document(max_len, keyed) -> dict     for GET /openapi.json
 """
@@ -28,7 +28,11 @@ _ERRORS = {
 
 
 def document(max_len: int, keyed: bool) -> dict[str, Any]:
-    """max_len: for the description.  keyed: whether requests need an API key."""
+    """Return the OpenAPI document.
+
+    max_len: the context length in tokens, for the description. keyed: whether requests need an API
+    key.
+    """
     from jaxllama import __version__
 
     bodies_read = "Completion", "Chat", "Responses", "Embedding", "Tokenize", "Detokenize"
@@ -154,7 +158,7 @@ def _responses(
     errors: tuple[str, ...],
 ) -> dict[str, Any]:
     if streams:
-        # Chunks, and an error object where the engine fails midway: no schema fits both.
+        # A stream has chunks, and an error object if the engine fails midway: no schema fits both.
         content = {**content, "text/event-stream": {}}
     out = {"200": {"description": "The answer", "content": content}}
     texts = dict(_ERRORS)

@@ -1,11 +1,11 @@
-"""Fields of other servers' APIs that change an answer, and that this server does not have.
+"""Fields of other servers' APIs that would change an answer and that this server lacks.
 
-    refuse(body, unknown)        ApiError 400 for the first of ``unknown`` that asks for something
+    refuse(endpoint, unknown, fields, hints)    ApiError 400 for the first field with an effect
 
-A field that no table names is logged and ignored.  A field in the table is refused unless its
-value asks for nothing: null, false, 0, an empty value, or one of the values beside its reason.
-Fields of the endpoints beside this one are refused in the same way.  What this server does for the
-fields that it has is a table in README.md.
+A field of the table is refused, unless its value has no effect: null, false, 0, an empty value, or
+one of the values beside its reason. Fields of this server's other endpoints are refused in the same
+way. A field that is neither in the table nor of another endpoint is logged and ignored. README.md
+has a table of the supported fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxllama.serving.api.schemas import ApiError
 
 _SAMPLER = "this sampler is not here; temperature, top_k, top_p and min_p are"
 _LIMIT = "send max_tokens"
-# Name: (why not, values that ask for nothing).
+# Name: (reason for the refusal, values without effect).
 ELSEWHERE: dict[str, tuple[str, tuple[Any, ...]]] = {
     # vLLM
     "chat_template": ("the checkpoint's is used; chat_template_kwargs are its variables", ()),
@@ -65,7 +65,11 @@ ELSEWHERE: dict[str, tuple[str, tuple[Any, ...]]] = {
 def refuse(
     endpoint: str, unknown: Mapping[str, Any], fields: Collection[str], hints: Mapping[str, str]
 ) -> None:
-    """fields: of other endpoints.  hints: what to send instead of some of them."""
+    """Refuse the first unknown field that would change the answer.
+
+    fields: names of other endpoints' fields. hints: the field to send instead, by name. Raises
+    ApiError 400.
+    """
     for name, value in unknown.items():
         if value in (None, False, "", [], {}):
             continue

@@ -1,10 +1,11 @@
-"""What a chat model's text says: its reasoning, its words, its calls of tools.
+"""Split a chat model's text into reasoning, content and calls of tools.
 
-    Reading(...)                     how an answer is to be read, from its body and its prompt
+    Reading(...)                     how to read an answer; follows from its body and prompt
     MessageReader(reading)           feed(text), close() -> Parts, as the text comes
 
-Reasoning is what stands between a template's tags for it, at the beginning of an answer; many
-templates write the first tag themselves.  Blanks around it are dropped.
+Reasoning is the text between a template's tags for it, at the beginning of an answer. Many
+templates write the first tag themselves, at the end of the prompt. Blanks around the reasoning are
+dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</se
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """tags: around the reasoning, None where there is none.  is_thinking: the prompt has begun it.
-    tools: that may be called."""
+    """How to read an answer.
+
+    tags: the tags around the reasoning, None if there are none. is_thinking: the prompt ends with
+    the first tag. tools: the tools that may be called.
+    """
 
     tags: tuple[str, str] | None
     is_thinking: bool
@@ -32,7 +36,7 @@ class Reading:
         return self.tags is None and self.tools is None
 
     def needs_special(self, tokenizer: Tokenizer) -> bool:
-        """Whether a mark that is looked for is a special token."""
+        """Return whether one of the marks to find is a special token."""
         marks = [*(self.tags or ()), *([self.tools.format.mark] if self.tools else ())]
         return any(special_id(tokenizer, mark) is not None for mark in marks)
 
@@ -41,13 +45,13 @@ PLAIN = Reading(None, False, None)
 
 
 def special_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """The special token that is spelt so."""
+    """Return the id of the special token with this spelling, or None."""
     index = tokenizer.id(text) if text else None
     return index if index is not None and not tokenizer.token_bytes(index) else None
 
 
 def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
-    """How the answer to ``prompt``, which this template has made, is read."""
+    """Return how to read the answer to ``prompt``, which was made with this template."""
     end = prompt.rstrip()
     for tags in TAGS:
         if tags[1] in template and not end.endswith(tags[1]):
@@ -56,7 +60,7 @@ def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
 
 
 class MessageReader(Machine):
-    """See the module docstring."""
+    """Splits an answer's text into parts; the module docstring has the interface."""
 
     def __init__(self, reading: Reading) -> None:
         tools, self._tags = reading.tools, reading.tags or ("", "")
@@ -83,7 +87,7 @@ class MessageReader(Machine):
         return parts
 
     def _at_start(self, text: str, parts: list[AnswerPart]) -> str:
-        """Whether it begins with reasoning."""
+        """Find out whether the answer begins with reasoning."""
         self._held += text
         seen = self._held.lstrip()
         if self._tags[0].startswith(seen):

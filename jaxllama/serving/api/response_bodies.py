@@ -1,13 +1,13 @@
-"""The body of POST /v1/responses, and the Chat that it means.
+"""The body of POST /v1/responses, and its translation to a Chat.
 
     Responses                                   the body
-    to_chat(body, earlier) -> (Chat, messages)  earlier: of ``previous_response_id``
+    to_chat(body, earlier) -> (Chat, messages)  earlier: messages of ``previous_response_id``
 
-``messages`` are the conversation so far without the instructions, which hold for one response only.
-Items that are no messages join the assistant's: a function_call is one of its calls, a
-function_call_output the tool's message, reasoning its ``reasoning_content``.
+``messages`` is the conversation so far without the instructions, which hold for one response only.
+Items that are not messages join the assistant's message. A function_call becomes one of its calls,
+reasoning its ``reasoning_content``. A function_call_output becomes a message of the tool.
 
-Tools other than functions are dropped.  Left out, with an error: images and files, ``background``,
+Tools other than functions are dropped. Refused with an error: images and files, ``background``,
 ``conversation``, stored prompts, logprobs.
 """
 
@@ -146,14 +146,14 @@ class Responses(Strict):
     grammar: str | None = None
     enable_thinking: bool | None = None
     cache_salt: CacheSalt | None = None
-    # Refused unless they ask for nothing.
+    # Refused, unless the value has no effect.
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
     image: dict[str, Any] | None = None
     moderation: dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    # Without effect: they concern OpenAI's own service, its own tools, or are hints.
+    # Without effect: these fields concern OpenAI's own service or its own tools, or are hints.
     access_programs: Any = None
     background_options: dict[str, Any] | None = None
     context_management: Any = None
@@ -201,7 +201,7 @@ _ABSENT = {
 
 
 def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Message]]:
-    """ApiError 400 for what is left out."""
+    """Return the Chat and the conversation so far. Raises ApiError 400 for unsupported fields."""
     for key, reason in _ABSENT.items():
         if getattr(body, key):
             raise ApiError(400, f"{key}: {reason}", param=key, code="unsupported")
@@ -222,13 +222,13 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
     }
     try:
         chat = Chat(**asked)
-    except ValidationError as error:  # no message among the items, or too many
+    except ValidationError as error:  # the items contain no message, or too many
         raise explain(error) from None
     return chat, messages
 
 
 def add_items(messages: list[Message], items: Sequence[Item]) -> None:
-    """What the items say, behind ``messages``, none of which is changed."""
+    """Append the items to ``messages``; existing messages are not modified."""
     thought: str | None = None
     for item in items:
         if isinstance(item, InputReasoning):
@@ -262,7 +262,7 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """In chat's words; what is none of them is refused there."""
+    """Return a tool choice in chat's format; chat refuses invalid ones."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function" and "name" in choice:

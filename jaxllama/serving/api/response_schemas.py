@@ -1,4 +1,4 @@
-"""The objects of /v1/responses, as dataclasses (``schemas`` has those of the rest)."""
+"""The objects of /v1/responses, as dataclasses (``schemas`` has the other objects)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the server answers: the objects of OpenAI's API as dataclasses.
+"""The server's answers: the objects of OpenAI's API as dataclasses.
 
-    to_json(value) -> bytes         the one way to the wire, by pydantic's serializer of the type
+    to_json(value) -> bytes         the only serialization, by pydantic's serializer of the type
 
-``answers`` makes them, and the OpenAPI page (``openapi``) takes its response schemas from them.
-What clients may ask is ``bodies``.
+``answers`` makes these objects, and the OpenAPI page (``openapi``) derives response schemas from
+them. ``bodies`` has the requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Schema:
-    """Nothing is left out on the wire, so every key is required in the schemas."""
+    """Base of the answers. Every key is written, so every key is required in the schemas."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
@@ -68,13 +68,13 @@ class PromptLogprob(Schema):
     decoded_token: str
 
 
-# A prompt's tokens: the token itself and the likeliest ones, by id.  The first has none.
+# The prompt's tokens: each with the likeliest tokens, by id. The first token has no entry.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 @schema
 class DetailedChoice(CompletionChoice):
-    """With what only those get who ask for it."""
+    """A choice with the fields that are sent on request only."""
 
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
@@ -131,7 +131,7 @@ class ToolCalled(Schema):
 
 @schema
 class ChatMessage(Schema):
-    """content is None where there are only calls."""
+    """The assistant's message. content is None if there are only calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -150,7 +150,7 @@ class ChatChoice(Schema):
 
 @schema
 class DetailedChatChoice(ChatChoice):
-    """With what only those get who ask for it."""
+    """A choice with the fields that are sent on request only."""
 
     token_ids: list[int] | None = None
 
@@ -223,7 +223,7 @@ class ChatChunkChoice(Schema):
 
 @schema
 class DetailedChunkChoice(ChatChunkChoice):
-    """With what only those get who ask for it; prompt_token_ids is in the first chunk."""
+    """A choice with fields that are sent on request; the first chunk has prompt_token_ids."""
 
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
@@ -242,7 +242,7 @@ class ChatChunk(Schema):
 
 @schema
 class NotedChatChunk(ChatChunk):
-    """The first chunk where there is something to note."""
+    """A first chunk with warnings."""
 
     warnings: list[str] | None = None
 
@@ -321,7 +321,7 @@ class ErrorObject(Schema):
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status and OpenAI's error object."""
+    """An error as an answer: HTTP status and OpenAI's error object."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """One of these, or what they are made of."""
+    """Return the JSON of one of these objects, or of the values that they consist of."""
     return _adapter(type(value)).dump_json(value)
 
 

@@ -1,10 +1,10 @@
-"""What a chat's ``tools``, ``tool_choice`` and ``parallel_tool_calls`` mean.
+"""The meaning of a chat's ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
 
-    offered(body, template) -> Tools | None      None where the model is shown no tools
+    offered(body, template) -> Tools | None      None if the model is shown no tools
 
-``auto``: the model calls what it likes, ``required``: at least one, a function's name: that one,
-``none``: it is shown no tools; ``allowed_tools``: some of those that it is shown.  How calls look
-is the template's ``Format``.
+``auto`` lets the model decide, ``required`` demands at least one call, and a function's name
+demands that function. ``none`` shows the model no tools. ``allowed_tools`` restricts the calls to
+some of the shown tools. The template's ``Format`` says how calls are written.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from jaxllama.serving.tools.formats import Format, format_of
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """shown: all, as templates expect them.  functions: those that may be called; is_forced: one of
-    them must be.  only_one: at most one."""
+    """The tools of a chat.
+
+    shown: all tools, in the form that templates expect. functions: those that may be called.
+    is_forced: at least one must be called. only_one: at most one call is allowed.
+    """
 
     shown: tuple[dict[str, Any], ...]
     functions: tuple[Function, ...]
@@ -34,8 +37,11 @@ class Tools:
 
 
 def offered(body: Chat, template: str) -> Tools | None:
-    """ApiError 400 for a template whose form of calls is unknown, for a choice that is none of
-    these, and for one of a tool that is not there."""
+    """Return the tools of a chat, or None if the model is shown none.
+
+    Raises ApiError 400 for a template whose form of calls is unknown, for an invalid
+    ``tool_choice``, and for the choice of a tool that does not exist.
+    """
     mode, chosen = _choice(body)
     if not body.tools:
         if mode != "auto":
@@ -60,13 +66,13 @@ def offered(body: Chat, template: str) -> Tools | None:
 
 
 def _choice(body: Chat) -> tuple[str, list[str] | None]:
-    """(auto, none, required or function; the names that are left, None for all)."""
+    """Return (auto, none, required or function; the allowed names, None for all)."""
     choice = body.tool_choice
     if choice is None or choice == "none":
         return ("auto", None) if choice is None or not body.tools else ("none", None)
     if choice in ("auto", "required"):
         return str(choice), None
-    asked: Any = choice  # anything
+    asked: Any = choice  # a value of any type
     try:
         if asked["type"] == "function":
             return "function", [_name(asked["function"]["name"])]

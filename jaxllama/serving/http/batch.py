@@ -2,14 +2,14 @@
 
     run(app, name, source, target, at_once, show) -> {"answered": ..., "failed": ..., "kept": ...}
 
-Lines are those of OpenAI's Batch API: ``{"custom_id", "method": "POST", "url", "body"}`` in,
-``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`` out, in the
-order in which answers end.  ``url`` is any of the server's POST paths; a body without ``model``
-means the one that is loaded.
+Lines have the form of OpenAI's Batch API. A line of input is ``{"custom_id", "method": "POST",
+"url", "body"}``, and a line of output ``{"id", "custom_id", "response": {"status_code",
+"request_id", "body"}, "error"}``. Output lines come in the order in which answers end. ``url`` is
+any of the server's POST paths. A body without ``model`` means the loaded model.
 
-Resumable: what is in ``target`` already is not asked again, and half a line at its end, of a
-process that was killed, is taken back.  Every line that is there is an answer for good: what is
-asked too fast is asked again, and an engine that fails ends the run without one.
+A batch can be resumed: ids with an answer in ``target`` are skipped, and an incomplete last line of
+a killed process is removed. A line in ``target`` is a final answer: a body that the full queue
+refused is sent again, and an engine that fails ends the run without an answer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ Line = tuple[str, str, dict[str, Any]]  # custom_id, url, body
 def run(
     app: ASGIApp, name: str, source: Path, target: Path, at_once: int, show: bool = True
 ) -> dict[str, int]:
-    """at_once: bodies in flight.  JaxLlamaError naming a line that is none, before anything is
-    asked, and for an engine that fails."""
+    """Answer a batch file and return the numbers of answers.
+
+    at_once: number of bodies in flight. Raises JaxLlamaError for an invalid line, before anything
+    is answered, and for an engine that fails.
+    """
     done = _finished(target)
     lines = [line for line in read(source) if line[0] not in done]
     counts = {"answered": 0, "failed": 0, "kept": len(done)}
@@ -71,7 +74,7 @@ def run(
 
 
 async def _all(lines: list[Line], one: Any, at_once: int) -> None:
-    """As many workers as may be in flight, each with the next line when it has an answer."""
+    """Run ``at_once`` workers, each of which takes the next line after an answer."""
     rest = iter(lines)
 
     async def work() -> None:
@@ -89,7 +92,7 @@ async def _all(lines: list[Line], one: Any, at_once: int) -> None:
 async def post(
     app: ASGIApp, path: str, body: dict[str, Any], request_id: str
 ) -> tuple[int, dict[str, Any]]:
-    """What the application answers to one body: (status, JSON)."""
+    """Return the application's answer to one body: (status, JSON)."""
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     scope = {
@@ -124,7 +127,7 @@ async def post(
 
 
 def read(source: Path) -> list[Line]:
-    """JaxLlamaError naming the line."""
+    """Return the lines of a batch file. Raises JaxLlamaError naming an invalid line."""
     lines: list[Line] = []
     seen: set[str] = set()
     for number, text in _numbered(source):
@@ -158,7 +161,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _finished(target: Path) -> set[str]:
-    """The ids that ``target`` has answers of; half a line at its end goes."""
+    """Return the ids with an answer in ``target``, and remove an incomplete last line."""
     if not target.exists():
         return set()
     data = target.read_bytes()

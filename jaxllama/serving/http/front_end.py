@@ -1,11 +1,11 @@
-"""A front end: a process that talks HTTP and has no model, the child of the engine's.
+"""A front end: a process that speaks HTTP and has no model, a child of the engine's process.
 
-    start(socket, listener) -> Popen     socket: to the engine's process; listener: of clients
-    main()                               what that runs; its arguments are their descriptors
+    start(socket, listener) -> Popen     socket: to the engine's process; listener: for clients
+    main()                               the child's program; its arguments are both descriptors
 
-It takes its model's facts from the ``Welcome``, then accepts connections of the port that all front
-ends share, until it is told to ``Drain``.  When the engine's process is gone, whoever waits gets
-503, and it ends with status 1.  It answers each ``Ping`` (``wire.Pulse``).
+The ``Welcome`` message describes the model. The front end then accepts connections on the port that
+all front ends share, until a ``Drain`` message. If the engine's process is gone, waiting clients
+get 503, and the front end ends with status 1. It answers each ``Ping`` (``wire.Pulse``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ GONE = "the engine's process has ended"
 
 @dataclasses.dataclass(frozen=True)
 class FrontEndSetup:
-    """max_queue: the engine's.  drain_timeout: seconds from ``Drain`` to the end."""
+    """The setup of a front end.
+
+    max_queue: the engine's. drain_timeout: seconds from ``Drain`` to the end.
+    """
 
     facts: Facts
     settings: ServerSettings
@@ -45,7 +48,7 @@ class FrontEndSetup:
 
 def start(theirs: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
     files = theirs.fileno(), listener.fileno()
-    # It has no device, and finds the modules that this process has found.
+    # It has no device, and it uses this process's module path.
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -57,7 +60,7 @@ def start(theirs: socket.socket, listener: socket.socket) -> subprocess.Popen[by
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=2,
-        start_new_session=True,  # Ctrl-C is the parent's
+        start_new_session=True,  # Ctrl-C goes to the parent only
     )
 
 
@@ -87,7 +90,7 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
     lost = asyncio.create_task(wire.gone.wait())
     await asyncio.wait((welcomed, lost), return_when=asyncio.FIRST_COMPLETED)
     if not welcomed.done():
-        return 1  # the model could not be loaded, and its process says so
+        return 1  # the model could not be loaded, and the engine's process reports it
     setup = welcomed.result()
     link.know(setup.facts.tokenizer, setup.facts.config.eos_token_ids)
     app = application(setup.facts, link, setup.settings, setup.max_queue)

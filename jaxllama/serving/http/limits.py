@@ -2,17 +2,17 @@
 
     protocol(peers) -> class             for ``uvicorn.Config(http=...)``
     Peers(limit)                         the open connections of this process, by client address
-    raise_descriptors()                  as many of them as the system allows
+    raise_descriptors()                  raises the limit of open files to the system's maximum
 
-uvicorn reads headers of any size for any time.  Here the request line and headers have at most
-``HEAD_BYTES`` (431) and ``HEAD_SECONDS`` (408).  A body's trailers have at most ``HEAD_BYTES`` too.
-The application limits a body's size and time (``read_body``); a body that it does not read ends the
-connection after ``BODY_SECONDS``.
+uvicorn reads headers of any size for any time. Here the request line and headers have at most
+``HEAD_BYTES`` (431) and ``HEAD_SECONDS`` (408). A body's trailers have at most ``HEAD_BYTES`` too.
+The application limits a body's size and time (``read_body``). A body that the application does not
+read ends the connection after ``BODY_SECONDS``.
 
 An address has at most ``CLIENT_CONNECTIONS`` connections, and never more than half of the
-descriptors that this process may open.  At the bound a new connection takes the place of the
-oldest one that has not sent a whole request (idle, or half a request).  If all of them wait for
-answers, the new one gets 429.  So half requests keep no whole ones out.
+descriptors that this process may open. At the bound a new connection replaces the oldest one that
+has not sent a whole request, because it is idle or has sent half a request. If all of them wait for
+answers, the new one gets 429. So half requests never block whole ones.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxllama.serving.api.schemas import ApiError, to_json
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
-BODY_SECONDS = 35.0  # longer than the application waits, so that its own answer is sent
-LINGER_SECONDS = 1.0  # in which a refused client may read why
+BODY_SECONDS = 35.0  # longer than the application waits, so that the application's answer is sent
+LINGER_SECONDS = 1.0  # in which a refused client may read the reason
 CLIENT_CONNECTIONS = 1024
-SPARE = 8  # descriptors that no client has: files, the journal, imports
+SPARE = 8  # descriptors reserved for files, the journal, imports
 _log = logging.getLogger("jaxllama.serving")
 _REASONS = {
     408: "Request Timeout",
@@ -43,35 +43,35 @@ _REASONS = {
 
 
 def raise_descriptors() -> None:
-    """Let this process open as many files as the system allows it to."""
+    """Raise this process's limit of open files to the system's maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):  # macOS says unlimited and means less
+        except (ValueError, OSError):  # macOS reports unlimited and allows less
             pass
 
 
 class Peers:
-    """The open connections of this process.  limit: of one address."""
+    """The open connections of this process. limit: largest number of one address."""
 
     def __init__(self, limit: int = CLIENT_CONNECTIONS) -> None:
         self._limit = limit
-        self._others: int | None = None  # descriptors that are no connections
-        # The oldest first.
+        self._others: int | None = None  # number of descriptors that are not connections
+        # the oldest first
         self._all: dict[Limited, None] = {}
         self._by_address: dict[str, dict[Limited, None]] = collections.defaultdict(dict)
 
     @property
     def total(self) -> int:
-        """Connections that this process can have."""
+        """Largest number of connections that this process can have."""
         if self._others is None:
             self._others = len(os.listdir("/dev/fd")) - len(self._all)
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return 2**31 if most == resource.RLIM_INFINITY else max(most - self._others - SPARE, 2)
 
     def enter(self, one: Limited) -> bool:
-        """Count a new connection.  False: there is no room for it."""
+        """Count a new connection; return False if there is no room for it."""
         theirs = self._by_address[one.address]
         theirs[one] = self._all[one] = None
         total = self.total
@@ -89,7 +89,7 @@ class Peers:
 
 
 def _make_room(connections: dict[Limited, None], newest: Limited) -> bool:
-    """Close the oldest connection that waits for no answer.  False: there is none."""
+    """Close the oldest connection that waits for no answer; return False if there is none."""
     for other in connections:
         if other is not newest and not other.is_answering:
             other.give_way()
@@ -98,8 +98,11 @@ def _make_room(connections: dict[Limited, None], newest: Limited) -> bool:
 
 
 class Limited(HttpToolsProtocol):
-    """See the module docstring.  A connection is between two requests or in a request's head, then
-    in its body, then waits for the answer."""
+    """A connection with limits; the module docstring names them.
+
+    A connection is between two requests or in a request's head, then in its body, then waits for
+    the answer.
+    """
 
     peers: Peers
 
@@ -108,8 +111,8 @@ class Limited(HttpToolsProtocol):
         self.address = ""
         self._in_head, self._is_refused = True, False
         self._has_begun = self._has_progress = False
-        self._bytes = 0  # without progress: of headers, trailers or a chunk's extensions
-        self._since = 0.0  # when this part of the request began
+        self._bytes = 0  # bytes without progress: of headers, trailers or a chunk's extensions
+        self._since = 0.0  # time at which this part of the request began
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -183,7 +186,7 @@ class Limited(HttpToolsProtocol):
             self.refuse(408, f"the request did not arrive within {HEAD_SECONDS:g} s")
 
     def give_way(self) -> None:
-        """Close the connection for the sake of a newer one."""
+        """Close the connection in favour of a newer one."""
         self.peers.leave(self)
         if self._is_refused or not self._has_begun:
             self.transport.close()
@@ -191,13 +194,16 @@ class Limited(HttpToolsProtocol):
             self.refuse(429, "too many connections: this one had not sent a whole request")
 
     def refuse(self, status: int, message: str, linger: float = 0.0) -> None:
-        """Answer with an error and close the connection.  linger: seconds in which what the client
-        still sends is dropped, because a connection closed before may lose the answer."""
+        """Answer with an error and close the connection.
+
+        linger: seconds in which further bytes of the client are dropped. A connection that is
+        closed before them may lose the answer.
+        """
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
         _log.info("refused", extra={"fields": {"client": self.address, "status": status}})
-        # Nothing may be written into another answer or behind this request's own.
+        # The error must not be written into another answer or after this request's own answer.
         if not self.is_answering and (self._in_head or not self.cycle.response_started):
             error = to_json(ApiError(status, message).body())
             self.transport.write(
@@ -213,5 +219,5 @@ class Limited(HttpToolsProtocol):
 
 
 def protocol(peers: Peers | None = None) -> type[HttpToolsProtocol]:
-    """The protocol of one server, whose connections ``peers`` counts."""
+    """Return the protocol of one server, whose connections ``peers`` counts."""
     return type("LimitedProtocol", (Limited,), {"peers": peers or Peers()})

@@ -1,11 +1,11 @@
-"""What every HTTP request passes, whatever it asks for.
+"""The checks and log lines of every HTTP request, on any path.
 
 An ASGI middleware gives the request an id (``X-Request-Id``, the client's own if it is plain),
-checks its Host and the API key, adds headers, and afterwards counts the request and logs one line.
-``scope["state"]["owner"]`` names the key: a digest of it, "" where there are no keys.  Beside it
-what handlers need of a connection:
+checks its Host and the API key, and adds headers. Afterwards it counts the request and logs one
+line. ``scope["state"]["owner"]`` names the key: a digest of it, "" if the server has no keys. The
+module also has the connection helpers of the handlers:
 
-    answer_error(error)                      OpenAI's error object for whatever was raised
+    answer_error(error)                      OpenAI's error object for any exception
     read_body(request, limit)                413 beyond the limit, 408 when it does not come
     unless_disconnected(receive, work)       the work's result, or ClientGone and the work cancelled
 """
@@ -36,10 +36,11 @@ from jaxllama.serving.api.messages import ServedRequest
 from jaxllama.serving.api.schemas import ApiError, respond
 from jaxllama.serving.ipc.link import EngineClient
 
-CLIENT_GONE = 499  # nginx's status for a client that left; nobody reads it but the log
-BODY_SECONDS = 30.0  # for a body to arrive
-RETRY_JOURNAL = 5  # seconds after which a client tries again whose body could not be journalled
-OPEN = ("/health", "/openapi.json", "/", "/page.js", "/page.css")  # no key, no secrets
+CLIENT_GONE = 499  # nginx's status for a client that left; only the log shows it
+BODY_SECONDS = 30.0  # seconds for a body to arrive
+RETRY_JOURNAL = 5  # seconds after which a client tries again if its body could not be journalled
+# paths without a key and without secrets
+OPEN = ("/health", "/openapi.json", "/", "/page.js", "/page.css")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -58,8 +59,11 @@ class ClientGone(Exception):
 
 
 class Middleware:
-    """See the module docstring.  paths: those that metrics tell apart.  hosts: names that a Host
-    header may have beside the local ones; None: any."""
+    """The middleware of a server; the module docstring has its tasks.
+
+    paths: the paths that metrics distinguish. hosts: names that a Host header may have beside the
+    local ones; None allows any.
+    """
 
     def __init__(
         self,
@@ -121,10 +125,13 @@ class Middleware:
             _log.log(level, "request", extra={"fields": line})
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """ApiError 421 for a name that is not this server's.  A web page whose name has been made
-        to point to 127.0.0.1 is of the same origin for its browser, but its Host is that name."""
+        """Raise ApiError 421 for a name that is not this server's.
+
+        A foreign web page can make its name point to 127.0.0.1. Its browser then treats this server
+        as the same origin, but sends the page's name as the Host.
+        """
         host = headers.get(b"host")
-        if self._hosts is None or host is None:  # browsers send it always
+        if self._hosts is None or host is None:  # browsers always send it
             return
         name = _host_name(host.decode("latin-1"))
         if name in self._hosts or is_local(name):
@@ -133,12 +140,12 @@ class Middleware:
         raise ApiError(421, message, code="unknown_host")
 
     def _owner(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Who asks: a digest of the API key, "" where no key is needed.  ApiError 401."""
+        """Return a digest of the API key, or "" if no key is needed. Raises ApiError 401."""
         if not self._keys or path in OPEN:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         key = key.strip()
-        # Every key is compared, in constant time.
+        # All keys are compared, each in constant time.
         if scheme.lower() == b"bearer" and sum(
             hmac.compare_digest(key, known) for known in self._keys
         ):
@@ -158,7 +165,7 @@ def _host_name(host: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host's name or address is this machine's own and no other's."""
+    """Return whether a host's name or address always means this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -168,7 +175,7 @@ def is_local(host: str) -> bool:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What clients are told of anything raised; what is our fault is logged and not told."""
+    """Return the ApiError for any exception; internal errors are logged and not shown."""
     if isinstance(error, QueueFull):
         retry = max(1, round(error.retry_after + 0.5))
         return ApiError(429, str(error), code="queue_full", retry_after=retry)
@@ -189,7 +196,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def answer_error(error: Exception) -> Response:
-    """OpenAI's error object for anything raised."""
+    """Return OpenAI's error object for any exception."""
     headers = dict(getattr(error, "headers", None) or {})
     error = api_error(error)
     if error.retry_after is not None:
@@ -200,8 +207,11 @@ def answer_error(error: Exception) -> Response:
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
-    """The JSON body's bytes.  A form's content type is refused, so that no web page of another
-    origin can send requests in its visitor's name."""
+    """Return the JSON body's bytes.
+
+    A form's content type is refused, so that no web page of another origin can send requests in its
+    visitor's name.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content type is {kind or 'missing'}: send application/json")
@@ -210,7 +220,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                # Read on a little: a client that still sends does not see an answer.
+                # Read further than the limit: a client that still sends does not see an answer.
                 if size <= limit:
                     data += part
                 elif size > 8 * limit:
@@ -225,7 +235,10 @@ async def read_body(request: Request, limit: int) -> bytearray:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The body must have been read: the next message can only be the client's leaving."""
+    """Return the work's result, or raise ClientGone if the client disconnects first.
+
+    The body must have been read: then the next message can only be the disconnection.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:

@@ -1,19 +1,23 @@
-"""``jaxllama serve``: load, warm up, listen, and end well.
+"""``jaxllama serve``: load, warm up, listen, and shut down.
 
     serve(options, load)                 blocks until SIGTERM or Ctrl-C
     local_app(lm, name, engine options)  the application without a port, for batches
 
-This process has the engine, its metrics and its journal; ``api_servers`` others, its children, talk
-HTTP (``front_end``). They share the port, which is bound before the model is loaded, so that a
-taken one is known at once. They listen when the programs of a first request exist; a thread of the
-engine compiles the others (``engine.programs``). A front end that dies loses
-its own connections: its rows are cancelled and it is started again. One that hangs is killed.
-SIGTERM drains: no new connections, what is in flight is answered; what has not ended after
-``drain_timeout`` seconds gets 503 (and, with a state folder, is done at the next start). When the
-engine fails, all clients are told and the process ends with status 1, for a supervisor to start
-again; when it is killed, its front ends tell them and end. The one line on stdout says where the
-server listens; logs are JSON on stderr, the model's own sampling, where it has one, among the
-first; while there is work, one says every ``INTERVAL`` seconds what the engine does.
+This process has the engine, its metrics and its journal. ``api_servers`` child processes speak HTTP
+(``front_end``). They share the port, which is bound before the model is loaded, so a port in use is
+reported at once. They listen when the programs of a first request exist; a thread of the engine
+compiles the others (``engine.programs``).
+
+A front end that dies loses its own connections: its rows are cancelled, and it is started again. A
+front end that hangs is killed. SIGTERM drains the server: it takes no new connections and answers
+the requests in flight. Requests that have not ended after ``drain_timeout`` seconds get 503; with a
+state folder they are answered after the next start. When the engine fails, all clients get an
+error, and the process ends with status 1, so that a supervisor starts it again. When this process
+is killed, its front ends report that to their clients and end.
+
+One line on stdout says where the server listens. Logs are JSON on stderr. One of the first lines
+names the model's own sampling, if it has one. While there is work, a line every ``INTERVAL``
+seconds reports the engine's throughput.
 """
 
 from __future__ import annotations
@@ -60,18 +64,21 @@ from jaxllama.engine.journal import Journal
 
 INTERVAL = 10.0
 KEY_VARIABLE = "JAXLLAMA_API_KEY"
-LOOK = 0.1  # seconds between two looks at the engine
-LAST_WORDS = 5  # seconds for front ends to tell their clients that the server stops
+LOOK = 0.1  # seconds between two checks of the engine
+LAST_WORDS = 5  # seconds for front ends to report to their clients that the server stops
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """engine: options of ``Engine``. names: what clients call the model, its own where there are
-    none. origins: of web pages that may ask. hosts: names that a Host header may have beside the
-    local ones, "*" for any; without them any, but for a server on a local address without keys,
-    which any web page could reach under a name of its own. api_servers: processes that talk HTTP;
-    replicas: engines, of which more than one are processes too, and ``load`` must be picklable.
-    Raises JaxLlamaError naming the flag."""
+    """Options of ``serve``.
+
+    engine: options of ``Engine``. names: names of the model for clients; by default the model's
+    own. origins: origins of web pages that may send requests. hosts: names that a Host header may
+    have beside the local ones; "*" allows any. Without hosts any name is allowed, except on a local
+    address without keys, which any web page could reach under a name of its own. api_servers:
+    number of processes that speak HTTP. replicas: number of engines; several engines are processes
+    too, and ``load`` must be picklable. Raises JaxLlamaError naming the flag.
+    """
 
     model: str
     host: str = "127.0.0.1"
@@ -95,21 +102,24 @@ class ServeOptions:
 
     @property
     def known_hosts(self) -> tuple[str, ...] | None:
-        """As ``Settings.hosts``."""
+        """The names for ``ServerSettings.hosts``."""
         if "*" in self.hosts or not (self.hosts or (is_local(self.host) and not self.api_keys)):
             return None
         return self.hosts
 
 
 def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
-    """See the module docstring.  load: makes the model, once the port is ours."""
+    """Run the server until SIGTERM or Ctrl-C; the module docstring has the details.
+
+    load: returns the model; called after the port is bound.
+    """
     listener = _bind(options.host, options.port)
     with listener, logs.progress_lines(), contextlib.ExitStack() as children:
         if not options.api_keys and not is_local(options.host):
             warnings.warn(
                 f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
             )
-        # They import what they need while the model is loaded.
+        # The front ends import their modules while the model is loaded.
         front_ends = [_FrontEnd(listener) for _ in range(options.api_servers)]
         for one in front_ends:
             children.callback(one.kill)
@@ -163,7 +173,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
 def local_app(
     lm: LanguageModel, name: str, options: dict[str, Any]
 ) -> Generator[tuple[ASGIApp, Engine]]:
-    """The application over an engine of its own, which runs meanwhile, without a port."""
+    """Yield the application over a running engine of its own, without a port."""
     metrics = Metrics()
     engine = Engine(lm, observe=metrics.observe, **options)
     with progress.working("compiling (later starts take it from the cache)"):
@@ -175,7 +185,7 @@ def local_app(
 
 
 class _FrontEnd:
-    """A child that talks HTTP, and this end of the socket to it."""
+    """A child that speaks HTTP, and the parent's end of the socket to it."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.began = time.monotonic()
@@ -190,7 +200,7 @@ class _FrontEnd:
 
 
 class _Server:
-    """The engine's process beside its front ends."""
+    """The engine's process with its front ends."""
 
     def __init__(
         self,
@@ -210,7 +220,7 @@ class _Server:
     async def run(
         self, front_ends: list[_FrontEnd], banner: str, sampling: str | None
     ) -> str | None:
-        """Until SIGTERM, Ctrl-C or a failure, which it returns."""
+        """Run until SIGTERM, Ctrl-C or a failure; return the failure or None."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
@@ -236,7 +246,7 @@ class _Server:
         return self._error
 
     def _end(self) -> None:
-        """A second Ctrl-C does not wait."""
+        """Begin to shut down; a second Ctrl-C interrupts at once."""
         self._ending.set()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
@@ -246,7 +256,7 @@ class _Server:
         task.add_done_callback(self._living.discard)
 
     async def _serve(self, one: _FrontEnd) -> None:
-        """Until the front end is gone; then another takes its place."""
+        """Serve a front end until it is gone; then start another in its place."""
         is_ready, pulse = False, Pulse()
 
         def ready() -> None:
@@ -296,7 +306,7 @@ class _Server:
         self._ending.set()
 
     async def _drain(self) -> None:
-        """Front ends answer what is in flight; what is late is stopped."""
+        """Let front ends answer the requests in flight, and stop those that take too long."""
         self._listener.close()
         self._hub.tell(messages.Drain())
         if self._living:
@@ -307,7 +317,7 @@ class _Server:
 
 
 async def report(engine: HasStats) -> None:
-    """A line of the log every ``INTERVAL`` seconds in which there was something to do."""
+    """Log a line every ``INTERVAL`` seconds in which the engine did steps."""
     log, before, then = logging.getLogger("jaxllama.serving"), engine.stats(), time.monotonic()
     while True:
         await asyncio.sleep(INTERVAL)
@@ -332,7 +342,7 @@ async def report(engine: HasStats) -> None:
 
 
 def model_name(model: str) -> str:
-    """What clients call it: a preset's or hub name as it is, a path's last part."""
+    """Return the model's name for clients: a preset's or hub name, or the last part of a path."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
 

@@ -1,7 +1,7 @@
-"""/v1/responses: made, streamed, continued, read again and forgotten.
+"""The routes of /v1/responses: create, stream, continue, retrieve and delete.
 
-They are kept in the memory of the engine's process (``hub.Responses``), for all front ends, not in
-a state folder: a server that starts again knows none of them, and owes none.
+The memory of the engine's process keeps responses for all front ends (``hub.StoredResponses``).
+They are not in the state folder, so a restarted server knows none of them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class ResponseRoutes:
         return ResponseFrame(call, body, messages)
 
     async def _recall(self, id: str, owner: str, param: str) -> tuple[bytes, bytes]:
-        """A response and its conversation, as JSON; ApiError 404 for one that is not there, or that
-        belongs to another key."""
+        """Return a response and its conversation, as JSON.
+
+        Raises ApiError 404 if it is missing or belongs to another key.
+        """
         [kept] = await self._link.ask("recall", id, owner)
         if kept is None:
             message = f"{param}: no response with the id {id!r}"

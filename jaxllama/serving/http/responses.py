@@ -1,11 +1,12 @@
 """Answers of /v1/responses: a conversation's newest part as items, whole or as a stream of events.
 
-    Frame(call, body, messages)     what is known of a response before it is written
-    Writer(frame)                   what the engine writes to items, telling each step of them
-    ResponseStream(run, frame, done)    an ASGI response
+    ResponseFrame(call, body, messages)     the parts of a response that are known beforehand
+    Writer(frame)                           the engine's output to items, with an event for each
+    step
+    ResponseStream(run, frame, done)        an ASGI response
 
-Source: OpenAI's API reference, and its Python client's types.  Reasoning tokens are not counted
-apart.
+Source: OpenAI's API reference, and its Python client's types. Reasoning tokens are not counted
+separately.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
 @dataclasses.dataclass(frozen=True)
 class ResponseFrame:
-    """messages: the conversation up to the answer, without the instructions."""
+    """The parts of a response that are known before the answer.
+
+    messages: the conversation up to the answer, without the instructions.
+    """
 
     call: AcceptedCall
     body: Responses
@@ -90,7 +94,7 @@ class ResponseFrame:
         )
 
     def conversation(self, output: list[OutputItem]) -> list[Message]:
-        """With the answer."""
+        """Return the conversation with the answer."""
         items: list[Any] = []
         for item in output:
             if isinstance(item, ReasoningItem):
@@ -128,8 +132,11 @@ Told = dict[str, Any]
 
 
 class Writer:
-    """``read`` gives the events that the client is told; ``output`` is what has come of it, and
-    ``status`` how it has ended."""
+    """Turns pieces of text into items and events.
+
+    ``read`` returns the events for the client. ``output`` holds the items, and ``status`` says how
+    the response has ended.
+    """
 
     def __init__(self, frame: ResponseFrame) -> None:
         self._call = frame.call
@@ -191,7 +198,7 @@ class Writer:
         return [*told, self._tell("content_part.added", content_index=0, part=piece)]
 
     def _end(self, status: Status) -> list[Told]:
-        """Of the item that is being written."""
+        """Return the events that end the current item."""
         if not self.output or self.output[-1].status != "in_progress":
             return []
         item = self.output[-1]
@@ -211,7 +218,7 @@ class Writer:
         ]
 
     def _tell(self, name: str, /, **more: Any) -> Told:
-        """What is told is written down at once: the item goes on changing."""
+        """Return an event. Its values are copied, because the item still changes."""
         item, number = self.output[-1], len(self.output) - 1
         fields: Told = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
         told: Told = {"type": f"response.{name}", "output_index": number, **fields, **more}
@@ -222,7 +229,7 @@ class Writer:
 
 
 async def whole(run: CallRun, frame: ResponseFrame) -> ResponseObject:
-    """ApiError when the engine fails."""
+    """Return the whole response. Raises ApiError when the engine fails."""
     writer = Writer(frame)
     async with contextlib.aclosing(run.events()) as events:
         async for pieces in events:
@@ -232,7 +239,7 @@ async def whole(run: CallRun, frame: ResponseFrame) -> ResponseObject:
 
 
 class ResponseStream(EventStream):
-    """done(response): it is whole."""
+    """A streamed response. done: called with the whole response."""
 
     def __init__(
         self, run: CallRun, frame: ResponseFrame, done: Callable[[ResponseObject], Awaitable[None]]

@@ -1,12 +1,12 @@
 """One call on its way: the pieces of its requests become an answer, whole or streamed.
 
-    run = Run(kind, call, stream, fields, finish)
+    run = CallRun(kind, call, stream, fields, finish)
     await run.whole()              the answer object; ApiError when a row or the engine fails
-    ChunkStream(run, body)         an ASGI response that sends it as it is made
+    ChunkStream(run, body)         an ASGI response that sends the answer as it is made
 
-Contract.  ``finish(id, answer)`` is called once, when the end is certain: answered, failed, or left
-by its client (then the rows are cancelled).  answer is None when the engine was stopped meanwhile:
-then it is still owed.
+Contract. ``finish(id, answer)`` is called once, when the answer is complete, has failed, or lost
+its client; in the last case the rows are cancelled. answer is None if the engine was stopped
+meanwhile: the next server then makes the answer.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ Finish = Callable[[str, Callable[[], Outcome] | None], None]
 async def submit(
     link: EngineClient, call: AcceptedCall, entry: Accepted | None = None, is_known: bool = False
 ) -> tuple[AcceptedCall, PieceStream]:
-    """The call, under another id where its own is taken: clients may use a request id again.
-    What of a prompt alone is asked has no requests."""
+    """Submit a call. A call whose id is taken gets another id: clients may reuse a request id.
+
+    A call that only scores the prompt submits no engine request.
+    """
     requests = call.requests if call.is_written else ()
     while True:
         try:
             stream = await link.submit(call.id, requests, entry, is_known)
             break
         except IdTaken:
-            if is_known:  # another front end's, which is gone, and its rows will be
+            if is_known:  # the rows belong to a front end that is gone, and will end
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
                 call = dataclasses.replace(call, id=f"{call.id}-{uuid.uuid4().hex}")
@@ -84,7 +86,8 @@ async def submit(
 class CallRun:
     """One call on its way: follows the pieces, keeps the answer, and reports its end once.
 
-    kept: whether the whole answer is asked for at the end."""
+    kept: whether the whole answer is needed at the end.
+    """
 
     def __init__(
         self,
@@ -99,8 +102,10 @@ class CallRun:
         self._answer, self._fields, self._ended = answers.PartialAnswer(call, kept), fields, False
 
     async def events(self) -> AsyncGenerator[list[TextPiece]]:
-        """What has come, one piece a choice, until all is said.  ApiError when a row ends with an
-        error, or the engine fails or is stopped."""
+        """Yield lists of pieces, one piece for each choice, until the answer is complete.
+
+        Raises ApiError when a row ends with an error, or the engine fails or is stopped.
+        """
         try:
             async for pieces in self._stream:
                 for piece in pieces:
@@ -122,7 +127,7 @@ class CallRun:
             error = api_error(messages.error(piece.error))
             self._end(error.body, str(error))
             raise error
-        if piece.finish_reason == "cancelled":  # not by us: the engine has been stopped
+        if piece.finish_reason == "cancelled":  # not by this server: the engine has been stopped
             self._end(None, "stopped")
             raise ApiError(503, "the server is stopping", code="stopping", retry_after=1)
 
@@ -133,7 +138,7 @@ class CallRun:
         return self._whole()
 
     def abandon(self) -> None:
-        """Nobody waits any more; nothing if all was said already."""
+        """Cancel the call, because its client has left; does nothing after the end."""
         self._stream.close()
         self._end(ApiError(CLIENT_GONE, "the client left", code="cancelled").body, "client gone")
 
@@ -152,8 +157,11 @@ class CallRun:
 
 
 class EventStream:
-    """A streamed answer, as an ASGI response: server-sent events (``_pieces``), and ``_failure``
-    when the engine fails midway."""
+    """A streamed answer as an ASGI response of server-sent events.
+
+    Subclasses implement ``_pieces`` and may override ``_failure``, the event for an engine that
+    fails midway.
+    """
 
     def __init__(self, run: CallRun) -> None:
         self._run = run
@@ -188,8 +196,10 @@ class EventStream:
 
 
 class ChunkStream(EventStream):
-    """Of completions and chats: one chunk an event, ``[DONE]`` at the end, an error object instead
-    when the engine fails midway."""
+    """A stream of completions or chats: one chunk an event, ``[DONE]`` at the end.
+
+    If the engine fails midway, an error object takes the place of ``[DONE]``.
+    """
 
     def __init__(self, run: CallRun, body: Completion | Chat) -> None:
         super().__init__(run)
@@ -221,9 +231,12 @@ class ChunkStream(EventStream):
         yield _data(b"[DONE]")
 
     def _writer(self, index: int, offsets: TextOffsets) -> Callable[[TextPiece], bytes]:
-        """The function from a choice's pieces to what is sent.  The chunks of a stream differ in
-        nothing but the text, and a chat's in logprobs, so they are put together from the halves of
-        one around it."""
+        """Return the function from a choice's pieces to the bytes of its chunks.
+
+        The chunks of a stream differ only in the text, and the chunks of a chat also in logprobs.
+        So one chunk is split into the parts around its text, and each further chunk is joined from
+        them.
+        """
         run, call = self._run, self._run.call
         if call.reading is not None:
             return self._reading_writer(index)
@@ -251,7 +264,7 @@ class ChunkStream(EventStream):
         return write_plain
 
     def _reading_writer(self, index: int) -> Callable[[TextPiece], bytes]:
-        """The same of a choice whose text is read."""
+        """Return the same function for a choice whose text is split into parts."""
         run, call = self._run, self._run.call
         chunks = answers.ChatChunks(call, index)
         has_details = call.shows_ids or call.requests[index].logprobs is not None
@@ -276,7 +289,7 @@ class ChunkStream(EventStream):
         return write
 
 
-_quoted = msgspec.json.Encoder().encode  # of a string: as ``to_json`` has it
+_quoted = msgspec.json.Encoder().encode  # the JSON of a string, as ``to_json`` writes it
 
 
 def _data(line: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's API over the engine, as a Starlette application.
 
-    application(model, link, settings, max_queue) -> ASGI application       a front end's
+    application(model, link, settings, max_queue) -> ASGI application       for a front end
     create_app(lm, engine, settings, metrics)       the same in the engine's own process
 
     POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
@@ -9,16 +9,16 @@
     POST /v1/embeddings, /tokenize, /detokenize
     GET  /v1/models, /version, /health, /metrics, /openapi.json, / (a chat page)
 
-Contract.  Every accepted body is answered once: with its tokens, or with OpenAI's error object.
-A client that disconnects cancels its rows.  A body is refused before it costs anything: 400 with
-the field's name, 401, 404, 413, 415, and 429 with Retry-After when the engine's queue is full.  The
-event loop never computes: tokenizing runs in threads, the model in the engine's process, embeddings
-and prompts' logprobs there too (``hub``).
+Contract. Every accepted body is answered once: with its tokens, or with OpenAI's error object. A
+client that disconnects cancels its rows. A body is refused before it costs anything: 400 with the
+field's name, 401, 404, 413, 415, and 429 with Retry-After when the engine's queue is full. The
+event loop never computes. Tokenizing runs in threads. The model, embeddings and prompt logprobs run
+in the engine's process (``hub``).
 
-Keys, ids, logs and errors are ``middleware``, what bodies mean ``calls``, a call's way to its
-answer ``runs``, the answers ``answers``.  With a state folder a body is written down
-before its answer begins (``journal``), and what a killed server still owed is done at the next
-start.  Left out: TLS (put a proxy before it), quotas by key, stored files and batches.
+``middleware`` has keys, ids, logs and errors, ``calls`` the meaning of bodies, ``runs`` a call's
+way to its answer, ``answers`` the answers. With a state folder a body is stored before its answer
+begins (``journal``), and after a kill the next server answers the stored bodies. Left out: TLS (put
+a proxy before it), quotas by key, stored files and batches.
 """
 
 from __future__ import annotations
@@ -84,18 +84,21 @@ from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub, Served, forward_passes
 from jaxllama.serving.ipc.link import EngineClient
 
-MAX_CHOICES = 128  # prompts x n of one body
-EMBEDDINGS_WAITING = 32  # bodies; more get 429
-EMBEDDING_TOKENS = 300_000  # of one body, as OpenAI has it
-SMALL_BODY = 2048  # bytes of one that becomes tokens sooner than a thread is woken
+MAX_CHOICES = 128  # prompts times n of one body
+EMBEDDINGS_WAITING = 32  # number of bodies; more get 429
+EMBEDDING_TOKENS = 300_000  # tokens of one body, as in OpenAI's API
+SMALL_BODY = 2048  # bytes of a body that is tokenized sooner than a thread is woken
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """name: what clients call the model; aliases: other names of it.  max_len: tokens of prompt and
-    answer together.  max_body: bytes.  state: the journal's folder, None for none.  origins: of web
-    pages that may ask, "*" for all.  hosts: names that a Host header may have beside the local
-    ones; None: any."""
+    """Settings of a server.
+
+    name: the model's name for clients; aliases: its other names. max_len: largest number of tokens
+    of prompt and answer together. max_body: largest number of bytes. state: the journal's folder,
+    None for none. origins: origins of web pages that may send requests, "*" for all. hosts: names
+    that a Host header may have beside the local ones; None allows any.
+    """
 
     name: str
     max_len: int
@@ -110,7 +113,7 @@ class ServerSettings:
 def create_app(
     lm: LanguageModel, engine: Served, settings: ServerSettings, metrics: Metrics
 ) -> ASGIApp:
-    """The application.  ``engine`` is running; the application does not stop it."""
+    """Return the application. ``engine`` is running; the application does not stop it."""
     journal = None if settings.state is None else Journal(settings.state)
     hub = Hub(engine, forward_passes(lm), metrics, journal)
     own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
@@ -124,7 +127,10 @@ def application(
     max_queue: int,
     ended: Callable[[], None] = lambda: None,
 ) -> ASGIApp:
-    """max_queue: the engine's.  ended: called behind the last request."""
+    """Return the application of a front end.
+
+    max_queue: the engine's. ended: called after the last request.
+    """
     server = _Server(model, link, settings, max_queue, ended)
     document = openapi.document(settings.max_len, bool(settings.api_keys))
     static = {
@@ -157,7 +163,7 @@ def application(
     app = Middleware(app, link, settings.api_keys, paths, settings.hosts)
     if not settings.origins:
         return app
-    # Outside: a browser asks first, without the key.
+    # Outermost, because a browser's preflight request has no key.
     return CORSMiddleware(
         app,
         settings.origins,
@@ -177,7 +183,7 @@ def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
 
 
 class _Server:
-    """The handlers and what they share."""
+    """The request handlers and their shared state."""
 
     def __init__(
         self,
@@ -200,7 +206,7 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncGenerator[None]:
-        """Run what a killed server left, beside the new requests."""
+        """Answer the bodies that a killed server left, beside new requests."""
         owed = await self._link.ask("owed") if self._is_kept else []
         tasks = [asyncio.create_task(self._resume(Entry(*entry))) for entry in owed]
         try:
@@ -251,7 +257,10 @@ class _Server:
     def _call(
         self, kind: str, call_id: str, data: bytes | bytearray, owner: str = ""
     ) -> tuple[Completion | Chat, AcceptedCall]:
-        """A long text takes a while to become tokens.  owner: as for ``Prompts.chat``."""
+        """Return a body and its call; tokenizing a long text takes long.
+
+        owner: as for ``Prompts.chat``.
+        """
         longest = self._settings.max_len
         if kind == "completion":
             body = parse(Completion, data, self._prompts.max_choices * longest, longest)
@@ -260,7 +269,7 @@ class _Server:
         return body, self._prompts.chat(body, call_id, owner)
 
     async def _scored(self, call: AcceptedCall) -> AcceptedCall:
-        """With its prompts' logprobs.  QueueFull where too many wait for theirs."""
+        """Return the call with its prompts' logprobs. Raises QueueFull if too many calls wait."""
         if call.to_score is None:
             return call
         if self._scoring >= self._max_queue:
@@ -276,7 +285,7 @@ class _Server:
         return dataclasses.replace(call, scores=tuple(scores))
 
     def _finish(self, call_id: str, answer: Callable[[], Outcome] | None) -> None:
-        """The answer is certain, be it an error, or None, and owed by the next server."""
+        """Store the final answer or error; None leaves the body to the next server."""
         if self._is_kept:
             text = None
             try:
@@ -299,13 +308,13 @@ class _Server:
                     call, stream = await submit(self._link, call, is_known=True)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
-        except EngineClosed:  # the next server owes it
+        except EngineClosed:  # the next server answers it
             self._finish(call_id, None)
             return
         except Exception as error:
             self._finish(call_id, api_error(error).body)
             return
-        with contextlib.suppress(Exception):  # told to whoever asks for the answer
+        with contextlib.suppress(Exception):  # the stored answer reports the error
             await CallRun(accepted.kind, call, stream, {}, self._finish).whole()
 
     async def stored_completion(self, http: HttpRequest) -> Response:
@@ -315,7 +324,7 @@ class _Server:
         return await self._stored(http, "chat")
 
     async def _stored(self, http: HttpRequest, kind: str) -> Response:
-        """An answer again, or for the first time: waits while it is being made."""
+        """Return a stored answer; wait while it is being made."""
         if not self._is_kept:
             raise ApiError(404, "answers are kept only by a server with a state folder")
         call_id = http.path_params["id"]
@@ -349,7 +358,7 @@ class _Server:
         return await asyncio.to_thread(self._embeddings, body, rows, vectors)
 
     async def _vectors(self, rows: list[list[int]]) -> list[np.ndarray]:
-        """One after the other: bodies take turns."""
+        """Embed one row after the other, so that bodies take turns."""
         return [np.frombuffer(await self._link.ask("embed", row), np.float32) for row in rows]
 
     def _embeddings(

@@ -12,7 +12,7 @@ from jaxllama.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What of a LanguageModel a front end knows."""
+    """The part of a LanguageModel that a front end needs."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None

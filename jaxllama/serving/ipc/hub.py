@@ -1,23 +1,23 @@
-"""The engine as its front ends see it: everything that they share.
+"""The engine as its front ends see it, with everything that they share.
 
     hub = Hub(engine, forward_passes(lm), metrics, journal)
-    port = hub.open(send)                  a front end; send(bytes) writes to it
-    port.received(data); port.close()      what it says; it is gone
+    port = hub.open(send)                  a new front end; send(bytes) writes to it
+    port.received(data); port.close()      bytes from the front end; the front end is gone
 
-Contract.  A body's requests are queued all or none, under an id that no other answer has.  What
-rows have written goes to their front end, the news of a step in one message.  A
-front end that goes cancels its rows; what it owed by the journal the next one takes over.  Counts
-are exact whatever front ends do: of a request with stop strings, which its front end looks for,
-tokens and reason are counted when that has said where they end.
+Contract. A body's requests are queued all or none, under an id that no other answer has. New tokens
+go to the row's front end, all tokens of a step in one message. If a front end dies, its rows are
+cancelled, and the next front end takes over the bodies that it owed by the journal. Counts are
+exact whatever front ends do. The front end of a request with stop strings finds the end of its
+text, so tokens and reason are counted when the front end reports that end.
 
-While the journal cannot be written (a full disk), requests that it must hold are refused with
-JournalUnavailable and everything else goes on.  Answers that it could not take stay in memory, and
-the hub tries again every ``RETRY`` seconds.  What is still unwritten at the end is owed by the next
-server.
+While the journal cannot be written (a full disk), requests for it are refused with
+JournalUnavailable, and everything else goes on. Answers that could not be written stay in memory,
+and the hub tries again every ``RETRY`` seconds. The next server makes the answers that are still
+unwritten at the end.
 
-One event loop calls all this; the engine's thread leaves its news and wakes that loop.  Grammars
-are compiled in threads of their own; ``embed`` and ``score`` run in one, of every body one row at a
-time, so bodies take turns, and what a client has left is not computed.
+One event loop calls all this. The engine's thread leaves its news and wakes that loop. Grammars are
+compiled in threads of their own. ``embed`` and ``score`` share one thread that computes one row at
+a time, so bodies take turns. Rows of a client that has left are not computed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import IdTaken, RowEvent
 from jaxllama.serving.api.metrics import Metrics
 
-STORED_BYTES = 64 * 2**20  # of responses that can be continued
-RETRY = 1.0  # seconds between two attempts to write to a journal that could not be written
+STORED_BYTES = 64 * 2**20  # bytes of responses that can be continued
+RETRY = 1.0  # seconds between two attempts to write to a journal that failed
 _log = logging.getLogger("jaxllama.serving")
 
 
@@ -56,29 +56,29 @@ class EngineLimits(Protocol):
 
     @property
     def max_len(self) -> int:
-        """Tokens of a request's prompt and answer together."""
+        """Largest number of tokens of a request, prompt and answer together."""
         ...
 
     @property
     def max_queue(self) -> int:
-        """Requests that may wait."""
+        """Largest number of waiting requests."""
         ...
 
 
 class Served(Protocol):
-    """What a server needs of an engine; ``Engine`` and ``Replicas`` have it."""
+    """The interface of an engine that a server needs; ``Engine`` and ``Replicas`` have it."""
 
     @property
     def options(self) -> EngineLimits: ...
 
     @property
     def failure(self) -> str | None:
-        """None, or what ended the engine."""
+        """Why the engine has ended, or None."""
         ...
 
     @property
     def closed(self) -> str | None:
-        """None, or why the engine takes no more requests."""
+        """Why the engine takes no more requests, or None."""
         ...
 
     def submit(
@@ -94,8 +94,10 @@ Passes = Mapping[str, Callable[..., Any]]
 
 
 def forward_passes(lm: LanguageModel) -> Passes:
-    """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs.  Refused of
-    an offloaded model, whose weights are the block's that runs."""
+    """Return the passes beside the engine: a row's embedding (float32 bytes), a prompt's logprobs.
+
+    An offloaded model refuses them, because its weights belong to the running block.
+    """
     if not lm.executor.on_device:
 
         def refused(*_: Any) -> None:
@@ -107,8 +109,11 @@ def forward_passes(lm: LanguageModel) -> Passes:
 
 
 class Hub:
-    """passes: ``embed`` and ``score``.  journal: None for none; ``close`` closes it.  waits: the
-    engine's ``submit`` does."""
+    """The engine and its front ends.
+
+    passes: ``embed`` and ``score``. journal: None for none; ``close`` closes it. waits: whether the
+    engine's ``submit`` blocks.
+    """
 
     def __init__(
         self,
@@ -119,10 +124,11 @@ class Hub:
         waits: bool = False,
     ) -> None:
         self.engine, self.metrics, self.journal = engine, metrics, journal
-        self.calls: collections.Counter[str] = collections.Counter()  # rows in flight, by id
+        # number of rows in flight, by id
+        self.calls: collections.Counter[str] = collections.Counter()
         self.owed: dict[str, Port] = {}
         self.trouble: str | None = None  # why the journal cannot be written
-        self._unwritten: dict[str, str] = {}  # answers that it could not take, by id
+        self._unwritten: dict[str, str] = {}  # answers that the journal could not take, by id
         self._retrying: asyncio.TimerHandle | None = None
         self.responses = StoredResponses()
         self._ports: list[Port] = []
@@ -134,7 +140,7 @@ class Hub:
         engine.listen(self._told)
 
     def news(self, port: Port, live: FrontEndRequest, event: Event) -> None:
-        """On the engine's thread, as is what follows when a step has told all."""
+        """Queue an event for a front end, on the engine's thread; ``_told`` sends it later."""
         port.news.append((live, event))
         self._with_news.add(port)
 
@@ -149,7 +155,7 @@ class Hub:
         return port
 
     def welcome(self, port: Port) -> None:
-        """Tell a new front end what the others have been told."""
+        """Send a new front end the state that the others know."""
         if self.trouble is not None:
             port.send(messages.Trouble(self.trouble))
 
@@ -176,7 +182,7 @@ class Hub:
             self.journal.close()
 
     def check(self, call: messages.Submit) -> None:
-        """EngineFailed, JournalUnavailable and IdTaken."""
+        """Raise EngineFailed, JournalUnavailable or IdTaken if a body cannot be accepted."""
         if self.engine.failure is not None:
             raise EngineFailed(self.engine.failure)
         if self.trouble is not None and call.entry is not None:
@@ -188,7 +194,7 @@ class Hub:
     # The journal
 
     def accept(self, port: Port, call: messages.Submit) -> None:
-        """Before the answer begins."""
+        """Write a body to the journal before its answer begins."""
         if self.journal is not None and call.entry is not None:
             entry = call.entry
             try:
@@ -215,7 +221,7 @@ class Hub:
             del self._unwritten[id]
 
     def _journal_failed(self, error: JournalUnavailable) -> None:
-        """Tell the log and the front ends, once, and try again until it can be written."""
+        """Report the failure once to the log and the front ends, and try again later."""
         if self.trouble is None:
             self.trouble = str(error)
             _log.error("the journal cannot be written", extra={"fields": {"reason": self.trouble}})
@@ -237,16 +243,19 @@ class Hub:
         self.tell(messages.Trouble(None))
 
     def find(self, id: str, kind: str, owner: str) -> str | None:
-        """The answer of this kind to a body of this owner, "" while it is owed, None for none."""
+        """Return the answer to a body of this kind and owner.
+
+        "" means that there is no answer yet, and None that there is no such body.
+        """
         answer = None if self.journal is None else self.journal.find(id)
         if answer is None or (answer.kind, answer.owner) != (kind, owner):
             return None
         return answer.text or self._unwritten.get(id, "")
 
-    # What front ends ask
+    # Questions of front ends
 
     def asked(self, port: Port, ask: messages.HubRequest) -> Any:
-        """The answer; None: it comes later."""
+        """Return the answer to a question; None if the answer comes later."""
         if ask.name in self._passes:
             if self.engine.failure is not None:
                 raise EngineFailed(self.engine.failure)
@@ -278,7 +287,7 @@ class Hub:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class FrontEndRequest:
-    """A request of a front end in the engine.  event: its last; is_left: nobody reads it."""
+    """A front end's request in the engine. event: its last event. is_left: its reader is gone."""
 
     port: Port
     number: int
@@ -293,7 +302,7 @@ class FrontEndRequest:
 
 
 class Port:
-    """A front end, as ``Hub`` has it."""
+    """A front end, as ``Hub`` sees it."""
 
     def __init__(self, hub: Hub, send: Callable[[bytes], None]) -> None:
         self._hub, self._send = hub, send
@@ -314,7 +323,7 @@ class Port:
         for message in self._frames.feed(data):
             try:
                 self._read(message)
-            except Exception as error:  # of one message: the front end has other clients
+            except Exception as error:  # an error of one message: the front end has other clients
                 _log.error("an error of ours", exc_info=error)
 
     def _read(self, message: messages.FromFrontEnd) -> None:
@@ -337,7 +346,7 @@ class Port:
                 self.on_pong()
 
     def close(self) -> int:
-        """The front end is gone: how many of its requests were cancelled."""
+        """Cancel the requests of a front end that is gone, and return their number."""
         self._is_open = False
         self._hub.forget(self)
         living = list(self._rows.values())
@@ -363,7 +372,7 @@ class Port:
         ]
         self._rows.update({live.number: live for live in living})
         self._hub.calls[call.id] += 1 + len(living)
-        # Compiling a grammar takes a while.
+        # compiling a grammar takes long
         if self._hub.waits or any(request.grammar for request in requests):
             work = self._hub.grammars.submit(self._queue, living)
             work.add_done_callback(
@@ -373,7 +382,10 @@ class Port:
             self._queued(call, living, *self._queue(living))
 
     def _queue(self, living: Sequence[FrontEndRequest]) -> tuple[int, Exception | None]:
-        """(How many the engine has taken, why not the next).  In any thread."""
+        """Submit requests to the engine, in any thread.
+
+        Returns (how many it has taken, the exception of the next one).
+        """
         for taken, live in enumerate(living):
             try:
                 self._hub.engine.submit(live.request, live.told, with_text=False)
@@ -411,7 +423,7 @@ class Port:
         live = self._rows.get(end.number)
         if live is None:
             return
-        if end.reason in ("stop", "length"):  # its front end has read the text
+        if end.reason in ("stop", "length"):  # the front end has found the end of the text
             self._count(live, end.reason, end.kept)
         if live.event is not None:
             self._over(live)
@@ -423,7 +435,7 @@ class Port:
         if live.request.stop:
             self._count(live, live.event.finish_reason, live.event.completion_tokens)
         else:
-            self._count(live, live.event.finish_reason, 0)  # counted as they came
+            self._count(live, live.event.finish_reason, 0)  # its tokens were counted as they came
         del self._rows[live.number]
         self._release(live.call)
 
@@ -445,18 +457,18 @@ class Port:
         self._hub.news(self, live, event)
 
     def wake(self) -> None:
-        """On the engine's thread, which never waits for the loop."""
-        # Cleared before the news are read, so one that sees it set will be taken along.
+        """Wake the event loop, from the engine's thread, which never waits for the loop."""
+        # Cleared before the news are read, so news that find it set are taken along.
         if not self._awake:
             self._awake = True
             self.later(self._flush)
 
     def later(self, work: Callable[..., None], *arguments: Any) -> None:
-        """On the loop, from any thread."""
+        """Run ``work`` on the event loop, from any thread."""
         try:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(work, *arguments)
-        except RuntimeError:  # the loop has ended, and with it everybody who waited
+        except RuntimeError:  # the loop has ended, and with it all its clients
             self.news.clear()
 
     def _flush(self) -> None:
@@ -472,7 +484,7 @@ class Port:
                 rows.append(_row(live.number, request, event))
             if is_last:
                 live.event = event
-                # With stop strings its front end says where the text ends.
+                # With stop strings the front end reports the end of the text.
                 is_read = event.finish_reason in ("stop", "length") and not live.is_left
                 if not (request.stop and is_read):
                     self._over(live)
@@ -492,7 +504,7 @@ class Port:
             self.send(messages.Reply(ask.call, value))
 
     def passed(self, call: int, done: Future[Any]) -> None:
-        """A forward pass beside the engine."""
+        """Send the result of a forward pass."""
         if done.cancelled():
             return
         error = done.exception()
@@ -503,7 +515,7 @@ class Port:
 
 
 def _row(number: int, request: Request, event: Event) -> RowEvent:
-    # What msgspec writes is the same for tuples and lists.
+    # msgspec writes tuples and lists alike.
     tokens: Any = event.tokens
     error = None if event.error is None else messages.refusal(event.error)
     row = RowEvent(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
@@ -514,9 +526,11 @@ def _row(number: int, request: Request, event: Event) -> RowEvent:
 
 
 class StoredResponses:
-    """Those that can be continued: the newest ``STORED_BYTES``, as JSON with their conversation's.
-    Those that went on from one that is dropped stay whole.  One that belongs to another owner is
-    treated as one that is not there."""
+    """The newest ``STORED_BYTES`` of responses that can be continued, as JSON with conversations.
+
+    Each conversation is stored whole, so it outlives the response that it continues. A response of
+    another owner counts as missing.
+    """
 
     def __init__(self) -> None:
         self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()
@@ -541,7 +555,7 @@ class StoredResponses:
         return kept.response, kept.conversation
 
     def forget(self, id: str, owner: str) -> bool:
-        """Whether it was there."""
+        """Drop a response; returns whether it existed."""
         if self.recall(id, owner) is None:
             return False
         self._size -= self._kept.pop(id).size

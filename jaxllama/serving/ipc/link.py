@@ -1,17 +1,17 @@
-"""A front end's side of the engine: submit requests, read their pieces, ask.
+"""A front end's side of the engine: submit requests, read their pieces, ask questions.
 
-    link = Link(); link.know(tokenizer, eos_ids)
+    link = EngineClient(); link.know(tokenizer, eos_ids)
     link.open(send); link.received(data); link.lost(why)
     stream = await link.submit(id, requests)
-    async for pieces in stream: ...            ends when every request has had its last piece
-    stream.close()                             cancels whatever has not
+    async for pieces in stream: ...            ends after the last piece of every request
+    stream.close()                             cancels the unfinished requests
     await link.ask("score", row, ...)          see ``Hub.asked``
 
-Contract.  ``submit`` raises what ``Engine.submit`` raises, IdTaken for an id that is not free, and
-EngineFailed once the engine has failed.  Every piece reaches one stream; after ``close`` nothing
-does.  Text is made here as it comes, however slow its reader is, so that a stop string ends its
-request at once; pieces of a choice that wait together become one, so a slow reader gets larger
-pieces, not a longer queue.
+Contract. ``submit`` raises what ``Engine.submit`` raises, IdTaken for an id that is in use, and
+EngineFailed after the engine has failed. Every piece reaches one stream, and none after ``close``.
+The text is made as tokens come, even if its reader is slow, so a stop string ends its request at
+once. Waiting pieces of a choice are joined, so a slow reader gets larger pieces and not a longer
+queue.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxllama.serving.ipc.hub import Hub
 from jaxllama.text.reader import Reader
 from jaxllama.text.tokenizer import Tokenizer
 
-SILENCE = 30.0  # seconds without a Ping after which the engine's process is taken to hang
+SILENCE = 30.0  # seconds without a Ping after which the engine's process counts as hung
 
 
 class RequestInFlight:
-    """A request in flight.  waiting: what its reader has not taken yet."""
+    """A request in flight. waiting: the piece that its reader has not taken yet."""
 
     __slots__ = (
         "_n_prompt",
@@ -55,7 +55,10 @@ class RequestInFlight:
         self._reader, self._n_prompt, self._written = reader, len(request.prompt), 0
 
     def read(self, piece: TextPiece) -> int:
-        """Fill in its text, and its end where that is in the text; returns the tokens so far."""
+        """Fill in a piece's text, and the finish reason if the text ends in it.
+
+        Returns the number of the request's tokens so far.
+        """
         tokens = piece.tokens
         if tokens:
             kept, piece.text = self._reader.read(tokens)
@@ -65,7 +68,7 @@ class RequestInFlight:
         if self._reader.stopped:
             piece.finish_reason = "stop"
         if piece.finish_reason is not None and piece.error is None:
-            piece.text += self._reader.close()  # which may complete a stop string
+            piece.text += self._reader.close()  # closing may complete a stop string
             if piece.finish_reason == "length" and self._reader.stopped:
                 piece.finish_reason = "stop"
         piece.index, piece.prompt_tokens = self.index, self._n_prompt
@@ -74,7 +77,7 @@ class RequestInFlight:
 
 
 class PieceStream:
-    """The pieces of some requests, as lists of one a choice."""
+    """The pieces of some requests, as lists with one piece for each choice."""
 
     def __init__(self, link: EngineClient) -> None:
         self._link = link
@@ -116,18 +119,18 @@ class PieceStream:
 
     @property
     def is_over(self) -> bool:
-        """Every piece has been handed on."""
+        """Whether every piece has been handed on."""
         return not (self._open or self._ready or self._ended)
 
     def end(self, pieces: Sequence[TextPiece]) -> None:
-        """Of requests that have come to their ends without the engine."""
+        """Add the last pieces of requests that end without the engine."""
         self._ended = list(pieces)
 
     def opened(self, number: int) -> None:
         self._open.add(number)
 
     def close(self) -> None:
-        """Cancel what is unfinished; its later pieces go nowhere."""
+        """Cancel the unfinished requests; their later pieces are dropped."""
         for number in self._open:
             self._link.cancel(number)
         self._open.clear()
@@ -142,8 +145,11 @@ def _join(first: TextPiece, second: TextPiece) -> TextPiece:
 
 
 class EngineClient:
-    """See the module docstring.  failure: None, or why the engine does nothing any more.  trouble:
-    None, or why the journal cannot be written at present."""
+    """A front end's connection to the engine; the module docstring has the interface.
+
+    failure: why the engine does nothing any more, or None. trouble: why the journal cannot be
+    written at present, or None.
+    """
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
@@ -151,7 +157,7 @@ class EngineClient:
         self.failure: str | None = None
         self.trouble: str | None = None
         self._is_lost = False
-        self._pinged: float | None = None  # when the engine's process gave its last sign of life
+        self._pinged: float | None = None  # time of the last Ping from the engine's process
         self.on_told: Callable[[Any], None] = lambda message: None
         self._send: Callable[[bytes], None] = lambda data: None
         self._frames = messages.Frames(messages.from_engine())
@@ -161,7 +167,7 @@ class EngineClient:
 
     @property
     def problem(self) -> str | None:
-        """Why the server is not healthy; None where it is."""
+        """Why the server is not healthy; None if it is."""
         if self.failure is None and self._pinged is not None:
             seconds = time.monotonic() - self._pinged
             if seconds > SILENCE:
@@ -174,7 +180,7 @@ class EngineClient:
     def open(self, send: Callable[[bytes], None]) -> None:
         self._send = send
 
-    # What comes
+    # Incoming messages
 
     def received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
@@ -195,7 +201,7 @@ class EngineClient:
                 self.on_told(message)
 
     def lost(self, reason: str) -> None:
-        """Nothing comes any more: whoever waits is told."""
+        """Record that nothing comes any more, and fail everything that waits."""
         self.failure, self._is_lost = self.failure or reason, True
         self._send = lambda data: None
         refused = messages.refusal(EngineFailed(self.failure))
@@ -237,7 +243,7 @@ class EngineClient:
         else:
             waiting.set_result(value)
 
-    # What goes
+    # Outgoing messages
 
     async def submit(
         self,
@@ -246,7 +252,10 @@ class EngineClient:
         entry: Accepted | None = None,
         is_known: bool = False,
     ) -> PieceStream:
-        """entry: of the body, for the journal; is_known: that has it already."""
+        """Submit the requests of one body, all or none.
+
+        entry: the body, for the journal. is_known: whether the journal has the body already.
+        """
         stream = PieceStream(self)
         numbers = [next(self._numbers) for _ in requests]
         for index, (number, request) in enumerate(zip(numbers, requests, strict=True)):
@@ -262,7 +271,7 @@ class EngineClient:
         except asyncio.CancelledError:
             stream.close()
             raise
-        except BaseException:  # refused: the engine has none of them
+        except BaseException:  # refused: the engine has taken none of them
             for number in numbers:
                 self._choices.pop(number, None)
             raise
@@ -306,7 +315,7 @@ class EngineClient:
 
 
 def local(hub: Hub, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> EngineClient:
-    """A front end in the engine's own process."""
+    """Return a client for a front end in the engine's own process."""
     link = EngineClient()
     link.know(tokenizer, eos_ids)
     link.open(hub.open(link.received).received)

@@ -1,14 +1,14 @@
-"""Several engines as one: every replica a process with the model, on a device of its own.
+"""Several engines as one: each replica is a process with the model, on a device of its own.
 
-    replicas = Replicas(count, load, options, observe)      what a Hub takes for an engine
+    replicas = Replicas(count, load, options, observe)      takes an engine's place in a Hub
     replicas.start(); await replicas.open(); replicas.stop()
 
-A replica is an engine behind a Hub of its own, without a journal, which this process talks to as a
-front end talks to it.  A request goes to the replica with the least work (tokens of prompts and
-answers that are in flight), or to the one that has read the beginning of its prompt before, where
-that has no more than ``SLACK`` requests' work above the least.  Figures are the replicas' sums, as
-of ``REPORT`` seconds ago; times are observed here.  A replica that fails, hangs or is killed ends
-all of them: a supervisor starts the server again.
+A replica is an engine behind a Hub of its own, without a journal. This process talks to it as a
+front end does. A request goes to the replica with the least work, counted in tokens of prompts and
+answers in flight. A replica that has read the beginning of the prompt before is preferred, if it
+has at most ``SLACK`` requests' work more than the least. The figures are the sums over replicas, up
+to ``REPORT`` seconds old. Times are observed in this process. If a replica fails, hangs or is
+killed, all of them end, so that a supervisor starts the server again.
 
 Left out: replicas on several hosts, or each on a mesh.
 """
@@ -48,8 +48,8 @@ from jaxllama.serving.ipc.facts import Facts
 from jaxllama.serving.ipc.hub import Hub, forward_passes
 from jaxllama.serving.ipc.wire import Pulse, Wire
 
-PREFIXES = (1024, 256, 64)  # tokens of a prompt's beginning that a replica is remembered by
-REMEMBERED = 8192  # beginnings
+PREFIXES = (1024, 256, 64)  # lengths, in tokens, of the beginnings by which prompts are recognized
+REMEMBERED = 8192  # number of remembered beginnings
 SLACK = 4
 REPORT = 0.05
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ Load = Callable[[], LanguageModel]
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a replica says when it has started."""
+    """A replica's description of itself after its start."""
 
     facts: Facts
     max_len: int
@@ -90,7 +90,7 @@ class Flight:
 
 
 class Replica:
-    """One of them, as this process has it."""
+    """A replica, as the parent process sees it."""
 
     def __init__(self, number: int, load: Load, options: dict[str, Any], device: str) -> None:
         self.number, self._spec = number, pickle.dumps((load, options))
@@ -127,7 +127,7 @@ class Replica:
         self.socket.sendall(self._spec)
 
     def about(self) -> About:
-        """Waits until it has loaded and compiled."""
+        """Wait until the replica has loaded its model and compiled, and return its description."""
         while data := self.socket.recv(1 << 16):
             for message in self._frames.feed(data):
                 if isinstance(message, messages.Failed):
@@ -145,12 +145,12 @@ class Replica:
     def work(self) -> int:
         return sum(flight.work for flight in list(self.flights.values()))
 
-    # From other threads
+    # Called from other threads
 
     def submit(self, flight: Flight) -> None:
-        """Waits; raises what the replica's engine raises."""
+        """Submit a request and wait for the answer. Raises what the replica's engine raises."""
         number = next(self._numbers)
-        # Stop strings are looked for where the text is made.
+        # Stop strings are found where the text is made.
         request = dataclasses.replace(flight.request, stop=())
         self.flights[number], self._by_id[request.id] = flight, number
         try:
@@ -160,7 +160,7 @@ class Replica:
             raise
 
     def end_one(self, request_id: str, reason: FinishReason) -> None:
-        """Ids that are not in flight are ignored."""
+        """End a request. Ids that are not in flight are ignored."""
         number = self._by_id.get(request_id)
         flight = None if number is None else self._take(number)
         if number is not None and flight is not None:
@@ -186,7 +186,7 @@ class Replica:
     def tell(self, message: messages.IpcMessage) -> None:
         self._loop.call_soon_threadsafe(self.wire.write, messages.encode(message))
 
-    # On the loop
+    # Called on the event loop
 
     def _received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
@@ -221,7 +221,7 @@ class Replica:
         )
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Of whatever is in flight."""
+        """End all requests in flight."""
         for number in list(self.flights):
             flight = self._take(number)
             if flight is not None:
@@ -232,7 +232,7 @@ class Replica:
 
 
 class HasWork(Protocol):
-    """Tokens of prompts and answers that are in flight."""
+    """Something with work: the number of prompt and answer tokens in flight."""
 
     @property
     def work(self) -> int: ...
@@ -242,7 +242,7 @@ Some = TypeVar("Some", bound=HasWork)
 
 
 class ReplicaChoice(Generic[Some]):
-    """Which of some replicas a request goes to; from any thread."""
+    """Chooses the replica of a request; may be called from any thread."""
 
     def __init__(self, replicas: Sequence[Some]) -> None:
         self._all = replicas
@@ -250,7 +250,7 @@ class ReplicaChoice(Generic[Some]):
         self._lock, self._turns = threading.Lock(), itertools.count()
 
     def order(self, request: Request) -> list[Some]:
-        """By what they have to do; first one that has read the prompt's beginning."""
+        """Return the replicas, least work first; one that has read the prompt's beginning leads."""
         with self._lock:
             turn = next(self._turns) % len(self._all)
             work = [(one.work, one) for one in (*self._all[turn:], *self._all[:turn])]
@@ -275,15 +275,18 @@ class ReplicaChoice(Generic[Some]):
 
 
 class Sizes(NamedTuple):
-    """What a server is told of all replicas' sizes (``hub.Limits``)."""
+    """The sizes of all replicas together (``hub.EngineLimits``)."""
 
     max_len: int
     max_queue: int
 
 
 class Replicas:
-    """See the module docstring.  ``facts``, ``options`` once it has started.  Raises JaxLlamaError
-    where there are fewer devices."""
+    """Several engines as one; the module docstring has the interface.
+
+    ``facts`` and ``options`` exist after ``start``. Raises JaxLlamaError if there are too few
+    devices.
+    """
 
     def __init__(
         self, count: int, load: Load, options: dict[str, Any], observe: Callable[[str, float], None]
@@ -300,7 +303,7 @@ class Replicas:
         self._choice = ReplicaChoice(self._all)
 
     def start(self) -> None:
-        """Waits until all have loaded the model and compiled."""
+        """Start all replicas; wait until they have loaded the model and compiled."""
         for one in self._all:
             one.begin()
         about = [one.about() for one in self._all]
@@ -353,12 +356,12 @@ class Replicas:
             **{key: sum(f[key] for f in figures) for key in figures[0]}, finished=finished
         )
 
-    # What a Hub calls
+    # The interface for a Hub
 
     def submit(
         self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
     ) -> None:
-        """Waits for the replica's answer, so not on the event loop."""
+        """Submit a request, which waits for the replica: never call this on the event loop."""
         if self.failure is not None:
             raise EngineFailed(self.failure)
         if self.closed is not None:
@@ -385,7 +388,7 @@ class Replicas:
             one.end_one(request_id, reason)
 
     def _pass(self, name: Any) -> Callable[..., Any]:
-        """A forward pass beside the engine, on one after the other."""
+        """Return a function that runs a forward pass on the replicas in turn."""
 
         turns = itertools.count()
 
@@ -396,7 +399,7 @@ class Replicas:
         return ask
 
     def stop(self) -> None:
-        """Whatever is in flight ends as "cancelled"."""
+        """Stop all replicas; requests in flight end with the reason "cancelled"."""
         self.closed = self.closed or "the engine has stopped"
         for one in self._all:
             if not one.wire.gone.is_set() and one.process.poll() is None:
@@ -414,16 +417,16 @@ class Replicas:
 
 
 def _beginnings(request: Request) -> list[int]:
-    """The longest first."""
+    """Return hashes of the prompt's beginnings, the longest first."""
     prompt = request.prompt
     return [hash((request.cache_key, prompt[:n])) for n in PREFIXES if len(prompt) >= n]
 
 
-# The child
+# In the replica's process
 
 
 class _Reporter:
-    """What a Hub and an Engine count, for the process that has the metrics."""
+    """Collects a Hub's and an Engine's times for the process that has the metrics."""
 
     def __init__(self) -> None:
         self.times: list[tuple[str, float]] = []
@@ -432,10 +435,10 @@ class _Reporter:
         self.times.append((name, seconds))
 
     def wrote(self, tokens: int) -> None:
-        """Counted by who asked."""
+        """Do nothing: the parent process counts tokens."""
 
     def ended(self, reason: str) -> None:
-        """Counted by who asked."""
+        """Do nothing: the parent process counts requests."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""The socket between two processes of a server, and each one's signs of life.
+"""The socket between two processes of a server, and the heartbeats over it.
 
-A process that answers no ``Ping`` for ``BEAT * MISSED`` seconds is taken to hang.
+A process that answers no ``Ping`` for ``BEAT * MISSED`` seconds counts as hung.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-BEAT = 5.0  # seconds between two signs of life
-MISSED = 6  # of them, after which a process is taken to hang
+BEAT = 5.0  # seconds between two heartbeats
+MISSED = 6  # number of missed heartbeats after which a process counts as hung
 
 
 class Wire(asyncio.Protocol):
-    """Bytes between two processes, as they come.  gone: the other end is closed."""
+    """A stream of bytes between two processes. gone: set when the other end is closed."""
 
     def __init__(self) -> None:
         self.on_data: Callable[[bytes], None] = lambda data: None
@@ -40,12 +40,12 @@ class Wire(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """Behind what is written already."""
+        """Close the socket after the bytes that were written."""
         self._transport.close()
 
 
 class Pulse:
-    """Another process's signs of life.  ``beat``: one has come."""
+    """Heartbeats of another process. ``beat`` records one."""
 
     def __init__(self) -> None:
         self._missed = 0
@@ -54,8 +54,10 @@ class Pulse:
         self._missed = 0
 
     async def lost(self, ask: Callable[[], None] = lambda: None) -> None:
-        """Return when ``MISSED`` beats in a row have not come.  ask: called before each.  Beats are
-        counted, not seconds: a machine that sleeps, or is slow, misses none."""
+        """Return after ``MISSED`` heartbeats in a row did not come; ``ask`` is called before each.
+
+        Heartbeats are counted and not seconds, so a machine that sleeps or is slow misses none.
+        """
         while self._missed < MISSED:
             self._missed += 1
             ask()

@@ -1,16 +1,16 @@
-"""How models write calls of tools, and the reader of what they wrote.
+"""Formats of tool calls in a model's text, and the reader of such calls.
 
-    format_of(template) -> Format | None    by what a chat template says of calls; None: unknown
-    CallReader(format, names)            feed(text), close() -> Parts, as the text comes
+    format_of(template) -> Format | None    found by the chat template; None if it is unknown
+    CallReader(format, names)               feed(text), close() -> Parts, as the text comes
 
-A Format is a row of a table: how a call begins, how it ends, how its arguments are written.  The
-reader needs little of it, for what comes says what it is: a JSON object with a name and arguments,
-a list of them, or a name and then its arguments.  Arguments are handed on as they come, in the
-model's own spelling.
+A Format is a row of a table: how a call begins, how it ends, how its arguments are written. The
+reader needs little of it, because the text itself shows its form. It is a JSON object with a name
+and arguments, a list of such objects, or a name followed by arguments. Arguments are handed on as
+they come, in the model's own spelling.
 
-Contract.  Text that turns out to be no call of an offered tool comes out as content, to the last
-character but for the blanks between calls.  Left out: calls that are no JSON (Qwen3-Coder's and
-GLM's XML, Llama's Python): they stay text.
+Contract. Text that turns out not to be a call of an offered tool comes out as content, complete
+except for the blanks between calls. Left out: calls that are not JSON (Qwen3-Coder's and GLM's XML,
+Llama's Python), which stay text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Literal, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """marks: what only such a model's template has; foreign: what it has not.
+    """A format of tool calls.
 
-    begin, end: of a call, or of the JSON list of all where ``is_list``.  begin "": an answer that
-    is a call is nothing else.  arguments: their key; None where the name stands outside, before
-    ``between``.  separator: between two calls, None where the template shows but one.  id_length:
-    of a call's id, where the template asks.
+    marks: strings that only templates of this format contain. foreign: strings that they do not
+    contain. begin, end: around a call, or around the JSON list of all calls if ``is_list``. With an
+    empty begin, an answer with a call has no other text. arguments: key of the arguments; None if
+    the name stands outside of the JSON, before ``between``. separator: between two calls, None if
+    the template allows one call only. id_length: length of a call's id, if the template prescribes
+    it.
     """
 
     name: str
@@ -45,15 +47,15 @@ class Format:
 
     @property
     def mark(self) -> str:
-        """What is looked for in a text."""
+        """The string that marks a call in a text."""
         return self.begin.strip()
 
     def call_id(self, digest: str) -> str:
-        """digest: hexadecimal, the call's own."""
+        """Return a call's id, made from its hexadecimal digest."""
         return digest[: self.id_length] if self.id_length else f"call_{digest[:24]}"
 
 
-# Between the same tags Qwen3-Coder, GLM and Hunyuan write calls that are no JSON.
+# Qwen3-Coder, GLM and Hunyuan use the same tags for calls that are not JSON.
 HERMES = Format(
     "hermes",
     ("<tool_call>",),
@@ -80,7 +82,7 @@ FORMATS = (
 
 
 def format_of(template: str) -> Format | None:
-    """The first format whose marks a template has; None for a form of calls that is not here."""
+    """Return the first format whose marks a template contains; None for an unknown form."""
     for form in FORMATS:
         is_foreign = any(mark in template for mark in form.foreign)
         if any(mark in template for mark in form.marks) and not is_foreign:
@@ -89,7 +91,11 @@ def format_of(template: str) -> Format | None:
 
 
 class AnswerPart(NamedTuple):
-    """A piece of an answer.  call: the name of call number ``number``; arguments: some of its."""
+    """A piece of an answer.
+
+    kind: "call" has a call's name as text, "arguments" some of its arguments. number: index of the
+    call.
+    """
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
@@ -97,15 +103,19 @@ class AnswerPart(NamedTuple):
 
 
 class MarkFinder:
-    """Looks for a mark in a stream of text, and holds back the blanks before it and what may be
-    its beginning."""
+    """Looks for a mark in a stream of text.
+
+    It holds back the blanks before the mark and any text that may be the mark's beginning.
+    """
 
     def __init__(self, mark: str) -> None:
         self.mark, self._held = mark, ""
 
     def feed(self, text: str) -> tuple[str, str, str | None]:
-        """(what stands before the mark, the blanks between, what stands behind it; None as long as
-        the mark has not come)."""
+        """Return (text before the mark, the blanks after it, text after the mark).
+
+        The last is None until the mark has come.
+        """
         text = self._held + text
         before, found, behind = text.partition(self.mark)
         if found:
@@ -125,7 +135,7 @@ class MarkFinder:
         return rest
 
 
-# What a call's object may have, and how far it must have come for its arguments to be handed on.
+# The allowed keys of a call's object, and the text after which its arguments are handed on.
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _HEAD = re.compile(
@@ -137,8 +147,11 @@ _BLANKS = " \t\r\n"
 
 
 class _Object:
-    """A JSON object as it comes.  begin: where its arguments do, once that is known.  ends: where
-    what is nested as deep as they are has ended."""
+    """A JSON object that comes in pieces.
+
+    begin: where its arguments begin, once that is known. ends: where values nested as deep as the
+    arguments have ended.
+    """
 
     def __init__(self, floor: int) -> None:
         self.text = ""
@@ -149,7 +162,7 @@ class _Object:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> str:
-        """What comes behind the object."""
+        """Add text. Returns the rest after the end of the object."""
         for index, char in enumerate(text, start=1):
             if self._escaped:
                 self._escaped = False
@@ -174,7 +187,7 @@ class _Object:
         return bool(self.text) and self._depth == 0
 
     def news(self) -> str:
-        """Arguments that have not been handed on."""
+        """Return the arguments that have not been handed on."""
         assert self.begin is not None
         end = next((end for end in self.ends if end > self.begin), len(self.text))
         begin, self.sent = max(self.begin, self.sent), end
@@ -182,7 +195,7 @@ class _Object:
 
 
 class Machine:
-    """Text in, parts out.  A state is a method that takes some text and gives back what is left."""
+    """Turns text into parts. A state is a method that takes text and returns the unread rest."""
 
     _state: Callable[[str, list[AnswerPart]], str]
 
@@ -194,21 +207,23 @@ class Machine:
 
 
 class CallReader(Machine):
-    """See the module docstring.  names: of the tools that were offered.  only_one: further calls
-    are dropped."""
+    """Reads calls of tools from a text; the module docstring has the contract.
+
+    names: of the offered tools. only_one: whether further calls are dropped.
+    """
 
     def __init__(self, format: Format, names: Collection[str], only_one: bool = False) -> None:
         self._format, self._names, self._only_one = format, names, only_one
         self.calls = 0
         self._ahead = MarkFinder(format.mark)
-        self._raw = ""  # what may yet turn out to be text
+        self._raw = ""  # text that may turn out not to be a call
         self._object = _Object(0)
-        self._is_behind = False  # a call, and nothing has been said since
-        # Without a mark a call is what the text begins with.
+        self._is_behind = False  # after a call, before any other text
+        # Without a mark, a call must stand at the beginning of the text.
         self._state = self._in_text if format.mark else self._at_call
 
     def close(self) -> list[AnswerPart]:
-        """What was held back, when no more text comes."""
+        """Return the parts that were held back, at the end of the text."""
         parts: list[AnswerPart] = []
         self._say(self._ahead.close(), parts)
         if self._state == self._in_call and self._object.begin is None:
@@ -229,12 +244,12 @@ class CallReader(Machine):
         return behind
 
     def _in_rest(self, text: str, parts: list[AnswerPart]) -> str:
-        """Nothing is looked for any more."""
+        """Pass on the rest of the text as content."""
         self._say(text, parts)
         return ""
 
     def _at_call(self, text: str, parts: list[AnswerPart]) -> str:
-        """Behind a mark: whatever stands there says which form a call has."""
+        """Decide by the text after a mark which form the call has."""
         self._raw += text
         inside = self._raw.lstrip().removeprefix(self._format.mark).lstrip("[" + _BLANKS)
         if not inside:
@@ -267,11 +282,11 @@ class CallReader(Machine):
         return rest
 
     def _find_arguments(self, parts: list[AnswerPart]) -> bool:
-        """Start the call as soon as its arguments begin; False once it can be none."""
+        """Start the call as soon as its arguments begin. Returns False if it cannot be a call."""
         call = self._object
         if head := _HEAD.match(call.text):
             name, begin, whole = json.loads(head[1], strict=False), head.end(), None
-        elif call.is_closed:  # in another order
+        elif call.is_closed:  # the keys are in another order
             try:
                 written = json.loads(call.text, strict=False)
             except (ValueError, RecursionError):
@@ -324,7 +339,7 @@ class CallReader(Machine):
         self.calls, self._is_behind = self.calls + 1, True
 
     def _say(self, text: str, parts: list[AnswerPart]) -> None:
-        if self._is_behind:  # blanks between calls are nobody's words
+        if self._is_behind:  # blanks between calls are not content
             text = text.lstrip()
         if text:
             self._is_behind = False

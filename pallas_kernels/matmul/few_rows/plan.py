@@ -60,7 +60,21 @@ class RowPlan(Predicted):
     @property
     def chunks(self) -> int:
         """Instructions that read one row."""
-        return self.k // (32 * self.per_load)
+        return -(-self.k // (32 * self.per_load))
+
+    @property
+    def padded_k(self) -> int:
+        """Columns of the chunks.  x has zeros behind its K."""
+        return self.chunks * 32 * self.per_load
+
+    @property
+    def last_lanes(self) -> int:
+        """Lanes with columns of their own in the last chunk."""
+        return 32 - (self.padded_k - self.k) // self.per_load
+
+    def is_short(self, chunk: int) -> bool:
+        """Whether the row ends inside this chunk."""
+        return self.last_lanes < 32 and chunk == self.chunks - 1
 
     @property
     def blocks(self) -> int:
@@ -79,7 +93,7 @@ class RowPlan(Predicted):
     def scratch_sizes(self, normed: bool) -> list[int]:
         """Bytes of x, as floats or as pairs beside int4, and of the warps' sums of its squares."""
         del normed
-        return [self.k * (4 if self.bits > 4 else 2), 4 * self.warps]
+        return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
 def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
@@ -93,7 +107,11 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     return RowPlan(k, rows, n // rows, bits, warps=warps)
 
 
-def row_plan(call: MatmulCall) -> RowPlan | Reason:
+def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
+    """The one-row kernel's plan, or why it has none.
+
+    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K.
+    """
     w, n, k = call.w, call.n, call.k
     if call.m != 1 or call.x != jnp.bfloat16:
         return Reason(f"{call.m} rows of {call.x.name}; the kernel takes one of bfloat16")
@@ -105,7 +123,7 @@ def row_plan(call: MatmulCall) -> RowPlan | Reason:
     elif w.zero is not None and (w.dtype, w.zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {w.zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
-    wanted = 32 * divided.per_load
+    wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
     if k % wanted or k > MAX_K:
         return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
     if call.norm is not None and KIND.get(call.norm.name) not in ("bf16", "f32"):

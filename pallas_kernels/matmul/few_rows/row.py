@@ -4,6 +4,8 @@ Contract.  w is bfloat16, int8 with one scale a row, or int4 in groups of 128, i
 x is bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction,
 into registers, and multiplies them there: one row needs no tile in shared memory.
 
+A row of int4 may end inside the last read, at a multiple of 128 columns (``plan.row_plan``).
+
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
 all SMs read from one place of w.
@@ -59,7 +61,7 @@ class Input:
     def ask(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
         first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
-        operands, pieces = self.operands, self.plan.k // 8
+        operands, pieces, of_x = self.operands, self.plan.padded_k // 8, self.plan.k // 8
         threads = 32 * self.plan.warps
         rounds = range(0, pieces, threads)
         at_once = 4 if operands.gamma is None else 2
@@ -69,9 +71,13 @@ class Input:
             inside = None
             if first + threads > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
-            words = p.load_global(p.offset(operands.x, piece, 16), 4)
-            gamma = None if operands.gamma is None else self.eight("gamma", piece)
-            pending = None if operands.pending is None else self.eight("pending", piece)
+            source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
+            words = p.load_global(p.offset(operands.x, source, 16), 4)
+            if of_x < pieces:
+                is_x = p.less(piece, of_x)
+                words = [arith.select(is_x, word, p.ci(0)) for word in words]
+            gamma = None if operands.gamma is None else self.eight("gamma", source)
+            pending = None if operands.pending is None else self.eight("pending", source)
             asked.append((piece, inside, words, gamma, pending))
         return asked
 
@@ -116,6 +122,8 @@ class WeightRows:
     """A warp's rows of w, one unit of them after the other.
 
     w: the lane's place in the first row.
+    last_w, last_loop: w and loop of a short chunk, where lanes past the row's end have the place of
+    the last lane inside.  They multiply it by the zeros behind x.
     """
 
     plan: RowPlan
@@ -124,6 +132,8 @@ class WeightRows:
     loop: Floats | Nibbles
     lane: Value
     w: Value
+    last_w: Value
+    last_loop: Floats | Nibbles
 
     def of(self, unit: Value) -> list[Value]:
         """The unit's rows: side by side, or one of gate and one of up."""
@@ -134,7 +144,8 @@ class WeightRows:
     def prefetch(self, unit: Value) -> None:
         """Asks for the unit's first loads, its scales and its zeros: a lane for each."""
         plan, scheme = self.plan, self.scheme
-        runs = [(self.operands.w, plan.k * plan.bits // 8, 512 * len(plan.groups[0]))]
+        row_bytes = plan.k * plan.bits // 8
+        runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * len(plan.groups[0])))]
         if self.loop.in_groups:
             groups = plan.k // 128
             parts = (self.operands.scale, scheme.scale_bytes), (self.operands.zero, 1)
@@ -154,15 +165,24 @@ class WeightRows:
 
         That is 4 words of each row, and with groups of columns its own scale and zero.
         """
-        out = []
         rows = self.of(unit)
+        whole = [chunk for chunk in group if not self.plan.is_short(chunk)]
+        out = self.load_from(self.w, self.loop, rows, whole) if whole else []
+        if len(whole) < len(group):
+            out += self.load_from(self.last_w, self.last_loop, rows, group[-1:])
+        return out
+
+    def load_from(
+        self, w: Value, loop: Floats | Nibbles, rows: Sequence[Value], group: Sequence[int]
+    ) -> list[Value]:
+        out = []
         row_bytes = self.plan.k * self.plan.bits // 8
-        places = [p.offset(self.w, row, row_bytes) for row in rows]
-        vectors = [self.loop.vectors_of(row) for row in rows] if self.loop.in_groups else []
+        places = [p.offset(w, row, row_bytes) for row in rows]
+        vectors = [loop.vectors_of(row) for row in rows] if loop.in_groups else []
         for chunk in group:
             for place in places:
                 out += p.load_global(place, 4, 512 * chunk, cache=_STREAMED)
-            out += [v for at in vectors for v in self.loop.vectors(at, chunk)]
+            out += [v for at in vectors for v in loop.vectors(at, chunk)]
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:
@@ -213,9 +233,15 @@ def run(
     block = p.register("ctaid.x") if block is None else block
     first = p.add(p.mul(block, plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
-    loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
+    make_loop = functools.partial((Nibbles if plan.bits == 4 else Floats).of, plan, scheme)
+    loop = last_loop = make_loop(operands, xs, lane)
+    last_w = w
+    if plan.last_lanes < 32:
+        last_lane = p.minimum(lane, plan.last_lanes - 1)
+        last_w = p.offset(operands.w, last_lane, 16)
+        last_loop = make_loop(operands, xs, last_lane)
     source = Input(plan, operands, loop, thread, squares)
-    rows = WeightRows(plan, scheme, operands, loop, lane, w)
+    rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
     groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)

@@ -16,7 +16,7 @@ from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.prefill import CpuPlan, Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
-from tests.helpers.cases import each_once
+from tests.helpers.cases import each_once, slow
 from tests.helpers.cpu_cases import (
     GuardedPages,
     error,
@@ -74,7 +74,18 @@ def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, pla
 HEADS = [((4, 4, 64), None), ((6, 2, 32), 40), ((7, 1, 96), 1), ((8, 2, 128), None)]
 
 
-@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, HEADS, pytest.mark.core))
+FORMS = each_once(CACHES, HEADS)
+# 16-bit caches are read as float32 is; their attention of one token is in test_cpu_attention.
+QUICK = {"float32": pytest.mark.core, "int8": pytest.mark.core, "int4": ()}
+
+
+@pytest.mark.parametrize(
+    ("cache", "heads", "window"),
+    [
+        pytest.param(*form.values, marks=form.marks or QUICK.get(form.values[0], pytest.mark.slow))
+        for form in FORMS
+    ],
+)
 def test_it_is_a_float64_softmax(cache, heads, window):
     q, k, v, positions = case(cache, heads, 70, 224, [0, 130, 99])
     positions = np.array(positions)
@@ -98,7 +109,7 @@ def test_every_target_compiles_it(cache, one):
     assert ("zmm" in assembly) == (one.name == "avx512vnni")
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 30), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(2), *slow(range(2, 30))])
 def test_shapes_of_any_size_on_guarded_pages(seeds):
     for seed in seeds:
         rng = np.random.default_rng(seed)

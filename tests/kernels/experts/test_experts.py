@@ -84,16 +84,18 @@ def test_values(scheme, dtype, gated, own_rows, weighted) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["float32", "int8", "int4-zeros"])
-@pytest.mark.parametrize("form", ["gather", "blocks"])
+@pytest.mark.parametrize("form", predict.XLA_FORMS)
 def test_the_forms_of_an_accelerator(form, scheme) -> None:
     """Run here, where another is chosen."""
     x, w, experts = jnp.asarray(draw(13, IN)), weight(scheme), chosen(13, 3).reshape(-1)
     w = QTensor(w.q, w.scale, w.zero) if isinstance(w, QTensor) else w
-    run = {"gather": xla._by_gather, "blocks": xla._by_blocks}[form]
     size = predict.block_rows(len(experts), E)
-    got = jax.jit(functools.partial(run, fan=3, size=size, dtype=jnp.float32))(x, w, experts)
+    run = functools.partial(xla.BY_FORM[form], fan=3, size=size, dtype=jnp.float32)
+    got = jax.jit(run)(x, w, experts)
     want = grouped_matmul_reference(x, w, experts.reshape(13, 3)).reshape(-1, OUT)
     np.testing.assert_allclose(got, want, atol=1e-5)
+    many = jax.jit(jax.vmap(run, in_axes=(0, None, 0)))(x[None], w, experts[None])
+    np.testing.assert_allclose(many[0], want, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["float32", "int4-zeros"])

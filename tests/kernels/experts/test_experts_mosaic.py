@@ -27,6 +27,8 @@ CASES = [  # weights, N, K, the gate's activation, with a bias
     ("w8-row", 96, 512, "gelu_tanh", False),
     ("w4-g128", 96, 1024, "silu", False),
     ("w4-g128-zero", 80, 2048, None, True),
+    ("w4-g128-zero", 96, 768, "silu", True),  # the row ends inside the kernel's only read of it
+    ("w4-g128", 80, 1408, None, False),  # and inside the second
 ]
 
 
@@ -66,6 +68,19 @@ def test_emulated(name, n, k, activation, has_bias) -> None:
 
 
 @newest
+def test_a_short_row_reads_nothing_of_the_next() -> None:
+    """NaN in every row but a unit's own."""
+    x, w, _, _ = case("w4-g128-zero", 96, 768, False)
+    is_own = jnp.zeros((E, 96, 1), bool).at[1, 4:6].set(True)
+    w = dataclasses.replace(w, scale=jnp.where(is_own, w.scale, jnp.nan))
+    experts = jnp.ones((PAIRS,), jnp.int32)
+    plan = named_plan(planning.plan(x, w, PAIRS, None))
+    with emulated(kernel, operands, row, row_loops, widen):
+        got = kernel.grouped_rows(x, w, experts, fan=2, activation=None, plan=plan)
+    np.testing.assert_array_equal(np.isfinite(got), np.broadcast_to(is_own[1, :, 0], got.shape))
+
+
+@newest
 @pytest.mark.parametrize("name,n,k,activation,has_bias", CASES, ids=str)
 def test_lowers_for_cuda(name, n, k, activation, has_bias) -> None:
     x, w, experts, bias = case(name, n, k, has_bias)
@@ -78,23 +93,32 @@ def test_lowers_for_cuda(name, n, k, activation, has_bias) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128", "w4-g128-zero"])
-@pytest.mark.parametrize("n,k", [(1536, 2048), (2048, 1024), (5760, 3072)])
+@pytest.mark.parametrize("n,k", [(1536, 2048), (2048, 1024), (2048, 768), (5760, 3072)])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_values_on_the_gpu(name, n, k, activation) -> None:
+    """A token has the same bits alone, and between others in another place of the batch."""
+    if name == "w8-row" and k % 512:
+        pytest.skip("int8 rows end at a multiple of 512")
     x, w, experts, bias = case(name, n, k, True)
     f = functools.partial(grouped_matmul, bias=bias, gated=activation)
-    first, again = (jax.jit(functools.partial(f, implementation="mosaic"))(x, w, experts),) * 2
-    assert (first == again).all()
+    run = jax.jit(functools.partial(f, implementation="mosaic"))
+    got = run(x, w, experts)
+    order = jnp.asarray([1, 0, 1, 1, 0])
+    again = run(x[order], w, experts[order])
+    assert (again == got[order]).all()
+    assert (run(x[1:], w, experts[1:]) == got[1:]).all()
     check(
-        first.astype(jnp.float32),
+        got.astype(jnp.float32),
         grouped_matmul_reference(x, w, experts, bias=bias, gated=activation),
     )
 
 
 def test_what_it_takes() -> None:
+    """The plan where it is predicted to be shorter, else a Reason that has the plan."""
     x, w, _, _ = case("plain", 96, 512, False)
-    assert isinstance(planning.plan(x, w, 4, None), Reason)  # until it has been timed
-    assert named_plan(planning.plan(x, w, 4, None)).row.sms == 33
-    assert "129 pairs" in planning.plan(x, w, 129, None).text
+    found = planning.plan(x, w, 4, None)
+    assert isinstance(found, Reason) and "XLA's form is predicted to take" in found.text
+    assert named_plan(found).row.sms == 33
+    assert "513 pairs" in planning.plan(x, w, 513, None).text
     assert "float32" in planning.plan(x.astype(jnp.float32), w, 4, None).text
-    assert "multiple of 1024" in planning.plan(x, stacked("w4-g128", 96, 768), 4, None).text
+    assert "multiple of 512" in planning.plan(x, stacked("w8-row", 96, 768), 4, None).text

@@ -16,6 +16,7 @@ from pallas_kernels import gated_delta, gated_delta_step
 from pallas_kernels.gated_delta import chunked
 from pallas_kernels.gated_delta.reference import gated_delta_parallel, gated_delta_recurrent
 from pallas_kernels.recurrence import groups
+from tests.helpers.cases import slow
 from tests.helpers.delta_cases import oracle
 from tests.kernels.gla.test_gla import BOUND, GATES, error, exponents_of, zeros
 
@@ -56,8 +57,8 @@ def check(got, want, bound, names=NAMES):
 
 
 @pytest.mark.parametrize(("length", "widths", "decay"), [
-    (1, (60, 96), "head"), (63, (60, 96), "channel"), (65, (96, 60), "head"),
-    (65, (96, 60), "channel"), (300, (60, 96), "head"),
+    (65, (96, 60), "head"), (65, (96, 60), "channel"), *slow(
+        (1, (60, 96), "head"), (63, (60, 96), "channel"), (300, (60, 96), "head")),
 ])  # fmt: skip
 def test_all_forms_are_the_recursion(length, widths, decay):
     """One row each for weak, usual and strong decays; two value heads to a key head."""
@@ -93,8 +94,8 @@ def hard(t, d_k, d_v, dtype, decay, seed=2):
 
 @pytest.mark.parametrize(
     ("dtype", "t", "d_k", "d_v", "decay"),
-    [("float32", 1000, 12, 6, "head"), ("float32", 200, 256, 8, "channel"),
-     ("bfloat16", 600, 48, 4, "channel"),
+    [("float32", 1000, 12, 6, "head"), ("bfloat16", 600, 48, 4, "channel"),
+     *slow(("float32", 200, 256, 8, "channel")),
      *(pytest.param(dtype, 65536, 12, 4, decay, marks=pytest.mark.slow)
        for dtype in BOUND for decay in ("head", "channel"))],
 )  # fmt: skip
@@ -121,7 +122,7 @@ def test_equal_keys_that_are_not_exact():
     check(got, oracle(*given, normalize=True), BOUND["float32"])
 
 
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("decay", ["channel", *slow("head")])
 def test_what_a_gpu_takes(decay, monkeypatch):
     """Sums by products, unrolled scans."""
     monkeypatch.setattr(groups, "on_gpu", lambda: True)
@@ -142,7 +143,7 @@ def test_no_exponential_of_a_positive_number(decay):
     assert len(exponents) >= 3 and max(exponents) <= 0
 
 
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("decay", ["channel", *slow("head")])
 def test_gradients_of_grouped_normalized_heads(decay):
     inputs = make(2, 150, 4, 20, 24, key_heads=2, decay=decay)
     d = cotangents(inputs[2], inputs[5])
@@ -220,7 +221,7 @@ def test_no_decay_is_the_delta_rule_and_beta_0_keeps_the_state():
     assert error(o, v) < BOUND["float32"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])
 def test_16_bit_inputs_scale_and_no_state(dtype):
     q, k, v, g, beta, s = map(np.asarray, make(1, 90, 2, 16, 24, dtype=dtype))
     g, beta = g.astype(jnp.bfloat16), beta.astype(jnp.bfloat16)

@@ -20,6 +20,7 @@ from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.reference import gla_parallel, gla_recurrent
 from pallas_kernels.recurrence import decay as gla_decay
 from pallas_kernels.recurrence import groups
+from tests.helpers.cases import slow
 
 BOUND = {"float32": 1e-5, "bfloat16": 5e-3}
 NAMES = ("o", "s", "dq", "dk", "dv", "dg", "ds")
@@ -89,8 +90,13 @@ def cotangents(v, s, seed=9):
 
 @pytest.mark.parametrize(
     ("length", "widths"),
-    [(1, (60, 96)), (63, (96, 60)), (64, (60, 96)), (65, (96, 60)), (1000, (60, 96))],
-)  # fmt: skip
+    [
+        (1, (60, 96)),
+        (65, (96, 60)),
+        (1000, (60, 96)),
+        *slow((63, (96, 60)), (64, (60, 96))),
+    ],
+)
 def test_all_forms_are_the_recurrence(length, widths):
     """One row each for weak, usual and strong gates."""
     gate = np.array([0.1, 1.0, 10.0]).reshape(3, 1, 1, 1)
@@ -104,7 +110,7 @@ def test_all_forms_are_the_recurrence(length, widths):
                 assert error(x[row], y[row]) < BOUND["float32"], (form.__name__, row)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 128])
+@pytest.mark.parametrize("chunk", [4, *slow(1, 128)])
 def test_the_chunk_changes_nothing(chunk):
     inputs = make(2, 77, 2, 16, 24)
     run = jax.jit(gla, static_argnames="chunk")
@@ -115,8 +121,7 @@ def test_the_chunk_changes_nothing(chunk):
 
 @pytest.mark.parametrize(
     ("dtype", "t", "d_k", "d_v"),
-    [pytest.param("float32", 65536, 12, 2, marks=pytest.mark.slow), ("float32", 300, 512, 8),
-     ("bfloat16", 5000, 48, 4)],
+    [("float32", 300, 512, 8), *slow(("float32", 65536, 12, 2), ("bfloat16", 5000, 48, 4))],
 )  # fmt: skip
 def test_stability_promise(dtype, t, d_k, d_v):
     """Every gate from 0 to -inf, mixed token by token (row 0) and one to a channel (row 1)."""
@@ -138,7 +143,7 @@ def check_stability(t, d_k, d_v, dtype):
     assert not got[5][np.exp(gates) == 0].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_stability_promise_with_the_gpu_s_choices(dtype, monkeypatch):
     """The branches that XLA takes on a GPU: 16-bit operands, sums by products, unrolled scans."""
     monkeypatch.setattr(groups, "on_gpu", lambda: True)
@@ -280,7 +285,7 @@ def test_steps_are_the_sequence():
     assert error(s, want_state) < BOUND["float32"] and s.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])
 def test_16_bit_inputs_scale_and_no_state(dtype):
     q, k, v, g, s = make(1, 90, 2, 16, 24, dtype=dtype)
     rounded = np.asarray(g).astype(jnp.bfloat16)

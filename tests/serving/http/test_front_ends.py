@@ -67,6 +67,7 @@ def is_whole(chunks: list[dict]) -> bool:
     return chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_front_ends_share_all_and_die_alone(folder):
     flags = ("--max-slots", "4", "--max-len", "1024", "--deterministic", "--api-servers", "2",
              "--state", str(folder / "state"))  # fmt: skip

@@ -1,0 +1,163 @@
+"""Fits the costs of ``grouped_matmul``'s forms to measured times, and checks what they choose.
+
+    python -m benchmarks.kernels.experts --json times.jsonl     on the GPU: one line for a form
+    python -m benchmarks.kernels.experts_fit times.jsonl        prints costs for ``device.py``, and
+                                                                the time lost by the choices
+
+A form has one start, a cost for the bytes of each kind of codes, and "blocks" one for a block.  The
+device's rate of products and the rows' bytes are not fitted.  The check is made twice: with the fit
+to all times, and for each shape with a fit to those of the other shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.device import H100, H200, KernelCost
+from pallas_kernels.experts import predict
+from pallas_kernels.qtensor import QTensor
+
+FORMS: tuple[Any, ...] = (*predict.XLA_FORMS, "mosaic")
+OUTLIER = 0.1  # relative error from which a time counts less
+
+
+class ExpertsCase(NamedTuple):
+    shape: tuple[int, int, int, int]  # experts, chosen by a token, rows and columns of one
+    scheme: str
+    tokens: int
+
+    @property
+    def pairs(self) -> int:
+        return self.tokens * self.shape[1]
+
+    def weight(self) -> Any:
+        """The weight's shapes, as ``benchmarks.kernels.experts`` makes it."""
+        n_experts, _, n, k = self.shape
+        of = lambda width, dtype: jax.ShapeDtypeStruct((n_experts, n, width), dtype)  # noqa: E731
+        if self.scheme == "bf16":
+            return of(k, jnp.bfloat16)
+        if self.scheme == "w8":
+            return QTensor(of(k, jnp.int8), of(1, jnp.float32))
+        return QTensor(of(k, jnp.int4), of(k // 128, jnp.bfloat16), of(k // 128, jnp.int8))
+
+
+Times = dict[ExpertsCase, dict[str, float]]
+
+
+def read(path: str) -> Times:
+    """Microseconds by case and form."""
+    times: Times = {}
+    with open(path) as lines:
+        for line in lines:
+            row = json.loads(line)
+            case = ExpertsCase(tuple(row["shape"]), row["scheme"], row["tokens"])
+            times.setdefault(case, {})[row["form"]] = row["us"]
+    return times
+
+
+@contextlib.contextmanager
+def table(costs: dict[str, KernelCost] | None = None) -> Iterator[None]:
+    """Predictions for the H100 that was measured, with other costs than the device's if given."""
+    before = predict.gpu
+    device = H100 if costs is None else dataclasses.replace(H100, costs=costs)
+    predict.gpu = lambda: device
+    try:
+        yield
+    finally:
+        predict.gpu = before
+
+
+def fit(times: Times) -> dict[str, KernelCost]:
+    """The device's costs, with those of these forms replaced by the ones of least error."""
+    costs = dict(H200.costs)
+    with table():
+        for form in FORMS:
+            rows = [
+                (predict.form_work(form, case.weight(), case.pairs), found[form])
+                for case, found in times.items()
+                if form in found
+            ]
+            costs |= fit_form(rows)
+    return costs
+
+
+def fit_form(rows: list[tuple[predict.FormWork, float]]) -> dict[str, KernelCost]:
+    """One form's costs by family: a common start and cost of a block, a rate for each family."""
+    from scipy.optimize import least_squares
+
+    families = sorted({work.family for work, _ in rows})
+    amounts = np.zeros((len(rows), 2 + len(families)))
+    fixed = np.zeros(len(rows))
+    for i, (work, _) in enumerate(rows):
+        is_blocks = len(work.amounts) == 3
+        amounts[i, 0] = 1.0
+        amounts[i, 1] = work.amounts[0] if is_blocks else 0.0
+        amounts[i, 2 + families.index(work.family)] = work.amounts[is_blocks]
+        fixed[i] = sum(work.amounts[1 + is_blocks :])
+    us = np.array([us for _, us in rows])
+    errors = lambda logs: np.log((amounts @ np.exp(logs) + fixed) / us)  # noqa: E731
+    begin = np.log([3.0, 5.0, *[1.0] * len(families)])
+    found = least_squares(errors, begin, loss="soft_l1", f_scale=OUTLIER)
+    start, block, *rates = (float(f"{cost:.3g}") for cost in np.exp(found.x))
+    made = {}
+    for family, rate in zip(families, rates, strict=True):
+        count = max(len(work.amounts) for work, _ in rows)
+        serial = {1: (rate,), 2: (rate, 1.0), 3: (block, rate, 1.0)}[count]
+        made[family] = KernelCost(start, serial)
+    return made
+
+
+def lost(case: ExpertsCase, found: dict[str, float]) -> tuple[float, str]:
+    """Share of time that the choice loses beside the best of the measured forms, and the choice."""
+    best = min(found, key=lambda form: predict.form_us(form, case.weight(), case.pairs))
+    return found[best] / min(found.values()) - 1, best
+
+
+def losses(times: Times, cases: Iterable[ExpertsCase]) -> list[tuple[float, str, ExpertsCase]]:
+    """``lost`` of the cases that have a choice."""
+    return [(*lost(case, times[case]), case) for case in cases if len(times[case]) > 1]
+
+
+def losses_of_unseen_shapes(times: Times) -> list[tuple[float, str, ExpertsCase]]:
+    """``lost`` of every case, by a fit to the times of the other shapes."""
+    made = []
+    for shape in sorted({case.shape for case in times}):
+        others = {case: found for case, found in times.items() if case.shape != shape}
+        with table(fit(others)):
+            made += losses(times, [case for case in times if case.shape == shape])
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("times")
+    times = read(parser.parse_args().times)
+    costs = fit(times)
+    for family in sorted(costs):
+        if family.startswith("experts "):
+            print(f'        "{family}": {costs[family]},')
+    with table(costs):
+        fitted = losses(times, times)
+    for name, found in (("fitted", fitted), ("unseen shape", losses_of_unseen_shapes(times))):
+        shares = [share for share, *_ in found]
+        print(
+            f"{name}: {len(shares)} cases lose {statistics.mean(shares):.1%}, at most "
+            f"{max(shares):.0%}"
+        )
+        for share, form, case in found:
+            if share > 0.05:
+                print(f"    {share:5.0%} by {form}: {case}")
+
+
+if __name__ == "__main__":
+    main()
