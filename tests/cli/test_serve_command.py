@@ -33,6 +33,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.load_generator import Lengths
 from jaxllama.serving.http import process as server_process
 from tests.helpers.http_server import client, serve, tiny_checkpoint
+from tests.helpers.models import HYBRIDS
 
 # Long enough that a signal arrives in the middle.
 LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "logprobs": 0}
@@ -114,6 +115,27 @@ def test_asked_measured_drained(folder, capsys):
     assert {line["outcome"] for line in lines if "outcome" in line} == {"answered"}
     assert all({"time", "level", "request_id", "status", "seconds"} <= set(line) for line in lines)
     assert "Once" not in log.read_text(), "prompts are not logged"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_killed_server_of_delta_layers_repeats_its_answer(family, tmp_path):
+    """Its successor answers to the last bit, with its prefix cache empty and known."""
+    folder = tiny_checkpoint(tmp_path, HYBRIDS[family].replace(vocab_size=264))
+    flags = ("--max-slots", "2", "--max-len", "1024", "--deterministic", "--state", str(tmp_path))
+    with serve(folder, *flags) as (process, url, _), client(url) as http:
+        ask = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
+        with contextlib.suppress(httpx.HTTPError), ask as reply:
+            began = first_chunks(reply.iter_lines(), 3)
+            process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+    with serve(folder, *flags) as (_, url, _), client(url) as http:
+        found = http.get(f"/v1/completions/{began[0]['id']}").json()
+        again = http.post("/v1/completions", json=LONG).json()
+    assert "choices" in found, found
+    [choice] = found["choices"]
+    assert choice["logprobs"]["tokens"][: len(tokens_of(began))] == tokens_of(began)
+    assert [choice] == again["choices"]
 
 
 def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
