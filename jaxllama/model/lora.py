@@ -21,8 +21,8 @@ Hopper.  The kernel that quantizes a row also multiplies it with the row's first
 
 A step of m rows reads ``n r (S in + out)`` values for each product and computes 2 m times as much.
 This cost grows with n; for hundreds of adapters, factors gathered by row would be cheaper.
-``model/README.md`` has the numbers for an 8B model.  Left out: meshes and offloading, which take
-merged adapters.
+``model/README.md`` has the numbers for an 8B model.  An offloaded model keeps the factors
+on the device, whatever its policy for the weights.  Left out: meshes, which take merged adapters.
 """
 
 from __future__ import annotations
@@ -111,13 +111,18 @@ def for_rows(params: Mapping[str, Any], rows: jax.Array | np.ndarray) -> dict[st
 def chosen(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parameters with the tree's adapter rows set in each ``Lora``."""
     rows = params.get(ROWS)
+    return params if rows is None else with_rows(dict(params), rows)
+
+
+def with_rows(tree: dict[str, Any], rows: jax.Array) -> dict[str, Any]:
+    """The tree, or a part of one, with ``rows[B]`` in each ``Lora``."""
 
     def walk(node: Any) -> Any:
         if isinstance(node, Lora):
             return node._replace(rows=rows)
         return {name: walk(part) for name, part in node.items()} if isinstance(node, dict) else node
 
-    return params if rows is None else walk(dict(params))
+    return walk(tree)
 
 
 def factors(params: Mapping[str, Any]) -> list[Lora]:

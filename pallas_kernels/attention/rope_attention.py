@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache, rope_tokens
+from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.op import decode_attention
-from pallas_kernels.attention.rope_cache import Cached, norm_heads
+from pallas_kernels.attention.rope_cache import norm_heads
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
@@ -50,10 +51,13 @@ def rope_and_attend(
     """Rotate new tokens, write them to the cache, and return their attention and the cache.
 
     qkv: ``[B, N + 2K, H]`` for one token a row: the heads of q, then of k, then of v.  The result
-        is (heads ``[B, N, H]``, k, v with the new tokens).  With several tokens a row,
-        ``[B, T, N + 2K, H]``, the heads are ``[B, T, N, H]``; each token sees those before it.
+        is (heads ``[B, N, H]``, k, v with the new tokens).  With several tokens a row, it is
+        ``[B, T, N + 2K, H]``, and the heads are ``[B, T, N, H]``.  Each token sees the keys of its
+        row in slots up to its own.
     k, v: the cache, ``[B, S, K, H]``.
-    cos, sin, slots, table: as ``rope_and_write``, or ``rope_and_write_tokens``, takes them.
+    cos, sin: float32 ``[B, H / 2]``, or ``[B, T, H / 2]`` for several tokens.
+    slots: int32 ``[B]``, or ``[B, T]``, all different within a row: each token's place in its row.
+    table: as ``rope_and_write`` takes it.
     window, scale: as ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
@@ -125,7 +129,7 @@ def _composed(
         inside = (slots >= 0) & (slots < k.shape[1])
     else:
         by_row = slots.reshape(slots.shape[0], -1)
-        inside = (rope_cache.place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
+        inside = (place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
     seen = jnp.where(inside, slots + 1, 0)
     return decode_attention(q, k, v, seen, window=window, scale=scale, **options), k, v
 

@@ -116,6 +116,7 @@ def test_what_cannot_be_scored_is_named(lm, options, words):
         perplexity(lm, TEXT, reference=other)
 
 
+@pytest.mark.slow
 def test_offloaded_weights_give_the_resident_model_s_perplexity(lm, tmp_path):
     """Unit by unit in blocks of windows, the last of them filled in part."""
     policy = jl.Policy.parse("30 40 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2")

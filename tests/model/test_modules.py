@@ -276,6 +276,7 @@ def test_the_axes_are_those_of_sharded_parameters(name):
     jax.tree.map(same, found, want, is_leaf=lambda x: isinstance(x, jax.P))
 
 
+@pytest.mark.slow
 def test_a_mesh_takes_the_model_by_its_metadata():
     """Eight devices in a process of its own: each has its share, and XLA partitions the layers."""
     run = subprocess.run(

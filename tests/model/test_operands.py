@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from tests.helpers.cases import slow
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
 
 CFG = LLAMA.replace(max_position=16, n_layers=1)
@@ -123,7 +124,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups"])
+@pytest.mark.parametrize("family", ["gla-conv-groups", *slow("gqa")])
 def test_a_row_of_impossible_values_stays_as_it_is_and_gets_nan(family):
     """Its neighbour does not notice, and what comes next is of the row as it was."""
     cfg = IDENTITIES[family].first_layers(1)

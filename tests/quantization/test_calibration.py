@@ -37,6 +37,7 @@ from jaxllama.quantization.scheme import parse
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, tree_bytes
+from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, LLAMA, relative_error, tokens_of
 from tests.helpers.packed_oracle import floats_of
 from tests.helpers.seeded import seeded_params
@@ -359,9 +360,7 @@ def test_a_process_that_was_killed_is_taken_up_by_another(
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
 
 
-@pytest.mark.parametrize(
-    "format", ["awq", "compressed-tensors", pytest.param("gptq", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("format", ["awq", *slow("compressed-tensors", "gptq")])
 def test_what_is_exported_is_what_was_calibrated(lm, tokens, format, tmp_path):
     """Rounding to nearest is enough to see that scales go to the file as words were made for."""
     plan = "w4a16,head=none"
