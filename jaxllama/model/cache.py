@@ -42,7 +42,7 @@ LayerState = Any  # a KVCache, or a mixer's own, of fixed size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What a model has read of B rows; ``init_cache`` makes an empty one.
+    """The state of a model after the tokens of B rows; ``init_cache`` makes an empty one.
 
     layers: one state a layer.  lengths: int32 ``[B]``, tokens of each row.
     table: None, or int32 ``[B, M]`` for a cache in pages: token t of row b is at
