@@ -121,17 +121,26 @@ def test_asked_measured_drained(folder, capsys):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_killed_server_of_delta_layers_repeats_its_answer(family, tmp_path):
     """Its successor answers to the last bit, with its prefix cache empty and known."""
+    body = {**LONG, "seed": 1}
     folder = tiny_checkpoint(tmp_path, HYBRIDS[family].replace(vocab_size=264))
-    flags = ("--max-slots", "2", "--max-len", "1024", "--deterministic", "--state", str(tmp_path))
+    flags = (
+        "--max-slots",
+        "2",
+        "--max-len",
+        "1024",
+        "--deterministic",
+        "--state",
+        str(tmp_path / "s"),
+    )
     with serve(folder, *flags) as (process, url, _), client(url) as http:
-        ask = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
+        ask = http.stream("POST", "/v1/completions", json={**body, "stream": True})
         with contextlib.suppress(httpx.HTTPError), ask as reply:
             began = first_chunks(reply.iter_lines(), 3)
             process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     with serve(folder, *flags) as (_, url, _), client(url) as http:
         found = http.get(f"/v1/completions/{began[0]['id']}").json()
-        again = http.post("/v1/completions", json=LONG).json()
+        again = http.post("/v1/completions", json=body).json()
     assert "choices" in found, found
     [choice] = found["choices"]
     assert choice["logprobs"]["tokens"][: len(tokens_of(began))] == tokens_of(began)
