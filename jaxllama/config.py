@@ -295,7 +295,8 @@ class ModelConfig:
     """A decoder-only language model.
 
     Its layers are attention, GLA, the gated delta rule, or another kind of ``model.mixers``. Sizes
-    are counts of features, heads or tokens.
+    are counts of features, heads or tokens. ``load_config`` makes one from a preset or a TOML file,
+    and ``replace`` changes fields of one. rope is a ``jaxllama.config.RopeConfig``.
 
     layer_types: "attention", "gla", "delta" or a key of ``mixers`` for each layer. sliding_window:
     number of keys that a query sees, itself included; None for all of them. window_layers: indices

@@ -43,7 +43,31 @@ from pallas_kernels.rounding import CODES, codes, grid, multiples
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """Quantized array; see the module docstring for the invariants."""
+    """An array ``[..., K]`` as codes and scales; weights are ``[out, in]``.
+
+    Parameters
+    ----------
+    q : int8, int4 or float8_e4m3fn [..., K]
+        The codes.
+    scale : float [..., n_groups]
+        ``K // n_groups`` consecutive columns share a scale. A weight with one scale a row has
+        ``[out, 1]``. Scales of int8 multiply ``unit``.
+    zero : [..., n_groups], optional
+        Integer: ``w = (q - zero) * scale``. Floating: ``w = q * scale + zero``.
+    activations : str, optional
+        Dtype to which a product quantizes the other operand. None for weight-only schemes.
+    columns : int32 [K], optional
+        Column of w that each column of ``q`` is, where they are stored in another order.
+    input_scale : float32 scalar, optional
+        Scale of every token of the other operand, with ``activations``.
+    unit : float32 [..., 1], optional
+        Factor of int8 scales.
+
+    Notes
+    -----
+    The constructor checks nothing. ``dequantize`` and the ops raise ValueError naming the part that
+    does not fit. ``pallas_kernels.quantize`` makes a QTensor of floats.
+    """
 
     q: jax.Array
     scale: jax.Array

@@ -2,12 +2,13 @@
 
     cutoff(below[B, V], mass[B, V] | None, enough[B]) -> t[B]
 
-The smallest float ``t`` for which the mass of ``below <= t`` is at least ``enough``.  Bit patterns
-of non-negative floats are ordered like the floats, so a search over int32 ends at the exact value.
-Rounding keeps the sum monotone in t: the same tree of additions, of terms >= 0.
+``below`` is how far each token's score lies below the row's best, >= 0.  ``t`` is the smallest
+float for which the tokens with ``below <= t`` have at least the mass ``enough``.  Bit patterns of
+non-negative floats are ordered like the floats, so a search over int32 ends at the exact value.
+The rounded sum is monotone in t, because each t adds terms >= 0 in the same order.
 
-A CPU bisects: 31 passes of compare-and-sum.  On a GPU a loop costs more than what is in it, and the
-bits are found four at a time: 8 passes of 15 sums, three kernels each.
+A CPU bisects in 31 passes of compare-and-sum.  On a GPU an iteration of a loop costs more than its
+work.  There each pass finds four bits: 8 passes of 15 sums, with three kernels a pass.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ _INF_BITS = 0x7F800000  # float32 +inf: the largest pattern of a non-negative nu
 def cutoff(
     below: jax.Array, mass: jax.Array | None, enough: jax.Array, is_used: jax.Array | bool = True
 ) -> jax.Array:
-    """See the module docstring.  below: float32, >= 0.  mass: its weights, None to count.
-    is_used: where it is False +inf, without the search.  As an array it is looked at when the
-    program runs, which serves rows of every kind and costs a GPU 11 us where it is True."""
+    """Return the smallest ``t`` whose tokens have enough mass, float32 ``[B]``.
+
+    below: float32 ``[B, V]``, >= 0.  mass: weights ``[B, V]``; None counts tokens.
+    enough: the mass to be reached, ``[B]``.
+    is_used: False returns +inf without the search.  An array is read when the program runs, so one
+    program serves batches with and without a cutoff.  On a GPU that costs 11 us where it is True.
+    """
 
     def search(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
         return lax.platform_dependent(below, mass, enough, cuda=by_digits, default=by_halves)
@@ -38,7 +43,7 @@ def cutoff(
 
 
 def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-    """The cutoff by bisection."""
+    """Return the threshold, found by bisection."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -57,7 +62,7 @@ def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> ja
 
 
 def by_digits(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-    """The cutoff four bits at a time."""
+    """Return the threshold, found four bits at a time."""
     mass = jnp.ones_like(below, jnp.int32) if mass is None else mass
     bits = lax.bitcast_convert_type(below, jnp.int32)
     found = jnp.zeros(below.shape[:1], jnp.int32)

@@ -13,11 +13,13 @@ Log-probabilities are the model's.  Roundings may differ as with another batch s
 Drafts are pure functions on the device.  ``NGram`` finds the tokens that followed the last ones
 when they stood in the text before (prompt lookup).  ``ModelDraft`` is a smaller model with the same
 vocabulary.  Its cache holds accepted tokens only.  Each turn it reads the tokens that it has not
-seen, at once.  It goes on from there in a copy of the states that a wrong token would spoil.
+seen, at once.  The new tokens of the draft change copies of its recurrent states, so a rejected
+token leaves no trace.
 
-With ``draft_tokens`` 0 each row finds what pays.  It asks for four times as many tokens after a
-draft of which a token stayed, and for half after one of which none did.  After the last of those it
-asks for none for 2, 4, 8, ... 64 turns; and ``NGram`` proposes few where it is unsure.
+With ``draft_tokens`` 0 each row adapts the length of its drafts.  A draft with an accepted token
+makes the next one up to four times as long, and a draft without one half as long.  A row whose
+draft of one token fails asks for none for 2 turns.  The pause doubles with each further failure, up
+to 64 turns, and a success ends the doubling.  ``NGram`` proposes few tokens where it is unsure.
 
 Left out: trees; sampling rules that are not by position.
 """
@@ -45,10 +47,10 @@ from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 
 MOST = 15  # drafted tokens of a pass
-ADAPTIVE = 7  # the most that a row asks for where it adapts
-FEW = 3  # drafted tokens where little speaks for them
+ADAPTIVE = 7  # most drafted tokens of a row that adapts
+FEW = 3  # most drafted tokens after a match that is short
 _LONGEST_PAUSE = 64  # turns
-_CATCH_UP = 32  # tokens that a draft reads at once behind a pause
+_CATCH_UP = 32  # tokens that a draft model reads at once after a pause
 
 
 class Drafted(NamedTuple):
@@ -62,16 +64,17 @@ class Drafted(NamedTuple):
     kept: Any
 
     def following(self, width: int) -> jax.Array:
-        """The tokens that should follow each of the ``width`` that a pass reads, ``[B, width]``."""
+        """Proposed successor of each of the ``width`` tokens that a pass reads, ``[B, width]``."""
         return jnp.pad(self.tokens, ((0, 0), (0, 1)))[:, :width]
 
 
 class DraftContext(NamedTuple):
     """The inputs of a draft.
 
-    text int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
-    wanted int32 ``[B]``: number of tokens to propose, at most ``most``.
-    sampling, history: the model's own.  draw: called as ``sample``.
+    text: int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
+    wanted: int32 ``[B]``: number of tokens to propose, at most ``most``.
+    sampling, history: the model's own.
+    draw: called as ``sample``.
     """
 
     text: jax.Array
@@ -85,11 +88,11 @@ class DraftContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """Proposes the tokens that followed the text's last tokens where those stood before.
+    """Proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
-    The match is the longest suffix of the text, of ``least`` to ``longest`` tokens, that stood
-    before, at its last place.  If the match is so close to the end that too few tokens follow it,
-    the proposal repeats from the match.
+    The match is the longest suffix of the text, of ``least`` to ``longest`` tokens, that occurs
+    earlier in the text.  The latest occurrence counts.  If the match is so close to the end that
+    too few tokens follow it, the proposal repeats from the match.
 
     unsure: after a match of just ``least`` tokens it proposes at most ``FEW``.
     """
@@ -99,7 +102,7 @@ class NGram:
     unsure: bool = False
 
     def begin(self, *_: Any) -> None:
-        """It keeps nothing but the text."""
+        """Return None: an n-gram draft has no state."""
 
     def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
         text, size = ask.text, ask.size[:, None]
@@ -128,14 +131,14 @@ class NGram:
 class ModelDraft:
     """Proposes the tokens that a model of this config samples with the same keys.
 
-    It samples of the ``vocab_size`` tokens that the verifying model has, and keeps a cache.
+    It samples among the ``vocab_size`` tokens of the verifying model.  Its state is a cache.
     """
 
     cfg: ModelConfig
     vocab_size: int
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
-        """The cache behind prompts ``tokens[B, T]``, ``lengths[B]``."""
+        """The cache after prompts ``tokens[B, T]`` of ``lengths[B]`` tokens."""
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
         cache = init_cache(self.cfg, tokens.shape[0], capacity, dtype, mesh=mesh)
         chunk = prefill_chunk(*tokens.shape)
@@ -151,16 +154,16 @@ class ModelDraft:
         *,
         fresh: bool,
     ) -> Cache:
-        """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
+        """Return the cache with a prompt's next tokens, as ``decoding.forward`` takes them."""
         tokens = self._known(tokens)
         _, after = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)
         assert after is not None
         return after
 
     def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
-        """Nothing is computed where nobody wants a draft."""
+        """Draft ``ask.wanted`` tokens for each row; if no row wants any, the model does not run."""
         none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
-        # A loop of one round is a choice that copies no cache.
+        # A loop of at most one iteration, because lax.cond would copy the cache.
         tokens, kept, _ = lax.while_loop(
             lambda carry: carry[2],
             lambda carry: (*self._proposed(params, carry[0], carry[1], ask), jnp.bool_(False)),
@@ -194,7 +197,7 @@ class ModelDraft:
         tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
         carry = jnp.int32(1), tokens, kept, history
         _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
-        # Keys and values past the length are dead; a recurrent state has to be the old one.
+        # Keys and values past the length are never read.  A recurrent state must be the old one.
         layers = tuple(
             new if isinstance(new, KVCache) else old
             for new, old in zip(after.layers, kept.layers, strict=True)
@@ -202,8 +205,10 @@ class ModelDraft:
         return tokens, Cache(layers, kept.lengths, kept.table)
 
     def _read(self, params: Params, cache: Cache, ask: DraftContext) -> tuple[Cache, Hidden]:
-        """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
-        the rows that want a draft."""
+        """Read the tokens of the text that the cache lacks, in rows that want a draft.
+
+        Returns (cache, hidden state ``[B, D]`` of each row's last token).
+        """
 
         def missing(cache: Cache) -> jax.Array:
             return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
@@ -228,11 +233,11 @@ class ModelDraft:
         return carry
 
     def _known(self, tokens: jax.Array) -> jax.Array:
-        """Tokens as this model may read them: tables are padded to different sizes."""
+        """Tokens clamped to this model's vocabulary, whose padding may differ from the other's."""
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
 
     def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Logits ``[B, vocab_size]``."""
+        """Return the logits ``[B, vocab_size]``."""
         scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
         more = self.vocab_size - scores.shape[1]
         return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
@@ -242,9 +247,11 @@ class ModelDraft:
 class DraftPlan:
     """How a loop drafts.
 
-    draft: an ``NGram`` or a ``ModelDraft``.  most: tokens of a proposal; a row may ask for fewer
-    where it is adaptive.  widths: tokens of a row that a pass may have.
-    exact: a pass has the shapes of a decode step of as many rows as it has tokens.
+    draft: an ``NGram`` or a ``ModelDraft``.
+    most: largest number of tokens in a proposal.
+    widths: numbers of tokens of a row for which a pass is compiled.
+    adaptive: whether a row may ask for fewer than ``most`` tokens.
+    exact: a pass over n tokens has the shapes of a decode step over n rows.
     """
 
     draft: Any
@@ -255,8 +262,11 @@ class DraftPlan:
 
     @classmethod
     def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> DraftPlan:
-        """draft_tokens: 0 to 15, 0 adapts.  deterministic: one width, a power of two, so that a
-        pass of 32 tokens is whole rows.  Raises JaxLlamaError naming the key."""
+        """The plan for a draft.  Raises JaxLlamaError naming the key.
+
+        draft_tokens: 0 to 15; 0 adapts.
+        deterministic: all passes have one width, a power of two, so that 32 tokens are whole rows.
+        """
         if not 0 <= whole("draft_tokens", draft_tokens) <= MOST:
             raise JaxLlamaError(f"draft_tokens = {draft_tokens}: must be from 0 (adapts) to {MOST}")
         most, adaptive = draft_tokens or ADAPTIVE, draft_tokens == 0
@@ -268,9 +278,9 @@ class DraftPlan:
 
 
 class Pace(NamedTuple):
-    """The drafts that rows ask for, int32 ``[B]`` each.
+    """How many tokens each row asks for, and when; int32 ``[B]`` each.
 
-    tokens: of the next draft.  wait: turns until then.  pause: turns of the last pause.
+    tokens: length of the next draft.  wait: turns until then.  pause: turns of the last pause.
     """
 
     tokens: jax.Array
@@ -278,6 +288,11 @@ class Pace(NamedTuple):
     pause: jax.Array
 
     def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
+        """The pace after a turn; the module docstring has the rule.
+
+        drafted, accepted: int32 ``[B]``; a row that drafted nothing only waits.
+        most: longest draft.
+        """
         is_wrong = accepted == 0
         tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(4 * self.tokens, most))
         pauses = tokens == 0
@@ -297,9 +312,10 @@ def begin(
     rows: Rows,
     capacity: int,
 ) -> Rows:
-    """The rows with what a draft needs, after their prompts ``tokens[B, T]``, ``lengths[B]``.
+    """Add to ``rows`` the text, counters and state that drafts need, after a prefill.
 
-    capacity: of the cache.
+    tokens ``[B, T]``, lengths ``[B]``: the prompts.
+    capacity: tokens of a row that the draft's cache holds.
     """
     ints, text = _with_drafts(plan.most, rows.ints, rows.written, tokens, lengths)
     kept = plan.draft.begin(draft_params, tokens, lengths, capacity)
@@ -310,7 +326,7 @@ def begin(
 def _with_drafts(
     most: int, ints: jax.Array, written: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(``Rows.ints`` with the fields of drafts, the text of prompts and first tokens)."""
+    """Return ``Rows.ints`` with the drafts' fields, and the text of prompts and first tokens."""
     more = [jnp.full_like(lengths, value) for value in (0, 0, most, 0, 1)]
     text = jnp.pad(tokens, ((0, 0), (0, written.shape[2])))
     text = text.at[jnp.arange(text.shape[0]), lengths].set(written[0, :, 0])
@@ -324,7 +340,10 @@ def propose(
     sampling: SamplingParams,
     limit: jax.Array | int,
 ) -> tuple[Rows, Drafted]:
-    """(the rows with what the draft keeps, the proposals of live rows)."""
+    """(rows with the draft's new state, proposals of the live rows).
+
+    limit: number of written tokens at which a row stops.  A proposal never goes past it.
+    """
     fields = rows.fields
     room = jnp.where(fields.is_live(limit), limit - fields.count - 1, 0)
     wanted = jnp.where(fields.wait > 0, 0, jnp.minimum(fields.ask, room))

@@ -1,10 +1,10 @@
-"""Passes over the model inside of a program: prompts, one token a row, a draft.
+"""Passes over the model inside of a jitted program: prompts, one token a row, a draft.
 
     scores, cache    = fill(cfg, params, tokens, lengths, cache, chunk)      prompts
     scores, proposal = verify(cfg, params, tokens, lengths, cache, exact)    several tokens a row
     donated(at, ...)            a decorator: ``jax.jit`` that donates outside of a trace
 
-The operands are known to be right: ``jaxllama.generation`` has the same for callers of any kind.
+These functions do not check their operands.  ``jaxllama.generation`` has the checked, public ones.
 Logits of a row without room for its tokens are NaN.
 """
 
@@ -37,7 +37,7 @@ CPU_PREFILL_TOKENS = 512
 def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
     """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
-    static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
+    static: keyword arguments of ``jax.jit``.  ``lower`` and ``trace`` are the donating program's.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -59,7 +59,7 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
 def _untraced() -> Any:
     """Return jax's state outside of any trace, which a new thread has.
 
-    To look for tracers among the parameters would cost each step hundreds of checks.
+    Comparing states is one check a step.  Looking for tracers among the parameters takes hundreds.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(get_opaque_trace_state).result()
@@ -68,7 +68,7 @@ def _untraced() -> Any:
 def prefill_chunk(rows: int, width: int) -> int | None:
     """The ``chunk`` for prompts of ``width`` tokens in ``rows`` rows.
 
-    The pieces are equal, and as few as the memory of activations allows.  None means one piece.
+    The pieces have equal widths, and are as few as memory for activations allows.  None: one piece.
     """
     is_cpu = jax.default_backend() == "cpu"
     most = CPU_PREFILL_TOKENS if is_cpu else max(PREFILL_TOKENS // rows, 128)
@@ -77,9 +77,9 @@ def prefill_chunk(rows: int, width: int) -> int | None:
 
 
 def int32_ids(*ids: jax.Array) -> list[jax.Array]:
-    """Tokens or lengths as int32.
+    """Return tokens or lengths as int32.
 
-    They are int64 under ``jax_enable_x64``.  A number that int32 cannot hold stays out of range.
+    They are int64 under ``jax_enable_x64``. A number that int32 cannot hold stays out of range.
     """
     largest = 2**31 - 1
     return [
@@ -88,7 +88,7 @@ def int32_ids(*ids: jax.Array) -> list[jax.Array]:
 
 
 def check_room(cache: Cache, width: int, what: str) -> None:
-    """Raises JaxLlamaError where a row of the cache holds less than ``width`` tokens."""
+    """Raise JaxLlamaError if a row of the cache holds fewer than ``width`` tokens."""
     if cache.capacity is not None and width > cache.capacity:
         raise JaxLlamaError(f"{width} {what} do not fit a cache of max_len {cache.capacity}")
 
@@ -97,7 +97,7 @@ def scores_of(
     cfg: ModelConfig, params: Params, hidden: Hidden, cache: Cache, lengths: jax.Array
 ) -> jax.Array:
     """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
-    (A choice that whatever reads the logits makes in passing.)"""
+    XLA fuses this choice into the op that reads the logits."""
     logits = decoder.logits(cfg, params, hidden)
     if cache.capacity is None:
         return logits
@@ -114,7 +114,7 @@ def fill_rows(
     cache: Cache,
     chunk: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """``jl.prefill`` of operands that are known to be right.
+    """``jl.prefill`` without checks of the operands.
 
     A row of length 0 stays as it is, and its logits mean nothing.  ``tokens`` may be padded beyond
     ``cfg.max_position``.
@@ -132,7 +132,9 @@ def fill(
     cache: Cache,
     chunk: int | None,
 ) -> tuple[jax.Array, Cache]:
-    """(logits ``[B, V]`` of each row's last valid token, cache) of ``tokens[B, T]``."""
+    """Return the logits ``[B, V]`` of each row's last valid token of ``tokens[B, T]``, and the
+    cache.
+    """
     before = cache
 
     if chunk is None or chunk >= tokens.shape[1]:
@@ -158,7 +160,10 @@ def fill(
 
 
 def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary."""
+    """Return bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary.
+
+    Other rows get NaN logits.
+    """
     is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
     in_range = (lengths >= 1) & (lengths <= tokens.shape[1])
@@ -166,7 +171,7 @@ def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> ja
 
 
 def or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
-    """``scores[B, ...]`` of the rows that are true in ``rows[B]``, NaN elsewhere."""
+    """Return ``scores[B, ...]`` with NaN in the rows that are false in ``rows[B]``."""
     rows = rows.reshape(-1, *(1,) * (scores.ndim - 1))
     return jnp.where(rows, scores, jnp.float32(jnp.nan))
 
@@ -175,7 +180,9 @@ def or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
 def all_logits(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Teacher-forced float32 logits ``[B, T, V]``; NaN for rows that are not ``possible_rows``."""
+    """Return teacher-forced float32 logits ``[B, T, V]``; rows that are not ``possible_rows`` get
+    NaN.
+    """
     tokens, lengths = int32_ids(tokens, lengths)
     possible = possible_rows(cfg, tokens, lengths)
     hidden, _ = decoder.forward(cfg, params, tokens, lengths)
@@ -190,7 +197,10 @@ def verify(
     cache: Cache,
     exact: bool = False,
 ) -> tuple[jax.Array, Proposal]:
-    """(logits ``[B, T, V]``, proposal) of ``tokens[B, T]``; exact: as for ``decoder.propose``."""
+    """Return the logits ``[B, T, V]`` of ``tokens[B, T]`` and the proposal.
+
+    exact: as for ``decoder.propose``.
+    """
     hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
     scores = decoder.logits(cfg, params, hidden.flat())
     scores = scores.reshape(*tokens.shape, -1)

@@ -3,7 +3,7 @@
     rows, extra = run(forward, rows, draw, stop_ids, unfinished, ...)
 
 ``forward`` is an argument, so that any executor whose pass is part of a program can use the loop.
-A pass is as wide as the longest draft of a row needs, of a few compiled widths.
+A pass takes the smallest compiled width that holds the longest draft of any row.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Carry = TypeVar("Carry")
 class Drafting(NamedTuple):
     """How a loop drafts.
 
-    propose: returns the rows, whose draft may have read more of the text, and what they propose.
-    widths: tokens of a row that a pass may have.
+    propose: returns (rows with the draft's new state, proposals).
+    widths: numbers of tokens of a row for which a pass is compiled, in ascending order.
     adapts_to: as for ``finish``.
     """
 
@@ -52,11 +52,11 @@ def run(
     """Take turns while ``unfinished(rows)``, a bool scalar.
 
     forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
-    extra: what the caller keeps of the turns; ``collect`` returns it with another turn's part.
+    extra: the caller's own carry.  ``collect(extra, inputs, report)`` returns it after each turn.
+    Returns (rows, extra).
 
-    The condition is computed where it is asked for.  As an element of the carry it would save a
-    kernel, but a CUDA graph then reads it before the step has written it
-    (``evaluation/speed/README.md``).
+    The loop's condition is computed anew in each iteration.  Carrying it would save a kernel, but a
+    CUDA graph then reads it before the step has written it (``evaluation/speed/README.md``).
     """
     adapts_to = None if drafting is None else drafting.adapts_to
 
@@ -92,10 +92,10 @@ def run(
 def in_width(
     widths: tuple[int, ...], needed: jax.Array, run: Callable[[int, Carry], Carry], carry: Carry
 ) -> Carry:
-    """``run(width, carry)`` with the least of ``widths`` that is at least ``needed``."""
+    """Return ``run(width, carry)`` for the smallest of ``widths`` that is at least ``needed``."""
     if len(widths) == 1:
         return run(widths[0], carry)
-    # A loop of one round is a choice that copies no cache.
+    # A loop of at most one iteration chooses a width, because lax.switch would copy the cache.
     once, least = (carry, jnp.bool_(True)), 0
     for width in widths:
         is_it = (least < needed) & (needed <= width)

@@ -1,10 +1,10 @@
-"""Rows: what every loop of decoding carries, and the report that the host reads of it.
+"""Rows: the state that every decoding loop carries, and the report that the host reads.
 
-A GPU spends a kernel on each small array that changes in a step.  Therefore the small integers of
-all rows are one array (``Rows.ints``), and tokens with the bits of their log-probabilities another
-(``Rows.written``).  ``Fields`` names the parts of the first.
+A GPU runs a kernel for each small array that changes in a step.  Therefore the small integers of
+all rows are one array, ``Rows.ints``, whose parts ``Fields`` names.  Tokens and the bits of their
+log-probabilities are another, ``Rows.written``.
 
-The next step is given the arrays of ``Rows`` (they are donated).  A ``Report`` is a copy, so the
+The arrays of ``Rows`` are donated to the next step.  A ``Report`` is a copy, so the
 host may read it while the device works on the next step.
 """
 
@@ -31,9 +31,9 @@ class Fields(NamedTuple):
     done: 1 for a row that has ended.
     count: tokens written.
     length: tokens that the cache holds.
-    step: turns taken, the same number in each row.
-    drafted, accepted: tokens that drafts proposed, and those of them that the model sampled too.
-    ask, wait, pause: ``drafts.Pace``.
+    step: turns taken; the same number in each row.
+    drafted: tokens that drafts proposed.  accepted: those that the model sampled too.
+    ask, wait, pause: the fields of ``drafts.Pace``; ask is its ``tokens``.
     """
 
     newest: Any
@@ -48,11 +48,11 @@ class Fields(NamedTuple):
     pause: Any = None
 
     def packed(self) -> jax.Array:
-        """int32 ``[5, B]``, or ``[10, B]`` with drafts."""
+        """Return the fields as one int32 array ``[5, B]``, or ``[10, B]`` with drafts."""
         return jnp.stack([field for field in self if field is not None])
 
     def is_live(self, limit: jax.Array | int | None = None) -> jax.Array:
-        """bool ``[B]``: rows that have not ended and hold fewer than ``limit`` written tokens."""
+        """Return bool ``[B]``: the row has not ended, and has fewer than ``limit`` tokens."""
         is_open = self.done == 0
         return is_open if limit is None else is_open & (self.count < limit)
 
@@ -60,7 +60,7 @@ class Fields(NamedTuple):
 class Report(NamedTuple):
     """The part of ``Rows`` that the host reads, on the device or fetched.
 
-    The properties are those of a fetched report, numpy arrays.
+    The properties are for a fetched report and return numpy arrays.
     """
 
     ints: Any
@@ -99,12 +99,13 @@ class Report(NamedTuple):
 class Rows:
     """B rows that are decoded.
 
-    ints: int32 ``[5 or 10, B]``, which ``fields`` names.
+    ints: int32 ``[5 or 10, B]``; ``fields`` has them by name.
     written: int32 ``[2, B, N]``: tokens, and the bits of their log-probabilities.
-    layers, table: of the cache, whose lengths are in ``ints``; no layers where another keeps them.
+    layers, table: states and page table of the cache.  Its lengths are in ``ints``.  ``layers`` is
+        empty if the executor keeps the states itself.
     history: None unless a row has penalties.
-    text: int32 ``[B, L]``, prompt and answer one behind the other; None without drafts.
-    kept: whatever the draft keeps.
+    text: int32 ``[B, L]``, the prompt followed by the answer; None without drafts.
+    kept: the draft's own state.
     """
 
     ints: jax.Array
@@ -121,7 +122,7 @@ class Rows:
     def empty(
         cls, lengths: jax.Array, cache: Cache, room: int, history: History | None = None
     ) -> Rows:
-        """Rows of prompts of ``lengths[B]`` tokens, with room for ``room`` written ones.
+        """Return rows of prompts of ``lengths[B]`` tokens, with room for ``room`` written tokens.
 
         A row of length 0 is done from the beginning.
         """
@@ -145,27 +146,29 @@ class Rows:
         return self.cache_of(self.lengths)
 
     def cache_of(self, lengths: jax.Array) -> Cache:
-        """The cache, ``lengths`` being ``fields.length``."""
+        """The cache of these rows, given ``fields.length``."""
         return Cache(self.layers, lengths, self.table)
 
     @property
     def report(self) -> Report:
-        """The arrays themselves, to be read before the rows are donated."""
+        """Return the arrays themselves, to be read before the rows are donated."""
         return Report(self.ints, self.written)
 
     def copied_report(self) -> Report:
-        """Copies, inside of a program that is given the rows."""
+        """Copies of the arrays, for programs to which the rows are donated."""
         return Report(jnp.copy(self.ints), jnp.copy(self.written))
 
     def ended(self, rows: np.ndarray) -> Rows:
-        """The rows with those done that are true in ``rows[B]``."""
+        """End the rows that are true in ``rows[B]``."""
         return dataclasses.replace(self, ints=_ended(self.ints, rows))
 
-    # One by one, for callers of ``jl.generate``
+    # The parts of ``ints`` and ``written``, for callers of ``jl.generate``
 
     @property
     def tokens(self) -> jax.Array:
-        """int32 ``[B, N]``: row b's first ``counts[b]`` are real, a stop token included."""
+        """int32 ``[B, N]``: row b's first ``counts[b]`` entries are its tokens, a stop token
+        included.
+        """
         return self.written[0]
 
     @property
@@ -190,7 +193,7 @@ class Rows:
 
     @property
     def step(self) -> jax.Array:
-        """Turns taken, the first token among them."""
+        """Number of turns taken; the first token is one turn."""
         return self.ints[Fields._fields.index("step"), 0]
 
 
@@ -200,5 +203,5 @@ def _ended(ints: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def bits_of(floats: jax.Array) -> jax.Array:
-    """The bits of float32 numbers as int32."""
+    """Return the bits of float32 numbers as int32."""
     return lax.bitcast_convert_type(floats, jnp.int32)

@@ -8,8 +8,8 @@ Plain decoding is a draft of zero tokens (None): each row that is live gets one 
 a row gets another for each token of the draft, up to the first that differs from the model's own
 (arXiv 2211.17192).  Sampling goes by position, so no distribution is corrected, and none changes.
 
-``generate``, drafts, the serving engine and offloading run these two.  The loop is ``loop.run``,
-or, where the layers are driven from the host, the host's.
+``generate``, drafts, the serving engine and offloading run these two.  ``loop.run`` loops over
+turns on the device.  An executor that runs layer by layer from the host has its own loop there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     positions int32 ``[B]``, or ``[B, T]`` with a draft: places in the text of the tokens to come.
     fields: of the rows before the turn.
     draft: None for none.
-    limited: whether a row may stand still that is not done.
+    limited: whether a row that is not done may have reached its limit; it then gets no token.
     """
 
     tokens: jax.Array
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
     @property
     def columns(self) -> jax.Array:
-        """int32 ``[B, T]``: places of the tokens to come among the written ones."""
+        """Return int32 ``[B, T]``: columns of the tokens to come among the written ones."""
         return self.fields.count[:, None] + _places(self.tokens.shape[1])
 
 
@@ -57,8 +57,9 @@ class Pass(NamedTuple):
     """The result of a pass over the model.
 
     scores: returns the float32 logits ``[B T, V]``.
-    commit: returns the cache that keeps ``count[B]`` of the tokens.
-    greedy: the end of a greedy step in one kernel, of (ints, written); None where there is none.
+    commit: takes ``count[B]`` and returns the cache with the first ``count`` tokens of each row.
+    greedy: one kernel that finishes a greedy step; it maps ``Rows``' (ints, written) to their new
+        values.  None if there is no such kernel for the call.
     """
 
     scores: Callable[[], jax.Array]
@@ -67,9 +68,9 @@ class Pass(NamedTuple):
 
 
 class TurnReport(NamedTuple):
-    """The result of a turn, for callers that keep more of it than ``Rows`` do.
+    """The parts of a turn's result that ``Rows`` does not keep.
 
-    scores float32 ``[B T, V]``; is_new bool ``[B, T]``: tokens that the rows got.
+    scores float32 ``[B T, V]``; is_new bool ``[B, T]``: the tokens that were added.
     """
 
     scores: jax.Array
@@ -89,8 +90,8 @@ def start(
 ) -> Inputs:
     """The inputs of a turn's pass.
 
-    width: tokens of a row.  limit: number of written tokens at which a row stands still, for all
-    rows or one a row; None for none.
+    width: number of tokens that the pass reads of each row.
+    limit: number of written tokens at which a row stops, for all rows or one a row; None: no limit.
     """
     fields, limited = rows.fields, limit is not None
     live = fields.is_live(limit).astype(jnp.int32) if limited else 1 - fields.done
@@ -113,11 +114,11 @@ def finish(
     ignores_stops: jax.Array | None = None,
     adapts_to: int | None = None,
 ) -> tuple[Rows, TurnReport | None]:
-    """The rows with what a pass brings them; rows that are not live stand still.
+    """Sample from a pass and return the rows with their new tokens; rows not live do not change.
 
     stop_ids int32 ``[stops]`` end a row, unless ``ignores_stops[B]`` (bool) says otherwise.
-    adapts_to: longest draft of a row that adapts what it asks for; None keeps what it asks for.
-    The report is None where one kernel has done it all.
+    adapts_to: longest draft of a row whose drafts adapt their length; None for a fixed length.
+    The report is None if ``passed.greedy`` finished the step.
     """
     if passed.greedy is not None:
         cache = passed.commit(inputs.live)
@@ -132,7 +133,7 @@ def finish(
 def append(
     rows: Rows, scores: jax.Array, draw: Draw, stop_ids: jax.Array
 ) -> tuple[Rows, TurnReport | None]:
-    """``finish`` of tokens that the cache and ``fields.length`` have already, such as a prompt."""
+    """``finish`` for logits of tokens that are already in the cache, such as a prompt's."""
     fields = rows.fields
     live = 1 - fields.done
     inputs = Inputs(fields.newest[:, None], live, live, fields.length, fields, None, False)
@@ -141,7 +142,7 @@ def append(
 
 
 def drawn_by(sampling: SamplingParams) -> Draw:
-    """``sample`` with these parameters."""
+    """Return ``sample`` with these parameters."""
 
     def draw(
         scores: jax.Array, inputs: Inputs, history: History | None
@@ -160,7 +161,7 @@ def _one(
     draw: Draw,
     is_stop: Callable[[jax.Array], jax.Array],
 ) -> tuple[Rows, TurnReport]:
-    """A token for each live row, in the column of the step."""
+    """One token for each live row, written at column ``step``, which all rows share."""
     fields, live = inputs.fields, inputs.live
     cache, scores = passed.commit(live), passed.scores()
     tokens, logprobs = draw(scores, inputs, rows.history)
@@ -200,7 +201,7 @@ def _several(
     is_stop: Callable[[jax.Array], jax.Array],
     adapts_to: int | None,
 ) -> tuple[Rows, TurnReport]:
-    """A token for each live row, and one for each token of its draft that was right."""
+    """The accepted tokens of each live row's draft, and one token more."""
     fields, live, text = inputs.fields, inputs.live, rows.text
     assert text is not None
     batch, width = inputs.tokens.shape
@@ -245,7 +246,7 @@ def _several(
 def _stop_test(
     stop_ids: jax.Array, ignores_stops: jax.Array | None
 ) -> Callable[[jax.Array], jax.Array]:
-    """Which of tokens ``[B]`` or ``[B, T]`` end their row."""
+    """A function that says which of tokens ``[B]`` or ``[B, T]`` end their row."""
 
     def is_stop(tokens: jax.Array) -> jax.Array:
         found = jnp.any(tokens[..., None] == stop_ids, axis=-1)
@@ -259,11 +260,14 @@ def _stop_test(
 def verdict(
     tokens: jax.Array, drafted: jax.Array, lengths: jax.Array, stops: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(number of tokens that each row gets, number of drafted tokens that were right, whether the
-    last token that it gets is a stop), each ``[B]``.
+    """Return three arrays ``[B]``: new tokens, correct drafted tokens, and whether the row stops.
 
-    tokens: the model's own ``[B, T]``.  drafted ``[B, T]``: the proposal, of which the first
-    ``lengths[B]`` are there.  stops bool ``[B, T]``.  live: 1 or 0.
+    The first two are numbers. A row stops if the last token that it gets is a stop token.
+
+    tokens: the model's own tokens ``[B, T]``.
+    drafted: the proposal ``[B, T]``, of which the first ``lengths[B]`` tokens exist.
+    stops: bool ``[B, T]``.
+    live: 1 or 0.
     """
     width = tokens.shape[1]
     place = _places(width)
@@ -283,7 +287,7 @@ def sampled(
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens, logprobs) ``[B, T]`` of ``scores [B T, V]``.
 
-    Each position has the history that it has where the drafted tokens before it are right.
+    The history of a position assumes that the drafted tokens before it are accepted.
     allowed: bool ``[B, T, V]``, as for ``sample``.
     """
     assert inputs.draft is not None

@@ -5,24 +5,32 @@
     runner    = BlockRunner(lm, options)
 
 Weights cross to the device once a step for all rows of a block (FlexGen's zig-zag, ``offload``). So
-rows should begin and run together. A block takes the shape (``BlockShape``) of the most urgent
-waiting request, and as many waiting requests of that shape as the policy computes at once. The next
-block begins when the last row has ended. Before a block begins, the scheduler waits up to
-``GATHER`` seconds for more requests. A step writes one token a row; rows that ended earlier stay
-idle.
+rows should run together. A block takes the shape (``BlockShape``) of the most urgent waiting
+request, and as many waiting requests that fit this shape as the policy computes at once. Before a
+block begins, the scheduler waits up to ``GATHER`` seconds for more requests. A step writes one
+token a row.
+
+A waiting request takes the place of a row that has ended or was cancelled. The next step reads its
+prompt and writes its first token in the pass of the other rows' step. A request that does not fit
+the block's shape lets none overtake it. So the block comes to its end, and the next one has the
+shape of that request.
 
 Contract: as the engine's. Some options are refused by name: constraints that change a row's logits
-while it runs (grammars, least lengths), alternatives of tokens, and the sizes of a paged cache.
+while it runs (grammars, least lengths), alternatives of tokens, and the sizes of a paged cache. So
+is a deterministic model: a block's shape follows from the request that began it.
 Programs are compiled when a shape first occurs.
 """
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,6 +48,7 @@ from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import for_rows
 from jaxllama.text.rows import pad_rows, shapes_of
 
 GATHER = 0.05
@@ -51,6 +60,11 @@ def options_of(lm: LanguageModel, asked: dict[str, Any]) -> ResolvedOptions:
     """Return the resolved options. Raises JaxLlamaError naming an option that blocks lack."""
     executor, cfg = offloaded(lm.executor), lm.config
     policy = executor.policy
+    if lm.deterministic:
+        raise JaxLlamaError(
+            "deterministic = True: the request that begins a block decides the shapes of all its "
+            "rows: load the model without, or call generate"
+        )
     for name, value in asked.items():
         if name not in OPTIONS and value is not None:
             rows = f"{policy.block_size} rows of a block" if name == "max_slots" else "blocks"
@@ -83,23 +97,26 @@ def options_of(lm: LanguageModel, asked: dict[str, Any]) -> ResolvedOptions:
 class BlockShape(NamedTuple):
     """The properties that all rows of a block share.
 
-    width, capacity, room: lengths of prompt, cache and answer, in tokens. ignores_eos: whether rows
-    go on past the model's stop tokens.
+    capacity: number of tokens that the cache holds of a row. ignores_eos: whether rows go on past
+    the model's stop tokens.
     """
 
-    width: int
     capacity: int
-    room: int
     ignores_eos: bool
 
     @classmethod
     def of(cls, request: Request) -> BlockShape:
-        shapes = shapes_of([request.prompt], request.max_new_tokens)
-        return cls(*shapes, request.ignore_eos)
+        _, capacity, _ = shapes_of([request.prompt], request.max_new_tokens)
+        return cls(capacity, request.ignore_eos)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a row of such a block can serve the request."""
+        own = BlockShape.of(request)
+        return own.capacity <= self.capacity and own.ignores_eos == self.ignores_eos
 
 
 class BlockScheduler(Scheduler):
-    """Decides which requests are in the running block and which in the next."""
+    """Decides which requests begin a block and which join it."""
 
     def __init__(self, lm: LanguageModel, options: ResolvedOptions) -> None:
         super().__init__(
@@ -109,6 +126,7 @@ class BlockScheduler(Scheduler):
             token_budget=options.token_budget,
         )
         self._lm, self._options = lm, options
+        self._shape: BlockShape | None = None  # of the running block
 
     def check(self, request: Request) -> None:
         refused = {
@@ -121,23 +139,28 @@ class BlockScheduler(Scheduler):
             value = getattr(request, name)
             what = "no alternatives are kept" if name == "logprobs" else "no logits are masked"
             raise JaxLlamaError(f"{name} = {value!r}: the model is offloaded, where {what}")
-        shape = BlockShape.of(request)
+        width, capacity, _ = shapes_of([request.prompt], request.max_new_tokens)
         check_host(
             self._lm.config,
             offloaded(self._lm.executor).policy,
-            (self.max_slots, shape.width),
-            shape.capacity,
+            (self.max_slots, width),
+            capacity,
             self._options.kv_dtype,
             self._lm.dtype,
         )
 
     def plan(self) -> TurnPlan:
         self._retire()
-        newcomers = [] if self.running else self._block()
-        for slot, sequence in enumerate(newcomers):
+        newcomers = []
+        for sequence in self._joining() if self.running else self._block():
+            pages = self.pages.need(sequence.length + sequence.remaining)
+            if len(self.running) == self.max_slots or pages > self.pages.available:
+                break
+            slot = next(slot for slot in range(self.max_slots) if slot not in self.running)
             self.waiting.remove(sequence)
             self.running[slot], sequence.slot = sequence, slot
-            self.pages.grow(sequence.held, self.pages.need(sequence.length + sequence.remaining))
+            self.pages.grow(sequence.held, pages)
+            newcomers.append(sequence)
         budgets = {sequence: 1 for sequence in self.running.values()}
         for sequence in budgets:
             sequence.ahead += 1
@@ -147,13 +170,19 @@ class BlockScheduler(Scheduler):
         """Return the requests that begin now; an empty list while others may still come."""
         if not self.waiting:
             return []
-        shape = BlockShape.of(self.waiting[0].request)
-        alike = [one for one in self.waiting if BlockShape.of(one.request) == shape]
-        first = min(sequence.submitted for sequence in alike)
-        if len(alike) < self.max_slots and time.monotonic() < first + GATHER:
+        self._shape = BlockShape.of(self.waiting[0].request)
+        fitting = [one for one in self.waiting if self._shape.fits(one.request)]
+        first = min(sequence.submitted for sequence in fitting)
+        if len(fitting) < self.max_slots and time.monotonic() < first + GATHER:
             time.sleep(GATHER / 10)
             return []
-        return alike[: self.max_slots]
+        return fitting
+
+    def _joining(self) -> list[Sequence]:
+        """Return the requests that may join; no request overtakes one that does not fit."""
+        shape = self._shape
+        assert shape is not None
+        return list(itertools.takewhile(lambda one: shape.fits(one.request), self.waiting))
 
 
 class BlockRunner:
@@ -161,69 +190,89 @@ class BlockRunner:
 
     def __init__(self, lm: LanguageModel, options: ResolvedOptions) -> None:
         self._lm, self.options = lm, options
-        self._rows: dict[Sequence, int] = {}
+        # The request of each row; None for a row that has ended.
+        self._requests: list[Request | None] = [None] * options.max_slots
         self._run: OffloadRun | None = None
-        self._told = np.zeros(0, int)  # number of each row's tokens that were handed on
         self._thread = ThreadPoolExecutor(1, "jaxllama-blocks")
 
     def run(self, plan: TurnPlan, masks: Any) -> Running:
         """Queue one step of the block.  masks is empty: ``BlockScheduler.check`` refuses masks."""
         handed = threading.Event()
         handed.set()  # no caller waits for a device
-        drawn: Future[Any] = self._thread.submit(self._do, plan.admitted, list(plan.budgets))
+        rows = {sequence: sequence.own_slot for sequence in plan.budgets}
+        drawn: Future[Any] = self._thread.submit(self._do, plan.admitted, rows)
         return Running(drawn, handed)
 
     def _do(
-        self, newcomers: list[Sequence], wanted: list[Sequence]
+        self, newcomers: list[Sequence], rows: dict[Sequence, int]
     ) -> dict[Sequence, Written] | None:
-        if not wanted:
+        """Return the tokens of a step; rows: those of all sequences that take part."""
+        if not rows:
             return None
-        if newcomers:
+        goes_on = [row for sequence, row in rows.items() if sequence not in newcomers]
+        left = np.ones(len(self._requests), bool)
+        left[goes_on] = False
+        for row in np.flatnonzero(left):
+            self._requests[row] = None
+        for sequence in newcomers:
+            self._requests[rows[sequence]] = sequence.request
+        prompts = [rows[sequence] for sequence in newcomers]
+        if not goes_on:
             self._run = None  # frees its memory for the next block
-            self._run = self._begin(newcomers)
-            self._rows = {sequence: row for row, sequence in enumerate(newcomers)}
-            self._told = np.zeros(self._run.rows, int)
-            self._run.step()
+            self._run = self._begin(newcomers[0].request, prompts)
         else:
             assert self._run is not None
-            left = np.ones(self._run.rows, bool)
-            left[[self._rows[sequence] for sequence in wanted]] = False
             self._run.end_rows(left)
-            if self._run.active_batches():
-                self._run.step()
-        return self._written(self._run, wanted)
+            self._run.forget_written()
+            if prompts:
+                self._run.join(*self._batch(prompts))
+        if self._run.active_batches():
+            self._run.step()
+        return self._written(self._run, rows)
 
-    def _begin(self, newcomers: list[Sequence]) -> OffloadRun:
-        lm, executor = self._lm, offloaded(self._lm.executor)
-        size = executor.policy.gpu_batch_size
-        requests = [sequence.request for sequence in newcomers]
-        shape, empty = BlockShape.of(requests[0]), -len(requests) % size
-        rows = [request.prompt for request in requests] + [()] * empty
-        drawn = [request.sampling for request in requests] + [Sampling()] * empty
-        tokens, lengths = pad_rows(rows, shape.width)
+    def _begin(self, first: Request, rows: list[int]) -> OffloadRun:
+        """Return a block in the shape of the request ``first``, which begins with these rows."""
+        lm, shape = self._lm, BlockShape.of(first)
+        tokens, lengths, sampling, adapters = self._batch(rows)
         stop_ids = () if shape.ignores_eos else lm.config.eos_token_ids
         call = Call(
             tokens,
             lengths,
-            SamplingParams.stack(drawn, lm.config.vocab_size),
+            sampling,
             jnp.asarray(np.array(stop_ids, np.int32)),
             capacity=shape.capacity,
-            room=shape.room,
-            limit=max(request.max_new_tokens for request in requests),
+            room=1,
+            limit=sys.maxsize,
             kv_dtype=self.options.kv_dtype,
             chunk=self.options.prefill_chunk,
         )
-        return executor.run(lm.config, lm.params, call)
+        params = lm.params if adapters is None else for_rows(lm.params, adapters)
+        return offloaded(lm.executor).run(lm.config, params, call)
 
-    def _written(self, run: OffloadRun, wanted: list[Sequence]) -> dict[Sequence, Written]:
+    def _batch(
+        self, rows: list[int]
+    ) -> tuple[jax.Array, jax.Array, SamplingParams, jax.Array | None]:
+        """Return tokens ``[B, T]`` and lengths ``[B]`` of the prompts of ``rows``, and sampling and
+        adapters of all rows.  The other rows have length 0."""
+        lm = self._lm
+        prompts = [
+            () if request is None or row not in rows else request.prompt
+            for row, request in enumerate(self._requests)
+        ]
+        sampling = [Sampling() if one is None else one.sampling for one in self._requests]
+        adapters = None
+        if lm.adapters:
+            names = [None if one is None else one.adapter for one in self._requests]
+            adapters = jnp.asarray([lm.adapter_number(name) for name in names], jnp.int32)
+        return *pad_rows(prompts), SamplingParams.stack(sampling, lm.config.vocab_size), adapters
+
+    def _written(self, run: OffloadRun, rows: dict[Sequence, int]) -> dict[Sequence, Written]:
         report = run.report
-        tokens, logprobs, counts = report.tokens, report.logprobs, report.counts
-        before, self._told = self._told, counts
         written = {}
-        for sequence in wanted:
-            row = self._rows[sequence]
-            new = slice(before[row], counts[row])
-            written[sequence] = Written(tokens[row, new].tolist(), logprobs[row, new].tolist())
+        for sequence, row in rows.items():
+            new = slice(report.counts[row])
+            tokens, logprobs = report.tokens[row, new], report.logprobs[row, new]
+            written[sequence] = Written(tokens.tolist(), logprobs.tolist())
         return written
 
     def read(self, drawn: Any) -> dict[Sequence, Written]:

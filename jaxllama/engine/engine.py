@@ -94,6 +94,9 @@ def _of_slots(
 class Engine:
     """Continuous batching over one model; the module docstring has the contract.
 
+    ``start`` begins a thread, ``submit(request, on_event)`` takes a Request from any thread, and
+    ``on_event`` gets its Events. ``drain`` waits for the requests, and ``stop`` ends the thread.
+
     Parameters
     ----------
     lm
@@ -104,7 +107,8 @@ class Engine:
         Called as (name, seconds) with "queue" (until admission), "ttft" (until the first token),
         "itl" (between tokens) and "e2e" (until the end).
     options
-        Fields of ``EngineOptions``.
+        Fields of ``jaxllama.engine.options.EngineOptions``, such as max_slots, max_len and
+        kv_dtype. An unknown name raises JaxLlamaError.
 
     Attributes
     ----------

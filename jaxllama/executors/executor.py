@@ -1,10 +1,10 @@
-"""Executor: where a model runs.  A LanguageModel holds one and asks it by these names.
+"""Executor: where a model runs.  A LanguageModel holds one and calls these methods.
 
     decoding = executor.begin(cfg, params, call)     prompts, and each row's first token
     report   = decoding.advance(until)               more tokens
 
 ``resident`` has all parameters on one device or a mesh, and ``offloaded`` loads them as it runs.
-An executor holds no parameters: it is given them, and knows where they are.
+An executor holds no parameters.  Each call passes them; the executor knows where they lie.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxllama.model.records import Hidden
 
 
 class DraftSource(NamedTuple):
-    """The plan of drafts, and the parameters of a model that drafts; None for n-grams."""
+    """The plan of drafts, and the draft model's parameters (None for n-grams)."""
 
     plan: DraftPlan
     params: Params | None
@@ -37,8 +37,9 @@ class DraftSource(NamedTuple):
 class Alone(NamedTuple):
     """The shapes in which a deterministic model reads prompts, those of an engine.
 
-    rows: tokens of every decode step.  widths: tokens of the programs that read a row's prompt
-    without its last token, one after the other (``text.rows.pieces_of``).
+    rows: tokens of every decode step; an offloaded model takes its policy's ``gpu_batch_size``.
+    widths: tokens of the programs that read a row's prompt without its last token, one after the
+    other (``text.rows.pieces_of``).
     """
 
     rows: int
@@ -50,12 +51,12 @@ class Call:
     """A batch of rows to be decoded.
 
     tokens int32 ``[B, T]``, right-padded beyond ``lengths[B]``: the prompts.
-    capacity: tokens of a row that the cache holds.  room: columns for written tokens, of which at
-    most ``limit`` are asked for.
+    capacity: tokens of a row that the cache holds.
+    room: number of columns for written tokens.  limit: most tokens that a row may write.
     stop_ids int32 ``[stops]``: tokens that end a row.
-    kv_dtype: of the cache.  chunk: tokens of a prompt that go through the model at once.
-    alone: of a deterministic model.  on_prompt: called as (tokens read, tokens of the longest
-    prompt) behind each chunk.
+    kv_dtype: dtype of the cache.  chunk: tokens of a prompt that go through the model at once.
+    alone: shapes of a deterministic model; None for others.  drafting: None without drafts.
+    on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk.
     kept: programs that earlier processes have compiled for these parameters.
     """
 
@@ -82,15 +83,15 @@ class Kept(NamedTuple):
 
 
 class Decoding(Protocol):
-    """Rows on their way through a model."""
+    """The state of rows on their way through a model."""
 
     @property
     def report(self) -> Report:
-        """The rows' tokens so far; to be read before ``advance`` is called."""
+        """Return the rows' tokens so far. Read it before the next call of ``advance``."""
         ...
 
     def advance(self, until: int) -> Report:
-        """Take turns until every row has ``until`` tokens or has ended; the report of that."""
+        """Take turns until every row has ``until`` tokens or has ended, and return the report."""
         ...
 
     def end(self, rows: np.ndarray) -> None:
@@ -99,16 +100,16 @@ class Decoding(Protocol):
 
 
 class Executor(Protocol):
-    """See the module docstring."""
+    """The interface of an executor. See the module docstring."""
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the parameters are on; None for one device."""
+        """The mesh that holds the parameters; None for one device."""
         ...
 
     @property
     def block_size(self) -> int | None:
-        """Most rows that run together, from their first to their last token; None for any."""
+        """Largest number of rows that run together, from first to last token; None for no limit."""
         ...
 
     @property
@@ -118,32 +119,32 @@ class Executor(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether ``advance`` returns before the device has done the turns."""
+        """Whether ``advance`` returns before the device has finished the turns."""
         ...
 
     def with_params(self, params: Params) -> Executor:
-        """The executor of these parameters."""
+        """Return the executor of these parameters."""
         ...
 
     def laid_out(self, params: Params) -> Params:
-        """``params`` in the layout that they run in."""
+        """``params`` in the layout in which this executor runs them."""
         ...
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
-        """Every parameter in one piece, to be saved.  Raises JaxLlamaError where that cannot be."""
+        """Every parameter in one piece, to be saved.  Raises JaxLlamaError if it cannot be."""
         ...
 
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
     ) -> tuple[Any, int | None]:
-        """(the cache's dtype, the chunk) for what the user named; dtype: the default.
+        """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 
-        Raises JaxLlamaError where the executor has values of its own and they differ.
+        Raises JaxLlamaError if the executor has fixed values and the user's differ from them.
         """
         ...
 
-    def check_drafts(self) -> None:
-        """Raises JaxLlamaError where a pass cannot verify drafts."""
+    def check_drafts(self, deterministic: bool) -> None:
+        """Raise JaxLlamaError if a pass of such a model cannot verify drafts."""
         ...
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
@@ -153,7 +154,7 @@ class Executor(Protocol):
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``."""
+        """Return teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``."""
         ...
 
     def states(
@@ -164,9 +165,9 @@ class Executor(Protocol):
         lengths: jax.Array,
         kv_dtype: DTypeLike | None = None,
     ) -> tuple[Hidden, Params]:
-        """(hidden states ``[B, T, D]``, the parameters that make logits of them).
+        """(hidden states ``[B, T, D]``, the parameters that turn them into logits).
 
-        kv_dtype: of a cache through which every token attends, sparsely if the model does so when
-        it decodes; None for no cache.
+        kv_dtype: dtype of a cache through which every token attends as in decode, with
+        ``attn_sparsity`` if the model has it.  None for no cache.
         """
         ...

@@ -19,8 +19,8 @@ and the product adds the second ones.
 
 A step of m rows reads ``n r (S in + out)`` values for each product and computes 2 m times as much:
 it grows with n, and for hundreds of adapters factors gathered by row would be cheaper.  What that
-is for an 8B model: ``model/README.md``.  Left out: meshes and offloading (merged adapters go
-there).
+is for an 8B model: ``model/README.md``.  An offloaded model's factors stay on the device, whatever
+its policy says of the weights.  Left out: meshes (a merged adapter goes there).
 """
 
 from __future__ import annotations
@@ -109,13 +109,18 @@ def for_rows(params: Mapping[str, Any], rows: jax.Array | np.ndarray) -> dict[st
 def chosen(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the products read: each ``Lora`` with the tree's rows."""
     rows = params.get(ROWS)
+    return params if rows is None else with_rows(dict(params), rows)
+
+
+def with_rows(tree: dict[str, Any], rows: jax.Array) -> dict[str, Any]:
+    """The tree, or a part of one, with ``rows[B]`` in each ``Lora``."""
 
     def walk(node: Any) -> Any:
         if isinstance(node, Lora):
             return node._replace(rows=rows)
         return {name: walk(part) for name, part in node.items()} if isinstance(node, dict) else node
 
-    return params if rows is None else walk(dict(params))
+    return walk(tree)
 
 
 def factors(params: Mapping[str, Any]) -> list[Lora]:

@@ -50,7 +50,17 @@ _SPECIAL = (
 
 
 class Tokenizer:
-    """A tokenizer of a model; the module docstring describes decoding.
+    """Text to token ids and back, and messages to a prompt.
+
+    ``from_file``, ``from_gguf`` and ``byte_level`` make one. The arguments become the attributes
+    below; ``vocab_size`` is by default that of ``backend``.
+
+    Parameters
+    ----------
+    backend : tokenizers.Tokenizer
+        Encodes text.
+    source : str
+        Name of the tokenizer in errors.
 
     Attributes
     ----------
@@ -63,7 +73,7 @@ class Tokenizer:
     special_tokens : dict of str to str
         Spellings by role.
     chat_template : str or None
-        Jinja source.
+        Jinja source. Without one ``encode_chat`` raises JaxLlamaError.
     parse_special : bool
         Whether a special token that a chat message spells becomes that token. False by default:
         ``encode_chat`` encodes messages as text.

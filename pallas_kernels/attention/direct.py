@@ -27,10 +27,10 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
+from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.pages import Paging
-from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.dispatch import Reason

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache, rope_tokens
+from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.op import decode_attention
-from pallas_kernels.attention.rope_cache import Cached, norm_heads
+from pallas_kernels.attention.rope_cache import norm_heads
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
@@ -49,9 +50,11 @@ def rope_and_attend(
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
     (heads ``[B, N, H]``, k, v with the new tokens); or of several tokens ``qkv [B, T, N + 2K, H]``
-    -> heads ``[B, T, N, H]``, each of which sees those before it.
+    -> heads ``[B, T, N, H]``.  Each token sees the keys of its row in slots up to its own.
 
-    cos, sin, slots, table: as ``rope_and_write``, or ``rope_and_write_tokens``, takes them.
+    cos, sin: float32 ``[B, H / 2]``, or ``[B, T, H / 2]`` for several tokens.
+    slots: int32 ``[B]``, or ``[B, T]``, no two of a row alike: where in its row each token goes.
+    table: as ``rope_and_write`` takes it.
     window, scale: as ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
@@ -123,7 +126,7 @@ def _composed(
         inside = (slots >= 0) & (slots < k.shape[1])
     else:
         by_row = slots.reshape(slots.shape[0], -1)
-        inside = (rope_cache.place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
+        inside = (place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
     seen = jnp.where(inside, slots + 1, 0)
     return decode_attention(q, k, v, seen, window=window, scale=scale, **options), k, v
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
@@ -31,7 +32,6 @@ from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
-Cached = jax.Array | QTensor
 WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
 _OPERANDS = {
     "qkv": "float [B, N + 2K, H+]",
@@ -278,19 +278,6 @@ def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None 
             quantize_kv(new, jnp.dtype(kv.dtype).name),
         )
     return _stored(kv, rows, slots, new.astype(kv.dtype))
-
-
-def capacity_of(kv: Cached, table: jax.Array | None) -> int:
-    """Return the number of tokens that a row can hold, S."""
-    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
-
-
-def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(page, place in the page) of ``slots[B, T]``; page P where nothing is to be written."""
-    pages, page = kv.shape[:2]
-    entry = jnp.take_along_axis(table, slots // page, axis=1, mode="clip")
-    inside = (slots >= 0) & (slots < table.shape[1] * page) & (entry >= 0)
-    return jnp.where(inside, jnp.minimum(entry, pages), pages), slots % page
 
 
 def _stored(old: jax.Array, rows: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class ClampedGate:
-    """gpt-oss's SwiGLU.
+    """gpt-oss's SwiGLU, ``(up + 1) * gate * sigmoid(alpha * gate)``, for ``gated=``.
 
     Parameters
     ----------
     limit : float
-        The gate is clamped to at most ``limit``, ``up`` to [-limit, limit].
+        The gate is clamped to at most ``limit`` and ``up`` to [-limit, limit]. It must be positive,
+        which is not checked.
     alpha : float
         Factor inside of the sigmoid.
     """

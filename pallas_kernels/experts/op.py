@@ -72,7 +72,7 @@ def grouped_matmul(
     experts : int32 [T, k]
         Each token's experts.  Indices outside of [0, E) are clamped to it.
     weights : float [T, k], optional
-        Of each pair in the token's sum.
+        Weight of each pair in the token's sum.
     bias : float [E, out], optional
         Added in float32 before the gate.
     gated : "silu", "gelu", "gelu_tanh" or ClampedGate, optional
@@ -140,7 +140,7 @@ def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
 
 
 def _weight_only(op: str, w: Weight) -> Weight:
-    """w, a QTensor without notes and in one level of scales."""
+    """w with one level of scales and without the QTensor's optional fields; checks them first."""
     if not isinstance(w, QTensor | CpuWeight):
         return w
     activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
@@ -175,7 +175,7 @@ def _finished(
     bias: jax.Array | None,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """What stands behind the float32 products ``[T, k, out]``."""
+    """Apply bias, gate, weights and the cast to float32 products ``[T, k, out]``."""
     y = y if bias is None else y + bias.astype(jnp.float32)[experts]
     y = y if gated is None else apply_gate(y, gated)
     if weights is None:
@@ -194,7 +194,7 @@ def grouped_matmul_reference(
     bias: jax.Array | None = None,
     gated: Gate | None = None,
 ) -> jax.Array:
-    """The same written plainly, in float32; never optimised."""
+    """``grouped_matmul`` written plainly in float32, for tests; never optimised."""
     floats = dequantize(w) if isinstance(w, QTensor) else w.astype(jnp.float32)
     x32 = x.astype(jnp.float32)
     x32 = jnp.broadcast_to(x32[:, None], (*experts.shape, x.shape[-1])) if x.ndim == 2 else x32
@@ -227,7 +227,7 @@ def _planned_kernel(
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """The products of a plan, and what stands behind them."""
+    """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
     fan, gated, plan = static
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
@@ -247,7 +247,7 @@ def _planned_kernel(
 def _handled(
     fan: int, plan: cpu.GroupedPlan, x: jax.Array, w: CpuWeight, pairs: jax.Array
 ) -> jax.Array:
-    """The CPU handler's products: pairs sorted by expert, and back in the order of the tokens."""
+    """The CPU handler's products: sort the pairs by expert, and restore the tokens' order."""
     n_experts = w.shape[0]
     order = jnp.argsort(pairs, stable=True)
     before = pairs[:, None] < jnp.arange(n_experts + 1)
@@ -264,7 +264,7 @@ def _planned_xla(
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """By the weight that a prepared one stands for."""
+    """The XLA form; a weight in the CPU handler's layout is converted back first."""
     plain: Any = _weight_only("grouped_matmul", restore(w)) if isinstance(w, CpuWeight) else w
     return _composed(static, x, plain, experts, weights, bias)
 

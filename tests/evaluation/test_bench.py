@@ -15,6 +15,7 @@ import jaxllama as jl
 from benchmarks import adapters as adapters_bench
 from jaxllama import generation
 from jaxllama.cli.main import main
+from jaxllama.config import ExpertsConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed import decode as bench
 from jaxllama.evaluation.speed.harness import (
@@ -192,6 +193,16 @@ def preset(tmp_path_factory) -> str:
         lines += [f"{k} = {json.dumps(value)}" for k, value in table.items() if value is not None]
     path.write_text("\n".join(lines))
     return str(path)
+
+
+def test_a_step_of_a_mixture_reads_the_chosen_experts():
+    cfg = LLAMA.replace(experts=ExpertsConfig(n_experts=8, n_active=2, d_ff=16))
+    lm = LanguageModel(cfg, params_of(cfg), None)
+    # SwiGLU has three products of each expert, in float32.
+    held = cfg.n_layers * 8 * 3 * cfg.d_model * 16 * 4
+    all_read = bytes_per_step(lm, 10_000)
+    assert all_read - bytes_per_step(lm) == held * 6 // 8
+    assert all_read - bytes_per_step(lm, 2) == held * 36 // 64
 
 
 def test_bench_of_random_quantized_weights_with_a_trace(preset, tmp_path, capsys):

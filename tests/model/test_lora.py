@@ -23,7 +23,7 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import linear
 from jaxllama.model.linear import Stream
-from jaxllama.model.lora import attach, chosen, for_rows
+from jaxllama.model.lora import attach, chosen, factors, for_rows
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -80,9 +80,9 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     save_file(lora_cases.merged(checkpoint, raw, 3 / 2), tmp_path / "base" / WEIGHTS)
     _, want = hf.load(base)
     save_file(checkpoint, base / WEIGHTS)
-    factors = adapter_files.read(path, cfg)
-    _, merged = hf.load(base, added=factors)
-    adapted = attach(cfg, plain, [{}, factors])
+    read = adapter_files.read(path, cfg)
+    _, merged = hf.load(base, added=read)
+    adapted = attach(cfg, plain, [{}, read])
     for index, layer in enumerate(f"layer_{i}" for i in range(cfg.n_layers)):
         for room, name in (
             ("mixer", "qkv"),
@@ -372,7 +372,6 @@ def test_where_an_adapter_cannot_be_is_said_in_one_line(tmp_path):
     one = {"one": lora_cases.write(tmp_path / "one", raw)}
     for options, says in (
         ({"adapters": one, "mesh": "model=1"}, "adapters beside a mesh: only one, merged"),
-        ({"adapters": one, "policy": jl.Policy()}, "adapters beside a policy: only one, merged"),
         ({"adapters": {**one, "two": one["one"]}, "merge": True}, "merge takes one adapter"),
         ({"merge": True}, "merge takes one adapter, and there are 0"),
         ({"adapters": {"": one["one"]}}, "the name '' is not a text"),
@@ -397,3 +396,14 @@ def test_merged_adapters_go_with_a_mesh_and_a_policy(tmp_path):
                 tree, got = tree[key], got[key]
             weight = got["weight"].device if lm is offloaded else got["weight"]
             assert same(np.asarray(tree["weight"]), np.asarray(weight))
+
+
+def test_adapters_lie_on_the_device_beside_weights_that_a_policy_moves(tmp_path):
+    base = saved(tmp_path / "base", "llama-gqa")
+    raw = lora_cases.tensors(CASES["llama-gqa"], 1, only="q_proj")
+    one = {"one": lora_cases.write(tmp_path / "one", raw)}
+    want = jl.load(base, adapters=one)
+    lm = jl.load(base, adapters=one, policy=jl.Policy.parse("0 100 100 0 100 0"))
+    assert lm.adapters == ("one",) and lm.params["layer_0"]["mixer"]["qkv"]["weight"].moves
+    for got, own in zip(factors(lm.params), factors(want.params), strict=True):
+        assert all(map(same, jax.tree.leaves(got), jax.tree.leaves(own)))

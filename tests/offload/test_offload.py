@@ -16,6 +16,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import attach
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
@@ -23,12 +24,15 @@ from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
+from tests.helpers import lora_cases
 from tests.helpers.cases import slow
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.models import FAMILIES, HYBRIDS, params_of
 
 # A long prompt in each batch of two or four, so that every batch has the same padded width.
 PROMPTS = [[5, 6, 7], list(range(3, 24)), [9, 8, 7, 6, 5], list(range(40, 61))]
 NEW = 20  # more than a tail: the snapshot is rewritten once
+CONFIGS = FAMILIES | HYBRIDS
+DELTA = ("delta", "kda", *HYBRIDS)
 WIDE = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=128)  # groups of 64 divide it
 NARROW = WIDE.first_layers(1)  # the schedule over several layers has tests of its own
 
@@ -39,9 +43,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32) -> LanguageModel:
+def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32, **options) -> LanguageModel:
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
-    place = Placement(policy, dtype)
+    place = Placement(policy, dtype, **options)
     return place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
 
 
@@ -96,9 +100,15 @@ def test_any_policy_gives_the_resident_model_s_bits(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["hybrid", pytest.param("mqa-window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mqa-window", *DELTA)),
+    ],
+)
 def test_every_family_and_its_logits(folder, name):
-    cfg = FAMILIES[name]
+    cfg = CONFIGS[name]
     params = params_of(cfg)
     lm, off = LanguageModel(cfg, params, None), offloaded(cfg, params, "30 40 30 40 30 40")
     assert_same(bits(off.generate(PROMPTS, 4)), bits(lm.generate(PROMPTS, 4)))
@@ -169,6 +179,7 @@ def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):
     assert [out.tokens for out in off.generate(prompts, NEW)] == want
 
 
+@pytest.mark.slow
 def test_sampling_streaming_and_rows_over_several_blocks(folder):
     params = params_of(NARROW)
     sampling = [
@@ -200,6 +211,83 @@ def test_whole_program_contraction_is_all_that_differs(folder):
     for one, other in zip(got, want, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft", [None, *slow("ngram")])
+def test_rows_have_their_adapters_beside_weights_that_stream(folder, draft):
+    """The resident model's bits and logits; with drafts its tokens."""
+    cfg = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=())
+    factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
+
+    def adapted(lm: LanguageModel) -> LanguageModel:
+        params = attach(lm.config, lm.params, factors)
+        return dataclasses.replace(lm, params=params, adapters=("one", "two"))
+
+    lm = adapted(LanguageModel(cfg, params_of(cfg), None))
+    off = adapted(offloaded(cfg, params_of(cfg), "0 100 100 0 0 100 gpu_batch_size=2"))
+    prompts, names = [[5, 6, 7]] * 3 + [[9, 8]], ["two", None, "one", None]
+    want = [
+        out
+        for rows in (slice(0, 2), slice(2, 4))
+        for out in lm.generate(prompts[rows], 8, adapter=names[rows])
+    ]
+    assert len({tuple(out.tokens) for out in want[:3]}) == 3
+    if draft is not None:
+        got = off.generate(prompts[:3], 8, adapter=names[:3], draft=draft, draft_tokens=3)
+        assert [out.tokens for out in got] == [out.tokens for out in want[:3]]
+        return
+    assert_same(bits(off.generate(prompts, 8, adapter=names)), bits(want))
+    tokens, lengths = np.array([[4, 5, 6, 7]] * 2, np.int32), [4, 3]
+    scores = off.logits(tokens, lengths, adapter=["one", "two"])
+    wanted = lm.logits(tokens, lengths, adapter=["one", "two"])
+    np.testing.assert_allclose(scores[:, :3], wanted[:, :3], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        ("gqa", ["0 100 30 40 0 100 gpu_batch_size=2 num_gpu_batches=2"]),
+        *slow(
+            (
+                "hybrid",
+                [
+                    "100 0 100 0 100 0 gpu_batch_size=5",
+                    "0 100 0 100 30 40 gpu_batch_size=5 sep_layer=true overlap=false "
+                    "prefill_batch_size=4",
+                ],
+            ),
+            ("gqa", ["30 40 0 100 100 0 gpu_batch_size=3 cpu_attention=true"]),
+            ("gqa", ["30 40 0 100 100 0 gpu_batch_size=3 attn_sparsity=0.4"]),
+        ),
+    ],
+)
+def test_deterministic_rows_have_the_same_bits_in_every_batch(folder, name, policies):
+    """Alone, in other company and places, and of any chunk; the tokens are the resident model's."""
+    cfg = FAMILIES[name].first_layers(1) if name == "gqa" else FAMILIES[name]
+    # Short prompts have programs of one width.
+    prompts = PROMPTS if name == "hybrid" else [PROMPTS[0], PROMPTS[2], [7, 7]]
+    params, found = params_of(cfg), []
+    for policy in policies:
+        off = offloaded(cfg, params, policy, deterministic=True)
+        together = bits(off.generate(prompts, 6))
+        for row, prompt in enumerate(prompts):
+            assert bits(off.generate([prompt], 6, chunk=None if row else 4)) == [together[row]]
+        company = [[8, 9, 10], *reversed(prompts)]
+        assert bits(off.generate(company, 6))[1:] == together[::-1]
+        found.append(together)
+    assert all(other == found[0] for other in found)
+    own = cfg if "sparsity" not in policies[0] else off.config
+    want = LanguageModel(own, params, None).generate(prompts, 6)
+    assert [out.tokens for out in want] == [tokens for tokens, *_ in found[0]]
+
+
+def test_a_deterministic_model_is_refused_what_has_no_fixed_shape(folder):
+    cfg = FAMILIES["gqa"]
+    with pytest.raises(JaxLlamaError, match="deterministic and cpu_attention need the cache all"):
+        offloaded(cfg, {}, "0 100 50 50 100 0 cpu_attention=true", deterministic=True)
+    off = offloaded(cfg, params_of(cfg), "0 100 100 0 100 0", deterministic=True)
+    with pytest.raises(JaxLlamaError, match="policy: a deterministic model takes no draft"):
+        off.generate([[5, 6]], 2, draft="ngram")
 
 
 # The store
@@ -323,6 +411,9 @@ def test_the_recorder_sees_every_load(folder):
         ("hybrid", "ngram", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2 sep_layer=true"),
         ("gla-conv-groups", "model", "0 100 100 0 100 0"),
         ("delta", "ngram", "0 100 100 0 100 0 gpu_batch_size=4"),
+        ("kda", "model", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2"),
+        ("qwen3.5", "model", "0 0 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2 overlap=false"),
+        ("kimi", "ngram", "0 40 100 0 0 100 gpu_batch_size=4 sep_layer=true"),
         ("mha-tied-bias", "model", "0 0 100 0 0 100 gpu_batch_size=4"),
     ],
 )
@@ -331,7 +422,7 @@ def test_the_recorder_sees_every_load(folder):
 def test_a_draft_changes_no_tokens(folder, name, draft, policy, draft_tokens):
     """Of four rows in batches that do not divide them, with penalties, bias and noise; one of them
     repeats.  Its own resident twin is right about all that is greedy, in fewer passes."""
-    cfg = FAMILIES[name].replace(eos_token_ids=())
+    cfg = CONFIGS[name].replace(eos_token_ids=())
     params = params_of(cfg)
     lm, off = LanguageModel(cfg, params, None), offloaded(cfg, params, policy)
     samplings = [

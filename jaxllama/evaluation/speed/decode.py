@@ -101,7 +101,7 @@ def run(
     sign.note("the memory's rate")
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
-    read = data * bytes_per_step(lm)
+    read = data * bytes_per_step(lm, batch // data)
     cache = jax.eval_shape(
         functools.partial(init_cache, lm.config, batch, context + new_tokens, decoding.kv_dtype)
     )

@@ -4,7 +4,7 @@ timed(call, *arguments) -> (its result, ready; seconds)
 median(measure, runs, warm)                           median of a measurement's results
 memory_bandwidth(), matmul_rate()                     this machine's rates now
 Decoding(lm, batch, kv_dtype, chunk)                  greedy, with the executor's own loop
-bytes_per_step(lm), cache_bytes_per_step(...)         bytes that a decode step must move
+bytes_per_step(lm, rows), cache_bytes_per_step(...)   bytes that a decode step must move
 held_cache(cfg, batch, max_len, dtype, held)          a cache that is already long
 """
 
@@ -260,9 +260,24 @@ class Decoding:
 # Bytes
 
 
-def bytes_per_step(lm: LanguageModel) -> int:
-    """Return the bytes of weights that one decode step reads."""
-    return tree_bytes(read_in_step(lm))
+def bytes_per_step(lm: LanguageModel, rows: int = 1) -> int:
+    """Return the bytes of weights that one decode step of ``rows`` tokens reads.
+
+    A mixture's step reads the experts that some token has chosen. Their number is the mean for
+    tokens that choose independently and evenly: ``E (1 - (1 - k / E) ** rows)``.
+    """
+    total, experts = tree_bytes(read_in_step(lm)), lm.config.experts
+    if experts is None:
+        return total
+    unread = (1 - experts.n_active / experts.n_experts) ** rows
+    held = sum(
+        tree_bytes(part)
+        for name, layer in lm.params.items()
+        if name.startswith("layer_")
+        for path, part in layer["mlp"].items()
+        if path.startswith("experts_")
+    )
+    return total - round(unread * held)
 
 
 def read_in_step(lm: LanguageModel) -> Params:

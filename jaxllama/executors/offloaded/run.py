@@ -1,12 +1,19 @@
-"""Run: one block of rows on its way through an offloaded model, from prompts to the last token.
+"""OffloadRun: one block of rows through an offloaded model, from prompts to the last token.
 
     run = OffloadRun(policy, store, cfg, params, tokens, lengths, ...)
-    run.step()      gives every row one token; the first step is the prefill
+    run.step()             gives every row one token; the first step is the prefill
+    run.join(tokens, ...)  new rows replace those that have ended
 
-It is the ``Work`` of ``schedule``: it knows what each load, store and computation is.  The rows are
-cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
-its cache a layer and its hidden states.  A prompt goes through each unit in pieces of ``chunk``
-tokens, as the resident model's prefill does.
+It implements ``schedule``'s ``Work``: it does each load, store and computation. The rows are
+divided into batches of one size, and empty rows fill the last. Each batch has its sampling state, a
+cache per layer and its hidden states. A prompt passes through each unit in pieces of ``chunk``
+tokens, as in the resident model's prefill.
+
+The prompt of a joining row passes through the model in the other rows' step, and costs no load of
+weights. For that pass the whole cache of its batch is on the device. It is stored anew afterwards.
+
+A deterministic model's batches always have ``gpu_batch_size`` rows. Their prompts pass through in
+the widths of ``Alone``. The last token is a separate piece, which has a decode step's shape.
 """
 
 from __future__ import annotations
@@ -22,9 +29,10 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import Params
-from jaxllama.decoding.rows import Report, Rows
+from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
+from jaxllama.executors.executor import Alone
 from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
@@ -32,6 +40,7 @@ from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
@@ -42,37 +51,67 @@ from jaxllama.offload.units import ModelUnit, units_of
 
 @dataclasses.dataclass(frozen=True)
 class TokenPiece:
-    """Tokens ``[B, T]`` that go through the model at once; lengths: how many of each row count."""
+    """Tokens ``[B, T]`` that pass through the model at once, of which ``lengths[B]`` are valid.
+
+    slots: the place in the cache of one token a row, if it has one.
+    of_prompt: whether the tokens are a part of prompts.
+    """
 
     tokens: jax.Array
     lengths: jax.Array
     positions: jax.Array
     rope: Rope
-    slots: jax.Array | None = None  # of one token a row: its place in the cache, if it has one
+    slots: jax.Array | None = None
+    of_prompt: bool = False
 
 
 @dataclasses.dataclass
 class Batch:
-    """Rows that one program computes, whose layers are in ``caches``.
+    """The rows that one program computes, with their layers' states in ``caches``.
 
-    hidden: of each piece, possibly stored.  drafted, scores, tokens: of a pass that verifies
-    drafts, its width, its logits ``[B width, V]``, and what recurrent states may take, by layers.
+    prompts: pieces of the next step, if rows join.
+    joining: bool ``[B]``: rows of this step that find the state of another row; None in a new
+        batch.
+    adapters: int32 ``[B]``: each row's LoRA adapter (``model.lora``); None if no row has one.
+    hidden: hidden states of each piece, possibly stored.
+    drafted: width of a pass that verifies drafts.
+    scores: logits of that pass, ``[B width, V]``.
+    tokens: tokens of that pass that recurrent states may take, by layer.
     """
 
     rows: Rows
     sampling: SamplingParams
     caches: dict[int, LayerCache | SplitCache]
-    pieces: list[TokenPiece]
+    pieces: list[TokenPiece] = dataclasses.field(default_factory=list)
+    prompts: list[TokenPiece] = dataclasses.field(default_factory=list)
+    joining: jax.Array | None = None
+    adapters: jax.Array | None = None
     hidden: Any = None
-    live: bool = True  # a row still wants tokens
+    live: bool = False  # a row still wants tokens
+    is_used: bool = False  # rows have been in it
     drafted: int | None = None
     scores: jax.Array | None = None
     tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def reads_prompts(self) -> bool:
+        return self.pieces[-1].of_prompt
+
+    @property
+    def adapters_of_tokens(self) -> jax.Array:
+        """The adapters of a pass's rows, of which a draft has one a token."""
+        assert self.adapters is not None
+        return jnp.repeat(self.adapters, self.drafted) if self.drafted else self.adapters
+
 
 class OffloadRun:
-    """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
-    cache; room: columns for new tokens, of which at most ``limit`` are asked for."""
+    """One block of rows on its way through the model. See the module docstring.
+
+    tokens: ``[B, T]``, right-padded beyond ``lengths[B]``.
+    capacity: number of tokens of a row that the cache holds.
+    room: columns for new tokens, of which the caller uses at most ``limit``.
+    alone: the shapes of a deterministic model, which replace ``chunk``.
+    """
 
     def __init__(
         self,
@@ -90,13 +129,14 @@ class OffloadRun:
         capacity: int,
         kv_dtype: Any,
         chunk: int,
+        alone: Alone | None = None,
         recorder: Any = NO_RECORD,
     ) -> None:
         self.policy, self.store, self.record = policy, store, recorder
         self.cfg, self.params = cfg, params
         self.dtype = activation_dtype(params)
         self.stop_ids, self.room, self.capacity = stop_ids, room, capacity
-        self.limit = limit
+        self.limit, self.chunk, self.alone = limit, chunk, alone
         self.kv_dtype = jnp.dtype(kv_dtype).name
         self.units = units_of(self.cfg, self.policy.sep_layer)
         if not self._embeds_by_unit():
@@ -105,55 +145,82 @@ class OffloadRun:
             "cache": self.policy.cache.device < 100,
             "hidden": self.policy.activations.device < 100,
         }
-        self.filled, self.steps = tokens.shape[1], 0
+        self.filled, self.steps = 0, 0
         self.rows = tokens.shape[0]
-        self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
-        self._known: dict[int, Pending] = {}  # a tied table that was loaded last
+        self.batches = [self._batch(*part) for part in self.cut(tokens, lengths, sampling)]
+        self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
+        self.join(tokens, lengths, sampling, params.get(ROWS))
 
     # Rows to batches
 
     def cut(
-        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams | None = None
+        self, tokens: jax.Array, lengths: jax.Array, options: Any = None
     ) -> Iterator[tuple[Any, ...]]:
-        """The run's rows, batch by batch; the last is filled up with rows of length 0."""
-        count = -(-self.rows // self.policy.gpu_batch_size)
-        size = -(-self.rows // count)
+        """Yield the run's rows, batch by batch. Rows of length 0 fill the last batch.
+
+        options: a tree of arrays of these rows.
+        """
+        size = self.policy.gpu_batch_size
+        count = -(-self.rows // size)
+        if self.alone is None:
+            size = -(-self.rows // count)
         empty = count * size - self.rows
 
         def fill(leaf: jax.Array) -> jax.Array:
             return jnp.concatenate([leaf, jnp.repeat(leaf[:1], empty, axis=0)]) if empty else leaf
 
-        tokens, sampling = jax.tree.map(fill, (tokens, sampling))
+        tokens, options = jax.tree.map(fill, (tokens, options))
         lengths = jnp.pad(lengths, (0, empty))
         for first in range(0, count * size, size):
-            yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, sampling))  # noqa: B023
+            yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, options))  # noqa: B023
 
-    def _batch(
-        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams, chunk: int
-    ) -> Batch:
+    def _batch(self, tokens: jax.Array, _: jax.Array, sampling: SamplingParams) -> Batch:
+        """A batch without a row that goes on."""
         batch = tokens.shape[0]
-        chunk = min(chunk, tokens.shape[1])
         blank = jnp.zeros((batch,), jnp.int32)
-        pieces = [
-            self._piece(
-                tokens[:, at : at + chunk],
-                jnp.minimum(lengths, at),
-                jnp.clip(lengths - at, 0, chunk),
-                lengths,
-                chunk,
-            )
-            for at in range(0, tokens.shape[1], chunk)
-        ]
-        history = None
-        if sampling.penalties:
-            history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
-        rows = Rows.empty(lengths, Cache((), blank), self.room, history)
+        rows = Rows.empty(blank, Cache((), blank), self.room)
         caches = {
             layer: self._layer_cache(kind, layer, batch)
             for layer, kind in enumerate(self.cfg.layer_types)
         }
-        return Batch(rows, sampling, caches, pieces)
+        return Batch(rows, sampling, caches)
+
+    def join(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        sampling: SamplingParams,
+        adapters: jax.Array | None = None,
+    ) -> None:
+        """Begin the rows whose ``lengths[B]`` are not 0 with these prompts ``[B, T]``, in the next
+        step; they have ended, or never begun.
+
+        sampling, adapters: of all rows, also of those that go on.
+        """
+        self.filled = max(tokens.shape[1], self._longest() + 1)
+        parts = self.cut(tokens, lengths, (sampling, adapters))
+        for batch, (tokens, lengths, options) in zip(self.batches, parts, strict=True):
+            if not np.any(jax.device_get(lengths)):
+                continue
+            # The step of the rows that go on.  Those that join have ended so far.
+            step = [self._next(batch)] if batch.live else []
+            batch.prompts = [*step, *self._prompts(tokens, lengths)]
+            batch.joining = lengths > 0 if batch.is_used else None
+            batch.sampling, batch.adapters = options
+            history = None
+            if batch.sampling.penalties:
+                history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
+            batch.rows = _joined(batch.rows, lengths, history)
+            batch.live = batch.is_used = True
+
+    def _longest(self) -> int:
+        """Tokens in the cache of the longest row that goes on."""
+        rows = [Fields(*jax.device_get(batch.rows.ints)) for batch in self.batches if batch.live]
+        return max((int(np.max(fields.length * (1 - fields.done))) for fields in rows), default=0)
+
+    def _next(self, batch: Batch) -> TokenPiece:
+        return TokenPiece(*_next_piece(self.cfg, self.capacity, batch.rows))
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
         empty = functools.partial(
@@ -164,30 +231,49 @@ class OffloadRun:
         by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
         return (SparseCache if by_row else LayerCache)(self.store, self.policy.cache, empty)
 
+    def _prompts(self, tokens: jax.Array, lengths: jax.Array) -> list[TokenPiece]:
+        """The pieces of prompts ``tokens[B, T]``, ``lengths[B]`` valid."""
+        if self.alone is None:
+            chunk = min(self.chunk, tokens.shape[1])
+            widths, end = (chunk,) * -(-tokens.shape[1] // chunk), lengths
+        else:
+            widths, end = self.alone.widths, jnp.maximum(lengths - 1, 0)
+        pieces, first = [], 0
+        for width in widths:
+            part = tokens[:, first : first + width]
+            n_new = jnp.clip(end - first, 0, width)
+            pieces.append(self._piece(part, jnp.minimum(end, first), n_new, lengths, width))
+            first += width
+        if self.alone is not None:
+            newest = jnp.take_along_axis(tokens, end[:, None], axis=1)
+            pieces.append(self._piece(newest, end, jnp.minimum(lengths, 1), lengths, 1))
+        return pieces
+
     def _piece(
         self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
     ) -> TokenPiece:
         tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
         positions, rope = programs.positions_of(self.cfg, start, total, width)
-        return TokenPiece(tokens, lengths, positions, rope)
+        return TokenPiece(tokens, lengths, positions, rope, of_prompt=True)
 
     # One step
 
     def step(self) -> None:
-        """The prefill, or one more token a row."""
+        """Run the prefill, or write one more token a row."""
         for index in self.active_batches():
             batch = self.batches[index]
-            if self.steps > 0:
-                batch.pieces = [TokenPiece(*_next_piece(self.cfg, self.capacity, batch.rows))]
+            batch.pieces, batch.prompts = batch.prompts or [self._next(batch)], []
         self._walk()
         self.filled += 1
 
     def verify(
         self, pieces: dict[int, TokenPiece], width: int
     ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
-        """One pass of these batches' pieces, ``width`` tokens of a row at a time: of each batch its
-        logits ``[B width, V]``, and by layers what recurrent states may take; attention's tokens
-        are in its cache, past its length."""
+        """Run one pass over these batches' pieces, ``width`` tokens of a row at a time.
+
+        Returns each batch's logits ``[B width, V]``, and by layer the tokens that recurrent states
+        may take. Attention's tokens are in its cache, past its length.
+        """
         for index, piece in pieces.items():
             batch = self.batches[index]
             batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
@@ -195,7 +281,7 @@ class OffloadRun:
         return {index: (self.batches[index].scores, self.batches[index].tokens) for index in pieces}
 
     def _walk(self) -> None:
-        """The active batches' pieces through all units."""
+        """Pass the active batches' pieces through all units."""
         for index in self.active_batches():
             batch = self.batches[index]
             if not self._embeds_by_unit():
@@ -213,7 +299,10 @@ class OffloadRun:
         self.steps += 1
 
     def end_rows(self, done: np.ndarray | None = None) -> None:
-        """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
+        """Find the rows that have stopped.
+
+        done: bool ``[B]``: rows that the caller wants to stop.
+        """
         for index, batch in enumerate(self.batches):
             own = jax.device_get(batch.rows.done)
             if done is not None:
@@ -226,9 +315,14 @@ class OffloadRun:
                     batch.rows = batch.rows.ended(own)
             batch.live = not own.all()
 
+    def forget_written(self) -> None:
+        """The next step's tokens are the first of the report, whenever a row has joined."""
+        for batch in self.batches:
+            batch.rows = _without_written(batch.rows)
+
     @property
     def report(self) -> Report:
-        """The report of the run's rows, on the host."""
+        """Return the report of the run's rows, on the host."""
         reports = jax.device_get([batch.rows.report for batch in self.batches])
         ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
         return Report(ints[:, : self.rows], written[:, : self.rows])
@@ -262,10 +356,11 @@ class OffloadRun:
         if not unit.has_cache:
             return None
         cache = self.batches[batch].caches[unit.layer]
+        load = cache.load_whole if self.batches[batch].reads_prompts else cache.load
         if not cache.moves:
-            return cache.load()
+            return load()
         with self.record("load cache", unit, batch):
-            return jax.block_until_ready(cache.load())
+            return jax.block_until_ready(load())
 
     def load_hidden(self, batch: int) -> Any:
         hidden = self.batches[batch].hidden
@@ -296,6 +391,11 @@ class OffloadRun:
         self, unit: ModelUnit, batch: Batch, weights: Any, cache: Any, hidden: Any
     ) -> tuple[Any, Any]:
         cfg, kind = layer_config(self.cfg, unit.layer)
+        if batch.adapters is not None:
+            weights = with_rows(weights, batch.adapters_of_tokens)
+        if batch.reads_prompts and batch.joining is not None and unit.has_cache:
+            if not isinstance(cache, KVCache):
+                cache = _cleared(cache, batch.caches[unit.layer].empty(), batch.joining)
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
@@ -317,7 +417,7 @@ class OffloadRun:
                     x,
                     cache,
                     *at,
-                    sparse=self.steps > 0,
+                    sparse=not piece.of_prompt,
                     drafted=batch.drafted,
                 )
                 if stays:
@@ -349,7 +449,8 @@ class OffloadRun:
         if not home.moves:
             home.save(cache, None, 0)
             return
-        slots = batch.pieces[0].slots if isinstance(cache, KVCache) else None
+        keeps_others = isinstance(cache, KVCache) and not batch.reads_prompts
+        slots = batch.pieces[0].slots if keeps_others else None
         with self.record("store cache", unit, index):
             home.save(jax.block_until_ready(cache), slots, self.filled)
             wait(home.stored)
@@ -370,9 +471,42 @@ def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) ->
     return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _joined(rows: Rows, lengths: jax.Array, history: History | None) -> Rows:
+    """The rows, of which those with ``lengths[B] > 0`` are new; history: of the new ones' prompts,
+    None where no row has penalties."""
+    is_new = lengths > 0
+    fields = rows.fields
+    cleared = (jnp.where(is_new, 0, field) for field in fields[:4])
+    fields = fields._replace(**dict(zip(Fields._fields, cleared, strict=False)))
+    if history is not None and rows.history is not None:
+        history = _chosen(is_new, history, rows.history)
+    return dataclasses.replace(rows, ints=fields.packed(), history=history)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _cleared(state: LayerState, empty: LayerState, rows: jax.Array) -> LayerState:
+    """The state, empty in ``rows[B]`` (bool)."""
+    return _chosen(rows, empty, state)
+
+
+def _chosen(rows: jax.Array, one: Any, other: Any) -> Any:
+    """The tree of ``one`` in ``rows[B]`` (bool), and of ``other`` elsewhere."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), one, other
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _without_written(rows: Rows) -> Rows:
+    fields = rows.fields
+    blank = jnp.zeros_like(fields.count)
+    return dataclasses.replace(rows, ints=fields._replace(count=blank, step=blank).packed())
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
-    """The fields of the TokenPiece that a decode step reads: each row's newest token."""
+    """Return the fields of a decode step's TokenPiece: each row's newest token."""
     inputs = start(rows)
     first, lengths = inputs.fields.length, inputs.lengths
     positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
@@ -387,8 +521,10 @@ def append_token(
     sampling: SamplingParams,
     stop_ids: jax.Array,
 ) -> Rows:
-    """The rows with the token that follows ``scores [B, V]``; new: tokens ``[B]`` that each piece
-    has brought into the caches."""
+    """Return the rows with the token that follows ``scores [B, V]``.
+
+    new: numbers of tokens ``[B]`` that each piece has added to the caches.
+    """
     fields = rows.fields
     fields = fields._replace(length=fields.length + sum(new))
     rows = dataclasses.replace(rows, ints=fields.packed())

@@ -2,7 +2,7 @@
 
     stream += sum_j weight_j down_j(act(gate_j x) * up_j x)  +  gate(x) * shared(x)
 
-The two products with experts are ``grouped_matmul``'s; everything else is a dense layer's.
+``grouped_matmul`` computes the two products with experts.  All else is as in a dense layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from pallas_kernels.experts.gate import ClampedGate, Gate
 def feed_experts(
     cfg: ModelConfig, p: Params, stream: Stream, ops: Any, before: Stream | None
 ) -> Stream:
-    """``decoder.feed_half`` of a layer with experts; ``before`` as there."""
+    """``decoder.feed_half`` of a layer with experts: add the mixture's output to the stream.
+
+    before: the stream without the mixer's part, which a parallel block reads; None for others.
+    """
     if before is not None:
         normed, _ = linear.norm(before, p.get("mixer_norm"), cfg)
         stream = Stream(stream.total)
@@ -34,7 +37,7 @@ def feed_experts(
 
 
 def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any = linear) -> jax.Array:
-    """What the experts make of ``x[..., D]``; own: a layer's ``mlp`` parameters."""
+    """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
     experts, weights = route(options, tokens, own["router"])
@@ -44,7 +47,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any = linear) -> j
 
 
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
-    """The experts' gated activation."""
+    """Return the experts' gated activation."""
     if options.gate_limit is None:
         return cfg.activation
     return ClampedGate(options.gate_limit, options.gate_alpha)

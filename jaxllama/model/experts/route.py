@@ -2,11 +2,11 @@
 
     logits  = x @ router.T (+ bias)
     softmax, normalized     the softmax over the chosen logits (Mixtral, Qwen3, Granite, gpt-oss)
-    softmax                 the chosen ones' share of the softmax over all experts (OLMoE)
+    softmax                 the chosen entries of the softmax over all experts (OLMoE)
     sigmoid                 the chosen sigmoids, over their sum if normalized (DeepSeek-V3, GLM)
 
-Of equal scores the lowest index wins.  A token's experts depend on the token alone: on a CPU its
-logits have the same bits in any batch.
+If scores are equal, the lowest index wins.  On a CPU a token's logits have the same bits in any
+batch, so its experts depend on the token alone.
 
 Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437).
 """
@@ -27,20 +27,20 @@ from pallas_kernels.experts.op import grouped_matmul
 def route(
     options: ExpertsConfig, x: jax.Array, router: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """(experts int32 ``[T, k]``, weights float32 ``[T, k]``) of tokens ``x[T, D]``."""
+    """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
     logits = router_logits(x, router["weight"], router.get("bias"))
     return choose(options, logits, router.get("choice_bias"))
 
 
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """float32 ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
+    """Return float32 logits ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
 
     def by_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
-        # One product of all rows would round a row by how many there are.
+        # In one product of all rows, the rounding of a row would depend on the number of rows.
         only = jnp.zeros((x.shape[0], 1), jnp.int32)
         return grouped_matmul(x, weight[None], only, implementation="xla")[:, 0]
 
@@ -51,7 +51,10 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 def choose(
     options: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """``route`` of float32 logits ``[T, E]``; choice_bias ``[E]``."""
+    """(experts, weights) as from ``route``, for float32 logits ``[T, E]``.
+
+    choice_bias: ``[E]``, added to the scores for the choice, but not for the weights.
+    """
     is_softmax = options.scores == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
@@ -69,7 +72,10 @@ def choose(
 
 
 def _best_groups(options: ExpertsConfig, by: jax.Array) -> jax.Array:
-    """``by[T, E]`` with -inf for experts outside of a token's best groups."""
+    """``by[T, E]`` with -inf for experts outside of a token's best groups.
+
+    A group's score is the sum of its two best experts' scores (DeepSeek-V3).
+    """
     if options.n_active_groups == options.n_groups:
         return by
     groups = by.reshape(by.shape[0], options.n_groups, -1)
