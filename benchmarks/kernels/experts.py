@@ -4,8 +4,9 @@ bytes, and values against the reference.
     python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4]
 
 The shapes are Qwen3-30B-A3B's (8 of 128 experts) and gpt-oss-20b's (4 of 32), gate and up with
-SwiGLU, and down, which reads a row for each pair.  ``share`` is the bytes of the experts that some token has chosen, over the time
-and the rate of a copy.  Tokens choose their experts at random, others in each call.
+SwiGLU, and down, which reads a row for each pair.  ``share`` is the bytes of the experts that some
+token has chosen, over the time and the rate of a copy.  Tokens choose their experts at random,
+others in each call.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     us = start + sum(costs * amounts)
 
 ``form_work`` says the amounts of a form.  Bytes count as microseconds of a copy at the device's
-rate, so a cost of 1 is a form that moves them as a copy does.  Where a form unpacks int4 codes as
-it reads them, the multiprocessors bound it, and its bytes count at one rate on every card: an H100
-and an H200 have as many and took the same time.  ``device.Gpu.costs`` holds the costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
+rate, so a cost of 1 is a form that moves them as a copy does.  An H100 and an H200 took the same
+time where a form unpacks the int4 codes of chosen experts.  The multiprocessors bound that, and
+both cards have as many, so these bytes count at one rate on each.  ``device.Gpu.costs`` holds the
+costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def shortest_form(w: Any, n_pairs: int, n_rows: int) -> XlaForm:
         Rows of x: a token's pairs may share one.
     """
     fits = has_every(w, n_rows)
-    forms = [form for form in XLA_FORMS if fits or form != "every"]
+    forms: list[XlaForm] = [form for form in XLA_FORMS if fits or form != "every"]
     return min(forms, key=lambda form: form_us(form, w, n_pairs, n_rows))
 
 
