@@ -34,7 +34,7 @@ from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import Sampling, SamplingParams, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
-from jaxllama.executors.executor import Alone, Call, DraftSource, Executor, Kept
+from jaxllama.executors.executor import Alone, Call, DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.lora import for_rows
@@ -583,11 +583,11 @@ class LanguageModel:
         return Alone(DETERMINISTIC_ROWS, _pieces(int(jax.device_get(lengths).max())))
 
     @property
-    def _kept(self) -> Kept | None:
+    def _kept(self) -> KeptCalls | None:
         """Return the kept programs for the base model's rows on one device."""
         if self.programs is None or self.adapters or self.mesh is not None:
             return None
-        return Kept(self.programs, self._signature)
+        return KeptCalls(self.programs, self._signature)
 
     @functools.cached_property
     def _signature(self) -> str:

@@ -72,17 +72,17 @@ class Call:
     alone: Alone | None = None
     drafting: DraftSource | None = None
     on_prompt: Callable[[int, int], None] | None = None
-    kept: Kept | None = None
+    kept: KeptCalls | None = None
 
 
-class Kept(NamedTuple):
+class KeptCalls(NamedTuple):
     """Compiled programs, and the signature of the parameters that they take."""
 
     programs: KeptPrograms
     signature: str
 
 
-class Decoding(Protocol):
+class RowsDecoder(Protocol):
     """The state of rows on their way through a model."""
 
     @property
@@ -147,7 +147,7 @@ class Executor(Protocol):
         """Raise JaxLlamaError if a pass of such a model cannot verify drafts."""
         ...
 
-    def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
+    def begin(self, cfg: ModelConfig, params: Params, call: Call) -> RowsDecoder:
         """Read the prompts and write each row's first token."""
         ...
 

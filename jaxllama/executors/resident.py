@@ -40,7 +40,7 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, append, drawn_by
-from jaxllama.executors.executor import Alone, Call, Decoding, Executor
+from jaxllama.executors.executor import Alone, Call, RowsDecoder, Executor
 from jaxllama.kept import signature
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, LayerState, init_cache
@@ -93,7 +93,7 @@ class Resident:
     def check_drafts(self, deterministic: bool) -> None:
         """Accept any draft: a pass can verify it."""
 
-    def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
+    def begin(self, cfg: ModelConfig, params: Params, call: Call) -> RowsDecoder:
         return ResidentDecoding(cfg, params, call, self._prefilled(cfg, params, call))
 
     def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:

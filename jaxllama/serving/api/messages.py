@@ -167,7 +167,7 @@ class Failed(IpcMessage, tag=4):
     reason: str
 
 
-class Report(IpcMessage, tag=6):
+class EngineReport(IpcMessage, tag=6):
     """A replica's figures, its observed times since the last report, and its failure."""
 
     stats: dict[str, Any]
@@ -190,7 +190,7 @@ class Ping(IpcMessage, tag=8):
 
 
 FromFrontEnd = Submit | End | Finish | HubRequest | ServedRequest | Ready | Pong
-FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | Report | Trouble | Ping
+FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | EngineReport | Trouble | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _LENGTH = struct.Struct("<I")

@@ -121,7 +121,7 @@ class Replica:
         self._asked: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self.told: Callable[[], None] = lambda: None
-        self.on_report: Callable[[Replica, messages.Report], None] = lambda one, report: None
+        self.on_report: Callable[[Replica, messages.EngineReport], None] = lambda one, report: None
 
     def begin(self) -> None:
         self.socket.sendall(self._spec)
@@ -199,7 +199,7 @@ class Replica:
                     self._asked.pop(message.call).set_result(message.value)
                 case messages.Refused():
                     self._asked.pop(message.call).set_exception(messages.error(message))
-                case messages.Report():
+                case messages.EngineReport():
                     self.on_report(self, message)
                 case _:
                     pass
@@ -339,7 +339,7 @@ class Replicas:
         for one in self._all:
             one.end("error", EngineFailed(reason))
 
-    def _reported(self, one: Replica, report: messages.Report) -> None:
+    def _reported(self, one: Replica, report: messages.EngineReport) -> None:
         one.pulse.beat()
         self._stats[one.number] = EngineStats(**report.stats)
         for name, seconds in report.times:
@@ -468,7 +468,7 @@ async def _run(connection: socket.socket, lm: LanguageModel, engine: Engine, rep
     while not wire.gone.is_set():
         times, reporter.times = reporter.times, []
         stats = dataclasses.asdict(engine.stats())
-        port.send(messages.Report(stats, times, engine.failure))
+        port.send(messages.EngineReport(stats, times, engine.failure))
         await asyncio.sleep(REPORT)
     port.close()
     engine.stop()
