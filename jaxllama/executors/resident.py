@@ -40,7 +40,7 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, append, drawn_by
-from jaxllama.executors.executor import Alone, Call, RowsDecoder, Executor
+from jaxllama.executors.executor import Alone, Call, Executor, RowsDecoder
 from jaxllama.kept import signature
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, LayerState, init_cache
