@@ -1,28 +1,30 @@
-"""How XLA compiles decode loops, where its defaults are slow on GPUs.
+"""XLA options for decode loops, for GPUs on which the defaults are slow.
 
-    for_device()                options for ``jax.jit`` of a loop on one device, None for XLA's
-    for_mesh(mesh)              options for ``jax.jit`` of a loop, None for XLA's defaults
-    compiled_for(program, mesh) a jitted loop, with these options
+    for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
+    for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
+    compiled_for(program, mesh) a jitted loop with these options
     compiled_here(lowered)      a program that can be serialized
 
-On one GPU jax 0.11 makes each step a CUDA graph, and the host reads behind each whether there is
-another.  A graph may hold the loop itself, so that the device decides: 11 us a step less on an
-H200.  Its condition has to compute something: an element of the carry is read too early.
+On one GPU jax 0.11 makes each step a CUDA graph. After each step the host reads whether another
+step follows. A graph may also hold the loop itself, so that the device decides. This saves 11 us a
+step on an H200. The loop's condition must compute something: a plain element of the carry is read
+too early.
 
-A step of a model on a mesh has two sums a layer, of 16 KB.  jax 0.11 makes each with a kernel of
-its own on one of four side streams, outside of its CUDA graphs: two hand-overs between streams and
-a launch from the host every 30 us, which the host does not keep up with, and the device that is
-late keeps the other waiting.  With NCCL's kernels, which graphs may hold, a step is one graph; and
-in symmetric buffers, which devices write for each other, a sum takes 4 us instead of 7.
-Llama-3.1-8B in bfloat16 on two H200s, one row: 3.70 ms a step by default; in one graph 3.14 to 3.2,
-with symmetric buffers 2.96 to 2.99.  64 rows of the serving engine: 8.3 to 8.8 ms a step by
-default, 8.1 in one graph; its prompts beside them take as long either way.
+On a mesh each layer has two sums of 16 KB. jax 0.11 runs each sum as a kernel of its own on one of
+four side streams, outside of its CUDA graphs. Each sum then costs two hand-overs between streams,
+and the host launches a kernel every 30 us. The host cannot keep up, and a late device delays the
+other one. NCCL's kernels may be part of a graph, so with them a step is one graph. In symmetric
+buffers the devices write into each other's memory, and a sum takes 4 us instead of 7.
 
-Versions of jax that do not know the options get none; a small sum is tried first, with symmetric
-buffers and without, and a backend that refuses it gets none either.
+Measured on two H200s, Llama-3.1-8B in bfloat16, one row: 3.70 ms a step by default, 3.14 to 3.2 in
+one graph, 2.96 to 2.99 with symmetric buffers. The serving engine with 64 rows takes 8.3 to 8.8 ms
+a step by default and 8.1 in one graph. Prompts beside them take as long either way.
 
-Left out: several processes; prefill on a mesh; the whole loop as one graph on a mesh (XLA cannot
-instantiate it with NCCL inside).
+Versions of jax without these options get none. A small sum is tried first, with and without
+symmetric buffers. A backend that refuses it gets no options either.
+
+Left out: several processes; prefill on a mesh; the whole loop as one graph on a mesh, which XLA
+cannot instantiate with NCCL inside.
 """
 
 from __future__ import annotations
@@ -62,14 +64,14 @@ _SYMMETRIC: Options = {**_ONE_GRAPH, "xla_gpu_experimental_enable_nccl_symmetric
 
 @functools.cache
 def for_device() -> Options | None:
-    """For a loop on one of the default devices; a small one is tried first."""
+    """Return the options for a loop on one default device, or None. A small loop is tried first."""
     is_gpu = jax.default_backend() == "gpu"
     return _WHOLE_LOOP if _KNOWN and is_gpu and _counts(_WHOLE_LOOP) else None
 
 
 @functools.cache
 def for_mesh(mesh: Mesh | None) -> Options | None:
-    """For a loop with sums over the "model" axis of ``mesh``."""
+    """Return the options for a loop with sums over the "model" axis of ``mesh``, or None."""
     if not _KNOWN or mesh is None or mesh.shape["model"] == 1:
         return None
     devices = list(mesh.devices.flat)
@@ -81,9 +83,13 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
 
 
 def compiled_for(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
-    """The jitted ``program``, or, where a loop on ``mesh`` (None: on one device) has options, the
-    same compiled with them (one function per program and options).  jit: what else ``program`` was
-    jitted with."""
+    """Return the jitted ``program`` with the options for its devices.
+
+    Without options it is ``program`` itself. There is one function per program and options.
+
+    mesh: the mesh of the loop; None for one device.
+    jit: the other arguments with which ``program`` was jitted.
+    """
     options = for_device() if mesh is None else for_mesh(mesh)
     if options is None:
         return program
@@ -91,10 +97,11 @@ def compiled_for(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
 
 
 def compiled_here(lowered: Any) -> Any:
-    """Compile a lowered program past jax's cache, in this thread: it can then be serialized.
+    """Compile a lowered program in this thread, past jax's cache, so that it can be serialized.
 
-    A CPU's program that jax read from its cache loses functions when it is serialized again.  So
-    this one has a key of its own there, by an option that is XLA's default, and is not stored.
+    A CPU program that jax read from its cache loses functions when it is serialized again.
+    Therefore this program gets another key, by an option that equals XLA's default, and is not
+    stored there.
     """
     with persistent_cache_min_compile_time_secs(1e9):
         return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})
@@ -108,7 +115,7 @@ def _jit(
 
 
 def _counts(options: Options) -> bool:
-    """Does a loop, compiled so, stop where it should, and again when its arrays are others?"""
+    """Return whether a loop with these options stops correctly, also when its arrays change."""
 
     def count(until: jax.Array) -> jax.Array:
         return lax.while_loop(lambda i: i < until, lambda i: i + 1, jnp.zeros_like(until))
@@ -121,7 +128,7 @@ def _counts(options: Options) -> bool:
 
 
 def _adds_up(mesh: Mesh, options: Options) -> bool:
-    """Does a sum over the devices, compiled so, give the right numbers?"""
+    """Return whether a sum over the devices with these options is correct."""
     n = mesh.shape["model"]
     rows = np.arange(n * 1024, dtype=np.float32).reshape(n, 1024)
     total = jax.shard_map(

@@ -1,19 +1,19 @@
-"""prefill, decode_step, generate: pure jitted functions over (cfg, params, cache).
+"""Pure jitted functions over (cfg, params, cache): prefill, decode_step, verify_step, generate.
 
     logits, cache = prefill(cfg, params, tokens, lengths, cache)      whole prompts, ragged
     logits, cache = decode_step(cfg, params, tokens, cache)           one token per row
     logits, proposal = verify_step(cfg, params, tokens, lengths, cache)   a draft, all at once
-    cache         = commit(proposal, accepted)                        what of it stays
+    cache         = commit(proposal, accepted)                        the accepted tokens stay
     output        = generate(cfg, params, tokens, lengths, cache, sampling, key, max_new_tokens)
 
-The cache is donated at every call: use the one that comes back.  A call that is traced (inside of
-``jax.grad``, ``jax.vmap``, ``jax.jit``) donates nothing, because a derivative reads the old cache.
-Operands of another type, shape or dtype raise JaxLlamaError.  A row whose values are impossible
-(a length outside of [1, T], an id outside of the vocabulary) stays as it is and gets NaN logits.
+Each call donates its cache: use the cache that it returns. A traced call (inside of ``jax.grad``,
+``jax.vmap``, ``jax.jit``) donates nothing, because a derivative reads the old cache. Operands of
+another type, shape or dtype raise JaxLlamaError. A row with impossible values (a length outside of
+[1, T], an id outside of the vocabulary) stays unchanged and gets NaN logits.
 
-``generate`` is prefill, then one ``lax.while_loop`` on the device until every row has stopped
-(``executors.resident``).  The sampling key of a token is ``fold_in(row key, its position)``, so a
-row's tokens depend neither on its neighbours nor on its slot.
+``generate`` runs prefill, then one ``lax.while_loop`` on the device until every row has stopped
+(``executors.resident``). A token's sampling key is ``fold_in(row key, its position)``. A row's
+tokens therefore depend neither on its neighbours nor on its slot.
 """
 
 from __future__ import annotations
@@ -51,7 +51,24 @@ from jaxllama.model.mixers.attention.state import KVCache
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random parameters (normal, 0.02; norms 1; biases 0), made on the default device."""
+    """Return random parameters on the default device.
+
+    Weights are normal with standard deviation 0.02, norms are 1, biases are 0.
+
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model's configuration.
+    key : jax.Array
+        A PRNG key.
+    dtype : data-type
+        Type of every parameter.
+
+    Returns
+    -------
+    dict
+        The tree of parameters, as ``prefill`` and the other functions take it.
+    """
     return _init_params(cfg, jnp.dtype(dtype).name, key)
 
 
@@ -66,12 +83,29 @@ def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
 
 
 def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
-    ``lengths[B]`` (what stands there in the result means nothing).
+    """Return teacher-forced logits of every position.
 
-    Raises JaxLlamaError for operands of another type, shape or dtype, and where T exceeds
-    ``cfg.max_position``.  A row with a length outside of [1, T], or a valid id outside of the
-    vocabulary, gets NaN logits.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model's configuration.
+    params : dict
+        Its parameters.
+    tokens : jax.Array
+        Integer ``[B, T]``: token ids, right-padded.
+    lengths : jax.Array
+        Integer ``[B]``: valid tokens of each row, in [1, T].
+
+    Returns
+    -------
+    jax.Array
+        float32 ``[B, T, V]``. Values at padded positions have no meaning. A row with an impossible
+        length or id gets NaN.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an operand has another type, shape or dtype, or if T exceeds ``cfg.max_position``.
     """
     check_prompts(cfg, tokens, lengths)
     return all_logits(cfg, params, tokens, lengths)
@@ -86,17 +120,42 @@ def prefill(
     cache: Cache,
     chunk: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Append ``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) to the cache's rows.
+    """Append prompts to the cache's rows and return the logits after each row's last token.
 
-    chunk: tokens a row that go through the model at once (``decoding.forward.prefill_chunk``).
-    It bounds the memory of activations; ``model/README.md`` lists where the results are equal to
-    the bit and where up to rounding.  Returns (float32 logits ``[B, V]`` of each row's last valid
-    token, cache).  The given cache is donated, unless the call is traced.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model's configuration.
+    params : dict
+        Its parameters.
+    tokens : jax.Array
+        Integer ``[B, T]``: token ids, right-padded.
+    lengths : jax.Array
+        Integer ``[B]``: valid tokens of each row, in [1, T].
+    cache : Cache
+        The cache of B rows. The call donates it, unless it is traced.
+    chunk : int, optional
+        Tokens of a row that pass through the model at once (``decoding.forward.prefill_chunk``). It
+        bounds the memory of activations. ``model/README.md`` lists where results are equal to the
+        bit.
 
-    Raises JaxLlamaError for operands of another type, shape or dtype, where T exceeds the cache's
-    capacity or ``cfg.max_position``, and for a chunk below 1.  A row whose tokens do not fit behind
-    what it holds gets those that do, and NaN logits.  A row with a length outside of [1, T], or a
-    valid id outside of the vocabulary, stays as it is and gets NaN logits.
+    Returns
+    -------
+    jax.Array
+        float32 ``[B, V]``: logits of each row's last valid token.
+    Cache
+        The cache with the new tokens.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an operand has another type, shape or dtype; if T exceeds the cache's capacity or
+        ``cfg.max_position``; or if ``chunk`` is below 1.
+
+    Notes
+    -----
+    A row without room for all its tokens keeps those that fit, and gets NaN logits. A row with an
+    impossible length or id stays unchanged and gets NaN logits.
     """
     check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
@@ -158,19 +217,43 @@ def decode_step(
 def verify_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Proposal]:
-    """``decode_step`` of k + 1 tokens at once, none of which the cache has yet: ``tokens[B, k+1]``
-    -> (float32 logits ``[B, k+1, V]``, proposal).
+    """Return the logits of k + 1 new tokens per row in one pass, and a proposal for the cache.
 
-    tokens: of each row the newest one and a draft of what follows; lengths int32 ``[B]`` counts
-    the valid ones, and logits behind them mean nothing.  ``logits[:, j]`` are ``decode_step``'s
-    after token j, bit for bit those of a step of B * (k+1) rows; NaN where the row has no room for
-    it.  ``commit`` makes a cache of the proposal; the one given is donated, unless the call is
-    traced.  Raises JaxLlamaError for operands of another type, shape or dtype, and where k + 1
-    exceeds the cache's capacity.  A row with a length outside of [1, k+1], or a valid id outside of
-    the vocabulary, proposes nothing and gets NaN logits.
+    The logits after each token are those of ``decode_step``, bit for bit those of a step of B *
+    (k+1) rows. ``commit`` makes a cache of the proposal.
 
-    Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
-    the tokens' k, v and decay beside them.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model's configuration.
+    params : dict
+        Its parameters.
+    tokens : jax.Array
+        Integer ``[B, k+1]``: each row's newest token and a draft of the tokens after it. The cache
+        holds none of them.
+    lengths : jax.Array
+        Integer ``[B]``: valid tokens of each row, in [1, k+1].
+    cache : Cache
+        The cache of B rows. The call donates it, unless it is traced.
+
+    Returns
+    -------
+    jax.Array
+        float32 ``[B, k+1, V]``. ``logits[:, j]`` are the logits after token j, and NaN where the
+        row has no room for it. Logits at padded positions have no meaning.
+    Proposal
+        The cache and the new tokens, for ``commit``.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an operand has another type, shape or dtype, or if k + 1 exceeds the cache's capacity.
+
+    Notes
+    -----
+    A row with an impossible length or id proposes nothing and gets NaN logits. Source: speculative
+    decoding (arXiv 2211.17192). Linear attention keeps its states, and the tokens' k, v and decay
+    beside them.
     """
     check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
@@ -183,10 +266,27 @@ def verify_step(
 
 
 def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
-    """The cache with ``accepted[B] + 1`` of the proposal's tokens: the newest and so many drafts,
-    from 0 to k; -1 leaves a row as it was.  More than there are (``lengths``, or what fits the
-    row) counts as all of them.  The proposal is donated, unless the call is traced.  Raises
-    JaxLlamaError where ``accepted`` is not an array of B whole numbers."""
+    """Return the cache with the accepted tokens of a proposal.
+
+    Parameters
+    ----------
+    proposal : Proposal
+        The result of ``verify_step``. The call donates it, unless it is traced.
+    accepted : jax.Array
+        Integer ``[B]``: drafted tokens to keep, from 0 to k. The row also keeps its newest token.
+        -1 leaves the row unchanged. Numbers above the valid tokens, or above the row's room, keep
+        all of them.
+
+    Returns
+    -------
+    Cache
+        The cache with ``accepted + 1`` more tokens per row.
+
+    Raises
+    ------
+    JaxLlamaError
+        If ``accepted`` is not an integer array of B elements.
+    """
     _check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
     return _commit(proposal.cache, proposal.new, proposal.tokens, accepted)
 
@@ -197,7 +297,7 @@ def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> C
 
 
 def check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
-    """Raises JaxLlamaError for what are no tokens ``[B, T]`` and lengths ``[B]``."""
+    """Raise JaxLlamaError unless tokens and lengths are integer arrays ``[B, T]`` and ``[B]``."""
     _check_ints("tokens", tokens, "[B, T]")
     _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
     if tokens.shape[1] > cfg.max_position:
@@ -208,7 +308,7 @@ def check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
 
 
 def _check_ints(name: str, x: Any, axes: str, batch: int | None = None) -> None:
-    """Raises JaxLlamaError for what is no array of whole numbers with these axes."""
+    """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of integers {axes}")
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -220,7 +320,7 @@ def _check_ints(name: str, x: Any, axes: str, batch: int | None = None) -> None:
 
 
 def _check_cache(cfg: ModelConfig, cache: Any, batch: int) -> None:
-    """Raises JaxLlamaError for what is no cache of ``batch`` rows of this model."""
+    """Raise JaxLlamaError unless ``cache`` is a cache of ``batch`` rows of this model."""
     if not isinstance(cache, Cache):
         raise JaxLlamaError(f"cache: {type(cache).__name__}: expected a Cache (init_cache)")
     if cache.batch != batch:
@@ -243,16 +343,43 @@ def generate(
     chunk: int | None = None,
     stop_tokens: Sequence[int] | None = None,
 ) -> Rows:
-    """Continue ``tokens[B, T]`` (right-padded, ``lengths[B]``) by up to ``max_new_tokens``.
+    """Continue every prompt until its row stops or has ``max_new_tokens`` new tokens.
 
-    sampling: one for all rows, one per row, or the stacked form; a row without a seed of its own
-    uses ``key`` (a PRNG key or an int).  stop_tokens: ids that end a row, cfg's by default.
-    The loop ends when every row has stopped or ``max_new_tokens`` are written.
-    Raises JaxLlamaError for a cache with room for less than ``T + max_new_tokens - 1`` tokens: the
-    last one is not read again.  Raises it, too, for operands of another type, shape or dtype, for
-    more tokens than ``cfg.max_position``.  Where this process has the values of ``tokens`` and
-    ``lengths``, a length outside of [0, T] (0: an empty row) and a valid id outside of the
-    vocabulary raise it, too.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model's configuration.
+    params : dict
+        Its parameters.
+    tokens : jax.Array
+        Integer ``[B, T]``: token ids, right-padded.
+    lengths : jax.Array
+        Integer ``[B]``: valid tokens of each row; 0 marks an empty row.
+    cache : Cache
+        The cache of B rows, with room for ``T + max_new_tokens - 1`` tokens. The model does not
+        read the last token again.
+    sampling : Sampling, sequence of Sampling, or SamplingParams
+        One for all rows, one per row, or the stacked form.
+    key : jax.Array or int
+        A PRNG key or a seed, for rows without a seed of their own.
+    max_new_tokens : int
+        Most new tokens of a row, at least 1.
+    chunk : int, optional
+        As for ``prefill``.
+    stop_tokens : sequence of int, optional
+        Ids that end a row; ``cfg.eos_token_ids`` by default.
+
+    Returns
+    -------
+    Rows
+        The new tokens, their log-probabilities and the cache.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an operand has another type, shape or dtype; if T exceeds ``cfg.max_position``; or if the
+        cache has too little room. Where this process can read the values, also for a length outside
+        of [0, T], an invalid id, or a row that exceeds the context.
     """
     check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
@@ -284,14 +411,16 @@ def generate(
 
 
 def _is_on_host(x: Any) -> bool:
-    """Whether this process can read the values: not those of a trace, or of another process."""
+    """Return whether this process can read the values; it cannot read a trace's or another
+    process's.
+    """
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _check_values(
     cfg: ModelConfig, tokens: np.ndarray, lengths: np.ndarray, max_new_tokens: int
 ) -> None:
-    """Raises JaxLlamaError naming the first length or valid id that is impossible."""
+    """Raise JaxLlamaError that names the first impossible length or valid id."""
     width = tokens.shape[1]
     for row, length in enumerate(lengths):
         if not 0 <= length <= width:

@@ -1,16 +1,16 @@
-"""Programs of a model's first calls, kept on disk for the next process.
+"""Compiled programs of a model's first calls, kept on disk for the next process.
 
-    programs = KeptPrograms(facts)      of a model that is loaded so; reads in a thread
-    programs.call(key, function, cfg, arguments, static)     what ``function`` gives
-    programs.wait()                     until what the first calls need is ready
+    programs = KeptPrograms(facts)      facts of how the model is loaded; a thread reads the file
+    programs.call(key, function, arguments, cfg, static)     the result of ``function``
+    programs.wait()                     until the first calls' programs are ready
 
-jax's cache of compiled programs is keyed by a program's lowered text, so a process that finds its
-program there has traced and lowered it first: 0.4 s for a model of 30 layers, before its first
-token.  A kept program is found by its arguments' shapes instead.  ``load`` begins to read while the
-weights are read.  A program in memory takes 5 to 30 MB, so only the newest few are made ready then;
-an older one is made ready by the call that asks for it, and counts as the newest afterwards.
+jax's cache finds a compiled program by its lowered text. A process must therefore trace and lower a
+program before it finds it there: 0.4 s for a model of 30 layers, before its first token. A kept
+program is found by its arguments' shapes instead. ``load`` begins to read the file while it reads
+the weights. A program in memory takes 5 to 30 MB, so only the newest few are prepared then. A call
+prepares an older program when it needs it, and that program counts as the newest afterwards.
 
-Left out: GPUs, meshes, models of few layers, which are traced in no time.
+Left out: GPUs, meshes, and models of few layers, whose tracing takes little time.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
-FILES = 4  # a model, as it was loaded, has one
-PROGRAMS = 12  # of a file: a cache, a prefill and a loop for each of four shapes
-EARLY = 4  # of them are made ready while the weights are read: what the last process called
+FILES = 4  # one per model and way of loading it
+PROGRAMS = 12  # per file: a cache, a prefill and a loop for each of four shapes
+EARLY = 4  # programs prepared while the weights are read: the last process's newest
 LEAST_LAYERS = 8
 
 
 class KeptPrograms:
-    """See the module docstring.  facts: of how the model is loaded; their repr tells it from
-    others."""
+    """Compiled programs of one model, as it was loaded. See the module docstring.
+
+    facts: facts of how the model is loaded. Their repr tells the model from others.
+    """
 
     def __init__(self, facts: Any) -> None:
         self._settings = _settings()
@@ -62,13 +64,14 @@ class KeptPrograms:
         cfg: ModelConfig | None = None,
         static: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return what a jitted ``function(cfg, *arguments, **static)`` returns.
+        """Return the result of a jitted ``function(cfg, *arguments, **static)``.
 
-        cfg: its first argument, if it takes one.  key: its repr tells this program from all others
-        of the model, so it names the arguments' shapes and everything static.
+        cfg: the function's first argument, if it takes one.
+        key: its repr tells this program from all others of the model. It names the arguments'
+            shapes and every static argument.
         """
         before = () if cfg is None else (cfg,)
-        if self._settings != _settings():  # what was kept follows from others
+        if self._settings != _settings():  # the kept programs depend on other settings
             return function(*before, *arguments, **static)
         name = hashlib.sha256(repr((key, cfg)).encode()).hexdigest()
         self._index.result()
@@ -90,14 +93,14 @@ class KeptPrograms:
         blob = self._later.pop(name, None)
         if blob is not None:
             self._made[name] = self._pool.submit(_loaded, blob)
-            self._pool.submit(self._keep, name, blob)  # the next process makes it ready early
+            self._pool.submit(self._keep, name, blob)  # the next process prepares it early
         made = self._made.get(name)
         if made is None or made.exception() is not None:
             return None
         return made.result()
 
     def _read(self, facts: Any) -> None:
-        """The programs' names, with futures of what they become; the newest first."""
+        """Read the programs' names and start to prepare the newest ones."""
         self._path = _path(facts)
         if self._path is None:
             return
@@ -131,7 +134,7 @@ def _compiled(lowered: Any) -> Any:
 
 
 def signature(tree: Any) -> str:
-    """A hash of the structure, shapes and dtypes of a tree of arrays."""
+    """Return a hash of the structure, shapes and dtypes of a tree of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     kinds = [
         (
@@ -146,12 +149,15 @@ def signature(tree: Any) -> str:
 
 
 def _settings() -> tuple[Any, ...]:
-    """All settings of jax, but for those of its own cache."""
+    """Return all settings of jax, except those of its own cache."""
     return tuple(item for item in jax.config.values.items() if "_cache_" not in item[0])
 
 
 def _path(facts: Any) -> Path | None:
-    """The file of a model's programs, named by all that they follow from; None for none."""
+    """Return the file of a model's programs, or None if they are not kept.
+
+    The file's name is a hash of everything that determines the programs.
+    """
     config: Any = jax.config  # its options are made at import, where no type checker sees them
     known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
     is_told = jit.unavailable() is None  # nothing else tells this CPU from another
@@ -168,7 +174,7 @@ def _path(facts: Any) -> Path | None:
 
 
 def _sources(folder: str) -> Iterator[str]:
-    """A line on each source file below ``folder``: its path, size and time."""
+    """Yield one line per source file below ``folder``: its path, size and time."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".py"):
@@ -179,7 +185,10 @@ def _sources(folder: str) -> Iterator[str]:
 
 
 def _stored(path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(the CPU's handlers that programs call, the serialized programs by name, oldest first)."""
+    """Return the file's contents: the CPU's handlers that programs call, and the programs.
+
+    The second value maps names to serialized programs, oldest first.
+    """
     try:
         data = sealed.read(path)
         if data is None:

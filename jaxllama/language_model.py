@@ -1,8 +1,9 @@
 """LanguageModel: config, params and tokenizer together, turning prompts into text.
 
-It tokenizes the prompts and pads them to a few shape buckets, so that a steady state compiles
-nothing.  Its executor runs them: in slices where a caller reads the text as it comes, or stop
-strings may end it.  Readers turn the tokens to text.  It holds no state between calls.
+A LanguageModel tokenizes the prompts and pads them to a few shape buckets, so that a steady state
+compiles nothing. Its executor runs them. The executor decodes in slices where a caller reads the
+text as it comes, or where stop strings may end it. Readers turn the tokens into text. The model
+holds no state between calls.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from pallas_kernels.brief import brief, size_text
 from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
-# Seconds of decoding between two looks at the text, where somebody reads it as it comes or stop
-# strings may end it: 12 pieces a second read as one flow.
+# Seconds of decoding between two reads of the text, if a caller streams it or stop strings may end
+# it. 12 pieces a second read as one flow.
 PIECE_SECONDS = 0.08
-# Rows of the one program that decodes every batch of a deterministic model.
+# Rows of the program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
 _QUANTIZED = QTensor | RowBlocks | CpuWeight
 SAVE_FORMATS = ("floats", *packed.FORMATS)
@@ -65,26 +66,41 @@ _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
 OnPrompt = Callable[[int, int], None]
-# (row, new text) as it comes, and the results at the end.
+# Yields (row, new text) during decoding, and returns the results.
 Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A model ready to run; ``tokenizer`` is None when the checkpoint has none.
+    """A model with its tokenizer, ready to generate text. ``load`` makes one.
 
-    sampling: the model's own, of its generation_config.json, which ``chat`` and the server take
-    where nobody names another; None where the checkpoint says nothing.
-    deterministic: a row's logits are the same bits whatever the batch and its place in it.  Sums
-    are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
-    are prefilled one by one in pieces of fixed widths, whatever ``chunk`` says, and decoded in
-    programs of exactly 32 rows, each with rows that need the same room.  An engine does the same.
-        An offloaded model's programs have its policy's ``gpu_batch_size`` rows, prompts too.
-    adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
-    exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
-        the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
-    programs: what earlier processes have compiled for this model; None for jax's own cache alone.
-    executor: where the model runs; by default on the devices that the parameters are on.
+    Parameters
+    ----------
+    config : ModelConfig
+        The model's configuration.
+    params : dict
+        Its tree of parameters.
+    tokenizer : Tokenizer or None
+        None if the checkpoint has no tokenizer. Prompts are then token ids, and ``chat`` raises
+        JaxLlamaError.
+    deterministic : bool
+        Each row's logits then have the same bits in any batch and at any place in it. The compiler
+        chooses the order of sums by shape, so this option fixes the shapes. Prompts are prefilled
+        one by one in pieces of fixed widths, whatever ``chunk`` says. Programs of exactly 32 rows
+        decode them, each with rows that need the same room. An engine does the same. An offloaded
+        model's programs, also for prompts, have its policy's ``gpu_batch_size`` rows.
+    sampling : Sampling, optional
+        The checkpoint's own settings, from generation_config.json. ``chat`` and the server use them
+        if the caller names none.
+    adapters : tuple of str
+        Names of the LoRA adapters in ``params`` (``model.lora``), in their order.
+    exact : bool
+        On a CPU, quantized weights keep exact float32 products. Otherwise they are laid out for the
+        CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
+    programs : KeptPrograms, optional
+        Programs that earlier processes compiled for this model. None uses jax's own cache alone.
+    executor : Executor
+        The place where the model runs; by default the devices that hold the parameters.
     """
 
     config: ModelConfig
@@ -102,17 +118,17 @@ class LanguageModel:
         object.__setattr__(self, "executor", self.executor.with_params(self.params))
         if not self.exact:
             object.__setattr__(self, "params", self.executor.laid_out(self.params))
-        # What else asks about the head (saving, byte counts, offloading) sees an untied model.
+        # Saving, byte counts and offloading then see an untied model.
         object.__setattr__(self, "config", self.config.with_head_of(self.params))
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The activations' dtype."""
+        """Return the dtype of the activations."""
         return self.params["norm"]["weight"].dtype
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the parameters are on, None for one device."""
+        """Return the mesh that holds the parameters, or None for one device."""
         return self.executor.mesh
 
     def __repr__(self) -> str:
@@ -134,26 +150,51 @@ class LanguageModel:
         draft: str | LanguageModel | None = None,
         draft_tokens: int = 0,
     ) -> list[Generation]:
-        """Continue every prompt (text, or token ids) by up to ``max_new_tokens``.
+        """Continue every prompt by up to ``max_new_tokens`` tokens.
 
-        sampling: for all rows, or one per row; greedy by default.
-        seed: rows without a seed of their own use it; one int gives equal prompts equal text, a
-            list gives each row its own.
-        stop: strings that end a row when they appear, across token borders too.
-        kv_dtype: of the cache; the activations' dtype by default.
-        chunk: tokens of a prompt that go through the model at once; by default as many as
-            ``decoding.forward.prefill_chunk`` says.  The answer is the same to the bit where
-            ``model/README.md`` says so, else up to rounding.
-        on_text: called as (row, new text) while decoding, on complete characters only.
-        on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk of prompts
-            that have several; a deterministic model and an offloaded one do not call it.
-        adapter: one of ``adapters``, or one a row; None is the model itself.
-        draft: who proposes tokens that the model then verifies, several in one pass: "ngram" (what
-            followed the last tokens before), or a smaller model with the same tokenizer, such as
-            ``first_layers``.  The tokens are the same without it.
-        draft_tokens: that it proposes at once, up to 15; 0 lets each row find what pays.
-        Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
-        tokenizer, or a prompt that does not fit the context.
+        Parameters
+        ----------
+        prompts : str or sequence
+            One text, or a sequence of texts and sequences of token ids.
+        max_new_tokens : int
+            Most new tokens of a row.
+        sampling : Sampling or sequence of Sampling, optional
+            One for all rows, or one per row. The default is greedy decoding.
+        seed : int or sequence of int
+            Seed of rows whose sampling has none. One int gives equal prompts equal text; a sequence
+            gives each row its own seed.
+        stop : str or sequence of str
+            Strings that end a row when they appear, also across token borders.
+        kv_dtype : data-type, optional
+            Type of the cache; by default the activations' type.
+        chunk : int, optional
+            Tokens of a prompt that pass through the model at once.
+            ``decoding.forward.prefill_chunk`` chooses the default. ``model/README.md`` lists where
+            the answer is equal to the bit; elsewhere it is equal up to rounding.
+        on_text : callable, optional
+            Called as (row, new text) during decoding, with complete characters only.
+        on_prompt : callable, optional
+            Called as (tokens read, tokens of the longest prompt) after each chunk, if prompts have
+            several. Deterministic and offloaded models do not call it.
+        adapter : str or sequence, optional
+            One of ``adapters``, or one per row. None selects the model itself.
+        draft : str or LanguageModel, optional
+            The source of drafts, which the model verifies several tokens at a time. "ngram"
+            proposes the tokens that followed the newest tokens earlier in the text. A smaller model
+            needs the same tokenizer; ``first_layers`` makes one. Drafts do not change the tokens.
+        draft_tokens : int
+            Tokens of one draft, up to 15. With 0 each row adapts the number.
+
+        Returns
+        -------
+        list of Generation
+            One result per prompt, in order.
+
+        Raises
+        ------
+        JaxLlamaError
+            If a prompt is empty or exceeds the context, an id is outside the vocabulary, or text is
+            given without a tokenizer.
         """
         steps = self._steps(
             prompts,
@@ -191,12 +232,28 @@ class LanguageModel:
         draft: str | LanguageModel | None = None,
         draft_tokens: int = 0,
     ) -> Generation:
-        """The model's answer to ``messages`` ({"role": ..., "content": ...}), by its chat template.
+        """Return the model's answer to a conversation, formatted by its chat template.
 
-        max_new_tokens: fewer where the context ends before.
-        sampling: the model's own by default (``self.sampling``), or greedy where it has none.
-        The rest as for ``generate``.  Raises JaxLlamaError without a tokenizer or a template, or
-        for a conversation that fills the context.
+        Parameters
+        ----------
+        messages : sequence of mapping
+            The conversation: {"role": ..., "content": ...} each.
+        max_new_tokens : int
+            Most new tokens. The context's end may lower it.
+        sampling : Sampling, optional
+            By default the model's own (``self.sampling``), or greedy if it has none.
+        seed, stop, kv_dtype, chunk, on_text, adapter, draft, draft_tokens
+            As for ``generate``.
+
+        Returns
+        -------
+        Generation
+            The answer.
+
+        Raises
+        ------
+        JaxLlamaError
+            If the model has no tokenizer or no template, or if the conversation fills the context.
         """
         ids = self.encode_chat(messages)
         room = self.config.max_position - len(ids)
@@ -234,11 +291,28 @@ class LanguageModel:
         draft: str | LanguageModel | None = None,
         draft_tokens: int = 0,
     ) -> Iterator[str]:
-        """The text of ``generate`` for one prompt (text, or token ids), in pieces of complete
-        characters, as it is decoded.
+        """Yield the text of ``generate`` for one prompt while it is decoded.
 
-        The device is at most one piece ahead, so an iterator that is left, or closed, leaves at
-        most ``PIECE_SECONDS`` of work behind.  Raises JaxLlamaError at the call.
+        Each piece has complete characters. The device works at most one piece ahead. A closed or
+        abandoned iterator therefore leaves at most ``PIECE_SECONDS`` of work.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Text, or token ids.
+        max_new_tokens, sampling, seed, stop, kv_dtype, chunk, adapter, draft, draft_tokens
+            As for ``generate``, for one row.
+
+        Returns
+        -------
+        iterator of str
+            Pieces of the new text.
+
+        Raises
+        ------
+        JaxLlamaError
+            At the call, not during the iteration: if the model has no tokenizer, and as for
+            ``generate``.
         """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
@@ -259,18 +333,33 @@ class LanguageModel:
     def save(
         self, directory: str | Path, *, format: str | None = None, progress: bool = False
     ) -> Path:
-        """Write config.json, generation_config.json (with ``sampling``), safetensors, and the
-        tokenizer's files into a new directory, which ``load`` reads.
+        """Write the model into a new directory, which ``load`` reads.
 
-        format: "floats", "awq", "gptq" or "compressed-tensors" for a Hugging Face directory, which
-            transformers loads too; "floats" dequantizes quantized weights.  "native" keeps any
-            quantized weight bit for bit, and other programs refuse it.  The default is "native" for
-            quantized weights and "floats" for others, which keep their dtype.
-        progress: a bar on stderr.
+        The directory gets config.json, generation_config.json (with ``sampling``), safetensors and
+        the tokenizer's files. It appears complete or, on any failure, not at all.
 
-        The directory must not exist or be empty; it appears complete or, on any failure, not at
-        all.  Raises JaxLlamaError naming the path, the weight that the format cannot hold, or an
-        option of the config that no class of transformers has.
+        Parameters
+        ----------
+        directory : str or Path
+            The target, which must be empty or not exist.
+        format : str, optional
+            "floats", "awq", "gptq" or "compressed-tensors" write a Hugging Face directory, which
+            transformers loads too. "floats" dequantizes quantized weights. "native" keeps any
+            quantized weight bit for bit; other programs refuse it. The default is "native" for
+            quantized weights. It is "floats" for others, which keep their dtype.
+        progress : bool
+            Show a progress bar on stderr.
+
+        Returns
+        -------
+        Path
+            The directory.
+
+        Raises
+        ------
+        JaxLlamaError
+            If the path cannot be written, the format cannot hold a weight, or transformers has no
+            class for an option of the config. The message names it.
         """
         if format not in (None, *SAVE_FORMATS):
             raise JaxLlamaError(f"format = {format!r}: is not one of {', '.join(SAVE_FORMATS)}")
@@ -310,7 +399,7 @@ class LanguageModel:
         drafting: DraftSource | None,
         on_prompt: OnPrompt | None = None,
     ) -> Steps:
-        """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
+        """Check the arguments of ``generate`` now, and return an iterator that does its work."""
         rows = self.encode(prompts)
         max_new_tokens = whole("max_new_tokens", max_new_tokens)
         chunk = None if chunk is None else whole("chunk", chunk)
@@ -341,7 +430,7 @@ class LanguageModel:
         adapters: list[int],
         options: _Options,
     ) -> Steps:
-        """Batch by batch."""
+        """Run the rows batch by batch."""
         results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
         for members in self._groups(rows, options):
             numbers = [adapters[index] for index in members]
@@ -354,7 +443,7 @@ class LanguageModel:
         return results
 
     def _numbers(self, adapter: str | Sequence[str | None] | None, batch: int) -> list[int]:
-        """Each row's adapter as ``model.lora`` counts them."""
+        """Return each row's adapter number, as ``model.lora`` counts them."""
         per_row = [adapter] * batch if adapter is None or isinstance(adapter, str) else adapter
         if not isinstance(per_row, Sequence):
             raise JaxLlamaError(f"adapter = {short(adapter)}: expected a name, or one a row")
@@ -363,7 +452,23 @@ class LanguageModel:
         return [self.adapter_number(name) for name in per_row]
 
     def adapter_number(self, name: str | None) -> int:
-        """Of an adapter from 1 on, 0 for None.  JaxLlamaError for one that is not here."""
+        """Return an adapter's number, from 1; None has number 0.
+
+        Parameters
+        ----------
+        name : str or None
+            One of ``adapters``.
+
+        Returns
+        -------
+        int
+            The number that ``model.lora`` uses.
+
+        Raises
+        ------
+        JaxLlamaError
+            If the model has no adapter of this name.
+        """
         if name is None:
             return 0
         if name not in self.adapters:
@@ -372,16 +477,22 @@ class LanguageModel:
         return self.adapters.index(name) + 1
 
     def _for_rows(self, numbers: list[int]) -> LanguageModel:
-        """The model of a batch whose rows have these adapters; where none has one that is the base
-        model's program, unless a row's bits must not depend on its neighbours."""
+        """Return the model of a batch whose rows have these adapters.
+
+        If no row has an adapter, the base model's program runs. A deterministic model is the
+        exception: a row's bits must not depend on its neighbours.
+        """
         if not self.adapters or not (self.deterministic or any(numbers)):
             return self
         params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
         return dataclasses.replace(self, params=params)
 
     def _groups(self, rows: list[list[int]], options: _Options) -> list[list[int]]:
-        """Indices of the rows that run together: as many as the executor takes, or those whose
-        programs have the same shapes wherever else they run."""
+        """Return the indices of the rows that run together.
+
+        A group has as many rows as the executor takes. In a deterministic model its programs have
+        the same shapes as in any other batch.
+        """
         if not self.deterministic:
             count = len(rows)
             size = self.executor.block_size or count
@@ -404,7 +515,7 @@ class LanguageModel:
         sampling: list[Sampling],
         options: _Options,
     ) -> Steps:
-        """One batch, the rows ``members``, through prefill and the decode loop."""
+        """Run one batch, the rows ``members``, through prefill and the decode loop."""
         rows, sampling = [rows[i] for i in members], [sampling[i] for i in members]
         max_new_tokens, stops = options.max_new_tokens, options.stops
         eos = self.config.eos_token_ids
@@ -436,8 +547,8 @@ class LanguageModel:
         counts, report = np.ones(len(rows), int), decoding.report
         while True:
             ahead = None
-            # The next call is handed to the device before this one is read, but for the first
-            # piece: it does not wait for the loop to be compiled.
+            # The device gets the next call before the host reads this one. The first piece is the
+            # exception: it does not wait until the loop is compiled.
             if self.executor.runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
                 ahead = decoding.advance(pace.next(counts))
             found: Report = fetch(report)
@@ -466,14 +577,14 @@ class LanguageModel:
         return results
 
     def _alone(self, lengths: jax.Array) -> Alone | None:
-        """The shapes in which a deterministic model reads prompts of ``lengths[B]``."""
+        """Return the shapes in which a deterministic model reads prompts of ``lengths[B]``."""
         if not self.deterministic:
             return None
         return Alone(DETERMINISTIC_ROWS, _pieces(int(jax.device_get(lengths).max())))
 
     @property
     def _kept(self) -> Kept | None:
-        """Programs for the base model's rows on one device."""
+        """Return the kept programs for the base model's rows on one device."""
         if self.programs is None or self.adapters or self.mesh is not None:
             return None
         return Kept(self.programs, self._signature)
@@ -483,7 +594,26 @@ class LanguageModel:
         return signature(self.params)
 
     def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> DraftSource | None:
-        """``generate``'s two arguments, checked."""
+        """Check ``generate``'s arguments ``draft`` and ``draft_tokens``, and return the source of
+        drafts.
+
+        Parameters
+        ----------
+        draft : str or LanguageModel, optional
+            "ngram", or a model with the same tokenizer.
+        draft_tokens : int
+            Tokens of one draft, up to 15. With 0 each row adapts the number.
+
+        Returns
+        -------
+        DraftSource or None
+            None without a draft.
+
+        Raises
+        ------
+        JaxLlamaError
+            If this model cannot use the draft.
+        """
         if draft is None:
             if draft_tokens:
                 raise JaxLlamaError(f"draft_tokens = {draft_tokens!r} needs a draft")
@@ -515,8 +645,25 @@ class LanguageModel:
             raise JaxLlamaError(f"draft: {name} has another tokenizer than {self.config.name}")
 
     def first_layers(self, count: int) -> LanguageModel:
-        """The model of the first ``count`` layers, with this one's norm and head: a draft that
-        needs no weights of its own.  Raises JaxLlamaError for none, or more than there are."""
+        """Return the model of the first layers, with this model's norm and head.
+
+        It serves as a draft that needs no weights of its own.
+
+        Parameters
+        ----------
+        count : int
+            Number of layers, at least 1.
+
+        Returns
+        -------
+        LanguageModel
+            The smaller model, which shares this model's arrays.
+
+        Raises
+        ------
+        JaxLlamaError
+            If ``count`` is below 1 or exceeds the number of layers.
+        """
         cfg, count = self.config, whole("layers", count)
         if not 1 <= count <= cfg.n_layers:
             raise JaxLlamaError(f"layers = {count}: {cfg.name} has {cfg.n_layers}")
@@ -527,11 +674,27 @@ class LanguageModel:
     def logits(
         self, tokens: Any, lengths: Any, *, adapter: str | Sequence[str | None] | None = None
     ) -> jax.Array:
-        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid.
+        """Return teacher-forced logits of every position.
 
-        adapter: as for ``generate``.
-        Raises JaxLlamaError for other shapes, numbers that are not whole, valid ids outside of the
-        vocabulary, and an adapter that is not here.
+        Parameters
+        ----------
+        tokens : array
+            Integer ``[B, T]``: token ids, right-padded.
+        lengths : array
+            Integer ``[B]``: valid tokens of each row.
+        adapter : str or sequence, optional
+            As for ``generate``.
+
+        Returns
+        -------
+        jax.Array
+            float32 ``[B, T, V]``.
+
+        Raises
+        ------
+        JaxLlamaError
+            If shapes differ, a number is not whole, a valid id is outside of the vocabulary, or the
+            model has no such adapter.
         """
         tokens, lengths = self._batch(tokens, lengths)
         numbers = self._numbers(adapter, tokens.shape[0])
@@ -549,7 +712,9 @@ class LanguageModel:
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-        """``logits``'s arguments as int32 arrays; of traced ones only the shapes are looked at."""
+        """Return ``logits``'s arguments as int32 arrays. Traced arguments are checked for their
+        shapes only.
+        """
         given = [x if isinstance(x, Tracer) else np.asarray(x) for x in (tokens, lengths)]
         tokens, lengths = given
         for name, x in (("tokens", tokens), ("lengths", lengths)):
@@ -571,7 +736,23 @@ class LanguageModel:
         return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
     def encode(self, prompts: str | Sequence[str | Sequence[int]]) -> list[list[int]]:
-        """Token ids of each prompt; ids pass through."""
+        """Return the token ids of each prompt.
+
+        Parameters
+        ----------
+        prompts : str or sequence
+            One text, or a sequence of texts and sequences of token ids. Ids pass through.
+
+        Returns
+        -------
+        list of list of int
+            Token ids, one list per prompt.
+
+        Raises
+        ------
+        JaxLlamaError
+            If a prompt is empty text, or is text and the model has no tokenizer.
+        """
         try:
             given = [prompts] if isinstance(prompts, str) else list(prompts)
         except TypeError:
@@ -596,11 +777,25 @@ class LanguageModel:
         return rows
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of the prompt for ``messages``.
+        """Return the token ids of the prompt for a conversation.
 
-        The chat template writes the special tokens.  One that a message spells is text, unless
-        ``tokenizer.parse_special``.  Raises JaxLlamaError without a tokenizer or a template, or
-        when the template refuses the messages.
+        The chat template writes the special tokens. Special tokens that a message spells are plain
+        text, unless ``tokenizer.parse_special`` is set.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            The conversation: {"role": ..., "content": ...} each.
+
+        Returns
+        -------
+        list of int
+            Token ids.
+
+        Raises
+        ------
+        JaxLlamaError
+            If the model has no tokenizer or no template, or if the template refuses the messages.
         """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer, so it cannot chat")
@@ -612,6 +807,7 @@ class LanguageModel:
         return self.tokenizer.encode_chat(messages)
 
     def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
+        """Raise JaxLlamaError unless ``generate`` can run these rows with these arguments."""
         if max_new_tokens < 1:
             raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
         if stops and self.tokenizer is None:
@@ -636,56 +832,61 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What ``generate`` was asked for, the same for every row."""
+    """The options of one call of ``generate`` that are the same for every row."""
 
     max_new_tokens: int
     stops: tuple[str, ...]
     kv_dtype: DTypeLike
     chunk: int | None
-    watched: bool  # somebody reads the text as it comes
+    watched: bool  # a caller reads the text during decoding
     drafting: DraftSource | None
     on_prompt: OnPrompt | None
-    # Of every batch of a deterministic model: an executor's block, or what makes a pass over the
-    # model one of DETERMINISTIC_ROWS tokens.
+    # Rows of every batch of a deterministic model: the executor's block, or the number with which a
+    # pass has DETERMINISTIC_ROWS tokens.
     deterministic_rows: int
 
 
 def _pieces(length: int) -> tuple[int, ...]:
-    """Widths in which a deterministic model reads a prompt of ``length`` tokens but its last, which
-    the first decode step takes."""
+    """Return the widths in which a deterministic model reads a prompt of ``length`` tokens.
+
+    The prompt's last token is not among them: the first decode step reads it.
+    """
     return pieces_of(length - 1, jax.default_backend() == "cpu")
 
 
 class _Pieces:
-    """How many tokens the loop's next call writes.
+    """The number of tokens that each call of the loop writes.
 
-    is_read: someone waits for the text.  A call then takes about ``PIECE_SECONDS``, by the fastest
-    step so far, so that a slow model shows each token and a fast one is not held up by its host.
-    Calls have 2 steps until one was measured, and grow by four times at most.  Otherwise one call
-    writes all tokens.  until: tokens of each row after the calls so far.
+    If ``is_read`` is true, a caller waits for the text. Each call then takes about
+    ``PIECE_SECONDS``, estimated from the fastest step so far. A slow model thus shows each token,
+    and the host does not delay a fast one. Calls have 2 steps until one has been measured, and grow
+    by at most four times. Otherwise one call writes all tokens. ``until`` is the number of tokens
+    of each row after the calls so far.
     """
 
     def __init__(self, limit: int, is_read: bool) -> None:
         self._limit, self._is_read = limit, is_read
         self._steps = 2 if is_read else limit
-        self._running: list[tuple[int, float]] = []  # steps, and when the device was asked
+        self._running: list[tuple[int, float]] = []  # steps, time of the call
         self._arrived = 0.0
         self._step_seconds = math.inf
         self.until = 1
 
     def next(self, counts: np.ndarray) -> int:
-        """Tokens that each row shall have after the next call, which begins now.  counts: of the
-        open rows, as far as they are known."""
+        """Return the tokens that each row shall have after the call that begins now.
+
+        counts: the open rows' tokens, as far as they are known.
+        """
         if self._is_read and self._step_seconds < math.inf:
             affordable = max(int(PIECE_SECONDS / self._step_seconds), 1)
             self._steps = min(affordable, 4 * self._steps)
-        # Of a draft that was right a row has more tokens than were asked for.
+        # After a correct draft a row has more tokens than the call requested.
         self.until = min(max(self.until, int(counts.min())) + self._steps, self._limit)
         self._running.append((self._steps, time.perf_counter()))
         return self.until
 
     def arrived(self) -> None:
-        """The tokens of the oldest call are here."""
+        """Record that the tokens of the oldest call have arrived."""
         now = time.perf_counter()
         if self._running:
             steps, asked = self._running.pop(0)
@@ -696,14 +897,14 @@ class _Pieces:
 
 @dataclasses.dataclass
 class _Answer:
-    """One row's tokens and text so far, as its reader gives them."""
+    """One row's tokens and text so far, as its reader returns them."""
 
     reader: Reader
     tokens: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
 
     def read(self, written: np.ndarray) -> str:
-        """Take the row's tokens, of which the first are known; returns the new text."""
+        """Read the row's tokens, of which the first are known, and return the new text."""
         if self.reader.stopped:
             return ""
         new = written[len(self.tokens) :].tolist()
@@ -713,25 +914,25 @@ class _Answer:
         return text
 
     def close(self) -> str:
-        """The text that the reader held back."""
+        """Return the text that the reader held back."""
         text = self.reader.close()
         self.text += text
         return text
 
     def result(self, logprobs: np.ndarray, drafted: int, accepted: int) -> Generation:
-        """The answer, of a row with these log-probabilities."""
+        """Return the row's Generation, with these log-probabilities."""
         reason = "stop" if self.reader.stopped else "length"
         known = logprobs[: len(self.tokens)].tolist()
         return Generation(self.text, self.tokens, known, reason, drafted, accepted)
 
 
 def _weights(params: Params) -> list[Any]:
-    """Every parameter, a quantized one being one."""
+    """Return every parameter; a quantized parameter is one leaf."""
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
 
 
 def _described(lm: LanguageModel) -> str:
-    """What ``repr`` says: facts, then a line for every kind of parameter."""
+    """Return the text of ``repr``: facts, then one line for every kind of parameter."""
     kinds: dict[tuple[str, str], int] = {}
     leaves = jax.tree_util.tree_leaves_with_path(
         lm.params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED)

@@ -1,18 +1,18 @@
-"""``load``: a LanguageModel from wherever its weights are.
+"""``load`` builds a LanguageModel from wherever its weights are stored.
 
     load(source, dtype, quantize, policy=..., mesh=..., exact=..., adapters=...) -> LanguageModel
 
-source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
-flash-linear-attention's files, a .gguf file, or a hub id; with ":layers=N" behind it the model of
-its first N layers (a draft, see ``decoding.drafts``).  Weights are read, cast and placed one at
-a time: on one device, on a mesh's devices, each its own part (``model.shardings``), or where a
-policy says (``offload``).
+``load`` reads, casts and places the weights one at a time. They go to one device, to the devices of
+a mesh (each reads its own part, ``model.shardings``), or where a policy says (``offload``). A
+preset's weights are fetched once (``checkpoints.hub``).
 
-On one CPU quantized weights keep their codes, a file's or ``quantize``'s, laid out for
-``pallas_kernels.cpu``, which rounds activations to 8 bits, as llama.cpp does; ``exact`` is for
-float32 throughout.  So is a CPU that the kernels are not made for; ``load`` warns (SpeedWarning)
-where ``quantize`` then makes a model slower.  What only some sources need is imported where they
-do: half a second of a program's start.
+On one CPU the codes of quantized weights are laid out for ``pallas_kernels.cpu``, which rounds
+activations to 8 bits, as llama.cpp does. ``exact`` keeps float32 throughout, and so does a CPU that
+the kernels do not support. ``load`` warns (SpeedWarning) where ``quantize`` then makes a model
+slower.
+
+Modules that only some sources need are imported where they are used. This saves half a second at a
+program's start.
 """
 
 from __future__ import annotations
@@ -74,29 +74,56 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     merge: bool = False,
 ) -> LanguageModel:
-    """A LanguageModel from a preset name, a directory, a .gguf file or a hub id.
+    """Return the LanguageModel of a preset, a directory, a .gguf file or a hub id.
 
-    dtype: of weights and activations; bfloat16 on a GPU, float32 on the CPU by default.
-    quantize: a scheme of ``quantize_params``, applied once after loading.
-    policy: where weights, cache and activations live, for models larger than the device
-        (``offload``).
-    mesh: several devices, "data=1,model=4" (``parallel``); each reads its own part.
-    deterministic: batch invariance; see ``LanguageModel``.
-    random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
-        The GLA and hybrid presets have no published weights that we can fetch, so they always
-        come that way, with a WeightWarning.
-    exact: float32 products of quantized weights on a CPU, too (GGUF's as floats, which take four
-        to eight times the memory); without it they are products of the codes with activations of 8
-        bits.  It changes nothing on GPUs, in 16 bits, or with mesh; of a file's own codes nothing
-        with policy.
-    revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
-    progress: a bar on stderr.
-    adapters: LoRA adapters by name, PEFT's directories, for ``generate(adapter=)`` and requests;
-        beside weights of any scheme, on one device (``model.lora``).  With policy the factors stay
-        on the device.
-    merge: the one adapter goes into the weights instead, in float32 and before quantization; then
-        it costs nothing and goes with a mesh too.
-    Raises JaxLlamaError naming what was tried.
+    Parameters
+    ----------
+    source : str or Path
+        A preset's name, a directory of Hugging Face's or flash-linear-attention's files, a .gguf
+        file, or a hub id. ":layers=N" at its end selects the model of the first N layers, for use
+        as a draft.
+    dtype : data-type, optional
+        Type of weights and activations: float32, bfloat16 or float16. The default is bfloat16 on a
+        GPU and float32 on a CPU.
+    quantize : str, optional
+        A scheme of ``quantize_params``, such as "w8a8". It is applied once, after loading.
+    policy : Policy, optional
+        Where weights, cache and activations are stored, for models larger than the device
+        (``offload``). It excludes ``mesh`` and ":layers=N".
+    mesh : str, mapping or Mesh, optional
+        Several devices, such as "data=1,model=4" (``parallel``). Each device reads its own part.
+    deterministic : bool
+        Makes the results independent of the batch. See ``LanguageModel``.
+    random : bool
+        Random weights of the preset's shape and a byte tokenizer, for benchmarks and tests. Presets
+        without published weights (GLA and hybrids) always load this way, with a WeightWarning.
+    exact : bool
+        On a CPU, compute products of quantized weights in float32. Weights of a GGUF file then
+        become floats, which take four to eight times the memory. Without it, the products round
+        activations to 8 bits. It has no effect on GPUs, with 16-bit activations, or with ``mesh``.
+        With ``policy`` it has no effect on a file's own codes.
+    revision : str, optional
+        Branch, tag or commit of a hub id. The source may also name it: "org/name@revision".
+    progress : bool
+        Show a progress bar on stderr.
+    adapters : mapping of str to path, optional
+        PEFT directories of LoRA adapters by name, for ``generate(adapter=)`` and requests. They
+        stay beside weights of any scheme, on one device (``model.lora``). With ``policy`` the
+        factors stay on the device.
+    merge : bool
+        Add the one adapter to the weights instead, in float32 and before quantization. A merged
+        adapter costs no time and works with ``mesh`` too.
+
+    Returns
+    -------
+    LanguageModel
+        The model, ready to run.
+
+    Raises
+    ------
+    JaxLlamaError
+        If the source cannot be read, or the arguments exclude each other. The message names what
+        was tried.
     """
     whole, layers = first_layers(source)
     if layers is not None:
@@ -209,8 +236,9 @@ def load(
 
 
 def is_random_preset(source: str | Path) -> bool:
-    """Whether ``load`` gives this preset random weights: one of GLA layers, of which none are
-    published."""
+    """Return whether ``load`` gives this preset random weights, as it does for GLA presets without
+    published weights.
+    """
     name = str(source)
     if name not in preset_names() or name in hub.REPOSITORIES:
         return False
@@ -218,7 +246,7 @@ def is_random_preset(source: str | Path) -> bool:
 
 
 def first_layers(source: str | Path) -> tuple[str | Path, int | None]:
-    """(source, N) of "source:layers=N"; (source, None) of any other."""
+    """Return (source, N) for "source:layers=N", and (source, None) for any other source."""
     name, mark, count = str(source).rpartition(":layers=")
     if not mark:
         return source, None
@@ -295,15 +323,19 @@ def _from_checkpoint(
 
 
 def _has_handlers(place: Placement | None, grid: Mesh | None, dtype: jnp.dtype) -> bool:
-    """Whether ``pallas_kernels.cpu`` multiplies the quantized weights of a model loaded so."""
+    """Return whether ``pallas_kernels.cpu`` multiplies the quantized weights of a model loaded with
+    these arguments.
+    """
     return place is None and grid is None and handles(dtype)
 
 
 def _laid_out(_: Any, leaf: Any) -> Any:
-    """``place`` for one CPU: quantized weights in the layout that its kernels read, one at a time,
-    so that nothing is held twice.  What the kernels have no form for stays as it is.  Arrays that
-    jax takes without a copy, and small ones, stay numpy's: a call of ``device_put`` for each takes
-    as long as reading it."""
+    """Return a leaf in the layout that one CPU's kernels read.
+
+    Leaves are laid out one at a time, so that no weight is held twice. A leaf without such a layout
+    is only placed on the device. Small arrays remain numpy arrays, because one ``device_put`` each
+    takes as long as reading them.
+    """
     if isinstance(leaf, CpuWeight):
         return leaf
     leaf = prepare_tree(leaf)
@@ -313,7 +345,10 @@ def _laid_out(_: Any, leaf: Any) -> Any:
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Of weights and activations.  Raises JaxLlamaError for any that cannot be."""
+    """Return the dtype of weights and activations.
+
+    Raises JaxLlamaError for any dtype but float32, bfloat16, float16 and float64.
+    """
     with contextlib.suppress(TypeError):
         found = jnp.dtype(dtype)
         if jnp.issubdtype(found, jnp.floating) and found.itemsize in (2, 4, 8):
@@ -325,7 +360,7 @@ def float_dtype(dtype: DTypeLike) -> jnp.dtype:
 def read_config(
     source: str | Path, random: bool = False, revision: str | None = None, progress: bool = False
 ) -> ModelConfig:
-    """The config that ``load`` would give the model, without its weights."""
+    """Return the config that ``load`` would give the model, without reading its weights."""
     if random or str(source) in preset_names():
         return load_config(source)
     path = hub.resolve(source, revision, progress=progress)
@@ -333,7 +368,7 @@ def read_config(
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs in our cache folder, unless the user chose otherwise."""
+    """Keep compiled programs in jaxllama's cache folder, unless the user chose another folder."""
     config: Any = jax.config  # its options are made at import, where no type checker sees them
     if config.jax_compilation_cache_dir is None and config.jax_enable_compilation_cache:
         folder = hub.cache_dir() / "xla"
@@ -344,5 +379,5 @@ def enable_compilation_cache() -> None:
             return
         if os.access(folder, os.W_OK):
             jax.config.update("jax_compilation_cache_dir", str(folder))
-            # A small model's prefill compiles in less than jax's second, and is worth keeping.
+            # A small model's prefill compiles in less than jax's limit of a second; keep it too.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

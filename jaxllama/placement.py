@@ -1,11 +1,12 @@
-"""Placement: each parameter to its tiers as it is read, so that no whole model exists anywhere.
+"""Placement: stores each parameter in its tiers as it is read, so that no whole model is held.
 
-    place = Placement(policy, dtype, scheme)        place(path, leaf) -> what goes into the tree
-    place.model(cfg, params, tokenizer) -> LanguageModel
+    place = Placement(policy, dtype, scheme)
+    place(path, leaf)                            the entry of the parameter tree
+    place.model(cfg, params, tokenizer)          the LanguageModel
 
-A matrix is quantized on the device first, if a scheme says so.  The input table of a model with a
-head of its own is only looked up, a row a token, so it stays in host memory (or on disk) and is
-read there; where everything is on the device, so is it.
+The device quantizes a matrix first, if there is a scheme. The input table of a model with a
+separate head is only looked up, one row per token. Such a table therefore stays in host memory or
+on disk. It is on the device if all weights are.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor
 
-DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
+DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: folder of the disk's share
 
 
 def scheme_of(policy: Policy, scheme: str | None) -> str | None:
-    """The scheme of weights under a policy, ``scheme`` being the user's own."""
+    """Return the scheme of weights under a policy; ``scheme`` is the user's own.
+
+    Raises JaxLlamaError if the policy compresses weights and the user names another scheme.
+    """
     if not policy.compress_weight:
         return scheme
     if scheme not in (None, SCHEME):
@@ -44,10 +48,11 @@ def scheme_of(policy: Policy, scheme: str | None) -> str | None:
 
 
 class Placement:
-    """See the module docstring.
+    """A function that stores parameters where a policy puts them. See the module docstring.
 
-    directory: for the disk's share; the environment's JAXLLAMA_OFFLOAD_DIR by default, or a folder
-    beside our cached weights.  deterministic, exact: as for ``LanguageModel``.
+    directory: folder for the disk's share. The default is the environment's JAXLLAMA_OFFLOAD_DIR,
+        or else a folder beside the cached weights.
+    deterministic, exact: as for ``LanguageModel``.
     """
 
     def __init__(
@@ -74,9 +79,11 @@ class Placement:
         self.lays_out = not exact and handles(self.dtype)
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
-        """The leaf at ``path``, an array or a quantized weight, where the policy puts it."""
+        """Return the leaf at ``path``, an array or a quantized weight, stored where the policy puts
+        it.
+        """
         if path == ("embed", "weight") and not isinstance(leaf, QTensor | CpuWeight):
-            return np.asarray(leaf)  # what it becomes depends on whether it is the head as well
+            return np.asarray(leaf)  # ``model`` places it, when it knows the head
         return self._put(path, leaf)
 
     def _put(self, path: tuple[str, ...], leaf: Any) -> Any:
@@ -86,7 +93,9 @@ class Placement:
         return wait(self.store.put(leaf, self.policy.weights))
 
     def tree(self, params: dict[str, Any]) -> dict[str, Any]:
-        """A whole tree, leaf by leaf; the leaves of ``params`` are dropped on the way."""
+        """Return a whole tree, stored leaf by leaf. Each leaf is removed from ``params`` on the
+        way.
+        """
 
         def walk(node: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
             return {
@@ -101,7 +110,7 @@ class Placement:
     def model(
         self, cfg: ModelConfig, params: dict[str, Any], tokenizer: Tokenizer | None
     ) -> LanguageModel:
-        """The model of placed parameters."""
+        """Return the LanguageModel of placed parameters."""
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
             if cfg.tie_embeddings:

@@ -42,17 +42,18 @@ H200 = Gpu(
     sum_rate=4.2e12,
     product_rates={"int8": 1512e12, "float8_e4m3fn": 1570e12, "bfloat16": 799e12},
     costs={
-        # On an H100, relative to its rate of a copy: ``benchmarks.kernels.experts_fit``.
-        "experts blocks float": KernelCost(start=25.7, serial=(6.44, 0.931, 1.0)),
-        "experts blocks int4": KernelCost(start=25.7, serial=(6.44, 1.95, 1.0)),
-        "experts blocks int8": KernelCost(start=25.7, serial=(6.44, 1.2, 1.0)),
-        "experts gather float": KernelCost(start=2.51, serial=(0.938,)),
-        "experts gather int4": KernelCost(start=2.51, serial=(5.48,)),
-        "experts gather int8": KernelCost(start=2.51, serial=(1.42,)),
-        "experts mosaic float": KernelCost(start=3.32, serial=(1.31,)),
-        "experts mosaic int4": KernelCost(start=3.32, serial=(1.49,)),
-        "experts mosaic int8": KernelCost(start=3.32, serial=(1.46,)),
-        "experts masked": KernelCost(start=46.3, serial=(0.905, 1.0)),
+        # Relative to the device's rate of a copy: ``benchmarks.kernels.experts_fit``.
+        "experts blocks float": KernelCost(start=25.9, serial=(6.43, 0.932, 1.0)),
+        "experts blocks int4": KernelCost(start=25.9, serial=(6.43, 1.93, 1.0)),
+        "experts blocks int8": KernelCost(start=25.9, serial=(6.43, 1.2, 1.0)),
+        "experts every codes": KernelCost(start=1.0, serial=(1.43, 1.0)),
+        "experts every float": KernelCost(start=1.0, serial=(0.765, 1.0)),
+        "experts gather float": KernelCost(start=2.09, serial=(0.949,)),
+        "experts gather int4": KernelCost(start=2.09, serial=(5.66,)),
+        "experts gather int8": KernelCost(start=2.09, serial=(1.44,)),
+        "experts mosaic float": KernelCost(start=3.36, serial=(1.31,)),
+        "experts mosaic int4": KernelCost(start=3.36, serial=(1.52,)),
+        "experts mosaic int8": KernelCost(start=3.36, serial=(1.46,)),
         "between kernels": KernelCost(1.3),  # in a CUDA graph; not fitted
         "pair float": KernelCost(
             start=3.28, serial=(0.0, 0.406, 0.382), shared=(0.179, 9.26, 127.0)

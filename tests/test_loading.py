@@ -37,6 +37,7 @@ from pallas_kernels.cpu import CpuWeight, unavailable
 from pallas_kernels.dispatch import choices
 from pallas_kernels.qtensor import QTensor
 from tests.checkpoints.test_gguf import Tiny
+from tests.helpers.cases import slow
 from tests.helpers.models import LLAMA, tokens_of
 from tests.helpers.packed_cases import write_case
 from tests.helpers.seeded import seeded_params
@@ -69,11 +70,10 @@ def scores(lm) -> np.ndarray:
     return np.asarray(lm.logits(tokens_of(lm.config, 2, 9), np.array([9, 9])))
 
 
-OWN = (Type.Q4_1, Type.Q8_0)
-MORE = (pytest.param(kind, marks=pytest.mark.slow) for kind in (Type.Q4_0, Type.Q5_1))
+TYPES = [Type.Q4_1, *slow(Type.Q8_0, Type.Q4_0, Type.Q5_1)]
 
 
-@pytest.fixture(scope="module", params=[*OWN, *MORE], ids=str)
+@pytest.fixture(scope="module", params=TYPES, ids=str)
 def file(request, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("own") / "tiny.gguf"
     Tiny(vocab=264, type=request.param, tokenizer="llama").write(path)

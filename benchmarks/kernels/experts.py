@@ -4,7 +4,7 @@ bytes, and values against the reference.
     python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4]
 
 The shapes are Qwen3-30B-A3B's (8 of 128 experts) and gpt-oss-20b's (4 of 32), gate and up with
-SwiGLU, and down.  ``share`` is the bytes of the experts that some token has chosen, over the time
+SwiGLU, and down, which reads a row for each pair.  ``share`` is the bytes of the experts that some token has chosen, over the time
 and the rate of a copy.  Tokens choose their experts at random, others in each call.
 """
 
@@ -69,7 +69,8 @@ def of_form(form: str, swiglu: bool) -> Callable[..., jax.Array]:
     """XLA's form of the op, whatever is predicted."""
 
     def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
-        sums = xla.sums(x, w, experts.reshape(-1), experts.shape[1], form)
+        rows = x.reshape(-1, x.shape[-1])
+        sums = xla.sums(rows, w, experts.reshape(-1), experts.size // rows.shape[0], form)
         return (apply_gate(sums, "silu") if swiglu else sums).astype(x.dtype)
 
     return run
@@ -86,44 +87,49 @@ def report(name: str, scheme: str, tokens: int, path: str | None) -> None:
     w = weight(scheme, n_experts, n, k)
     if w is None:
         return
-    x = jax.random.normal(jax.random.key(1), (tokens, k)).astype(jnp.bfloat16)
+    shape = (tokens, k) if swiglu else (tokens, chosen, k)
+    x = jax.random.normal(jax.random.key(1), shape).astype(jnp.bfloat16)
     picked = choices(tokens, chosen, n_experts)
     sets = [(x, w, experts) for experts in picked]
     hit = int(np.mean([len(np.unique(np.asarray(experts))) for experts in picked]))
     floor = 1e6 * tree_bytes(w) * hit / n_experts / gpu().copy_rate
     gated = "silu" if swiglu else None
-    pairs = tokens * chosen
+    pairs, rows = tokens * chosen, x.size // k
     forms: dict[Any, Callable[..., jax.Array]] = {"blocks": of_form("blocks", swiglu)}
     if pairs <= 512:
         forms["gather"] = of_form("gather", swiglu)
     found = planning.plan(x, w, pairs, gated)
     if not isinstance(found, Reason) or found.plan is not None:
         forms["mosaic"] = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
-    if pairs * n_experts * k <= 1 << 31:  # it makes a copy of x for every expert
-        forms["masked"] = of_form("masked", swiglu)
+    if predict.has_every(w, rows):
+        forms["every"] = of_form("every", swiglu)
     want = None
     if pairs <= 64:
         want = np.asarray(grouped_matmul_reference(x, w, picked[0], gated=gated), np.float32)
-    shortest = min(forms, key=lambda form: predict.form_us(form, w, pairs))
+    us_of = {form: predict.form_us(form, w, pairs, rows) for form in forms}
+    shortest = min(us_of, key=us_of.__getitem__)
     for form, f in forms.items():
         us, error = device_us(f, sets), ""
         if want is not None:
             got = np.asarray(jax.jit(f)(*sets[0]), np.float32).reshape(want.shape)
             error = f"error {np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)):.1e}"
         mark = "*" if form == shortest else ""
-        predicted = f"predicted {predict.form_us(form, w, pairs):.1f}{mark}"
+        predicted = f"predicted {us_of[form]:.1f}{mark}"
         print(
             f"{name:16} {scheme:5} T={tokens:5} {form:10} {us:9.1f} us  share {floor / us:5.0%}  "
             f"{predicted:22} {error}",
             flush=True,
         )
         if path is not None:
-            row = {"shape": SHAPES[name][:4], "scheme": scheme, "tokens": tokens}
+            row = {"card": jax.devices()[0].device_kind, "shape": SHAPES[name][:4]}
+            row |= {"scheme": scheme, "tokens": tokens, "rows": rows}
             with open(path, "a") as file:
                 print(json.dumps({**row, "form": form, "us": round(us, 1)}), file=file)
     if tokens <= 16:
         one = dense(w, hit)
-        us = device_us(lambda x, w: quantized_matmul(x, w, swiglu=swiglu), [(x[:1], one)])
+        us = device_us(
+            lambda x, w: quantized_matmul(x, w, swiglu=swiglu), [(x.reshape(-1, k)[:1], one)]
+        )
         print(
             f"{name:16} {scheme:5} T={tokens:5} {'dense':10} {us:9.1f} us  of {hit} experts' bytes"
         )

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.device import H100, H200, KernelCost
+from pallas_kernels.device import H200, TABLES, KernelCost
 from pallas_kernels.experts import predict
 from pallas_kernels.qtensor import QTensor
 
@@ -32,9 +32,11 @@ OUTLIER = 0.1  # relative error from which a time counts less
 
 
 class ExpertsCase(NamedTuple):
+    card: str  # the device's kind
     shape: tuple[int, int, int, int]  # experts, chosen by a token, rows and columns of one
     scheme: str
     tokens: int
+    rows: int  # of x
 
     @property
     def pairs(self) -> int:
@@ -60,16 +62,17 @@ def read(path: str) -> Times:
     with open(path) as lines:
         for line in lines:
             row = json.loads(line)
-            case = ExpertsCase(tuple(row["shape"]), row["scheme"], row["tokens"])
-            times.setdefault(case, {})[row["form"]] = row["us"]
+            form, us = row.pop("form"), row.pop("us")
+            case = ExpertsCase(**row | {"shape": tuple(row["shape"])})
+            times.setdefault(case, {})[form] = us
     return times
 
 
 @contextlib.contextmanager
-def table(costs: dict[str, KernelCost] | None = None) -> Iterator[None]:
-    """Predictions for the H100 that was measured, with other costs than the device's if given."""
+def table(card: str, costs: dict[str, KernelCost] | None = None) -> Iterator[None]:
+    """Predictions for a card, with other costs than the device's if given."""
     before = predict.gpu
-    device = H100 if costs is None else dataclasses.replace(H100, costs=costs)
+    device = TABLES[card] if costs is None else dataclasses.replace(TABLES[card], costs=costs)
     predict.gpu = lambda: device
     try:
         yield
@@ -80,15 +83,16 @@ def table(costs: dict[str, KernelCost] | None = None) -> Iterator[None]:
 def fit(times: Times) -> dict[str, KernelCost]:
     """The device's costs, with those of these forms replaced by the ones of least error."""
     costs = dict(H200.costs)
-    with table():
-        for form in FORMS:
-            rows = [
-                (predict.form_work(form, case.weight(), case.pairs), found[form])
-                for case, found in times.items()
-                if form in found
-            ]
-            costs |= fit_form(rows)
+    for form in FORMS:
+        rows = [(work(form, case), found[form]) for case, found in times.items() if form in found]
+        costs |= fit_form(rows)
     return costs
+
+
+def work(form: Any, case: ExpertsCase) -> predict.FormWork:
+    """A form's amounts on the card that was measured."""
+    with table(case.card):
+        return predict.form_work(form, case.weight(), case.pairs, case.rows)
 
 
 def fit_form(rows: list[tuple[predict.FormWork, float]]) -> dict[str, KernelCost]:
@@ -107,7 +111,8 @@ def fit_form(rows: list[tuple[predict.FormWork, float]]) -> dict[str, KernelCost
     us = np.array([us for _, us in rows])
     errors = lambda logs: np.log((amounts @ np.exp(logs) + fixed) / us)  # noqa: E731
     begin = np.log([3.0, 5.0, *[1.0] * len(families)])
-    found = least_squares(errors, begin, loss="soft_l1", f_scale=OUTLIER)
+    least = [0.0, *[-np.inf] * (len(begin) - 1)]  # a form starts for a microsecond at least
+    found = least_squares(errors, begin, bounds=(least, np.inf), loss="soft_l1", f_scale=OUTLIER)
     start, block, *rates = (float(f"{cost:.3g}") for cost in np.exp(found.x))
     made = {}
     for family, rate in zip(families, rates, strict=True):
@@ -117,24 +122,31 @@ def fit_form(rows: list[tuple[predict.FormWork, float]]) -> dict[str, KernelCost
     return made
 
 
-def lost(case: ExpertsCase, found: dict[str, float]) -> tuple[float, str]:
+Lost = tuple[float, str, ExpertsCase]
+
+
+def lost(found: dict[str, float], case: ExpertsCase, costs: dict[str, KernelCost] | None) -> Lost:
     """Share of time that the choice loses beside the best of the measured forms, and the choice."""
-    best = min(found, key=lambda form: predict.form_us(form, case.weight(), case.pairs))
-    return found[best] / min(found.values()) - 1, best
+    w = case.weight()
+    forms = [form for form in found if form != "every" or predict.has_every(w, case.rows)]
+    with table(case.card, costs):
+        best = min(forms, key=lambda form: predict.form_us(form, w, case.pairs, case.rows))
+    return found[best] / min(found[form] for form in forms) - 1, best, case
 
 
-def losses(times: Times, cases: Iterable[ExpertsCase]) -> list[tuple[float, str, ExpertsCase]]:
-    """``lost`` of the cases that have a choice."""
-    return [(*lost(case, times[case]), case) for case in cases if len(times[case]) > 1]
+def losses(
+    times: Times, cases: Iterable[ExpertsCase], costs: dict[str, KernelCost] | None = None
+) -> list[Lost]:
+    """``lost`` of the cases that have a choice, by the device's costs or others."""
+    return [lost(times[case], case, costs) for case in cases if len(times[case]) > 1]
 
 
-def losses_of_unseen_shapes(times: Times) -> list[tuple[float, str, ExpertsCase]]:
+def losses_of_unseen_shapes(times: Times) -> list[Lost]:
     """``lost`` of every case, by a fit to the times of the other shapes."""
     made = []
     for shape in sorted({case.shape for case in times}):
         others = {case: found for case, found in times.items() if case.shape != shape}
-        with table(fit(others)):
-            made += losses(times, [case for case in times if case.shape == shape])
+        made += losses(times, [case for case in times if case.shape == shape], fit(others))
     return made
 
 
@@ -146,8 +158,7 @@ def main() -> None:
     for family in sorted(costs):
         if family.startswith("experts "):
             print(f'        "{family}": {costs[family]},')
-    with table(costs):
-        fitted = losses(times, times)
+    fitted = losses(times, times, costs)
     for name, found in (("fitted", fitted), ("unseen shape", losses_of_unseen_shapes(times))):
         shares = [share for share, *_ in found]
         print(

@@ -43,7 +43,7 @@ def cutoff(
 
 
 def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-    """The cutoff by bisection."""
+    """Return the threshold, found by bisection."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -62,7 +62,7 @@ def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> ja
 
 
 def by_digits(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-    """The cutoff four bits at a time."""
+    """Return the threshold, found four bits at a time."""
     mass = jnp.ones_like(below, jnp.int32) if mass is None else mass
     bits = lax.bitcast_convert_type(below, jnp.int32)
     found = jnp.zeros(below.shape[:1], jnp.int32)

@@ -71,9 +71,10 @@ class Drafted(NamedTuple):
 class DraftContext(NamedTuple):
     """The inputs of a draft.
 
-    text int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
-    wanted int32 ``[B]``: number of tokens to propose, at most ``most``.
-    sampling, history: the model's own.  draw: called as ``sample``.
+    text: int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
+    wanted: int32 ``[B]``: number of tokens to propose, at most ``most``.
+    sampling, history: the model's own.
+    draw: called as ``sample``.
     """
 
     text: jax.Array
@@ -153,7 +154,7 @@ class ModelDraft:
         *,
         fresh: bool,
     ) -> Cache:
-        """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
+        """Return the cache with a prompt's next tokens, as ``decoding.forward`` takes them."""
         tokens = self._known(tokens)
         _, after = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)
         assert after is not None
@@ -236,7 +237,7 @@ class ModelDraft:
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
 
     def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Logits ``[B, vocab_size]``."""
+        """Return the logits ``[B, vocab_size]``."""
         scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
         more = self.vocab_size - scores.shape[1]
         return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
@@ -325,7 +326,7 @@ def begin(
 def _with_drafts(
     most: int, ints: jax.Array, written: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(``Rows.ints`` with the fields of drafts, the text of prompts and first tokens)."""
+    """Return ``Rows.ints`` with the drafts' fields, and the text of prompts and first tokens."""
     more = [jnp.full_like(lengths, value) for value in (0, 0, most, 0, 1)]
     text = jnp.pad(tokens, ((0, 0), (0, written.shape[2])))
     text = text.at[jnp.arange(text.shape[0]), lengths].set(written[0, :, 0])

@@ -77,9 +77,9 @@ def prefill_chunk(rows: int, width: int) -> int | None:
 
 
 def int32_ids(*ids: jax.Array) -> list[jax.Array]:
-    """Tokens or lengths as int32.
+    """Return tokens or lengths as int32.
 
-    They are int64 under ``jax_enable_x64``.  A number that int32 cannot hold stays out of range.
+    They are int64 under ``jax_enable_x64``. A number that int32 cannot hold stays out of range.
     """
     largest = 2**31 - 1
     return [
@@ -88,7 +88,7 @@ def int32_ids(*ids: jax.Array) -> list[jax.Array]:
 
 
 def check_room(cache: Cache, width: int, what: str) -> None:
-    """Raises JaxLlamaError where a row of the cache holds less than ``width`` tokens."""
+    """Raise JaxLlamaError if a row of the cache holds fewer than ``width`` tokens."""
     if cache.capacity is not None and width > cache.capacity:
         raise JaxLlamaError(f"{width} {what} do not fit a cache of max_len {cache.capacity}")
 
@@ -132,7 +132,9 @@ def fill(
     cache: Cache,
     chunk: int | None,
 ) -> tuple[jax.Array, Cache]:
-    """(logits ``[B, V]`` of each row's last valid token, cache) of ``tokens[B, T]``."""
+    """Return the logits ``[B, V]`` of each row's last valid token of ``tokens[B, T]``, and the
+    cache.
+    """
     before = cache
 
     if chunk is None or chunk >= tokens.shape[1]:
@@ -158,7 +160,10 @@ def fill(
 
 
 def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary."""
+    """Return bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary.
+
+    Other rows get NaN logits.
+    """
     is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
     in_range = (lengths >= 1) & (lengths <= tokens.shape[1])
@@ -166,7 +171,7 @@ def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> ja
 
 
 def or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
-    """``scores[B, ...]`` of the rows that are true in ``rows[B]``, NaN elsewhere."""
+    """Return ``scores[B, ...]`` with NaN in the rows that are false in ``rows[B]``."""
     rows = rows.reshape(-1, *(1,) * (scores.ndim - 1))
     return jnp.where(rows, scores, jnp.float32(jnp.nan))
 
@@ -175,7 +180,9 @@ def or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
 def all_logits(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Teacher-forced float32 logits ``[B, T, V]``; NaN for rows that are not ``possible_rows``."""
+    """Return teacher-forced float32 logits ``[B, T, V]``; rows that are not ``possible_rows`` get
+    NaN.
+    """
     tokens, lengths = int32_ids(tokens, lengths)
     possible = possible_rows(cfg, tokens, lengths)
     hidden, _ = decoder.forward(cfg, params, tokens, lengths)
@@ -190,7 +197,10 @@ def verify(
     cache: Cache,
     exact: bool = False,
 ) -> tuple[jax.Array, Proposal]:
-    """(logits ``[B, T, V]``, proposal) of ``tokens[B, T]``; exact: as for ``decoder.propose``."""
+    """Return the logits ``[B, T, V]`` of ``tokens[B, T]`` and the proposal.
+
+    exact: as for ``decoder.propose``.
+    """
     hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
     scores = decoder.logits(cfg, params, hidden.flat())
     scores = scores.reshape(*tokens.shape, -1)

@@ -92,7 +92,7 @@ def run(
 def in_width(
     widths: tuple[int, ...], needed: jax.Array, run: Callable[[int, Carry], Carry], carry: Carry
 ) -> Carry:
-    """``run(width, carry)`` with the least of ``widths`` that is at least ``needed``."""
+    """Return ``run(width, carry)`` for the smallest of ``widths`` that is at least ``needed``."""
     if len(widths) == 1:
         return run(widths[0], carry)
     # A loop of at most one iteration chooses a width, because lax.switch would copy the cache.

@@ -48,11 +48,11 @@ class Fields(NamedTuple):
     pause: Any = None
 
     def packed(self) -> jax.Array:
-        """int32 ``[5, B]``, or ``[10, B]`` with drafts."""
+        """Return the fields as one int32 array ``[5, B]``, or ``[10, B]`` with drafts."""
         return jnp.stack([field for field in self if field is not None])
 
     def is_live(self, limit: jax.Array | int | None = None) -> jax.Array:
-        """bool ``[B]``: rows that have not ended and hold fewer than ``limit`` written tokens."""
+        """Return bool ``[B]``: the row has not ended, and has fewer than ``limit`` tokens."""
         is_open = self.done == 0
         return is_open if limit is None else is_open & (self.count < limit)
 
@@ -60,7 +60,7 @@ class Fields(NamedTuple):
 class Report(NamedTuple):
     """The part of ``Rows`` that the host reads, on the device or fetched.
 
-    The properties are those of a fetched report, numpy arrays.
+    The properties are for a fetched report and return numpy arrays.
     """
 
     ints: Any
@@ -122,7 +122,7 @@ class Rows:
     def empty(
         cls, lengths: jax.Array, cache: Cache, room: int, history: History | None = None
     ) -> Rows:
-        """Rows of prompts of ``lengths[B]`` tokens, with room for ``room`` written ones.
+        """Return rows of prompts of ``lengths[B]`` tokens, with room for ``room`` written tokens.
 
         A row of length 0 is done from the beginning.
         """
@@ -151,7 +151,7 @@ class Rows:
 
     @property
     def report(self) -> Report:
-        """The arrays themselves, to be read before the rows are donated."""
+        """Return the arrays themselves, to be read before the rows are donated."""
         return Report(self.ints, self.written)
 
     def copied_report(self) -> Report:
@@ -166,7 +166,9 @@ class Rows:
 
     @property
     def tokens(self) -> jax.Array:
-        """int32 ``[B, N]``: row b's first ``counts[b]`` are real, a stop token included."""
+        """int32 ``[B, N]``: row b's first ``counts[b]`` entries are its tokens, a stop token
+        included.
+        """
         return self.written[0]
 
     @property
@@ -191,7 +193,7 @@ class Rows:
 
     @property
     def step(self) -> jax.Array:
-        """Turns taken, the first token among them."""
+        """Number of turns taken; the first token is one turn."""
         return self.ints[Fields._fields.index("step"), 0]
 
 
@@ -201,5 +203,5 @@ def _ended(ints: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def bits_of(floats: jax.Array) -> jax.Array:
-    """The bits of float32 numbers as int32."""
+    """Return the bits of float32 numbers as int32."""
     return lax.bitcast_convert_type(floats, jnp.int32)

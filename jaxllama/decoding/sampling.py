@@ -1,32 +1,34 @@
 """Sampling: logits to tokens, one set of parameters per row.
 
     Sampling          one request's parameters, on the host, validated
-    SamplingParams    a batch of them stacked into arrays [B]; what jitted code takes
-    History           which tokens a row has seen and written; only penalties need it
+    SamplingParams    a batch of them stacked into arrays [B], for jitted code
+    History           the tokens that a row has seen and written; only penalties need it
     sample(logits[B, V], params, positions[B], history) -> (tokens[B], logprobs[B])
 
-Contract.  ``sample`` is pure and row-wise: a row's token is a function of its own logits, its own
-parameters, its own history and ``fold_in(row key, position)``, never of its slot or its neighbours.
-The steps, in order (each is compiled only if some row of the batch wants it):
+Contract. ``sample`` is pure and row-wise. A row's token is a function of its own logits, its own
+parameters, its own history and ``fold_in(row key, position)``. It never depends on the row's slot
+or its neighbours. A program contains only the steps that some row of the batch wants. The steps, in
+order:
 
     logit_bias, then penalties (repetition: prompt and output; frequency, presence: output only),
     division by the temperature, top-k, then top-p of what is left, then min-p, then a draw.
 
-Temperature 0 is greedy: the first largest logit after bias and penalties, no random numbers.  A
-draw is Gumbel-max: ``argmax(logits / temperature + noise)`` over the kept tokens.  ``logprobs`` are
-natural logs of the chosen tokens under the unmodified distribution, ``log_softmax(logits)``.
+Temperature 0 is greedy: the first largest logit after bias and penalties, without random numbers. A
+draw is Gumbel-max: ``argmax(logits / temperature + noise)`` over the kept tokens. ``logprobs`` are
+natural logarithms of the chosen tokens' probabilities under the unmodified distribution,
+``log_softmax(logits)``.
 
-Ties: the k-th largest logit and everything equal to it are kept, as are all tokens equal to the
-last one that top-p needs (its set is the smallest with mass >= p that does not split a tie).
-Not a number: NaN logits count as -inf, and -inf is never drawn; +inf counts as the largest float.
-A row without any finite logit gives token 0 with log-probability NaN.
+Ties: top-k keeps the k-th largest logit and everything equal to it. Top-p keeps all tokens equal to
+the last one that it needs. Its set is the smallest with mass >= p that does not split a tie. Not a
+number: NaN logits count as -inf, and -inf is never drawn; +inf counts as the largest float. A row
+without any finite logit gives token 0 with log-probability NaN.
 
-No step sorts the vocabulary: ``cutoff`` finds both thresholds exactly by a search over float32 bit
+No step sorts the vocabulary. ``cutoff`` finds both thresholds exactly by a search over float32 bit
 patterns, so any k and p cost the same.
 
 Sources: nucleus sampling (arXiv 1904.09751), min-p (2407.01082), CTRL's repetition penalty
-(1909.05858); frequency and presence as in OpenAI's API.  Left out: beam search, typical and
-locally typical sampling, mirostat.
+(1909.05858); frequency and presence as in OpenAI's API. Left out: beam search, typical and locally
+typical sampling, mirostat.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Sampling:
         )
 
     def __str__(self) -> str:
-        """For people: "temperature 0.6, top_p 0.9", or "greedy"."""
+        """Return a text for people: "temperature 0.6, top_p 0.9", or "greedy"."""
         said = ["greedy"] if self.temperature == 0 else []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -122,7 +124,10 @@ _NUMBERS = (
 
 
 def _check(key: str, value: Any, low: float, high: float, above: bool = False) -> None:
-    """``low <= value <= high``, or ``low < value`` with ``above``; NaN is neither."""
+    """Raise JaxLlamaError unless ``low <= value <= high``, or ``low < value`` with ``above``.
+
+    NaN is never in range.
+    """
     number = issubclass(type(value), numbers.Real) and not isinstance(value, bool)
     if not number or not (low < value if above else low <= value) or not value <= high:
         start = "above" if above else "from"
@@ -130,7 +135,7 @@ def _check(key: str, value: Any, low: float, high: float, above: bool = False) -
 
 
 def whole(key: str, value: Any) -> int:
-    """An int of any kind of whole number.  Raises JaxLlamaError naming the key."""
+    """Return any kind of whole number as an int. Raises JaxLlamaError naming the key."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -228,7 +233,7 @@ class SamplingParams:
 
     @property
     def penalties(self) -> bool:
-        """Whether ``sample`` needs a History."""
+        """Return whether ``sample`` needs a History."""
         return "penalties" in self.features
 
 
@@ -264,8 +269,11 @@ def _stack_bias(rows: Sequence[Sampling], vocab_size: int) -> tuple[np.ndarray, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
-    """``prompt`` bool ``[B, V]``: tokens of the prompt.  ``counts`` int32 ``[B, V]``: how often
-    each was generated since."""
+    """The tokens of B rows, for penalties.
+
+    prompt: bool ``[B, V]``: tokens of the prompt.
+    counts: int32 ``[B, V]``: how often each token has been generated.
+    """
 
     prompt: jax.Array
     counts: jax.Array
@@ -274,7 +282,7 @@ class History:
 
     @classmethod
     def of_prompt(cls, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> History:
-        """From ``tokens[B, T]``, right-padded beyond ``lengths[B]``."""
+        """Return the history of ``tokens[B, T]``, right-padded beyond ``lengths[B]``."""
         batch, width = tokens.shape
         valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -327,7 +335,10 @@ def sample(
 
 
 def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(token with the first largest score, its log-probability by the logits), row by row."""
+    """Return each row's token with the first largest score, and its log-probability.
+
+    The log-probability is that of the logits.
+    """
     tokens = _argmax(scores)
     # A masked maximum: a gather would collect a vocabulary that is split over devices.
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
@@ -354,8 +365,10 @@ def _pick_likeliest(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, ja
 
 
 def _summed(logits: jax.Array) -> tuple[jax.Array, ...]:
-    """Each row's largest logit, its token, and the sum of all exponentials relative to it, in one
-    reduction."""
+    """Return each row's largest logit, its token, and the sum of all exponentials relative to it.
+
+    One reduction computes all three.
+    """
 
     def merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         (logit_a, id_a, sum_a), (logit_b, id_b, sum_b) = a, b
@@ -371,14 +384,14 @@ def _summed(logits: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _clean(x: jax.Array) -> jax.Array:
-    """NaN to -inf, +inf to the largest float."""
+    """Replace NaN by -inf, and +inf by the largest float."""
     return jnp.where(jnp.isnan(x), -jnp.inf, jnp.minimum(x, jnp.finfo(x.dtype).max))
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """The first largest entry of each row, which has no NaN.
+    """Return the index of the first largest entry of each row, which has no NaN.
 
-    Two plain reductions: XLA's CPU code for argmax itself is six times slower.
+    It uses two plain reductions, because XLA's CPU code for argmax is six times slower.
     """
     ids = jnp.arange(scores.shape[1], dtype=jnp.int32)
     is_best = scores == jnp.max(scores, axis=1, keepdims=True)
@@ -400,7 +413,7 @@ def _penalize(scores: jax.Array, params: SamplingParams, history: History) -> ja
 
 
 def _noisy(scores: jax.Array, params: SamplingParams, positions: jax.Array) -> jax.Array:
-    """The scores whose argmax is a sampled row's token; greedy rows pass unchanged."""
+    """Return the scores whose argmax is a sampled row's token. Greedy rows pass unchanged."""
     greedy = params.temperature == 0
     temperature = jnp.where(greedy, 1.0, params.temperature)[:, None]
     best = jnp.max(scores, axis=1, keepdims=True)
@@ -419,7 +432,7 @@ def _noisy(scores: jax.Array, params: SamplingParams, positions: jax.Array) -> j
 
 
 def _kept(below: jax.Array, params: SamplingParams) -> jax.Array:
-    """bool ``[B, V]``: the tokens that top-k, top-p and min-p leave."""
+    """Return bool ``[B, V]``: the tokens that top-k, top-p and min-p keep."""
     keep, mixed = jnp.ones(below.shape, bool), "mixed" in params.features
     if "top_k" in params.features:
         is_used = jnp.any(params.top_k < below.shape[1]) if mixed else True

@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
     @property
     def columns(self) -> jax.Array:
-        """int32 ``[B, T]``: places of the tokens to come among the written ones."""
+        """Return int32 ``[B, T]``: columns of the tokens to come among the written ones."""
         return self.fields.count[:, None] + _places(self.tokens.shape[1])
 
 
@@ -142,7 +142,7 @@ def append(
 
 
 def drawn_by(sampling: SamplingParams) -> Draw:
-    """``sample`` with these parameters."""
+    """Return ``sample`` with these parameters."""
 
     def draw(
         scores: jax.Array, inputs: Inputs, history: History | None
@@ -260,11 +260,14 @@ def _stop_test(
 def verdict(
     tokens: jax.Array, drafted: jax.Array, lengths: jax.Array, stops: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(number of tokens that each row gets, number of drafted tokens that were right, whether the
-    last token that it gets is a stop), each ``[B]``.
+    """Return three arrays ``[B]``: new tokens, correct drafted tokens, and whether the row stops.
 
-    tokens: the model's own ``[B, T]``.  drafted ``[B, T]``: the proposal, of which the first
-    ``lengths[B]`` are there.  stops bool ``[B, T]``.  live: 1 or 0.
+    The first two are numbers. A row stops if the last token that it gets is a stop token.
+
+    tokens: the model's own tokens ``[B, T]``.
+    drafted: the proposal ``[B, T]``, of which the first ``lengths[B]`` tokens exist.
+    stops: bool ``[B, T]``.
+    live: 1 or 0.
     """
     width = tokens.shape[1]
     place = _places(width)

@@ -94,6 +94,9 @@ def _of_slots(
 class Engine:
     """Continuous batching over one model; the module docstring has the contract.
 
+    ``start`` begins a thread, ``submit(request, on_event)`` takes a Request from any thread, and
+    ``on_event`` gets its Events. ``drain`` waits for the requests, and ``stop`` ends the thread.
+
     Parameters
     ----------
     lm

@@ -1,1 +1,1 @@
-"""Programs of a screen; see README.md."""
+"""Example programs, each about one screen long; see README.md."""

@@ -1,7 +1,8 @@
-"""Our layers in a Flax model of your own.  ``python -m jaxllama.examples.flax_layers``
+"""jaxllama's layers in a Flax model of your own.  ``python -m jaxllama.examples.flax_layers``
 
-``jaxllama.modules`` has each layer as a linen module.  This model reads a sequence of numbers and
-predicts the next one: two Flax ``Dense`` layers around GLA and attention.  Copy and change it.
+``jaxllama.modules`` has each layer as a linen module. This model reads a sequence of numbers and
+predicts the next one. It has two Flax ``Dense`` layers around GLA and attention. Copy and change
+it.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ import jaxllama as jl
 from jaxllama.config import GLAConfig, ModelConfig
 from jaxllama.modules import Attention, GatedLinearAttention, RMSNorm, SwiGLU
 
-# A layer reads its sizes from a config; any preset, with changes, is one.
+# A layer reads its sizes from a config. Start from any preset and change it.
 CFG = jl.load_config("smollm2-135m").replace(
     d_model=64,
     n_heads=4,
@@ -40,7 +41,7 @@ class HybridBlock(nn.Module):
 
 
 class Forecast(nn.Module):
-    """``[B, T]`` numbers -> the next number behind each."""
+    """A model that maps ``[B, T]`` numbers to the next number after each."""
 
     cfg: ModelConfig
 
@@ -57,7 +58,7 @@ waves = jnp.sin(times / 2)
 
 print(model.tabulate(jax.random.key(0), waves, depth=2, console_kwargs={"width": 120}))
 variables = jax.jit(model.init)(jax.random.key(0), waves)
-# Each parameter is in a box that says which of its dimensions a mesh's axis "model" splits.
+# Each parameter is in a box that names the dimension that a mesh's axis "model" splits.
 axes = nn.get_partition_spec(variables)["params"]["CheckpointHybridBlock_0"]
 print("attention on a mesh:", axes["Attention_0"])
 params = nn.unbox(variables)

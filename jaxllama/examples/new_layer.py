@@ -1,10 +1,10 @@
-"""A kind of layer of your own in a decoder.  ``python -m jaxllama.examples.new_layer``
+"""A decoder with a new kind of layer.  ``python -m jaxllama.examples.new_layer``
 
 A mixer is one folder, ``jaxllama/model/mixers/<kind>/``, and one word in ``MIXERS``.
-``parameters.py`` says what a layer has; ``mix.py`` says what it computes; ``module.py`` names the
-Flax module.  ``short_conv`` is the example: a gated short convolution, in two files of about 100
-lines and one of 20.  This program puts such layers beside attention and does with the model what
-any other model can do.
+``parameters.py`` lists a layer's parameters. ``mix.py`` computes the layer. ``module.py`` names the
+Flax module. ``short_conv`` is the example: a gated short convolution, in two files of about 100
+lines and one of 20. This program puts such layers beside attention, and does with the model all
+that other models can do.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ params = jl.init_params(cfg, jax.random.key(0), dtype=jnp.float32)
 tokens = jax.random.randint(jax.random.key(1), (4, 12), 0, cfg.vocab_size)
 lengths = jnp.full(4, 12)
 
-# Training: the gradient of any loss of the logits.
+# Training: the gradient of any loss on the logits.
 
 
 def loss(params: Any) -> jax.Array:
@@ -50,7 +50,7 @@ for step in range(121):
     if step % 40 == 0:
         print(f"step {step:3d}: loss {value:.3f}")
 
-# Decoding: a prompt, then greedy steps; from the state that the prompt left.
+# Decoding: a prompt, then greedy steps from the prompt's state.
 cache = jl.init_cache(cfg, batch=4, max_len=16, dtype=jnp.float32)
 scores, cache = jl.prefill(cfg, params, tokens[:, :6], jnp.full(4, 6), cache)
 found: list[jax.Array] = []

@@ -1,6 +1,7 @@
 """One op alone, without any model.  ``python -m jaxllama.examples.one_kernel``
 
-On a Hopper GPU this runs the Mosaic kernel, anywhere else its XLA form: same call, same result.
+On a Hopper GPU this program runs the Mosaic kernel. Elsewhere it runs the XLA form, with the same
+call and the same result.
 """
 
 import jax
@@ -23,7 +24,7 @@ for dtype, group in (("int8", None), ("int4", 128), ("float8_e4m3fn", None)):
     y = jax.jit(quantized_matmul)(x, packed).astype(jnp.float32)
     stored = dequantize(packed, jnp.float32)
     whole = w.astype(jnp.float32)
-    # The product is compared with the same quantized weights in float32: its own rounding alone.
+    # The reference uses the same quantized weights: the error is the rounding of the product.
     product = relative_error(y, x.astype(jnp.float32) @ stored.T)
     print(
         f"{dtype}: {w.nbytes / packed.nbytes:.1f}x smaller; relative error of the stored weights "

@@ -1,6 +1,6 @@
-"""The same as pure functions under jit.  ``python -m jaxllama.examples.pure_functions``
+"""Generation with pure functions under jit.  ``python -m jaxllama.examples.pure_functions``
 
-Config, parameters and cache are arguments; the cache is donated, and a new one comes out.
+Config, parameters and cache are arguments. Each call donates the cache and returns a new one.
 """
 
 from typing import Any

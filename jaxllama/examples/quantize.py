@@ -1,4 +1,7 @@
-"""Weights to 8 and 4 bits, and the cost.  ``python -m jaxllama.examples.quantize [MODEL]``"""
+"""Quantize weights to 8 and 4 bits.  ``python -m jaxllama.examples.quantize [MODEL]``
+
+The program prints the cost.
+"""
 
 import sys
 
@@ -23,8 +26,8 @@ for scheme in ("w8a16", "w4a16-zero", "w4a16-zero,down=w8a16"):
         print(f", {name} off by {error:.1%}", end="")
     print()
 
-# The whole model in 8 bits, against its floats: a tree like any other, for every function.
-assert lm.tokenizer is not None  # as it is where a checkpoint has none
+# The whole model in 8 bits against its floats. Every function takes the quantized tree.
+assert lm.tokenizer is not None  # None if a checkpoint has no tokenizer
 ids = lm.tokenizer.encode("The sea is salt because rivers wash minerals out of the rocks.")
 tokens, lengths = jnp.asarray([ids]), jnp.asarray([len(ids)])
 params = jl.quantize_params(lm.params, "w8a16")

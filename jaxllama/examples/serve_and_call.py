@@ -1,4 +1,4 @@
-"""Start the server, call it by plain HTTP, stop it.
+"""Start the server, call it by plain HTTP, and stop it.
 
     python -m jaxllama.examples.serve_and_call [MODEL]
 
@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
-# Port 0 is any free one; the line that the server prints when it listens says which.
+# Port 0 selects any free port. The server prints the port when it listens.
 command = ["serve", "--model", model, "--port", "0", "--max-slots", "1", "--max-len", "64"]
 with subprocess.Popen(
     [sys.executable, "-m", "jaxllama", *command], stdout=subprocess.PIPE, text=True

@@ -83,11 +83,11 @@ class Kept(NamedTuple):
 
 
 class Decoding(Protocol):
-    """Rows on their way through a model."""
+    """The state of rows on their way through a model."""
 
     @property
     def report(self) -> Report:
-        """The rows' tokens so far; to be read before ``advance`` is called."""
+        """Return the rows' tokens so far. Read it before the next call of ``advance``."""
         ...
 
     def advance(self, until: int) -> Report:
@@ -100,11 +100,11 @@ class Decoding(Protocol):
 
 
 class Executor(Protocol):
-    """See the module docstring."""
+    """The interface of an executor. See the module docstring."""
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the parameters are on; None for one device."""
+        """The mesh that holds the parameters; None for one device."""
         ...
 
     @property
@@ -119,11 +119,11 @@ class Executor(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether ``advance`` returns before the device has done the turns."""
+        """Whether ``advance`` returns before the device has finished the turns."""
         ...
 
     def with_params(self, params: Params) -> Executor:
-        """The executor of these parameters."""
+        """Return the executor of these parameters."""
         ...
 
     def laid_out(self, params: Params) -> Params:
@@ -144,7 +144,7 @@ class Executor(Protocol):
         ...
 
     def check_drafts(self, deterministic: bool) -> None:
-        """Raises JaxLlamaError where a pass of such a model cannot verify drafts."""
+        """Raise JaxLlamaError if a pass of such a model cannot verify drafts."""
         ...
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
@@ -154,7 +154,7 @@ class Executor(Protocol):
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``."""
+        """Return teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``."""
         ...
 
     def states(

@@ -1,11 +1,11 @@
-"""Resident: the executor where all parameters are on one device or a mesh, and its programs.
+"""Resident: the executor with all parameters on one device or a mesh, and its programs.
 
     rows         = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)
     rows, report = advance(cfg, params, rows, sampling, stop_ids, until)
     rows, report = advance_drafts(cfg, plan, params, draft_params, rows, ..., until, limit)
 
-Prefill, forward pass and the two ends of a turn (``decoding.turn``) are one program.  The cache's
-layers, or the rows, are donated, unless the call is traced.  The report never is.
+One program holds the prefill, the forward pass and the two ends of a turn (``decoding.turn``). It
+donates the cache's layers, or the rows, unless the call is traced. It never donates the report.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from pallas_kernels.rows import greedy
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """All parameters are on one device, or split over those of ``mesh``.
+    """The executor with all parameters on one device, or split over the devices of ``mesh``.
 
-    The programs are the same: jax splits them by where their arguments are.
+    Both cases use the same programs: jax splits them by the placement of their arguments.
     """
 
     mesh: Mesh | None = None
@@ -91,13 +91,13 @@ class Resident:
         return dtype if kv_dtype is None else kv_dtype, chunk
 
     def check_drafts(self, deterministic: bool) -> None:
-        """A pass verifies any draft."""
+        """Accept any draft: a pass can verify it."""
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> Decoding:
         return ResidentDecoding(cfg, params, call, self._prefilled(cfg, params, call))
 
     def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:
-        """The rows behind their prompts and first tokens."""
+        """Return the rows after their prompts and first tokens."""
         tokens, lengths = call.tokens, call.lengths
         batch, width = tokens.shape
         chunk = None if call.alone else call.chunk or prefill_chunk(batch, width)
@@ -162,7 +162,7 @@ def _states(
 
 
 class ResidentDecoding:
-    """Rows of a resident model; ``advance`` donates their arrays to the next rows."""
+    """The rows of a resident model. ``advance`` donates their arrays to the next rows."""
 
     def __init__(self, cfg: ModelConfig, params: Params, call: Call, rows: Rows) -> None:
         self._cfg, self._params, self._call = cfg, params, call
@@ -201,7 +201,9 @@ def _run(
     arguments: tuple[Any, ...],
     static: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """``program(cfg, *arguments, **static)``, compiled by an earlier process where one has."""
+    """Return ``program(cfg, *arguments, **static)``, from an earlier process's compiled program if
+    kept.
+    """
     if call.kept is None:
         return program(cfg, *arguments, **static)
     key = name, call.kept.signature, signature(arguments[1:]), dict(static)
@@ -216,8 +218,11 @@ def _prefill_alone(
     cache: Cache,
     alone: Alone,
 ) -> tuple[jax.Array, Cache]:
-    """``fill_rows`` of an empty cache: prompts without their last tokens one row after the other,
-    and these in a decode step of all rows.  Rows of length 0 cost nothing."""
+    """Fill an empty cache like ``fill_rows``, in shapes that do not depend on the batch.
+
+    The prompts without their last tokens are read one row after the other. One decode step of all
+    rows reads the last tokens. Rows of length 0 cost nothing.
+    """
     width = max(sum(alone.widths), tokens.shape[1])
     padded = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
     firsts = np.cumsum([0, *alone.widths]).tolist()
@@ -249,7 +254,7 @@ def _prefill_alone(
     if width == 1:
         hidden, after = decoder.forward(cfg, params, newest, live, cache)
         return scores_of(cfg, params, hidden[:, 0], cache, live), after
-    # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
+    # Fewer rows, each with a draft, have a decode step's shapes if their tokens are verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
     hidden, proposal = decoder.propose(cfg, params, newest, live, cache, exact=True, sparse=False)
     scores = decoder.logits(cfg, params, hidden.flat())[::width]
@@ -271,11 +276,13 @@ def start(
     chunk: int | None = None,
     alone: Alone | None = None,
 ) -> Rows:
-    """Prefill and the first new token, in rows with room for ``max_new_tokens``.
+    """Run the prefill and write the first new token, in rows with room for ``max_new_tokens``.
 
-    A row of length 0 is empty: done from the beginning.  layers, held: of a cache, whose lengths
-    are in ``Rows.ints`` afterwards, so that their own array is not donated.  alone: the cache is
-    empty, and its rows are read in these shapes whatever the batch and ``chunk``.
+    A row of length 0 is empty and done from the beginning.
+
+    layers, held: the cache's layers and lengths. The lengths are in ``Rows.ints`` afterwards, so
+        their own array is not donated.
+    alone: shapes in which the rows of an empty cache are read, whatever the batch and ``chunk``.
     """
     cache = Cache(layers, held)
     tokens, lengths = int32_ids(tokens, lengths)
@@ -299,9 +306,9 @@ def start_in_pieces(
     chunk: int,
     on_prompt: Callable[[int, int], None],
 ) -> Rows:
-    """``start``, with one call of a program for every ``chunk`` tokens of a row.
+    """Run ``start`` with one call of a program for every ``chunk`` tokens of a row.
 
-    on_prompt: called after each as (tokens read of the longest row, tokens of the longest row).
+    on_prompt: called after each call as (tokens read, tokens of the longest prompt).
     """
     check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(tokens, lengths)
@@ -339,7 +346,10 @@ def _piece(
     total: jax.Array,
     last: Hidden,
 ) -> tuple[Hidden, Cache]:
-    """A piece of every row's prompt; last: ``[B, D]`` of its last token so far."""
+    """Read a piece of every row's prompt.
+
+    last: ``[B, D]``: the hidden state of each row's last token so far.
+    """
     hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache, total)
     return hidden.last(lengths, last), cache
 
@@ -374,7 +384,7 @@ def _first_token(
     stop_ids: jax.Array,
     max_new_tokens: int,
 ) -> Rows:
-    """The rows behind prompts whose last tokens have the logits ``scores [B, V]``."""
+    """Return the rows after prompts whose last tokens have the logits ``scores [B, V]``."""
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     rows = Rows.empty(lengths, cache, max_new_tokens, history)
     return append(rows, scores, drawn_by(sampling), stop_ids)[0]
@@ -392,7 +402,7 @@ def advance(
     stop_ids: jax.Array,
     until: jax.Array | int,
 ) -> tuple[Rows, Report]:
-    """Run the loop until ``until`` tokens are written in all, or every row has stopped."""
+    """Run the loop until each row has ``until`` tokens or every row has stopped."""
     until = jnp.minimum(until, rows.written.shape[2])
 
     def unfinished(rows: Rows) -> jax.Array:
@@ -408,9 +418,9 @@ def advance(
 def _one_token(
     cfg: ModelConfig, params: Params, greedy_stops: jax.Array | None, rows: Rows, inputs: Inputs
 ) -> Pass:
-    """The pass of plain decoding.
+    """Return the pass of plain decoding.
 
-    greedy_stops: the stop tokens where every row is greedy; else None.
+    greedy_stops: the stop tokens if every row is greedy; else None.
     """
     before = rows.cache_of(inputs.fields.length)
     hidden, after = decoder.forward(cfg, params, inputs.tokens, inputs.lengths, before, sparse=True)
@@ -432,7 +442,9 @@ def _one_token(
 def _own_end(
     cfg: ModelConfig, params: Params, hidden: Hidden, stop_ids: jax.Array
 ) -> greedy.GreedyPlan | None:
-    """The plan of the kernel of what follows the head in a greedy step, if there is one here."""
+    """Return the plan of the kernel that ends a greedy step after the head, or None if there is
+    none.
+    """
     logits = jax.ShapeDtypeStruct((hidden.x.shape[0], cfg.vocab_size), hidden.x.dtype)
     is_plain = cfg.logit_softcap is None and traced_mesh(params) is None
     return greedy.own_append(logits, stop_ids) if is_plain else None
@@ -453,8 +465,9 @@ def advance_drafts(
     until: jax.Array | int,
     limit: jax.Array | int,
 ) -> tuple[Rows, Report]:
-    """Take turns until every row has ``until`` tokens or has stopped; a row may be further then, up
-    to ``limit``."""
+    """Take turns until every row has ``until`` tokens or has stopped. A row may then have up to
+    ``limit``.
+    """
 
     def unfinished(rows: Rows) -> jax.Array:
         fields = rows.fields
@@ -482,10 +495,10 @@ def advance_drafts(
 
 
 def loop_for(params: Params) -> Callable[..., tuple[Rows, Report]]:
-    """``advance``, compiled as suits the devices that (concrete) parameters are on."""
+    """Return ``advance``, compiled with the options for the devices of (concrete) parameters."""
     return compiler_options.compiled_for(advance, mesh_of(params), **_LOOP)
 
 
 def draft_loop_for(params: Params) -> Callable[..., tuple[Rows, Report]]:
-    """``advance_drafts``, the same."""
+    """Return ``advance_drafts``, compiled with the options for the devices of the parameters."""
     return compiler_options.compiled_for(advance_drafts, mesh_of(params), **_DRAFT_LOOP)

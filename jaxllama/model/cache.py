@@ -42,8 +42,13 @@ LayerState = Any  # a KVCache, or a mixer's own, of fixed size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """table int32 ``[B, M]``: token t of row b is at ``[table[b, t // S], t % S]`` of every
-    attention layer's pages ``[P, S, K, H]``; an entry outside of [0, P) is no page."""
+    """What a model has read of B rows; ``init_cache`` makes an empty one.
+
+    layers: one state a layer.  lengths: int32 ``[B]``, tokens of each row.
+    table: None, or int32 ``[B, M]`` for a cache in pages: token t of row b is at
+    ``[table[b, t // S], t % S]`` of every attention layer's pages ``[P, S, K, H]``.  An entry
+    outside of [0, P) is no page.
+    """
 
     layers: tuple[LayerState, ...]
     lengths: jax.Array
@@ -94,12 +99,32 @@ def init_cache(
     *,
     mesh: Mesh | None = None,
 ) -> Cache:
-    """An empty cache for ``batch`` rows of up to ``max_len`` tokens.
+    """Return an empty cache for ``batch`` rows of up to ``max_len`` tokens.
 
-    dtype: of keys and values: a float, or int8 / int4 / float8_e4m3fn for a quantized cache; by
-    default ``default_dtype``: bfloat16, and float32 on a CPU.
-    mesh: the parameters' own (``parallel.mesh_of``): every device holds its rows and heads alone.
-    Raises JaxLlamaError for sizes below 1 or a dtype that is neither.
+    Parameters
+    ----------
+    cfg : ModelConfig
+        The model's configuration.
+    batch : int
+        Number of rows B, at least 1.
+    max_len : int
+        Tokens that a row can hold, at least 1.
+    dtype : data-type, optional
+        Type of keys and values: a float, or int8, int4 or float8_e4m3fn for a quantized cache. The
+        default is ``default_dtype``: bfloat16, and float32 on a CPU.
+    mesh : Mesh, optional
+        The parameters' own mesh (``parallel.mesh_of``). Every device then holds only its rows and
+        heads.
+
+    Returns
+    -------
+    Cache
+        The cache, whose rows hold no tokens.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a size is below 1 or the cache cannot have this dtype.
     """
     if batch < 1 or max_len < 1:
         raise JaxLlamaError(f"cache of batch {batch} x max_len {max_len}: both must be at least 1")
@@ -116,8 +141,11 @@ def init_cache(
 
 
 def default_dtype() -> jnp.dtype:
-    """The dtype of activations where nobody names one: bfloat16, but float32 where the default
-    backend is a CPU, on which XLA's bfloat16 products are an order slower."""
+    """Return the default dtype of activations: float32 if the default backend is a CPU, else
+    bfloat16.
+
+    XLA's bfloat16 products are an order of magnitude slower on a CPU.
+    """
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 

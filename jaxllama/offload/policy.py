@@ -46,7 +46,9 @@ class Shares(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """FlexGen's search space.
+    """Where weights, cache and activations live; FlexGen's search space.
+
+    ``Policy.parse("20 80 0 100 0 100")`` reads one from text.
 
     Parameters
     ----------

@@ -1,13 +1,15 @@
-"""Bytes: what weights take, and what a policy needs of each tier.
+"""Byte accounting: the size of weights, and the memory that a policy needs in each tier.
 
-    model_bytes(cfg, dtype, scheme)      beside ``executors.offloaded.room``'s of caches
+    model_bytes(cfg, dtype, scheme)      bytes of the weights (``executors.offloaded.room``: caches)
     footprint(cfg, policy, ...) -> Footprint      device, host and disk, with its terms
 
-The first is exact for every dtype (int4 is two to a byte, scales and zero points count), as
-FlexGen's are, but for grouped heads: a cache holds ``n_kv_heads * head_dim`` features a token, not
-``d_model``.  ``footprint`` adds what is on the device while a unit runs: three units' weights, two
-batches' caches, the pieces being joined, and what XLA says each program needs; and what is in host
-memory while it is read from disk.
+``model_bytes`` is exact for every dtype: int4 takes half a byte, and scales and zero points count.
+FlexGen's numbers are the same but for grouped heads: here a cache holds ``n_kv_heads * head_dim``
+features a token, not ``d_model``.
+
+``footprint`` adds the device memory of a running unit: three units' weights, two batches' caches,
+the pieces being joined, and XLA's own need for each program. It also adds the host memory of data
+on its way from the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from pallas_kernels.qtensor import packed_bytes, tree_bytes
 
 
 def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> dict[str, Any]:
-    """The parameter tree as shapes, quantized by ``scheme``."""
+    """Return the parameter tree as shapes, quantized by ``scheme``."""
     shapes = param_shapes(cfg, dtype)
     if scheme is None:
         return shapes
@@ -50,20 +52,20 @@ def model_bytes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes by tier: of each kind of tensor at rest, and of the device while it works."""
+    """Bytes by tier: each kind of tensor at rest, and the device's extra memory while it works."""
 
     weights: Tiers
     cache: Tiers
     hidden: Tiers
-    loading_weights: int  # of moved weights on the device at the worst moment
+    loading_weights: int  # peak of moved weights on the device
     loading_cache: int
     loading_hidden: int
     programs: int  # results and temporaries of the largest program
-    reading: int  # host bytes of what is on its way from the disk
+    reading: int  # host bytes of data on its way from the disk
 
     @property
     def device(self) -> int:
-        """The peak: every kind at its own worst moment, all at once."""
+        """Return the peak in bytes, as if every kind had its worst moment at once."""
         rest = self.weights.device + self.cache.device + self.hidden.device
         moving = self.loading_weights + self.loading_cache + self.loading_hidden
         return rest + moving + self.programs
@@ -81,7 +83,7 @@ class Footprint:
 def unit_shapes(
     cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool
 ) -> list[tuple[ModelUnit, Any]]:
-    """Every unit with the shapes of its weights."""
+    """Return every unit with the shapes of its weights."""
     shapes = weight_shapes(cfg, dtype, scheme)
     return [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
 
@@ -89,7 +91,7 @@ def unit_shapes(
 def weights_footprint(
     cfg: ModelConfig, policy: Policy, dtype: Any, scheme: str | None
 ) -> tuple[Tiers, int]:
-    """(weights by tier, bytes of moved weights on the device at the worst moment)."""
+    """Return the weights' bytes by tier, and the peak bytes of moved weights on the device."""
     return _weights_footprint(cfg, policy.weights, policy.sep_layer, jnp.dtype(dtype).name, scheme)
 
 
@@ -104,7 +106,7 @@ def _weights_footprint(
         if unit.kind == "head" and is_tied:
             total += split_bytes(shapes["norm"], shares)
         elif unit.kind == "embed" and not is_tied and shares.device < 100:
-            # A table that is only looked up does not visit the device.
+            # A table that is only looked up is never on the device.
             table = split_bytes(shapes, shares)
             total += Tiers(host=table.device + table.host, disk=table.disk)
             continue
@@ -118,8 +120,11 @@ def _weights_footprint(
 
 
 def loading_bytes(tree: Any, shares: Shares) -> int:
-    """Device bytes of getting a stored tree: the whole tensors, and the parts they are made of.
-    Tensors that are on the device whole cost nothing."""
+    """Return the device bytes for loading a stored tree: whole tensors and the parts that form
+    them.
+
+    Tensors that are whole on the device cost nothing.
+    """
     moved = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim >= 2]
     if shares.device >= 100:
         return 0
@@ -132,8 +137,11 @@ def loading_bytes(tree: Any, shares: Shares) -> int:
 
 
 def reading_bytes(tree: Any, shares: Shares) -> int:
-    """Host bytes of reading a stored tree: a tensor's part on disk is read while the one before it
-    is handed to the device and one more is on its way there."""
+    """Return the host bytes for reading a stored tree from disk.
+
+    A tensor's part is read while the tensor before it is handed to the device, and one more is on
+    its way.
+    """
     return 3 * max((split_bytes(leaf, shares).disk for leaf in jax.tree.leaves(tree)), default=0)
 
 
@@ -156,11 +164,11 @@ def footprint(
     chunk: int | None = None,
     compile_programs: bool = True,
 ) -> Footprint:
-    """What generating for ``rows`` rows (at most a block) of ``width`` prompt tokens needs, with a
-    cache of ``capacity`` tokens.
+    """Return the memory for generating ``rows`` rows, at most a block, of ``width`` prompt tokens.
 
-    chunk: tokens of a prompt that go through at once.  compile_programs: ask XLA what each program
-    needs, which compiles it; otherwise that term is 0.
+    capacity: number of tokens of a row that the cache holds.
+    chunk: number of tokens of a prompt that pass through the model at once.
+    compile_programs: compile each program to ask XLA for its memory. Otherwise that term is 0.
     """
     batches = -(-rows // policy.gpu_batch_size)
     size = -(-rows // batches)
@@ -219,8 +227,10 @@ def _programs(
     kv_dtype: Any,
     scheme: str | None,
 ) -> Iterator[Any]:
-    """The distinct programs of a run, lowered: prefill and decode of each kind of layer, and the
-    head."""
+    """Yield the distinct programs of a run, lowered.
+
+    They are the prefill and decode step of each kind of layer, and the head.
+    """
     ints = jax.ShapeDtypeStruct((size,), jnp.int32)
     seen = set()
     for unit, weights in unit_shapes(cfg, jnp.dtype(dtype).name, scheme, policy.sep_layer):

@@ -1,28 +1,30 @@
-"""Calibration: what a load, a store and a computation cost on this machine, for layers of a shape.
+"""Calibration: measures the cost of loads, stores and computations on this machine.
 
     calibrate(cfg, dtype, scheme, kv_dtype) -> Calibration      seconds as linear functions of bytes
 
-A model of a few layers a kind, as sparse in its attention, with random weights, is run unit by unit
-under a few policies that put everything on one tier or half on two, and non-negative least squares
-fit what was seen:
+It runs a model with a few layers of each kind, equally sparse attention and random weights, unit by
+unit. A few policies place everything in one tier, or half in each of two. Non-negative least
+squares fit the measured seconds:
 
     load, store   latency + host bytes / rate + disk bytes / rate + joined bytes / rate
                   from the recorder's events of serial steps
-    join          overhead + bytes / rate         a unit's weights, when all their pieces have come
+    join          overhead + bytes / rate         a unit's weights, when all pieces have arrived
     layer         overhead + rows * a + rows * context * b         a decode step of one layer
                   overhead + rows * tokens * a + rows * tokens^2 * b         prefill
-    head          overhead + rows * a         all of a step that does not grow with the depth
-    look-up       overhead + tokens * a       rows of an input table that is in host memory
-    cpu           as layer, of a decode step with all of its attention on the CPU
+    head          overhead + rows * a         the part of a step that does not grow with the depth
+    look-up       overhead + tokens * a       rows of an input table in host memory
+    cpu           as layer, for a decode step with all of its attention on the CPU
     fetch         latency + bytes / rate      values that a sparse step reads from an offloaded
-                  cache: what its layers take beyond those of a resident one
+                  cache: its layers' time beyond those of a resident cache
 
-Layer and head are taken from whole overlapped steps of a resident model at two depths, so dispatch
-and the loop's own work are in them as often as they occur.  Then policies that move run overlapped,
-with one batch and with several, and ``contention`` is fitted to what their steps take beyond the
-longest lanes that the cost model has for them: near 0 where links and cores share nothing; but
-small transfers are mostly dispatch, which one interpreter does, and on a CPU a "link" is a copy
-made by the cores that also compute.  The result is kept in a file.
+The costs of layer and head come from whole overlapped steps of a resident model at two depths. They
+therefore include dispatch and the loop's own work as often as these occur.
+
+Then policies that move data run overlapped, with one batch and with several. ``contention`` is
+fitted to the time of their steps beyond the longest lanes of the cost model. It is near 0 if links
+and cores share nothing. Small transfers, however, are mostly dispatch, and one interpreter does all
+of it. On a CPU a "link" is a copy made by the cores that also compute. The result is kept in a
+file.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ ROWS = (1, 8)
 CONTEXTS = (64, 256)
 DEPTHS = (1, 4)  # layers of each kind
 BATCHES = (1, 4)
-STEPS, IN_A_ROW = 12, 4  # decode steps that are timed
+STEPS, IN_A_ROW = 12, 4  # timed decode steps
 LONG = 0.5  # seconds of a prefill that needs no repetition
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
@@ -91,10 +93,11 @@ def calibrate(
     fresh: bool = False,
     progress: Progress = lambda _: None,
 ) -> Calibration:
-    """Measure, or read what was measured before on this machine for these shapes.
+    """Measure the costs, or read the earlier measurement of this machine and these shapes.
 
     moves: False measures computation alone, a fifth of the work, and leaves every cost of moving at
-    0; for policies of which nothing leaves the device.  fresh: measure in any case.
+        0. Use it for policies that keep everything on the device.
+    fresh: measure even if there is an earlier measurement.
     """
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     kinds = tuple(dict.fromkeys(cfg.layer_types))
@@ -139,7 +142,7 @@ def _read(path: Path) -> Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """A policy's serial run: events of the decode steps and of the prefill."""
+    """A policy's serial run: the events of its decode steps and of its prefill."""
 
     policy: Policy
     rows: int
@@ -223,7 +226,7 @@ class _Measure:
         return random_model(self.cfg, self.dtype, policy, self.scheme)
 
     def _shallow(self, model: LanguageModel) -> LanguageModel:
-        """The first layers of a model."""
+        """Return the model's first layers."""
         count = self.layers[0]
         cfg = self.cfg.replace(n_layers=count, layer_types=self.cfg.layer_types[:count])
         return dataclasses.replace(model, config=cfg)
@@ -231,8 +234,9 @@ class _Measure:
     def _runs(
         self, model: LanguageModel, rows: int, context: int
     ) -> tuple[OffloadRun, Callable[[], OffloadRun]]:
-        """A run of one task after some steps, by which its programs are compiled; and what makes
-        another."""
+        """Return a run of one task whose programs are compiled, and a function that makes another
+        run.
+        """
         begin = functools.partial(
             random_run, model, rows, context, 32, context + ROOM, self.kv_dtype, self.chunk
         )
@@ -242,8 +246,11 @@ class _Measure:
         return run, begin
 
     def _times(self, runs: Sequence[Callable[[], OffloadRun]]) -> list[tuple[float, float]]:
-        """(prefill, step) of each; they alternate, so that a busy machine slows all alike.  A
-        prefill that takes seconds is timed once."""
+        """Return (prefill, step) seconds of each run.
+
+        The runs alternate, so that a busy machine slows all alike. A prefill of seconds is timed
+        once.
+        """
         prefills: list[list[float]] = []
         for _ in range(3):
             if prefills and sum(prefills[0]) > LONG:
@@ -253,8 +260,11 @@ class _Measure:
         return list(zip(map(lower, zip(*prefills, strict=True)), self._steps(begun), strict=True))
 
     def _steps(self, begun: Sequence[OffloadRun]) -> list[float]:
-        """Seconds of a step of each; of some in a row the first does not count, because another's
-        next weights load beside it."""
+        """Return the seconds of a step of each run.
+
+        The first of several steps in a row does not count, because the next weights of another run
+        load beside it.
+        """
         steps: list[list[float]] = [[] for _ in begun]
         for _ in range(STEPS // IN_A_ROW):
             for run, times in zip(begun, steps, strict=True):
@@ -269,7 +279,9 @@ class _Measure:
         return _Sample(_policy(model), rows, context, self._record(run, STEPS), prefill)
 
     def _joins(self, model: LanguageModel) -> list[tuple[float, float]]:
-        """(bytes, seconds) of finishing a layer's weights and the head's, when they have come."""
+        """Return (bytes, seconds) of finishing a layer's weights and the head's after they have
+        arrived.
+        """
         found, store = [], offloaded(model.executor).store
         for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
             if unit.layer > 0:
@@ -288,7 +300,7 @@ class _Measure:
         return found
 
     def _lookups(self, model: LanguageModel) -> list[tuple[float, float]]:
-        """(tokens, seconds) of embedding a step's tokens and a prompt's."""
+        """Return (tokens, seconds) of embedding a step's tokens and a prompt's tokens."""
         found, store = [], offloaded(model.executor).store
         for width in (1, CONTEXTS[-1]):
             tokens = jnp.ones((ROWS[-1], width), jnp.int32)
@@ -336,7 +348,7 @@ class _Measure:
             capacity = sample.context + ROOM
             share = snapshot_columns(capacity, sample.context) / capacity
             amounts = tuple(share * part for part in moving(one, policy.cache))
-            # Of a sparse step's cache, the keys are loaded.
+            # A sparse step loads only the keys of its cache.
             loaded = tuple(part * (0.5 if sparse else 1.0) for part in amounts)
             caches.append((*loaded, sample.seconds("load cache", layer)))
             kept = tuple(0.5 * part * kept_share(self.cfg) for part in amounts[:2])
@@ -422,7 +434,7 @@ class _Measure:
         return dataclasses.replace(costs, contention=contention(steps))
 
     def _cold_disk(self) -> float:
-        """Seconds a byte of reading back a file that the page cache has forgotten."""
+        """Return the seconds a byte of reading a file that is not in the page cache."""
         place = Placement(Policy.parse("0 0 0 0 0 0"), self.dtype)
         disk = place.store.disk
         block = np.random.default_rng(0).integers(0, 256, 1 << 26, np.uint8)
@@ -435,7 +447,7 @@ class _Measure:
 
 
 def lower(times: Sequence[float]) -> float:
-    """The lower quartile: what the machine takes when others leave it alone."""
+    """Return the lower quartile: the time on a machine that is otherwise idle."""
     return sorted(times)[(len(times) - 1) // 4]
 
 
@@ -450,5 +462,5 @@ def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
 def settings_of(
     policy: Policy, dtype: Any, scheme: str | None, kv_dtype: Any
 ) -> tuple[str | None, Any]:
-    """(scheme, cache dtype) that a policy's compression means."""
+    """Return the (scheme, cache dtype) of a policy's compression."""
     return scheme_of(policy, scheme), kv_dtype_of(policy, kv_dtype, dtype)

@@ -1,23 +1,25 @@
-"""The cost model: what a policy will take.
+"""The cost model: predicts a policy's time and memory.
 
     predict(cfg, policy, calibration, task, settings) -> Prediction     seconds, by term
     need_of(cfg, policy, task, settings) -> Footprint                   bytes, by term
 
-A step is unit by unit.  In a unit, the lanes (loads and stores of weights, cache and hidden states;
-computation) take the seconds that the calibration gives for their bytes.  Serially they add up.
-Overlapped, a unit takes the longest of them, where the bytes of all loads share one link and count
-as one, and so do those of all stores, and those of the disk; and of what is beside, the share that
-is not hidden.  Weights are begun while others still move, so only their bytes can be the longest.
-The first loads of a step are beside nothing:
+A step runs unit by unit. Each unit has lanes: loads and stores of weights, cache and hidden states,
+and computation. The calibration gives each lane's seconds for its bytes. In a serial run the lanes
+add up.
+
+In an overlapped run a unit takes as long as its longest lane. The bytes of all loads share one link
+and count as one lane. So do the bytes of all stores, and those of the disk. The share of the other
+lanes that is not hidden is added. A unit's weights start to move while other data still move, so
+only their bytes can be the longest lane. The first loads of a step overlap with nothing:
 
     T_unit = max(lanes, loads' bytes, stores' bytes, disk's bytes) + sum(contention * beside)
     T_step = T_first loads + sum(T_unit)
     T = T_prefill + (new_tokens - 1) * T_step;      throughput = rows * new_tokens / T
 
-Attention on the CPU is computation, and so is getting the values that sparse attention reads, which
-the keys choose while the unit computes.
+Attention on the CPU counts as computation. So does the transfer of the values that sparse attention
+reads, because the keys choose them during the unit's computation.
 
-Source: FlexGen (arXiv 2303.06865), section 4.3.  Unlike there, one more term: joining pieces.
+Source: FlexGen (arXiv 2303.06865), section 4.3, with one more term for joining pieces.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from pallas_kernels.qtensor import tree_bytes
 LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
 _LOADS, _STORES = ("load weights", "load cache", "load hidden"), ("store cache", "store hidden")
 LINKS = (("link", _LOADS), ("link", _STORES), ("disk", _LOADS + _STORES))
-# Of contention.  Weights that come whole are a few transfers, which computing hardly slows; pieces
-# that are to be joined keep the host and the device's queue busy.
+# Kinds of contention. Whole weights are a few transfers, which computation hardly slows. Pieces
+# that must be joined keep the host and the device's queue busy.
 KINDS = (
     ("load weights", "compute"),
     ("load cache", "store cache"),
@@ -54,7 +56,7 @@ WHOLE, JOINED = 0, 3
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """rows of ``prompt`` tokens to be continued by ``new`` ones."""
+    """The task: ``rows`` rows of ``prompt`` tokens, each continued by ``new`` tokens."""
 
     rows: int
     prompt: int
@@ -68,7 +70,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes that may be used; None is no limit."""
+    """Bytes that may be used in each tier; None for no limit."""
 
     device: int | None = None
     host: int | None = None
@@ -81,7 +83,7 @@ class MemoryLimits:
 
 @dataclasses.dataclass(frozen=True)
 class PlannerSettings:
-    """What a prediction depends on besides the policy: dtypes and the scheme of the weights."""
+    """Inputs of a prediction besides the policy: the dtypes and the weights' scheme."""
 
     dtype: Any
     kv_dtype: Any
@@ -90,8 +92,10 @@ class PlannerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of the prefill and of one decode step of a block; of a step also each lane's sum, and
-    that of the bytes of each of ``LINKS``."""
+    """Seconds of a block's prefill and of one of its decode steps.
+
+    lanes, links: a step's sum of each lane, and of the bytes of each of ``LINKS``.
+    """
 
     prefill: float
     step: float
@@ -104,7 +108,7 @@ class Prediction:
 def predict(
     cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
 ) -> Prediction:
-    """Time of ``task`` under ``policy``."""
+    """Return the time of ``task`` under ``policy``."""
     block = min(policy.block_size, task.rows)
     batches = -(-block // policy.gpu_batch_size)
     rows = -(-block // batches)
@@ -120,8 +124,11 @@ def predict(
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Sums over the units of one token a row, or of a prefill.  longest and beside: of overlapped
-    units, the longest lanes and what is beside them, by kind of contention."""
+    """Sums over the units, for one token a row or for a prefill.
+
+    longest, beside: sums of overlapped units' longest lanes, and of the lanes beside them, by kind
+        of contention.
+    """
 
     seconds: float
     lanes: dict[str, float]
@@ -132,8 +139,10 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True)
 class _Lane:
-    """Seconds of a unit's lane: the bytes' on the link and those on the disk, which move beside
-    each other, and all others."""
+    """Seconds of a unit's lane.
+
+    The link's bytes and the disk's bytes move at the same time. ``other`` is the rest.
+    """
 
     link: float = 0.0
     disk: float = 0.0
@@ -148,13 +157,18 @@ class _Lane:
 
 
 def kept_share(cfg: ModelConfig) -> float:
-    """Of an offloaded cache's values, the share that a sparse step reads, if the heads of a group
-    choose independently; heads that agree read less."""
+    """Return the share of an offloaded cache's values that a sparse step reads.
+
+    It assumes that the heads of a group choose independently. Heads that agree read less.
+    """
     return 1 - (1 - cfg.attn_sparsity) ** (cfg.n_heads // cfg.n_kv_heads)
 
 
 def _decode_seconds(costs: Calibration, here: float, on_cpu: float, context: int) -> float:
-    """A layer's decode step of ``here`` rows that attend on the device and ``on_cpu`` others."""
+    """Return the seconds of a layer's decode step.
+
+    here, on_cpu: numbers of rows that attend on the device and on the CPU.
+    """
     overhead = costs.cpu[0] if on_cpu else costs.decode[0]
     parts = ((here, costs.decode), (on_cpu, costs.cpu))
     return overhead + sum(rows * (a_row + a_token * context) for rows, (_, a_row, a_token) in parts)
@@ -171,7 +185,10 @@ def step_of(
     width: int,
     context: int,
 ) -> StepCost:
-    """``batches`` of ``rows`` with ``context`` tokens each, or a prefill of ``width`` tokens."""
+    """Return the cost of ``batches`` of ``rows`` with ``context`` tokens each, or of a prefill.
+
+    width: number of tokens of the prefill.
+    """
     totals, links = dict.fromkeys(LANES, 0.0), np.zeros(len(LINKS))
     longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
     names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
@@ -213,7 +230,7 @@ def _units(
     context: int,
     task: Task,
 ) -> Iterator[dict[str, _Lane]]:
-    """Each unit's lanes, for all batches."""
+    """Yield each unit's lanes, for all batches."""
     state = _cache_moving(cfg, rows, task.capacity, settings.kv_dtype, policy.cache)
     pair = 2 * hidden_bytes(cfg, rows, width, settings.dtype)
     hidden = _pure_bytes(pair, policy.activations)
@@ -298,7 +315,10 @@ def need_of(
     settings: PlannerSettings,
     programs: int | None = None,
 ) -> Footprint:
-    """The footprint of a task's block; programs: bytes of the largest program, if known."""
+    """Return the footprint of a task's block.
+
+    programs: bytes of the largest program, if known.
+    """
     need = footprint(
         cfg,
         policy,
@@ -315,8 +335,11 @@ def need_of(
 
 
 def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> int:
-    """An estimate, without compiling, of the results and temporaries of the largest program: a
-    prompt's piece inside the feed-forward, or the logits of every row and their copies."""
+    """Return an estimate of the results and temporaries of the largest program, in bytes.
+
+    It compiles nothing. The largest is a prompt's piece inside the feed-forward, or the logits of
+    every row with their copies.
+    """
     rows = min(policy.gpu_batch_size, task.rows)
     chunk = min(policy.prefill_batch_size or task.chunk, task.prompt)
     width = 3 * cfg.feed_width + 6 * cfg.d_model

@@ -1,10 +1,10 @@
-"""Fits of measured seconds: a transfer's cost by bytes, and what overlapping does not hide.
+"""Fits of measured seconds: a transfer's cost by bytes, and the time that overlapping cannot hide.
 
-    moving(tree, shares) -> bytes that getting a tree moves      fit_moving(samples) -> Moving
-    contention(steps) -> shares        Calibration: all that is fitted for a machine and a model
+    moving(tree, shares) -> bytes that loading a tree moves      fit_moving(samples) -> Moving
+    contention(steps) -> shares        Calibration: all fitted values of a machine and a model
 
-Least squares are of relative errors and non-negative, so that a latency of microseconds and a
-prefill of seconds count alike and no rate is negative.
+The least squares minimise relative errors with non-negative coefficients. A latency of microseconds
+and a prefill of seconds thus count alike, and no rate is negative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.qtensor import packed_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Moving:
-    """Seconds of one transfer: latency, then seconds a byte by tier and of joining pieces."""
+    """Seconds of one transfer: a latency, then seconds a byte by tier, and of joining pieces."""
 
     latency: float
     host: float
@@ -37,10 +37,10 @@ class Moving:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What a load, a store and a computation take on one machine, in seconds (``calibration``)."""
+    """Seconds of loads, stores and computations on one machine (``calibrate``)."""
 
     load_weights: Moving
-    join: tuple[float, float]  # a unit's pieces into its weights: overhead, a byte of the whole
+    join: tuple[float, float]  # pieces into a unit's weights: overhead, a byte of the whole
     load_cache: Moving
     store_cache: Moving
     push_cache: float  # a step's token into the tail
@@ -49,14 +49,14 @@ class Calibration:
     decode: tuple[float, float, float]  # overhead, a row, a row and token of context; a layer
     prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
     head: tuple[float, float]  # overhead, a row
-    look_up: tuple[float, float]  # of a table that is not on the device: overhead, a token
-    contention: tuple[float, ...]  # what is not hidden, by ``cost_model.KINDS``
+    look_up: tuple[float, float]  # a table that is not on the device: overhead, a token
+    contention: tuple[float, ...]  # unhidden shares, by ``cost.KINDS``
     disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
     cpu: tuple[float, float, float]  # as decode, with all of its attention on the CPU
-    fetch: Moving  # of the values that a sparse step reads from an offloaded cache
+    fetch: Moving  # values that a sparse step reads from an offloaded cache
 
     def cold(self) -> Calibration:
-        """For models that the page cache cannot hold."""
+        """Return the calibration for models that do not fit the page cache."""
         names = ("load_weights", "load_cache", "load_hidden", "fetch")
         slower = {name: getattr(self, name) for name in names}
         return dataclasses.replace(
@@ -69,8 +69,11 @@ class Calibration:
 
 
 def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
-    """(host bytes, disk bytes, joined bytes) of getting a tree of shapes that ``shares`` split;
-    4-bit codes are unpacked where others are joined."""
+    """Return the (host bytes, disk bytes, joined bytes) of loading a tree of shapes under
+    ``shares``.
+
+    4-bit codes are unpacked where others are joined.
+    """
     if shares.device >= 100:
         return 0.0, 0.0, 0.0
     part = split_bytes(tree, shares)
@@ -84,7 +87,7 @@ def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
 
 
 def nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Non-negative coefficients that explain ``seconds`` with the least relative squared error."""
+    """Return non-negative coefficients that fit ``seconds`` with least relative squared error."""
     from scipy.optimize import nnls as solve
 
     matrix, target = np.asarray(rows, float), np.asarray(seconds, float)
@@ -95,13 +98,15 @@ def nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[flo
 
 
 def fit_moving(samples: Sequence[tuple[float, float, float, float]]) -> Moving:
-    """Samples are (host, disk, joined bytes, seconds)."""
+    """Return the fitted cost of a transfer from samples (host, disk, joined bytes, seconds)."""
     return Moving(*nnls([(1.0, *amounts) for *amounts, _ in samples], [s for *_, s in samples]))
 
 
 def contention(steps: Sequence[tuple[float, Sequence[float], float]]) -> tuple[float, ...]:
-    """The shares of what is beside, of each kind at most all, that explain (longest, beside by
-    kind, seconds) of steps."""
+    """Return the unhidden share of each kind, at most 1.
+
+    steps: (longest, beside by kind, seconds) of each step, which the shares explain.
+    """
     from scipy.optimize import lsq_linear
 
     taken = np.array([seconds for *_, seconds in steps])

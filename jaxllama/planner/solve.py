@@ -1,12 +1,12 @@
-"""The solver: the policy that takes least under limits of device, host and disk.
+"""The solver: finds the fastest policy under limits of device, host and disk.
 
     solve(cfg, calibration, task, limits, settings) -> Policy
 
-It walks over batch sizes and numbers of batches; for each, the shares that minimise a step
-are a linear program under the limits (scipy), whose solution is rounded to
-whole percents, checked against the exact ``footprint`` and improved by exact neighbours.  Each is
-also tried with attention on the CPU.  Sparse attention changes what a model says, so it is never
-chosen: costs and policy are those of the configuration's ``attn_sparsity``.
+It tries batch sizes and numbers of batches. For each, a linear program (scipy) finds the shares
+that minimise a step under the limits. The solver rounds the solution to whole percents, checks it
+against the exact ``footprint`` and improves it by exact neighbours. It also tries each with
+attention on the CPU. It never chooses sparse attention, which changes the model's output. Costs and
+policy use the configuration's ``attn_sparsity``.
 
 Source: FlexGen (arXiv 2303.06865), section 4.3.
 """
@@ -46,10 +46,12 @@ def solve(
     settings: PlannerSettings,
     base: Policy | None = None,
 ) -> Policy:
-    """The fastest policy within the limits.
+    """Return the fastest policy within the limits.
 
-    base: what is not searched (overlap, sep_layer, compression, sparsity; attention on the CPU, if
-    it says so).  Raises JaxLlamaError when nothing fits.
+    base: the options that are not searched: overlap, sep_layer, compression, sparsity, and
+        attention on the CPU if it is set.
+
+    Raises JaxLlamaError if no policy fits.
     """
     base = Policy() if base is None else base
     moving = dataclasses.replace(base, cpu_attention=False)
@@ -94,7 +96,7 @@ def _candidates(
     settings: PlannerSettings,
     programs: int,
 ) -> Iterator[Policy]:
-    """The rounded solution of the linear program and its neighbours, and the pure policies."""
+    """Yield the linear program's rounded solution and its neighbours, and the pure policies."""
     pure = ((100, 0), (0, 100), (0, 0))
     for shares in itertools.product(pure, repeat=3):
         yield _with_shares(policy, tuple(itertools.chain(*shares)))
@@ -127,11 +129,11 @@ def _linear_program(
     settings: PlannerSettings,
     programs: int,
 ) -> np.ndarray | None:
-    """Six percentages that minimise a decode step, or None if nothing fits.
+    """Return six percentages that minimise a decode step, or None if nothing fits.
 
-    Variables: the shares (weights, cache, activations; device, host) and T, the longest lane or
-    link summed over units.  Lanes and needs are linear in the shares but for latencies and joins,
-    so slopes are taken from the pure policies.
+    The variables are the shares (weights, cache, activations; device, host) and T. T is the longest
+    lane or link, summed over units. Lanes and needs are linear in the shares except for latencies
+    and joins, so the pure policies give the slopes.
     """
     from scipy.optimize import linprog
 
@@ -146,7 +148,7 @@ def _linear_program(
         need = need_of(cfg, corner, task, settings, 0)
         rest = need.weights + need.cache + need.hidden
         needs[name] = np.array([rest.device, rest.host, rest.disk], float)
-    # What a unit needs while it runs is largest where tensors have pieces to join.
+    # A running unit needs most memory if its tensors have pieces to join.
     inner = need_of(cfg, _with_shares(policy, (30, 30) * 3), task, settings, programs)
     working = inner.device - (inner.weights + inner.cache + inner.hidden).device
     for need in needs.values():
@@ -164,10 +166,10 @@ def _linear_program(
     for kind in range(3):  # device + host <= 100%
         rows.append([float(i // 2 == kind) for i in range(6)] + [0.0])
         bounds.append(1.0)
-    # Lanes that are hidden must count for something: among equals the one that moves least.
+    # Hidden lanes get a small cost: among equal policies the one that moves least wins.
     share = np.ones(len(LANES))
     if policy.overlap:
-        # What is between pure policies is joined.
+        # Shares between the pure policies need joins.
         kinds = [max(i for i, kind in enumerate(KINDS) if lane in kind) for lane in LANES]
         share = np.clip([costs.contention[kind] for kind in kinds], 0.02, 1.0)
     objective = [*(share @ slope[: len(LANES)]), float(1.0 - share.min())]

@@ -1,10 +1,12 @@
-"""Models and runs of random numbers, for whatever measures offloading.
+"""Models and runs with random numbers, for measurements of offloading.
 
-random_model(cfg, dtype, policy, scheme) -> model        any layers
-repeated_model(cfg, dtype, policy, scheme) -> model      layers that are copies of one
-start_run(model, rows, task, kv_dtype) -> run            a block of the task, not begun
-timed_step(run) -> seconds                               its prefill, or one token a row
-with Watch(look) as watch: ...; watch.most               the most of something meanwhile
+    random_model(cfg, dtype, policy, scheme) -> model        any layers
+    repeated_model(cfg, dtype, policy, scheme) -> model      layers that are copies of one
+    start_run(model, rows, task, kv_dtype) -> run            a block of the task, not yet begun
+    timed_step(run) -> seconds                               its prefill, or one token a row
+    with Watch(look) as watch: ...; watch.most               the largest number of bytes meanwhile
+
+A model's numbers repeat, because only its speed and its memory matter.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ from jaxllama.planner.fitting import moving
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
-Tell = Callable[[str, Any], None]  # of a finding: its name, its value
+Tell = Callable[[str, Any], None]  # called with a finding's name and value
 
 
 def repeated_model(
     cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
 ) -> LanguageModel:
-    """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
+    """Return a model whose layers, all of one kind, hold copies of one layer's random bytes."""
     place = Placement(policy, dtype, scheme)
     shapes = weight_shapes(cfg, dtype, place.scheme)
     params: dict[tuple[str, ...], Any] = {}
     layers = [name for name in shapes if name.startswith("layer_")]
     for name in [name for name in shapes if name not in layers] + layers[:1]:
         for path, shape in flatten_dict(shapes[name]).items():
-            drawn = random_tree(shape)  # one at a time, so that it is no peak of the memory
+            drawn = random_tree(shape)  # one at a time, to keep the memory's peak low
             for target in layers if name in layers else [name]:
                 params[target, *path] = place((target, *path), drawn)
             del drawn
@@ -56,7 +58,7 @@ def repeated_model(
 def random_model(
     cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
 ) -> LanguageModel:
-    """A model of random numbers."""
+    """Return a model with random weights."""
     place = Placement(policy, dtype, scheme)
     shapes = flatten_dict(weight_shapes(cfg, dtype, place.scheme))
     params = {path: place(path, random_tree(shape)) for path, shape in shapes.items()}
@@ -64,14 +66,16 @@ def random_model(
 
 
 def random_tree(shapes: Any) -> Any:
-    """Random arrays of a tree of shapes, made by numpy: a program for each shape would take longer
-    to compile than to run."""
+    """Return random arrays for a tree of shapes.
+
+    numpy makes them: compiling a program for each shape would take longer than running it.
+    """
     noise = np.random.default_rng(0).integers(-128, 128, _NOISE, np.int8)
     return jax.tree.map(lambda x: _draw(noise, x.shape, jnp.dtype(x.dtype)), shapes)
 
 
 def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The same numbers over and over; ones for what has one dimension."""
+    """Return an array that repeats the same random numbers, or ones if it has one dimension."""
     if len(shape) == 1:
         return jnp.ones(shape, dtype)
     if dtype == jnp.int8:
@@ -84,14 +88,14 @@ def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) -> float:
-    """Bytes of weights that one step loads."""
+    """Return the bytes of weights that one step loads."""
     shapes = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, policy.sep_layer)
     units = [tree for unit, tree in shapes if unit.kind != "embed"]
     return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
 
 
 def start_run(lm: LanguageModel, rows: int, task: Task, kv_dtype: Any) -> OffloadRun:
-    """``rows`` random prompts of the task."""
+    """Return a run of ``rows`` random prompts of the task."""
     chunk = offloaded(lm.executor).policy.prefill_batch_size or task.chunk
     return random_run(lm, rows, task.prompt, task.new, task.capacity, kv_dtype, chunk)
 
@@ -105,7 +109,10 @@ def random_run(
     kv_dtype: Any,
     chunk: int,
 ) -> OffloadRun:
-    """Greedy, without stop tokens; the others are ``OffloadRun``'s."""
+    """Return a greedy run of random prompts without stop tokens.
+
+    room, capacity, kv_dtype, chunk: as for ``OffloadRun``.
+    """
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
     sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
@@ -131,7 +138,7 @@ def timed_step(run: OffloadRun) -> float:
 
 
 class Watch:
-    """Asks ``look()`` for bytes every few milliseconds."""
+    """A thread that calls ``look()`` for bytes every few milliseconds."""
 
     def __init__(self, look: Callable[[], int]) -> None:
         self._look, self.most = look, look()

@@ -8,6 +8,7 @@ that product, over its share of the multiprocessors.  The plan is taken where it
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -47,8 +48,9 @@ def plan(x: jax.Array, w: Any, n_pairs: int, activation: str | None) -> GroupedR
         return divided
     assert isinstance(found, RowPlan)
     found = dataclasses.replace(found, sms=max(1, N_SM // n_pairs))
+    n_rows = math.prod(x.shape[:-1])
     return shortest(
         [GroupedRowPlan(found, n_pairs)],
-        lambda _: predict.form_us("mosaic", w, n_pairs),
-        lambda: predict.xla_us(w, n_pairs),
+        lambda _: predict.form_us("mosaic", w, n_pairs, n_rows),
+        lambda: predict.xla_us(w, n_pairs, n_rows),
     )

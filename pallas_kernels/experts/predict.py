@@ -3,8 +3,9 @@
     us = start + sum(costs * amounts)
 
 ``form_work`` says the amounts of a form.  Bytes count as microseconds of a copy at the device's
-rate, so a cost of 1 is a form that moves them as a copy does.  ``device.Gpu.costs`` holds the
-costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
+rate, so a cost of 1 is a form that moves them as a copy does.  Where a form unpacks int4 codes as
+it reads them, the multiprocessors bound it, and its bytes count at one rate on every card: an H100
+and an H200 have as many and took the same time.  ``device.Gpu.costs`` holds the costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from pallas_kernels.device import gpu
 from pallas_kernels.experts.blocks import most_blocks
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
-XlaForm = Literal["gather", "blocks", "masked"]
-XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "masked")
+XlaForm = Literal["gather", "blocks", "every"]
+XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "every")
+MOST_SUMS = 1 << 28  # bytes of the sums of all rows with all experts that "every" holds
+_UNPACK_RATE = 3.0e12  # bytes a second that stand for a cost of 1 where int4 codes are unpacked
 _LEAST_ROWS, _MOST_ROWS = 16, 512  # of a block on an accelerator
 
 
@@ -35,8 +38,8 @@ def block_rows(n_pairs: int, n_experts: int) -> int:
     return min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (mean - 1).bit_length()))
 
 
-def shortest_form(w: Any, n_pairs: int) -> XlaForm:
-    """XLA's form with the shortest predicted time.
+def shortest_form(w: Any, n_pairs: int, n_rows: int) -> XlaForm:
+    """XLA's form with the shortest predicted time, of those whose arrays are not too large.
 
     Parameters
     ----------
@@ -44,43 +47,58 @@ def shortest_form(w: Any, n_pairs: int) -> XlaForm:
         The weight, or its shapes.
     n_pairs : int
         Pairs of a token and an expert.
+    n_rows : int
+        Rows of x: a token's pairs may share one.
     """
-    return min(XLA_FORMS, key=lambda form: form_us(form, w, n_pairs))
+    fits = has_every(w, n_rows)
+    forms = [form for form in XLA_FORMS if fits or form != "every"]
+    return min(forms, key=lambda form: form_us(form, w, n_pairs, n_rows))
 
 
-def xla_us(w: Any, n_pairs: int) -> float:
+def has_every(w: Any, n_rows: int) -> bool:
+    """Whether the float32 sums of all rows with all experts are within the limit."""
+    n_experts, out, _ = w.shape
+    return 4 * n_rows * n_experts * out <= MOST_SUMS
+
+
+def xla_us(w: Any, n_pairs: int, n_rows: int) -> float:
     """Predicted microseconds of XLA's shortest form."""
-    return min(form_us(form, w, n_pairs) for form in XLA_FORMS)
+    return form_us(shortest_form(w, n_pairs, n_rows), w, n_pairs, n_rows)
 
 
-def form_us(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int) -> float:
+def form_us(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int, n_rows: int) -> float:
     """Predicted microseconds of a form; "mosaic" is the kernel of few pairs."""
-    family, amounts = form_work(form, w, n_pairs)
+    family, amounts = form_work(form, w, n_pairs, n_rows)
     cost = gpu().costs[family]
     return cost.start + sum(c * amount for c, amount in zip(cost.serial, amounts, strict=True))
 
 
-def form_work(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int) -> FormWork:
-    """The amounts of a form's work, for ``w[E, out, in]`` and so many pairs.
+def form_work(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int, n_rows: int) -> FormWork:
+    """The amounts of a form's work, for ``w[E, out, in]``, so many pairs and rows of x.
 
-    The kernel and "gather" read an expert for each pair.  Both other forms write its floats and
-    read them again: "blocks" once a block, "masked" for all experts.
+    The kernel and "gather" read an expert for each pair.  "blocks" writes an expert's floats and
+    reads them again once a block.  "every" does so once for all experts' codes; it reads a float
+    weight as it lies.
     """
     n_experts, out, width = w.shape
     stored = tree_bytes(w) / n_experts  # of one expert
     floats = 2 * out * width
     if form in ("mosaic", "gather"):
-        return FormWork(f"experts {form} {_codes(w)}", (_copy_us(n_pairs * stored),))
+        return FormWork(f"experts {form} {_codes(w)}", (_read_us(w, n_pairs * stored),))
+    if form == "every":
+        is_codes = isinstance(w, QTensor)
+        read = n_experts * (stored + 2 * floats * is_codes)
+        # The product hides the write of its sums; the pick reads and writes those of the pairs.
+        around = _product_us(n_rows * n_experts * out * width) + _copy_us(2 * 4 * n_pairs * out)
+        family = f"experts every {'codes' if is_codes else 'float'}"
+        return FormWork(family, (_copy_us(read), around))
     moved = stored + 2 * floats
-    if form == "masked":
-        multiplied = _product_us(n_pairs * n_experts * out * width)
-        return FormWork("experts masked", (_copy_us(n_experts * moved), multiplied))
     size = block_rows(n_pairs, n_experts)
     count = most_blocks(n_pairs, n_experts, size)
     # Rows of x in bfloat16 and of the result in float32 are written and read.
     rows = _copy_us(2 * count * size * (2 * width + 4 * out))
     around = _product_us(count * size * out * width) + rows
-    return FormWork(f"experts blocks {_codes(w)}", (count, _copy_us(count * moved), around))
+    return FormWork(f"experts blocks {_codes(w)}", (count, _read_us(w, count * moved), around))
 
 
 def _codes(w: Any) -> str:
@@ -92,6 +110,11 @@ def _codes(w: Any) -> str:
 
 def _copy_us(size: float) -> float:
     return 1e6 * size / gpu().copy_rate
+
+
+def _read_us(w: Any, size: float) -> float:
+    """Of the bytes of chosen experts."""
+    return 1e6 * size / _UNPACK_RATE if _codes(w) == "int4" else _copy_us(size)
 
 
 def _product_us(multiplied: float) -> float:

@@ -6,17 +6,17 @@
              reads one expert at a time.  A CPU's form, and an accelerator's for many pairs
     gather   multiply and reduce with the experts of all pairs in one kernel that reads their codes
              once.  An accelerator's form for few pairs
-    masked   one product over all experts, with zeros in x for those that a pair has not chosen.
-             An accelerator's form between the two, from about 20 to 300 tokens
+    every    one product of every row of x with the rows of all experts, then each pair's expert is
+             picked.  An accelerator's form between the two, from about 10 to 300 tokens
 
 On a CPU the blocks have ``CPU_ROWS`` rows whatever the call's size.  XLA then runs the same product
 for every pair, so a row's bits depend on that row and its expert alone.
 
 On an accelerator ``experts.predict`` chooses the form by the number of pairs.  The order of a sum
-depends on the form and on the number of pairs.  "masked" holds the floats of every expert in x's
-dtype, and a NaN in one expert's weight reaches every pair.  The other forms read chosen experts
-only.  jax lowers ``lax.ragged_dot`` on GPUs to the masked product, but its vmap and its second
-derivative are incomplete.
+depends on the form and on the number of pairs.  "every" reads the weight once, as it lies, and
+multiplies a token once where its pairs share a row.  It holds float sums ``[N, E, out]``, which
+``predict`` limits, and the floats of all codes in x's dtype.  The other forms read chosen experts
+only.  A NaN in one expert's weight reaches the pairs that have chosen it, in every form.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ CPU_ROWS = 8
 _LAST = (((1,), (1,)), ((), ()))
 _FIRST = (((0,), (0,)), ((), ()))
 _ROWS = (((1,), (0,)), ((), ()))
-_BOTH = (((1, 2), (0, 2)), ((), ()))
 
 
 def sums(
@@ -54,7 +53,7 @@ def sums(
     form: on an accelerator; None is the one that is predicted to be the shortest.
     """
     n_pairs = experts.shape[0]
-    form = form or predict.shortest_form(w, n_pairs)
+    form = form or predict.shortest_form(w, n_pairs, x.shape[0])
     elsewhere = functools.partial(
         BY_FORM[form],
         fan=fan,
@@ -150,20 +149,20 @@ def _by_gather(
     return jnp.sum(dequantize(plain) * rows, axis=-1)
 
 
-def _by_mask(
+def _by_every(
     x: jax.Array, w: Weight, experts: jax.Array, *, fan: int, size: int, dtype: DTypeLike
 ) -> jax.Array:
     del size
-    floats = dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
-    rows = jnp.repeat(x, fan, axis=0).astype(dtype)[:, None]
-    is_chosen = (experts[:, None] == jnp.arange(w.shape[0]))[..., None]
-    return dot(jnp.where(is_chosen, rows, jnp.zeros_like(rows)), floats, _BOTH, dtype)
+    flat = jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), w)
+    floats = dequantize(flat, dtype) if isinstance(flat, QTensor) else flat
+    found = dot(x, floats, _LAST, dtype).reshape(x.shape[0], w.shape[0], -1)
+    return found[jnp.arange(experts.shape[0]) // fan, experts]
 
 
 BY_FORM: dict[XlaForm, Callable[..., jax.Array]] = {
     "gather": _by_gather,
     "blocks": _by_blocks,
-    "masked": _by_mask,
+    "every": _by_every,
 }
 
 

@@ -85,6 +85,7 @@ def test_a_row_is_written_with_machine_versions_and_commands(tmp_path, monkeypat
     assert "a row: {'b': 4} tokens/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_engines_steady_rate():
     eng = Engine(model("llama"), **{**OPTIONS, "prefix_cache": False})
     report = engine.run(eng, prompt=9, new=6, in_flight=4, seconds=0.5)

@@ -41,6 +41,8 @@ from jaxllama.engine.request import (
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 from tests.helpers.engine_cases import (
+    DELTA_FAMILIES,
+    DELTA_ROWS,
     MAX_LEN,
     OPTIONS,
     PROMPTS,
@@ -76,7 +78,9 @@ def test_tokens_are_those_of_the_request_alone_in_many_schedules(family):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("hybrid", marks=pytest.mark.slow), *DELTA_ROWS]
+)
 def test_a_repeated_prefix_is_not_computed_again(family):
     eng = engine(family)
     prompt = tuple(np.random.default_rng(99).integers(3, 97, 40).tolist())
@@ -228,6 +232,10 @@ BOUND = (
         ("llama", None),
         pytest.param("hybrid", "ngram", marks=pytest.mark.slow),
         pytest.param("llama", "first", marks=pytest.mark.slow),
+        pytest.param("delta", None, marks=pytest.mark.slow),
+        pytest.param("kda", "ngram", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", "ngram", marks=pytest.mark.slow),
+        pytest.param("kimi", "first", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_under_a_grammar_are_those_of_one_mask_a_token(family, draft):
@@ -391,9 +399,8 @@ def test_an_answer_is_known_when_the_talk_goes_on():
         talk += tuple(token for event in events for token in event.tokens) + (9,)
 
 
-@pytest.mark.parametrize(
-    "family", ["hybrid", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gla"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gla", "hybrid", *DELTA_FAMILIES])
 def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
     """Alone on a new engine, and among others that took the first slots, shared their prefixes,
     sampled otherwise and were more urgent."""

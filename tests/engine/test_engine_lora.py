@@ -13,18 +13,28 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.lora import attach
 from tests.helpers import lora_cases
-from tests.helpers.models import LLAMA
+from tests.helpers.models import FAMILIES, HYBRIDS, LLAMA
 from tests.helpers.seeded import seeded_params
 
-CFG = LLAMA.replace(eos_token_ids=(), n_layers=1, layer_types=())
+CONFIGS = {
+    "gqa": LLAMA.replace(n_layers=1, layer_types=()),
+    **{k: FAMILIES[k] for k in ("delta", "kda")},
+} | HYBRIDS
 NAMES = ("two", None, "one", "two", "one")
 
 
-@pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    base = jax.device_put(seeded_params(CFG))
-    factors = [lora_cases.factors(CFG, seed) for seed in (1, 2)]
-    return LanguageModel(CFG, attach(CFG, base, factors), None, adapters=("one", "two"))
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gqa",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "gqa"),
+    ],
+)
+def lm(request) -> LanguageModel:
+    cfg = CONFIGS[request.param].replace(eos_token_ids=())
+    base = jax.device_put(seeded_params(cfg))
+    factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
+    return LanguageModel(cfg, attach(cfg, base, factors), None, adapters=("one", "two"))
 
 
 # Deterministic engines have fewer programs; the others' prefill takes several prompts at once.
@@ -43,7 +53,7 @@ def test_an_engine_gives_each_request_the_tokens_of_its_adapter(lm, deterministi
         deterministic=deterministic, draft=lm.first_layers(1) if draft == "model" else draft,
     )  # fmt: skip
     engine.warm_up()
-    prompt = np.random.default_rng(0).integers(3, CFG.vocab_size, 40)
+    prompt = np.random.default_rng(0).integers(3, lm.config.vocab_size, 40)
     prompts = [prompt[:n].tolist() for n in (12, 12, 12, 40, 12)]
     want = lm.generate(prompts, 8, adapter=NAMES)
     assert len({tuple(want[row].tokens) for row in range(3)}) == 3

@@ -15,9 +15,10 @@ MESHES = {"model=2": (2, 1), "data=2,model=4": (4, 1)}  # kv heads, and those of
 
 
 @pytest.mark.slow
-def test_tokens_on_a_mesh_are_those_of_one_device():
+@pytest.mark.parametrize("family", ["gqa", "delta", "kda"])
+def test_tokens_on_a_mesh_are_those_of_one_device(family):
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", *MESHES],
+        [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", family, *MESHES],
         cwd=Path(__file__).parents[2], env=environment(8), capture_output=True, text=True,
         check=False,
     )  # fmt: skip

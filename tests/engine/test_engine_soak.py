@@ -15,7 +15,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Event, QueueFull, Request
-from tests.helpers.engine_cases import model
+from tests.helpers.engine_cases import DELTA_FAMILIES, model
 
 REQUESTS, CLIENTS = 10_000, 8
 
@@ -26,7 +26,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "hybrid"])
+@pytest.mark.parametrize("family", ["llama", "hybrid", *DELTA_FAMILIES])
 def test_ten_thousand_requests(family):
     """None lost, none answered twice, nothing compiled, memory flat."""
     eng = Engine(model(family), max_slots=16, max_len=96, prefill_chunk=16, max_queue=64)

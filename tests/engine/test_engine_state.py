@@ -16,9 +16,11 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Event, Grammar, Request
 from tests.helpers.engine_cases import (
     CONFIGS,
+    DELTA_ROWS,
     MAX_NEW,
     OPTIONS,
     PROMPTS,
+    REPEATING,
     SAMPLINGS,
     engine,
     model,
@@ -38,7 +40,7 @@ def test_tokens_are_those_of_the_request_alone():
 
 
 SOME = [FAMILY, *(pytest.param(family, marks=pytest.mark.slow)
-                  for family in ("llama", "gla", "window"))]  # fmt: skip
+                  for family in ("llama", "gla", "window")), *DELTA_ROWS]  # fmt: skip
 
 
 @pytest.mark.core
@@ -47,10 +49,7 @@ def test_drafts_change_no_tokens(family):
     """Texts that repeat and texts that do not, alone and together, drawn, with penalties and bias,
     cancelled in the middle of a draft, preempted, ended by their length within one."""
     eng = engine(family, draft="ngram")
-    schedule = [(9, 5, 24, 0, 0, None), (3, 6, 23, 0, 0, None), (2, 7, 22, 1, 0, None),
-                (7, 5, 21, 2, 0, 5), (8, 2, 24, 3, 1, None), (9, 3, 20, 5, 0, None),
-                (0, 6, 24, 14, 0, None)]  # fmt: skip
-    run_schedule(family, eng, schedule)
+    run_schedule(family, eng, REPEATING)
     stats = eng.stats()
     assert stats.preemptions > 0 and 20 < stats.accepted_tokens < stats.drafted_tokens
 
@@ -151,9 +150,16 @@ def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
     return {key: (*written(value), value[-1].finish_reason) for key, value in events.items()}
 
 
-@pytest.mark.parametrize("draft", [None, "ngram"])
-def test_the_same_requests_at_the_same_steps_give_the_same_bits(draft):
-    eng, other = (Engine(model(FAMILY), draft=draft, **OPTIONS) for _ in range(2))
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        (FAMILY, None),
+        (FAMILY, "ngram"),
+        *(pytest.param(*row.values, "ngram", marks=row.marks) for row in DELTA_ROWS),
+    ],
+)
+def test_the_same_requests_at_the_same_steps_give_the_same_bits(family, draft):
+    eng, other = (Engine(model(family), draft=draft, **OPTIONS) for _ in range(2))
     events, again = run(eng, requests_of(9)), run(other, requests_of(9))
     assert told(again) == told(events)
     assert again["s2"][-1].finish_reason == "cancelled"

@@ -15,6 +15,7 @@ from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from tests.helpers.engine_cases import (
     CONFIGS,
+    DELTA_FAMILIES,
     OPTIONS,
     PROMPTS,
     SAMPLINGS,
@@ -67,15 +68,18 @@ def others(family: str):
     [case for family in CONFIGS for case in others(family)],
 )
 def test_a_model_that_drafts_changes_no_tokens(family, draft):
-    """Drawn, with penalties and bias, cancelled, preempted, with prefixes that are known; where a
-    draft is often right and where it never is."""
+    """Drawn, with penalties and bias, cancelled, preempted, with prefixes that are known.
+
+    A blurred copy is often right. Another model is right by chance, for one token in 256.
+    """
     eng = drafting(family, draft)
     for _ in range(2):
         run_schedule(family, eng, SCHEDULE)
     stats = eng.stats()
     assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
     assert stats.drafted_tokens > stats.accepted_tokens
-    assert stats.accepted_tokens > (60 if draft == "blurred" else 0)
+    if draft in ("blurred", "first"):
+        assert stats.accepted_tokens > (60 if draft == "blurred" else 0)
 
 
 @pytest.mark.slow
@@ -94,16 +98,20 @@ def test_a_draft_that_is_the_model_is_right():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gla"])
+@pytest.mark.parametrize("family", ["llama", "gla", *DELTA_FAMILIES])
 def test_every_token_of_a_draft_that_is_the_model_is_right(family):
-    """Preempted rows read all again, and known prefixes are the draft's too."""
+    """Preempted rows read all again, and known prefixes are the draft's too.
+
+    Prompts come back in reverse order: four snapshots hold the states of the newest prefixes alone.
+    """
     for options in ({"prefix_cache": False}, {"cache_tokens": None}):
         eng = Engine(model(family), draft=model(family), **{**OPTIONS, **options})
-        for name in "ab":
-            eng.generate([
+        for name, order in (("a", 1), ("b", -1)):
+            requests = [
                 Request(f"{name}{i}", prompt, 24, SAMPLINGS[i % 5], ignore_eos=True)
                 for i, prompt in enumerate(PROMPTS)
-            ])  # fmt: skip
+            ]
+            eng.generate(requests[::order])
         stats = eng.stats()
         assert (stats.prefix_hit_tokens if "cache_tokens" in options else stats.preemptions) > 0
         assert stats.accepted_tokens == stats.drafted_tokens > 200

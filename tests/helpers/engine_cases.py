@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 import jaxllama as jl
@@ -25,7 +26,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.models import IDENTITIES, params_of
+from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
@@ -47,7 +48,7 @@ SAMPLINGS = (
 )
 
 
-# They speak bytes, of which 2 ends. Only the layers of hybrid differ, so the others have one.
+# They speak bytes, of which 2 ends. Models have one layer, unless their layers differ.
 CONFIGS = {
     name: cfg.replace(vocab_size=256, name=f"tiny-{name}")
     for name, cfg in (
@@ -55,8 +56,16 @@ CONFIGS = {
         ("gla", IDENTITIES["gla-conv-groups"]),
         ("hybrid", IDENTITIES["hybrid"]),
         ("window", IDENTITIES["mqa-window"]),
+        ("delta", IDENTITIES["delta"]),
+        ("kda", IDENTITIES["kda"]),
+        *HYBRIDS.items(),
     )
 }
+
+
+# Families with layers of the gated delta rule, whose cases are slow.
+DELTA_FAMILIES = tuple(name for name, cfg in CONFIGS.items() if cfg.delta is not None)
+DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMILIES]
 
 
 @functools.cache
@@ -67,7 +76,13 @@ def model(family: str) -> LanguageModel:
 
 @functools.cache
 def engine(family: str, **options) -> Engine:
-    """One for all tests of a family: idle between them, so only its prefix cache is not new."""
+    """One for all tests of a family: idle between them, so only its prefix cache is not new.
+
+    draft="first" is a draft of the model's own layers, all but the last.
+    """
+    if options.get("draft") == "first":
+        layers = max(CONFIGS[family].n_layers - 1, 1)
+        options["draft"] = model(family).first_layers(layers)
     return Engine(model(family), **{**OPTIONS, **options})
 
 
@@ -198,6 +213,11 @@ one_request = st.tuples(
     st.integers(0, 1),  # priority
     st.one_of(st.none(), st.none(), st.integers(0, 15)),  # the step it is cancelled at
 )
+# Texts that repeat and texts that do not, one cancelled within a draft, one preempted.
+REPEATING = (
+    (9, 5, 24, 0, 0, None), (3, 6, 23, 0, 0, None), (2, 7, 22, 1, 0, None), (7, 5, 21, 2, 0, 5),
+    (8, 2, 24, 3, 1, None), (9, 3, 20, 5, 0, None), (0, 6, 24, 14, 0, None),
+)  # fmt: skip
 schedules = st.lists(one_request, min_size=1, max_size=8)
 
 

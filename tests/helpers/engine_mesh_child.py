@@ -1,7 +1,7 @@
 """Run by test_engine_mesh in a process of its own, with 8 devices where the tests have one.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \
-        python -m tests.helpers.engine_mesh_child MESH ...
+        python -m tests.helpers.engine_mesh_child FAMILY MESH ...
 
 One JSON line per engine: first without a mesh, then on each.
 """
@@ -13,6 +13,7 @@ import sys
 
 import jax
 
+from jaxllama.config import DeltaConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
@@ -25,6 +26,14 @@ from tests.helpers.models import LLAMA, params_of
 CFG = LLAMA.replace(
     d_model=64, n_layers=1, n_heads=8, n_kv_heads=2, d_ff=128, layer_types=("attention",)
 )
+DELTA = DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5)
+KDA = DeltaConfig(8, 8, 8, 8, 1e-5, decay="channel", gate="low_rank", gate_activation="sigmoid")
+MIXED = CFG.replace(n_layers=2, layer_types=("delta", "attention"))
+FAMILIES = {
+    "gqa": CFG,
+    "delta": MIXED.replace(delta=DELTA, attn_gate=True, qk_norm="head"),
+    "kda": MIXED.replace(delta=KDA),
+}
 REQUESTS = [
     Request("one", (9,), 4),
     Request("short", (5, 6, 7, 8), 6),
@@ -40,7 +49,7 @@ def report(lm: LanguageModel, draft: str | None = None) -> dict:
     engine.warm_up()
     events = engine.generate(REQUESTS)
     again = engine.generate(REQUESTS)  # now with prompts out of the prefix cache
-    keys = engine.runner.slots.cache.layers[0].k
+    keys = engine.runner.slots.cache.layers[-1].k
     return {
         "tokens": {
             key: [token for event in [*value, *again[key]] for token in event.tokens]
@@ -56,10 +65,12 @@ def report(lm: LanguageModel, draft: str | None = None) -> dict:
 
 def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    params = params_of(CFG)
-    print(json.dumps(report(LanguageModel(CFG, params, None))), flush=True)
-    for mesh in sys.argv[1:]:
-        placed = shard_params(CFG, params, parallel.make_mesh(mesh))
+    family, *meshes = sys.argv[1:]
+    cfg = FAMILIES[family].replace(eos_token_ids=())
+    params = params_of(cfg)
+    print(json.dumps(report(LanguageModel(cfg, params, None))), flush=True)
+    for mesh in meshes:
+        placed = shard_params(cfg, params, parallel.make_mesh(mesh))
         draft = "ngram" if "data" in mesh else None
         print(json.dumps(report(LanguageModel(*placed, None), draft)), flush=True)
 

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig, RopeConfig
+from jaxllama.config import (
+    CheckpointForm,
+    DeltaConfig,
+    GLAConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from tests.helpers.seeded import seeded_params
 
 LLAMA = ModelConfig(
@@ -56,6 +63,31 @@ FAMILIES = {
         delta=dataclasses.replace(
             DELTA, n_k_heads=4, decay="channel", gate="low_rank", gate_bias=True
         ),
+    ),
+}
+
+# The shapes of Qwen3.5 (three delta layers before one of attention, which turns a part of a head)
+# and of Kimi-Linear (a decay a key channel, latent attention without positions).
+HYBRIDS = {
+    "qwen3.5": LLAMA.replace(
+        n_layers=4,
+        layer_types=("delta", "delta", "delta", "attention"),
+        delta=DELTA,
+        head_dim=16,
+        rope=RopeConfig(theta=10000.0, rotary_dim=4),
+        attn_gate=True,
+        qk_norm="head",
+        stored=CheckpointForm(family="qwen3_5_text", norm_offset=1.0),
+    ),
+    "kimi": LLAMA.replace(
+        layer_types=("delta", "attention"),
+        delta=dataclasses.replace(
+            DELTA, n_k_heads=4, d_v=8, decay="channel", gate="low_rank", gate_activation="sigmoid"
+        ),
+        n_kv_heads=4,
+        latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6),
+        nope_layers=(0, 1),
+        stored=CheckpointForm(family="kimi_linear"),
     ),
 }
 

@@ -92,6 +92,14 @@ FAMILIES = {
             gate_activation="sigmoid",
         ),
     ),
+    "qwen3.5": WIDE.replace(
+        n_layers=4,
+        layer_types=("delta", "delta", "delta", "attention"),
+        rope=dataclasses.replace(WIDE.rope, rotary_dim=4),
+        attn_gate=True,
+        qk_norm="head",
+        delta=DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5),
+    ),
     "short-conv": WIDE.replace(
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
     ),

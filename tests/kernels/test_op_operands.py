@@ -488,9 +488,10 @@ WITHOUT_KERNEL = {"quantize", "dequantize", "grouped_matmul"}
 # The XLA form of these is that of the case beside them.
 WITHOUT_XLA = {"gla_token", "quantized_matmul w8", "rms_norm", "decode_attention int8",
                "rope_and_write int8"}  # fmt: skip
-# The same operands stand in another scheme beside these: with `-m slow`.
+# The same operands stand in another scheme or form beside these: with `-m slow`.
 SCHEMES = {"quantized_matmul w8", "decode_attention int8", "decode_attention int4",
-           "decode_attention pages", "rope_and_write int8", "rope_and_write int4"}  # fmt: skip
+           "decode_attention pages", "rope_and_write int8", "rope_and_write int4",
+           "rope_and_write pages", "gated_delta"}  # fmt: skip
 CORE = ("quantize_tokens", "decode_attention")
 # The second of a new token's 16 levels: range / 15 / sqrt(12) / standard deviation.
 ERROR, ERROR_INT4 = 0.03, {"rope_and_write int4": 0.1}

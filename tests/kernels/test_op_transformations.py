@@ -409,23 +409,15 @@ def test_the_backward_of_a_weight_is_one_product_on_a_gpu() -> None:
 # --- on several devices: this file run as a program, with two ----------------------------------
 
 
-# Operands that are divided and those that are not, and integers.
-DIVIDED = ["matmul-fused", "decode_attention-pages"]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [DIVIDED, pytest.param([x for x in CASES if x not in DIVIDED], marks=pytest.mark.slow)],
-    ids=["quick", "rest"],
-)
-def test_several_devices(names: list[str]) -> None:
+@pytest.mark.slow
+def test_several_devices() -> None:
     """shard_map (with and without its check of what varies), and jit of sharded operands."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_op_transformations", *names],
+        [sys.executable, "-m", "tests.kernels.test_op_transformations", *CASES],
         env=environment(2), capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout) == list(names)
+    assert json.loads(run.stdout) == list(CASES)
 
 
 def _on_two_devices(name: str) -> None:

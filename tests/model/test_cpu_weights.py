@@ -70,7 +70,8 @@ def test_a_batch_is_its_rows_and_a_prompt_its_tokens():
     assert [out.tokens for out in together] == [out.tokens for out in alone]
 
 
-@pytest.mark.parametrize("family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups"])
 def test_the_engine_gives_what_generate_gives(family):
     _, lm = model(family)
     engine = Engine(lm, max_slots=2, max_len=64, prefill_chunk=16)

@@ -198,8 +198,9 @@ def generated(lm):
     return [one.tokens for one in lm.generate(prompts(lm.config), max_new_tokens=8)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines_of_one_size")
-@pytest.mark.parametrize("family", ["delta", pytest.param("kda", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["delta", "kda"])
 def test_engine_prefixes_give_the_same_tokens(family, tmp_path):
     """Two slots for three rows, of which the second begins with a snapshot of the first's state."""
     lm = language_model(family, tmp_path)

@@ -45,7 +45,7 @@ SLOW = (
 )  # fmt: skip
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(SLOW, pytest.mark.slow)}
 # A convolution is fused with what reads it, and the compiler rounds the two programs differently.
-INEXACT = {"gla-conv", "delta", "kda"}
+INEXACT = {"gla-conv", "kda"}
 BATCH, WIDTH = 3, 4
 
 

@@ -26,11 +26,13 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
 from tests.helpers import lora_cases
 from tests.helpers.cases import slow
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.models import FAMILIES, HYBRIDS, params_of
 
 # A long prompt in each batch of two or four, so that every batch has the same padded width.
 PROMPTS = [[5, 6, 7], list(range(3, 24)), [9, 8, 7, 6, 5], list(range(40, 61))]
 NEW = 20  # more than a tail: the snapshot is rewritten once
+CONFIGS = FAMILIES | HYBRIDS
+DELTA = ("delta", "kda", *HYBRIDS)
 WIDE = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=128)  # groups of 64 divide it
 NARROW = WIDE.first_layers(1)  # the schedule over several layers has tests of its own
 
@@ -98,9 +100,15 @@ def test_any_policy_gives_the_resident_model_s_bits(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["hybrid", pytest.param("mqa-window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mqa-window", *DELTA)),
+    ],
+)
 def test_every_family_and_its_logits(folder, name):
-    cfg = FAMILIES[name]
+    cfg = CONFIGS[name]
     params = params_of(cfg)
     lm, off = LanguageModel(cfg, params, None), offloaded(cfg, params, "30 40 30 40 30 40")
     assert_same(bits(off.generate(PROMPTS, 4)), bits(lm.generate(PROMPTS, 4)))
@@ -171,6 +179,7 @@ def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):
     assert [out.tokens for out in off.generate(prompts, NEW)] == want
 
 
+@pytest.mark.slow
 def test_sampling_streaming_and_rows_over_several_blocks(folder):
     params = params_of(NARROW)
     sampling = [
@@ -402,6 +411,9 @@ def test_the_recorder_sees_every_load(folder):
         ("hybrid", "ngram", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2 sep_layer=true"),
         ("gla-conv-groups", "model", "0 100 100 0 100 0"),
         ("delta", "ngram", "0 100 100 0 100 0 gpu_batch_size=4"),
+        ("kda", "model", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2"),
+        ("qwen3.5", "model", "0 0 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2 overlap=false"),
+        ("kimi", "ngram", "0 40 100 0 0 100 gpu_batch_size=4 sep_layer=true"),
         ("mha-tied-bias", "model", "0 0 100 0 0 100 gpu_batch_size=4"),
     ],
 )
@@ -410,7 +422,7 @@ def test_the_recorder_sees_every_load(folder):
 def test_a_draft_changes_no_tokens(folder, name, draft, policy, draft_tokens):
     """Of four rows in batches that do not divide them, with penalties, bias and noise; one of them
     repeats.  Its own resident twin is right about all that is greedy, in fewer passes."""
-    cfg = FAMILIES[name].replace(eos_token_ids=())
+    cfg = CONFIGS[name].replace(eos_token_ids=())
     params = params_of(cfg)
     lm, off = LanguageModel(cfg, params, None), offloaded(cfg, params, policy)
     samplings = [

@@ -27,6 +27,7 @@ from jaxllama.planner.cost import (
 )
 from jaxllama.planner.fitting import Calibration, Moving, nnls
 from jaxllama.planner.solve import solve
+from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
 CFG = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=96, vocab_size=512)
@@ -92,18 +93,19 @@ def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme
     assert sum(held) == model_bytes(cfg, jnp.float32, scheme)
 
 
-def test_live_device_bytes_stay_within_the_prediction(tmp_path):
+@pytest.mark.parametrize(
+    "text", ["0 100 0 100 0 100 gpu_batch_size=2 num_gpu_batches=2", *slow("40 30 50 50 100 0")]
+)
+def test_live_device_bytes_stay_within_the_prediction(tmp_path, text):
     """Live arrays of the whole process, those of other tests subtracted."""
     task, settings = Task(4, 16, 8), PlannerSettings(jnp.float32, jnp.float32)
-    for text in ("0 100 0 100 0 100 gpu_batch_size=2 num_gpu_batches=2", "40 30 50 50 100 0"):
-        policy = Policy.parse(text)
-        before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
-        place = Placement(policy, jnp.float32, directory=tmp_path)
-        lm = place.model(CFG, place.tree(params_of(CFG)), None)
-        found, events = measure(lm, task, settings, steps=2)
-        assert found["device_bytes"] - before <= need_of(CFG, policy, task, settings).device
-        assert {event.lane for event in events} >= {"load weights", "compute"}
-        del lm, place
+    policy = Policy.parse(text)
+    before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
+    place = Placement(policy, jnp.float32, directory=tmp_path)
+    lm = place.model(CFG, place.tree(params_of(CFG)), None)
+    found, events = measure(lm, task, settings, steps=2)
+    assert found["device_bytes"] - before <= need_of(CFG, policy, task, settings).device
+    assert {event.lane for event in events} >= {"load weights", "compute"}
 
 
 COSTS = Calibration(
@@ -146,7 +148,8 @@ def test_what_shares_a_link_or_the_disk_adds_up_and_they_do_not():
     assert max(split.links) <= split.step < sum(split.links)
 
 
-@pytest.mark.parametrize("gigabytes", [pytest.param(80, marks=pytest.mark.slow), 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [80, 12])
 def test_the_solver_s_policy_fits_and_nothing_in_a_coarse_grid_beats_it(gigabytes):
     limits = MemoryLimits(int(gigabytes * 1e9), int(40e9), int(100e9))
     task = Task(8, 512, 32)

@@ -44,7 +44,7 @@ QUICK = ("delta:w8a8:2x2:greedy:int8",)
 FULL = [
     *(f"{family}:float32:all:sampled" for family in
       ("gqa", "mha-tied-bias", "mqa-window", "llama3-rope-even", "gla", "gla-variant", "hybrid",
-       "delta", "kda")),
+       "delta", "kda", "qwen3.5")),
     *(f"{family}:{scheme}:all:greedy" for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
       for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
@@ -278,6 +278,7 @@ def directory(tmp_path_factory) -> Path:
     return where
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_mesh(directory):
     """Loaded from disk, each process its part; the same texts as one device gives, on both."""
     port = _free_port()

@@ -323,6 +323,7 @@ def test_grids_of_a_loop_are_those_of_its_layers(folder):
     assert hasattr(looped["params"]["layer_2"]["mlp"]["down"]["weight"], "scale")
 
 
+@pytest.mark.slow
 def test_a_run_with_scan_keeps_the_layers_apart_on_disk(folder, tmp_path):
     """It goes on from a checkpoint that a run without scan wrote, and the other way round."""
     cfg = byte_model("gqa", n_layers=3, layer_types=())

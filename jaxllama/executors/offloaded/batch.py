@@ -28,10 +28,10 @@ from jaxllama.model.cache import LayerState
 
 @dataclasses.dataclass(frozen=True)
 class TokenPiece:
-    """Tokens ``[B, T]`` that go through the model at once; lengths: how many of each row count.
+    """Tokens ``[B, T]`` that pass through the model at once, of which ``lengths[B]`` are valid.
 
-    slots: of one token a row, its place in the cache, if it has one.  of_prompt: the tokens are a
-    part of prompts.
+    slots: the place in the cache of one token a row, if it has one.
+    of_prompt: whether the tokens are a part of prompts.
     """
 
     tokens: jax.Array
@@ -44,13 +44,16 @@ class TokenPiece:
 
 @dataclasses.dataclass
 class Batch:
-    """Rows that one program computes, whose layers are in ``caches``.
+    """The rows that one program computes, with their layers' states in ``caches``.
 
-    prompts: pieces of the next step, where rows join.  joining: bool ``[B]``, the rows of this step
-    that find the state of another row; None in a new batch.
-    adapters: int32 ``[B]``, each row's LoRA adapter (``model.lora``); None where no row has one.
-    hidden: of each piece, possibly stored.  drafted, scores, tokens: of a pass that verifies
-    drafts, its width, its logits ``[B width, V]``, and what recurrent states may take, by layers.
+    prompts: pieces of the next step, if rows join.
+    joining: bool ``[B]``: rows of this step that find the state of another row; None in a new
+        batch.
+    adapters: int32 ``[B]``: each row's LoRA adapter (``model.lora``); None if no row has one.
+    hidden: hidden states of each piece, possibly stored.
+    drafted: width of a pass that verifies drafts.
+    scores: logits of that pass, ``[B width, V]``.
+    tokens: tokens of that pass that recurrent states may take, by layer.
     """
 
     rows: Rows
@@ -80,12 +83,14 @@ class Batch:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def joined(rows: Rows, lengths: jax.Array, history: History | None) -> Rows:
-    """The rows, of which those with ``lengths[B] > 0`` are new; history: of the new ones' prompts,
-    None where no row has penalties."""
+    """Return the rows, of which those with ``lengths[B] > 0`` begin anew.
+
+    history: history of the new rows' prompts; None if no row has penalties.
+    """
     is_new = lengths > 0
     fields = rows.fields
-    cleared = (jnp.where(is_new, 0, field) for field in fields[:4])
-    fields = fields._replace(**dict(zip(Fields._fields, cleared, strict=False)))
+    first_four = (jnp.where(is_new, 0, field) for field in fields[:4])
+    fields = fields._replace(**dict(zip(Fields._fields, first_four, strict=False)))
     if history is not None and rows.history is not None:
         history = _chosen(is_new, history, rows.history)
     return dataclasses.replace(rows, ints=fields.packed(), history=history)
@@ -106,7 +111,7 @@ def _chosen(rows: jax.Array, one: Any, other: Any) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def without_written(rows: Rows) -> Rows:
-    """The rows, whose written tokens are no longer in their report."""
+    """Return the rows without the written tokens of their report."""
     fields = rows.fields
     blank = jnp.zeros_like(fields.count)
     return dataclasses.replace(rows, ints=fields._replace(count=blank, step=blank).packed())
@@ -114,7 +119,7 @@ def without_written(rows: Rows) -> Rows:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
-    """The fields of the TokenPiece that a decode step reads: each row's newest token."""
+    """Return the fields of a decode step's TokenPiece: each row's newest token."""
     inputs = start(rows)
     first, lengths = inputs.fields.length, inputs.lengths
     positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
@@ -129,8 +134,10 @@ def append_token(
     sampling: SamplingParams,
     stop_ids: jax.Array,
 ) -> Rows:
-    """The rows with the token that follows ``scores [B, V]``; new: tokens ``[B]`` that each piece
-    has brought into the caches."""
+    """Return the rows with the token that follows ``scores [B, V]``.
+
+    new: numbers of tokens ``[B]`` that each piece has added to the caches.
+    """
     fields = rows.fields
     fields = fields._replace(length=fields.length + sum(new))
     rows = dataclasses.replace(rows, ints=fields.packed())

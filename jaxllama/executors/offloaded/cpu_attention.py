@@ -1,14 +1,14 @@
-"""Decode attention where the keys are: a batch's first rows on the device, the others on the CPU.
+"""Decode attention beside the keys: a batch's first rows on the device, the others on the CPU.
 
-    SplitCache       the cache of one layer and batch, split by rows; nothing of it ever moves
+    SplitCache       the cache of one layer and batch, split by rows, which never moves
     decode_layer     mixer norm and qkv on the device; attention of each part beside its cache;
                      the output projection on the device
 
-A step then moves one query, key and value a row to the CPU and one attended vector back, instead of
-the whole cache (FlexGen, arXiv 2303.06865, section 4.1).  On a GPU machine the CPU's attention
-rounds unlike the GPU's, so its tokens are those of a resident model on the CPU, not the same bits.
+A step moves one query, key and value a row to the CPU, and one attended vector back. The cache does
+not move (FlexGen, arXiv 2303.06865, section 4.1). On a machine with a GPU the CPU's attention
+rounds differently. Its tokens are then those of a resident model on the CPU, without the same bits.
 
-Prefill runs on the device and hands the rows over afterwards.
+The device runs the prefill and hands the rows over afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the
 
 
 class SplitCache:
-    """As ``LayerCache``, with ``load`` giving the two parts once there is something in them."""
+    """A cache like ``LayerCache``. ``load`` returns the two parts after the prefill."""
 
     moves = False
     stored = ()
@@ -63,7 +63,7 @@ class SplitCache:
             host = None
             if rows < state.k.shape[0]:
                 host = jax.tree.map(lambda leaf: leaf[rows:], state)
-                # An array of its own: it is written in place from now on.
+                # A separate array, which later steps write in place.
                 host = jax.block_until_ready(jax.device_put(host, cpu(), may_alias=False))
             state = device, host
         self._parts = state
@@ -71,7 +71,7 @@ class SplitCache:
 
 @functools.cache
 def cpu() -> jax.Device:
-    """Raises JaxLlamaError where jax has none beside the GPU."""
+    """Return the CPU device. Raises JaxLlamaError if jax has none beside the GPU."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:
@@ -89,7 +89,7 @@ def decode_layer(
     lengths: jax.Array,
     rope: Rope,
 ) -> tuple[Stream, Parts]:
-    """The mixer's half of an attention layer for one token a row."""
+    """Run the mixer's half of an attention layer for one token a row."""
     qkv, gate, stream = project(cfg, weights, stream)
     inputs = qkv, positions[:, 0], lengths, rope
     outs, new = [], []
@@ -113,7 +113,7 @@ def decode_layer(
 def project(
     cfg: ModelConfig, weights: Any, stream: Stream
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
-    """One token a row: (qkv ``[B, N + 2K, H]``, the heads' gate or None, the residual stream)."""
+    """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream."""
     mixer = weights["mixer"]
     of = weights.get("mixer_norm"), inputs(cfg, mixer)
     projected, stream = norm_linear(stream, *of, cfg)
@@ -130,7 +130,9 @@ def _attend(
     rope: Ropes,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
-    """``qkv [B, N + 2K, H]`` -> (heads ``[B, N, H]``, cache), in the form that runs anywhere."""
+    """Return heads ``[B, N, H]`` of ``qkv [B, N + 2K, H]`` and the cache, in the form that runs
+    anywhere.
+    """
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
     qkv, rope = widened(qkv, rope, cache.k.shape[-1])
     tables = [table[:, 0] for table in rope.of(cfg.rope)]
@@ -152,6 +154,6 @@ def _attend(
 def output(
     cfg: ModelConfig, weights: Any, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
-    """The stream behind the layer's first half, with heads ``[B, N, H]``."""
+    """Return the stream after the layer's first half, with heads ``[B, N, H]``."""
     heads, o = finished(cfg, heads[:, None], gate), weights["mixer"]["o"]
     return linear_add(heads, o, stream, cfg, weights.get("mixer_out_norm"))

@@ -1,11 +1,11 @@
-"""Drafts of an offloaded model: one pass over what streams verifies several tokens a row.
+"""Drafts of an offloaded model: one pass over the loaded weights verifies several tokens a row.
 
-A pass costs what its weights cost to load, whatever its tokens (SpecExec, arXiv 2406.02532), so it
-may be as wide as drafts are long.  The draft, a model too, lies on the device with the cache.
-Drafts and turns are those of ``jaxllama.decoding``, here a program each between two walks of
-``OffloadRun`` over the units.  The tokens are those without a draft.
+A pass costs as much as loading its weights, whatever its tokens (SpecExec, arXiv 2406.02532). It
+may therefore be as wide as drafts are long. A draft model and its cache are on the device. Drafts
+and turns are those of ``jaxllama.decoding``. Each is a program of its own between two walks of
+``OffloadRun`` over the units. Drafts do not change the tokens.
 
-Left out: trees, which SpecExec grows; a cache that moves, whose columns are stored by the step.
+Left out: trees, which SpecExec grows; caches that move, whose columns the step stores.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def advance_drafts(
     until: int,
     limit: int,
 ) -> None:
-    """Take turns until every row of the run has ``until`` tokens or has stopped; a row may be
-    further then, up to ``limit``."""
+    """Take turns until every row of the run has ``until`` tokens or has stopped.
+
+    A row may then have up to ``limit`` tokens.
+    """
     while True:
         for batch in run.batches:
             batch.live = bool(_is_waiting(batch.rows, until, limit))
@@ -86,7 +88,7 @@ _proposed = jax.jit(drafts.propose, static_argnums=0, donate_argnums=2)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _piece(cfg: ModelConfig, width: int, rows: Rows, draft: Drafted, limit: int) -> tuple[Any, ...]:
-    """The fields of the TokenPiece that a pass reads: a token a row, ``width`` of one of ours."""
+    """Return the fields of a pass's TokenPiece: each row's newest token and its draft."""
     inputs = start(rows, draft, width, limit)
     positions, is_new, rope = decoder.places_of(cfg, inputs.fields.length, inputs.lengths, width)
     return inputs.tokens.reshape(-1, 1), is_new, positions, rope
@@ -105,8 +107,7 @@ def _finished(
     stop_ids: jax.Array,
     limit: int,
 ) -> tuple[Rows, dict[int, Any]]:
-    """(the rows with what the pass brings, the recurrent ``layers`` with what of their ``tokens``
-    stays)."""
+    """Return the rows after a pass, and the recurrent ``layers`` with the accepted ``tokens``."""
     inputs = start(rows, draft, width, limit)
     cache = Cache(tuple(layers.values()), inputs.fields.length)
     proposal = Proposal(cache, inputs.lengths, tuple(tokens.values()))

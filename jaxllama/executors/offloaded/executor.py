@@ -1,25 +1,27 @@
-"""Offloaded: the executor where weights, cache and activations are where a Policy puts them.
+"""Offloaded: the executor whose weights, cache and activations are placed by a Policy.
 
-    lm = jl.load(source, policy=jl.Policy.parse("0 100 100 0 100 0"))      as any other from here on
+    lm = jl.load(source, policy=jl.Policy.parse("0 100 100 0 100 0"))      used like any other model
 
-Weights are placed as they are read, tensor by tensor, so that no whole copy exists anywhere.  The
-host drives the layers (``run``); the two ends of a turn are programs of their own.
+The weights are placed as they are read, tensor by tensor, so that no whole copy exists anywhere.
+The host drives the layers (``run``). The two ends of a turn are programs of their own.
 
-Its tokens are the resident model's, and every policy gives the same bits for batches of one size,
-because the programs are the same (``programs``).  The resident model's very bits are another
-matter: XLA sees its layers in one program and may round once where two units round twice.
-In float32, with jax 0.10 on a CPU, it does so only for activations quantized per token (w8a8, fp8)
-and ``embedding_scale``; newer ones fuse more, and differ in the last bits.  In bfloat16 a CPU does
-so unless XLA_FLAGS has --xla_allow_excess_precision=false, and a GPU's products are tuned a program
-at a time besides: where two tokens are a rounding apart, the resident model may take the other one.
+The tokens are the resident model's. Every policy gives the same bits for batches of one size,
+because the programs are the same (``programs``). The resident model's bits may differ. XLA sees its
+layers in one program and may round once where two units round twice.
 
-LoRA adapters beside the weights stay on the device: their factors are small, and every step reads
-them.
+In float32, with jax 0.10 on a CPU, this happens only for activations quantized per token (w8a8,
+fp8) and for ``embedding_scale``. Newer versions fuse more, and differ in the last bits. In bfloat16
+a CPU does so unless XLA_FLAGS has --xla_allow_excess_precision=false. A GPU also tunes its products
+for each program. The resident model may choose the other one of two tokens that are a rounding
+apart.
 
-A ``deterministic`` model's rows have the same bits whatever the batch, ``chunk`` and the tiers that
-the policy names: every program has ``gpu_batch_size`` rows, and prompts are read in fixed widths.
-Another ``gpu_batch_size`` may round otherwise, and so may the resident model, which reads prompts
-one by one.
+LoRA adapters beside the weights stay on the device, because their factors are small and every step
+reads them.
+
+In a ``deterministic`` model each row has the same bits whatever the batch, ``chunk`` and the
+policy's tiers. Every program has ``gpu_batch_size`` rows, and prompts are read in fixed widths.
+Another ``gpu_batch_size`` may round differently. So may the resident model, which reads prompts one
+by one.
 
 Left out: a mesh, drafts of a deterministic model, tokens of a grammar.
 """
@@ -53,13 +55,17 @@ from jaxllama.offload.store import Store
 from jaxllama.offload.timeline import NO_RECORD
 from jaxllama.offload.units import ModelUnit, units_of
 
-SCHEME = "w4a16-g64-zero"  # what compress_weight means
-KV_DTYPE = "int4"  # what compress_cache means
-CHUNK = 512  # tokens of a prompt that go through a unit at once, where nobody says
+SCHEME = "w4a16-g64-zero"  # the scheme of compress_weight
+KV_DTYPE = "int4"  # the cache's dtype under compress_cache
+CHUNK = 512  # default number of tokens of a prompt that pass through a unit at once
 
 
 def kv_dtype_of(policy: Policy, kv_dtype: Any, dtype: Any) -> Any:
-    """The cache's dtype under a policy; kv_dtype: what the user asked for; dtype: the default."""
+    """Return the cache's dtype under a policy. ``kv_dtype`` is the user's argument, ``dtype`` the
+    default.
+
+    Raises JaxLlamaError if the policy compresses the cache and the user names another dtype.
+    """
     if not policy.compress_cache:
         return dtype if kv_dtype is None else kv_dtype
     if kv_dtype is not None and (name := jnp.dtype(kv_dtype).name) != KV_DTYPE:
@@ -68,7 +74,11 @@ def kv_dtype_of(policy: Policy, kv_dtype: Any, dtype: Any) -> Any:
 
 
 def chunk_of(policy: Policy, chunk: int | None) -> int:
-    """Tokens of a prompt that go through a unit at once; chunk: what the user asked for."""
+    """Return the tokens of a prompt that pass through a unit at once; ``chunk`` is the user's
+    argument.
+
+    Raises JaxLlamaError if the policy has another value.
+    """
     own = policy.prefill_batch_size
     if chunk is not None and own not in (0, chunk):
         raise JaxLlamaError(f"policy: prefill_batch_size is {own}, and chunk is {chunk}")
@@ -77,8 +87,11 @@ def chunk_of(policy: Policy, chunk: int | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded:
-    """policy, store: where the parts of parameters are, which are a tree of arrays and Stored.
-    recorder: sees every load, computation and store (``offload.timeline``)."""
+    """The executor of parameters that are a tree of arrays and Stored tensors.
+
+    policy, store: where the parts of the parameters are.
+    recorder: notes every load, computation and store (``offload.timeline``).
+    """
 
     policy: Policy
     store: Store
@@ -104,18 +117,21 @@ class Offloaded:
         return self
 
     def with_policy(self, **changes: Any) -> Offloaded:
-        """The executor whose policy has other values; the store stays."""
+        """Return the executor with other values in its policy. The store stays."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **changes))
 
     def laid_out(self, params: Params) -> Params:
-        """The same tree: ``Placement`` has put its weights where they belong."""
+        """Return the same tree: ``Placement`` has already stored its weights."""
         return params
 
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
         raise JaxLlamaError("policy: an offloaded model is not saved: load it without one")
 
     def cache_options(self, kv_dtype: Any, chunk: int | None, dtype: Any) -> tuple[Any, int]:
-        """By default what the policy says; an other value than the policy's is a JaxLlamaError."""
+        """Return the cache's dtype and the chunk, by default the policy's.
+
+        Raises JaxLlamaError for values that differ from the policy's.
+        """
         return kv_dtype_of(self.policy, kv_dtype, dtype), chunk_of(self.policy, chunk)
 
     def check_drafts(self, deterministic: bool) -> None:
@@ -137,7 +153,7 @@ class Offloaded:
         return OffloadedDecoding(run, call)
 
     def run(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadRun:
-        """The block of a call, with nothing done yet."""
+        """Return the run of a call's block, before its first step."""
         assert call.chunk is not None
         return OffloadRun(
             self.policy,
@@ -160,7 +176,7 @@ class Offloaded:
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """Weights are loaded once for all rows."""
+        """Return the logits; the weights are loaded once for all rows."""
         hidden, weights = self._layers(cfg, params, tokens, lengths)
         logits = [programs.all_logits(cfg, weights, x) for x in hidden]
         return jnp.concatenate(logits) if len(logits) > 1 else logits[0]
@@ -184,7 +200,7 @@ class Offloaded:
         lengths: jax.Array,
         kv_dtype: Any = None,
     ) -> tuple[list[Stream], Any]:
-        """(the streams that leave the last layer, by batches; the weights of the head)."""
+        """Return the streams that leave the last layer, by batches, and the head's weights."""
         size = self.policy.gpu_batch_size
         parts = [
             (tokens[first : first + size], lengths[first : first + size])
@@ -222,7 +238,7 @@ class Offloaded:
 
 
 class OffloadedDecoding:
-    """A block of rows; ``advance`` returns when its tokens are there."""
+    """The state of a block of rows. ``advance`` returns when the tokens have arrived."""
 
     def __init__(self, run: OffloadRun, call: Call) -> None:
         self._run, self._call = run, call
@@ -252,5 +268,5 @@ class OffloadedDecoding:
 
 
 def offloaded(executor: Executor) -> Offloaded:
-    """The executor of a model that was loaded with a policy, by its own type."""
+    """Return the executor of a model loaded with a policy, as its own type."""
     return cast(Offloaded, executor)

@@ -1,16 +1,16 @@
-"""LayerCache: where the cache of one layer and one batch lives between its turns.
+"""LayerCache: storage for the cache of one layer and one batch between its turns.
 
     state = cache.load()          on the device, for the layer's program to update
     state = cache.load_whole()    the same as one array a leaf, for a step that reads prompts
-    cache.save(state, ...)        what the program returned
+    cache.save(state, ...)        the program's result
 
-Kept whole on the device, it is handed over and taken back.  Otherwise it is a stored *snapshot* of
-the columns written so far, and on the device a *tail*: the newest tokens and the slots they belong
-to.  Loading puts the tail over the snapshot; a step stores one token a row; when the tail is full
-the snapshot is written anew.  So a step's traffic is one read of what the row holds and, spread
-over ``TAIL`` steps, one write of it, and nothing in host memory is ever changed in place.
+A cache that is whole on the device is handed over and taken back. Any other cache has two parts.
+The *snapshot* stores the columns written so far. The *tail*, on the device, has the newest tokens
+and their slots. ``load`` puts the tail over the snapshot. A step stores one token a row. When the
+tail is full, the snapshot is written anew. So a step reads the row's tokens once and, spread over
+``TAIL`` steps, writes them once. Nothing in host memory is ever changed in place.
 
-A GLA state does not grow and changes whole: it is stored anew every time.
+A GLA state does not grow and changes as a whole, so each step stores it anew.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ TAIL = 16  # tokens a row that stay on the device between two writes of a snapsh
 
 
 def snapshot_columns(capacity: int, filled: int) -> int:
-    """Columns of a snapshot that holds ``filled``: few different widths, because each is a program
-    of its own."""
+    """Return the columns of a snapshot that holds ``filled`` tokens.
+
+    There are few different widths, because each needs a program of its own.
+    """
     unit = max(TAIL, capacity // 8)
     return min(capacity, -(-filled // unit) * unit)
 
 
 class LayerCache:
-    """See the module docstring.  empty: a function that makes the state before the first token."""
+    """The cache of one layer and one batch. See the module docstring.
+
+    empty: a function that makes the state before the first token.
+    """
 
     def __init__(self, store: Store, shares: Shares, empty: Any) -> None:
         self._store, self._shares, self.empty = store, shares, empty
@@ -53,7 +58,7 @@ class LayerCache:
 
     @property
     def stored(self) -> Any:
-        """The tree of Stored pieces, for the accounts."""
+        """The tree of Stored pieces, for the byte accounts."""
         return self._stored
 
     def load(self) -> LayerState:
@@ -72,8 +77,12 @@ class LayerCache:
         return self.load()
 
     def save(self, state: LayerState, slots: jax.Array | None, filled: int) -> None:
-        """slots: int32 ``[B]``, where each row's one new token is (past the capacity: it has none),
-        or None after a prefill.  filled: columns that may hold something."""
+        """Store the state.
+
+        slots: int32 ``[B]``: the column of each row's new token; at least the capacity for none.
+            None after a prefill.
+        filled: number of columns that may hold a token.
+        """
         if not self.moves:
             self._whole = state
             return
@@ -98,8 +107,10 @@ class LayerCache:
 
 @functools.partial(jax.jit, static_argnums=3)
 def assemble(snapshot: Any, tail: Any, slots: jax.Array, capacity: int) -> Any:
-    """The cache, or a part of it, ``[B, capacity, ...]``: the snapshot's columns, then the tail's
-    tokens over them."""
+    """Return the cache, or a part of it, ``[B, capacity, ...]``.
+
+    It has the snapshot's columns, with the tail's tokens written over them.
+    """
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
 
     def one(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The jitted programs of each unit of an offloaded model.
 
-They are the functions that ``model.decoder.forward`` is made of, so that a model run unit by unit
-gives the bits of the whole program (``executor`` states the exceptions).  Layers that are alike
+They are the functions that ``model.decoder.forward`` consists of. A model run unit by unit
+therefore gives the bits of the whole program (``executor`` states the exceptions). Equal layers
 share one compilation.
 """
 
@@ -36,12 +36,12 @@ def embed(cfg: ModelConfig, dtype: jnp.dtype, weights: Any, tokens: jax.Array) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def embed_rows(cfg: ModelConfig, dtype: jnp.dtype, rows: jax.Array) -> Stream:
-    """``embed`` of rows that were looked up already."""
+    """Return ``embed`` of rows that were already looked up."""
     return Stream(decoder.scale_embedded(cfg, rows.astype(dtype)))
 
 
 def embed_tokens(store: Store, cfg: ModelConfig, params: Params, tokens: jax.Array) -> Stream:
-    """The stream of ``tokens [B, T]``, from wherever the table is."""
+    """Return the stream of ``tokens [B, T]``, wherever the table is stored."""
     table, dtype = params["embed"]["weight"], decoder.activation_dtype(params)
     if isinstance(table, RowTable):
         return embed_rows(cfg, dtype, table.lookup(jax.device_get(tokens)))
@@ -67,8 +67,11 @@ def run_layer(
     sparse: bool = False,
     drafted: int | None = None,
 ) -> tuple[Stream, Any]:
-    """A layer or one of its halves; ``cfg`` and ``kind`` are ``layer_config``'s, sparse and drafted
-    say which record of ``model.records`` the tokens are."""
+    """Run a layer or one of its halves.
+
+    cfg, kind: as ``layer_config`` returns them.
+    sparse, drafted: the kind of ``model.records`` that describes the tokens.
+    """
     if part == "feed":
         return decoder.feed_half(cfg, weights, stream), None
     run = decoder.mix_half if part == "mix" else decoder.block
@@ -79,17 +82,17 @@ def run_layer(
     return run(cfg, kind, weights, stream, state, at)
 
 
-# The same where a state is to stay: what verifies a draft gives the tokens that it would take.
+# The same for a state that must stay: verifying a draft returns the tokens that it would take.
 verify_layer = jax.jit(run_layer.__wrapped__, **_LAYER)
 
 
 @jax.jit
 def last_hidden(stream: Stream, n_new: jax.Array, last: Hidden | None) -> Hidden:
-    """``Hidden.last`` of what leaves the last layer."""
+    """Return ``Hidden.last`` of the last layer's output."""
     return Hidden(stream.total).last(n_new, last)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def all_logits(cfg: ModelConfig, weights: Any, stream: Stream) -> jax.Array:
-    """Float32 logits ``[B, T, V]`` of every position."""
+    """Return float32 logits ``[B, T, V]`` of every position."""
     return decoder.logits(cfg, weights, Hidden(stream.total))

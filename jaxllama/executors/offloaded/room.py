@@ -1,6 +1,6 @@
-"""Bytes of caches and hidden states, and whether host memory has room for a block's.
+"""Bytes of caches and hidden states, and a check of host memory for a block.
 
-They are exact for every dtype: int4 is two to a byte, and scales and zero points count.
+The bytes are exact for every dtype: int4 takes half a byte, and scales and zero points count.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from pallas_kernels.qtensor import packed_bytes, tree_bytes
 
 
 def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
-    """Keys and values of ``length`` tokens in each row, or the states of GLA layers."""
+    """Return the bytes of keys and values of ``length`` tokens in each row, or of GLA states."""
     return tree_bytes(cache_shapes(cfg, rows, length, dtype))
 
 
 def hidden_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
-    """One hidden state a token; between units there are two, the sum being taken in the norm."""
+    """Return the bytes of hidden states, one a token.
+
+    Between units there are two, because the norm computes the sum.
+    """
     return packed_bytes(rows * length * cfg.d_model, dtype)
 
 
@@ -54,7 +57,7 @@ class Tiers:
 
 
 def split_bytes(tree: Any, shares: Shares) -> Tiers:
-    """Bytes of a tree of arrays or shapes in each tier, as ``Store.put`` cuts it."""
+    """Return the bytes of a tree of arrays or shapes in each tier, as ``Store.put`` divides it."""
     total = Tiers()
     for leaf in jax.tree.leaves(tree):
         if leaf.ndim < 2:
@@ -74,7 +77,7 @@ def check_host(
     kv_dtype: Any,
     dtype: Any,
 ) -> None:
-    """Raises JaxLlamaError if host memory has no room for a block's cache and hidden states."""
+    """Raise JaxLlamaError if host memory has no room for a block's cache and hidden states."""
     rows, width = shape
     cache = split_bytes(cache_shapes(cfg, rows, capacity, kv_dtype), policy.cache)
     pair = 2 * hidden_bytes(cfg, rows, width, dtype) * policy.activations.host / 100

@@ -1,19 +1,19 @@
-"""Run: one block of rows on its way through an offloaded model, from prompts to the last token.
+"""OffloadRun: one block of rows through an offloaded model, from prompts to the last token.
 
     run = OffloadRun(policy, store, cfg, params, tokens, lengths, ...)
     run.step()             gives every row one token; the first step is the prefill
-    run.join(tokens, ...)  other rows take the places of those that have ended
+    run.join(tokens, ...)  new rows replace those that have ended
 
-It is the ``Work`` of ``schedule``: it knows what each load, store and computation is.  The rows are
-cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
-its cache a layer and its hidden states.  A prompt goes through each unit in pieces of ``chunk``
-tokens, as the resident model's prefill does.
+It implements ``schedule``'s ``Work``: it does each load, store and computation. The rows are
+divided into batches of one size, and empty rows fill the last. Each batch has its sampling state, a
+cache per layer and its hidden states. A prompt passes through each unit in pieces of ``chunk``
+tokens, as in the resident model's prefill.
 
-The prompt of a row that joins goes through in the pass of the others' step, and costs no load of
-weights.  For that pass the whole cache of its batch is on the device; it is stored anew.
+The prompt of a joining row passes through the model in the other rows' step, and costs no load of
+weights. For that pass the whole cache of its batch is on the device. It is stored anew afterwards.
 
-A deterministic model's batches always have ``gpu_batch_size`` rows.  Their prompts go through in
-the widths of ``Alone``, and the last token in a piece of its own, which has a decode step's shape.
+A deterministic model's batches always have ``gpu_batch_size`` rows. Their prompts pass through in
+the widths of ``Alone``. The last token is a separate piece, which has a decode step's shape.
 """
 
 from __future__ import annotations
@@ -56,9 +56,13 @@ from jaxllama.offload.units import ModelUnit, units_of
 
 
 class OffloadRun:
-    """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
-    cache; room: columns for new tokens, of which at most ``limit`` are asked for; alone: of a
-    deterministic model, instead of ``chunk``."""
+    """One block of rows on its way through the model. See the module docstring.
+
+    tokens: ``[B, T]``, right-padded beyond ``lengths[B]``.
+    capacity: number of tokens of a row that the cache holds.
+    room: columns for new tokens, of which the caller uses at most ``limit``.
+    alone: the shapes of a deterministic model, which replace ``chunk``.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,7 @@ class OffloadRun:
         self.filled, self.steps = 0, 0
         self.rows = tokens.shape[0]
         self.batches = [self._batch(*part) for part in self.cut(tokens, lengths, sampling)]
-        self._known: dict[int, Pending] = {}  # a tied table that was loaded last
+        self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
         self.join(tokens, lengths, sampling, params.get(ROWS))
 
@@ -104,7 +108,7 @@ class OffloadRun:
     def cut(
         self, tokens: jax.Array, lengths: jax.Array, options: Any = None
     ) -> Iterator[tuple[Any, ...]]:
-        """The run's rows, batch by batch; the last is filled up with rows of length 0.
+        """Yield the run's rows, batch by batch. Rows of length 0 fill the last batch.
 
         options: a tree of arrays of these rows.
         """
@@ -206,7 +210,7 @@ class OffloadRun:
     # One step
 
     def step(self) -> None:
-        """The prefill, or one more token a row."""
+        """Run the prefill, or write one more token a row."""
         for index in self.active_batches():
             batch = self.batches[index]
             batch.pieces, batch.prompts = batch.prompts or [self._next(batch)], []
@@ -216,9 +220,11 @@ class OffloadRun:
     def verify(
         self, pieces: dict[int, TokenPiece], width: int
     ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
-        """One pass of these batches' pieces, ``width`` tokens of a row at a time: of each batch its
-        logits ``[B width, V]``, and by layers what recurrent states may take; attention's tokens
-        are in its cache, past its length."""
+        """Run one pass over these batches' pieces, ``width`` tokens of a row at a time.
+
+        Returns each batch's logits ``[B width, V]``, and by layer the tokens that recurrent states
+        may take. Attention's tokens are in its cache, past its length.
+        """
         for index, piece in pieces.items():
             batch = self.batches[index]
             batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
@@ -226,7 +232,7 @@ class OffloadRun:
         return {index: (self.batches[index].scores, self.batches[index].tokens) for index in pieces}
 
     def _walk(self) -> None:
-        """The active batches' pieces through all units."""
+        """Pass the active batches' pieces through all units."""
         for index in self.active_batches():
             batch = self.batches[index]
             if not self._embeds_by_unit():
@@ -244,7 +250,10 @@ class OffloadRun:
         self.steps += 1
 
     def end_rows(self, done: np.ndarray | None = None) -> None:
-        """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
+        """Find the rows that have stopped.
+
+        done: bool ``[B]``: rows that the caller wants to stop.
+        """
         for index, batch in enumerate(self.batches):
             own = jax.device_get(batch.rows.done)
             if done is not None:
@@ -264,7 +273,7 @@ class OffloadRun:
 
     @property
     def report(self) -> Report:
-        """The report of the run's rows, on the host."""
+        """Return the report of the run's rows, on the host."""
         reports = jax.device_get([batch.rows.report for batch in self.batches])
         ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
         return Report(ints[:, : self.rows], written[:, : self.rows])

@@ -1,14 +1,14 @@
-"""Sparse attention over an offloaded cache: keys come whole, of the values only what is read.
+"""Sparse attention over an offloaded cache: all keys move, and only the values that are read.
 
     SparseCache      the cache of one layer and batch
-    decode_layer     keys choose the values on the device; those that are not there come by row
+    decode_layer     keys choose the values on the device; missing values move row by row
 
-A ``LayerCache`` whose snapshot of V stays where it is, in host memory as plain arrays.  A step
-moves K, and of V the rows that some query head keeps, each once, however many heads of a group want
-it; the newest tokens are in the tail on the device anyway.  Once in ``TAIL`` steps all of V comes,
-for the snapshot to be written anew.
+A SparseCache is a ``LayerCache`` whose snapshot of V stays in host memory as plain arrays. A step
+moves K, and the rows of V that some query head keeps. Each row moves once, however many heads of a
+group read it. The newest tokens are in the tail on the device. Once in ``TAIL`` steps all of V
+moves, so that the snapshot can be written anew.
 
-Source: FlexGen (arXiv 2303.06865), section 5; there every head has keys of its own.
+Source: FlexGen (arXiv 2303.06865), section 5; there every head has its own keys.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ from jaxllama.offload.store import Store, is_stored, on_device
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 from pallas_kernels.qtensor import QTensor
 
-PROGRAMS = 16  # different numbers of rows that are moved
+PROGRAMS = 16  # number of different counts of moved rows
 _NOWHERE = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseState:
-    """keys: the snapshot's, on the device; values: a tree of Stored, the snapshot's; tail, slots,
-    held: as in ``LayerCache``."""
+    """The state of a sparse layer during a step.
+
+    keys: the snapshot's keys, on the device.
+    values: the snapshot's values, a tree of Stored.
+    tail, slots, held: as in ``LayerCache``.
+    """
 
     keys: jax.Array | QTensor
     values: Any
@@ -59,7 +63,7 @@ class SparseState:
 
 
 class SparseCache(LayerCache):
-    """See the module docstring: ``load`` gives a KVCache for the prefill, then SparseStates."""
+    """A sparse layer's cache: ``load`` returns a KVCache for the prefill, then SparseStates."""
 
     _capacity = 0
 
@@ -106,7 +110,7 @@ def decode_layer(
     lengths: jax.Array,
     rope: Rope,
 ) -> tuple[Stream, SparseState]:
-    """The mixer's half of an attention layer for one token a row."""
+    """Run the mixer's half of an attention layer for one token a row."""
     qkv, gate, stream = project(cfg, weights, stream)
     tail, slots, kept, places = _choose(
         cfg,
@@ -143,12 +147,12 @@ def _choose(
     lengths: jax.Array,
     rope: Ropes,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """The new token into the tail, and the values that its query reads.
+    """Put the new token into the tail, and choose the values that its query reads.
 
-    (tail, its slots, weights ``[B, K, G, keep]``, places int32 of the same shape: a row of the
-    snapshot's ``[B, S, K]``, or -2 - a row of the tail's, or -1 for none).  A row without a new
-    token (it has stopped, or has no prompt) reads nothing: neither the snapshot nor the tail holds
-    its position.
+    Returns the tail, its slots, weights ``[B, K, G, keep]`` and places int32 of the same shape. A
+    place is a row of the snapshot's ``[B, S, K]``, or -2 minus a row of the tail's, or -1 for none.
+    A row without a new token (stopped, or without a prompt) reads nothing. Neither the snapshot nor
+    the tail holds its position.
     """
     batch, columns, n_kv, _ = keys.shape
     has_new = lengths > 0
@@ -173,8 +177,10 @@ def _choose(
 
 
 def _rows_elsewhere(places: np.ndarray, state: SparseState) -> np.ndarray:
-    """Rows of the snapshot that are read and not on the device, each once, in order, int32; filled
-    up so that there are few different numbers of them."""
+    """Return the rows of the snapshot that are read but are not on the device, int32 in order.
+
+    Each row occurs once. Padding keeps the number of different lengths small.
+    """
     places = places[places >= 0]
     wanted = np.zeros(math.prod(state.keys.shape[:3]), bool)
     wanted[places] = True
@@ -195,8 +201,10 @@ def _attend(
     tail: jax.Array | QTensor,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Heads ``[B, N, H]``: weights ``kept`` times the values at ``places``, which are in the
-    snapshot's part on the device, among the ``rows`` that were moved, or in the tail."""
+    """Return heads ``[B, N, H]``: weights ``kept`` times the values at ``places``.
+
+    A value is in the snapshot's part on the device, among the moved ``rows``, or in the tail.
+    """
     of_moved = jnp.searchsorted(rows, places)
 
     def pick(tail: jax.Array, moved: jax.Array, resident: jax.Array | None) -> jax.Array:

@@ -47,7 +47,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any = linear) -> j
 
 
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
-    """The experts' gated activation."""
+    """Return the experts' gated activation."""
     if options.gate_limit is None:
         return cfg.activation
     return ClampedGate(options.gate_limit, options.gate_alpha)

@@ -50,7 +50,7 @@ class ExpertNames:
 def table(
     cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
 ) -> dict[Path, Param]:
-    """The parameters of a layer with experts, in the order of the forward pass."""
+    """Return the parameters of a layer with experts, in the order of the forward pass."""
     assert cfg.experts is not None
     own, options, d = names.of("experts", ExpertNames()), cfg.experts, cfg.d_model
     prefix, residual = f"{layer}{own.prefix}", cfg.stored.residual

@@ -27,13 +27,13 @@ from pallas_kernels.experts.op import grouped_matmul
 def route(
     options: ExpertsConfig, x: jax.Array, router: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """(experts int32 ``[T, k]``, weights float32 ``[T, k]``) of tokens ``x[T, D]``."""
+    """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
     logits = router_logits(x, router["weight"], router.get("bias"))
     return choose(options, logits, router.get("choice_bias"))
 
 
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """float32 ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
+    """Return float32 logits ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:

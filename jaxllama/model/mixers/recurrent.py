@@ -84,8 +84,8 @@ def steps(
     """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
     state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
 
-    A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
-    the chain, and passes over the state once.  exact: in a step of B * T rows, most of them empty.
+    A CPU takes them in a loop, also a single one (``_loop``). A GPU fuses the chain and passes over
+    the state once. exact: in a step of B * T rows, most of them empty.
     """
     is_cpu, (batch, width) = jax.default_backend() == "cpu", operands[0].shape[:2]
     if exact and is_cpu:
@@ -93,6 +93,9 @@ def steps(
             jnp.pad(x, ((0, batch * (width - 1)), *((0, 0),) * (x.ndim - 1)))
             for x in (*operands, state, count)
         )
+    if is_cpu:
+        o, state = _loop(one, [jnp.moveaxis(x, 1, 0) for x in operands], state, count)
+        return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         o, state = one(*now, state=state)
@@ -100,8 +103,35 @@ def steps(
 
     moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
     tokens = *(jnp.moveaxis(x, 1, 0) for x in operands), moves
-    state, o = jax.lax.scan(step, state, tokens, unroll=not is_cpu)
-    return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
+    state, o = jax.lax.scan(step, state, tokens, unroll=True)
+    return jnp.moveaxis(o, 0, 1), state
+
+
+def _loop(
+    one: Callable[..., tuple[jax.Array, jax.Array]],
+    operands: Sequence[jax.Array],
+    state: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """``steps`` of operands ``[T, B, ...]``: (``o [T, B, H, Dv]``, state); o is 0 behind the
+    longest row.
+
+    XLA's fusions on a CPU decide which products and sums become one rounding. A loop is a border
+    for them, so a token has the same bits alone and in a draft. The compiler must neither unroll a
+    loop of one round nor move the decay's exponential out of it: the number of rounds is not known
+    to it, and which rows move depends on the round.
+    """
+    shapes = jax.eval_shape(one, *(x[0] for x in operands), count > 0, state=state)
+    o = jnp.zeros((operands[0].shape[0], *shapes[0].shape), shapes[0].dtype)
+
+    def body(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        o, state = carry
+        now = (jax.lax.dynamic_index_in_dim(x, t, keepdims=False) for x in operands)
+        new, state = one(*now, t < count, state=state)
+        return jax.lax.dynamic_update_index_in_dim(o, new, t, 0), state
+
+    longest = jnp.max(count)
+    return jax.lax.fori_loop(jnp.zeros_like(longest), longest, body, (o, state))
 
 
 def gated_norm(

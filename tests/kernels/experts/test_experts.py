@@ -96,6 +96,18 @@ def test_the_forms_of_an_accelerator(form, scheme) -> None:
     np.testing.assert_allclose(got, want, atol=1e-5)
     many = jax.jit(jax.vmap(run, in_axes=(0, None, 0)))(x[None], w, experts[None])
     np.testing.assert_allclose(many[0], want, atol=1e-5)
+    loss = lambda f, x, w: jnp.sum(jnp.sin(f(x, w, experts)))  # noqa: E731
+    whole = lambda *given: xla.sums(*given, 3)  # noqa: E731
+    d_got, d_want = (jax.jit(jax.grad(functools.partial(loss, f)))(x, w) for f in (run, whole))
+    np.testing.assert_allclose(d_got, d_want, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", predict.XLA_FORMS)
+def test_no_nan_of_an_expert_that_is_not_chosen(form) -> None:
+    x, w, experts = jnp.asarray(draw(13, IN)), weight("float32"), chosen(13, 3).reshape(-1)
+    size = predict.block_rows(len(experts), E)
+    got = xla.BY_FORM[form](x, w.at[-1].set(jnp.nan), experts, fan=3, size=size, dtype=jnp.float32)
+    assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize("scheme", ["float32", "int4-zeros"])
@@ -231,5 +243,5 @@ def test_explain_and_the_choice_of_a_form() -> None:
     x, w = jnp.zeros((4, IN)), weight("int8")
     assert "grouped_matmul" in explain("grouped_matmul", x, w, chosen(4, 2))
     shape = jax.ShapeDtypeStruct((128, 1536, 2048), jnp.bfloat16)
-    assert predict.shortest_form(shape, 8) == "gather"
-    assert predict.shortest_form(shape, 8 * 8192) == "blocks"
+    assert predict.shortest_form(shape, 8, 1) == "gather"
+    assert predict.shortest_form(shape, 8 * 8192, 8192) == "blocks"

@@ -143,7 +143,7 @@ def test_no_exponential_of_a_positive_number(decay):
     assert len(exponents) >= 3 and max(exponents) <= 0
 
 
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("decay", ["channel", *slow("head")])
 def test_gradients_of_grouped_normalized_heads(decay):
     inputs = make(2, 150, 4, 20, 24, key_heads=2, decay=decay)
     d = cotangents(inputs[2], inputs[5])

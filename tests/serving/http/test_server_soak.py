@@ -19,10 +19,14 @@ import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.http_server import serve, tiny_checkpoint
-from tests.helpers.models import GLA, LLAMA
+from tests.helpers.models import GLA, HYBRIDS, LLAMA
 
 REQUESTS, AT_ONCE = 10_000, 32
-CFG = LLAMA.replace(vocab_size=260)
+CONFIGS = {
+    "llama": LLAMA,
+    "gla": LLAMA.replace(layer_types=("gla", "attention"), gla=GLA),
+    **HYBRIDS,
+}
 BAD = (b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "", "n": 1}',
        b'{"model": "gpt-4", "prompt": "a"}', b'{"model": "tiny", "prompt": "a", "n": 0}',
        b'{"model": "tiny", "prompt": "a", "max_tokens": 100000}')  # fmt: skip
@@ -169,9 +173,9 @@ async def soak(url: str, pid: int) -> tuple[Client, list[float], dict[str, float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gla"])
+@pytest.mark.parametrize("family", CONFIGS)
 def test_soak(family, tmp_path):
-    cfg = CFG if family == "llama" else CFG.replace(layer_types=("gla", "attention"), gla=GLA)
+    cfg = CONFIGS[family].replace(vocab_size=260)
     folder = tiny_checkpoint(tmp_path, cfg)
     flags = (
         "--max-slots",

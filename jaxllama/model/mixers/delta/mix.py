@@ -206,6 +206,9 @@ def _recur(
     operands: tuple[jax.Array, ...], at: Chunk | Step, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, Dv]``, state) of q, k, v ``[B, T, H, D]``, log_decay and beta."""
+    if isinstance(at, Step) and jax.default_backend() == "cpu":
+        assert state is not None  # the loop of a draft, for the bits of a draft
+        return steps(_step, operands, state.state, at.lengths, False)
     if isinstance(at, Step):
         assert state is not None
         o, after = _step(*(x[:, 0] for x in operands), at.lengths > 0, state=state.state)
