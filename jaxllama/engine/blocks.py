@@ -43,7 +43,7 @@ from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import Call
 from jaxllama.executors.offloaded import programs as units
-from jaxllama.executors.offloaded import run as offload_run
+from jaxllama.executors.offloaded.batch import append_token
 from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
@@ -290,7 +290,7 @@ class BlockRunner:
             units.embed,
             units.last_hidden,
             units.head_logits,
-            offload_run.append_token,
+            append_token,
         )
         return sum(program._cache_size() for program in programs)
 

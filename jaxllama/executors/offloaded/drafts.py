@@ -24,7 +24,8 @@ from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Pass, drawn_by, finish, start
-from jaxllama.executors.offloaded.run import OffloadRun, TokenPiece
+from jaxllama.executors.offloaded.batch import TokenPiece
+from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 

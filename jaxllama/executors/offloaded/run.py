@@ -18,7 +18,6 @@ the widths of ``Alone``. The last token is a separate piece, which has a decode 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -31,12 +30,19 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
-from jaxllama.decoding.turn import append, drawn_by, start
 from jaxllama.executors.executor import Alone
 from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
+from jaxllama.executors.offloaded.batch import (
+    Batch,
+    TokenPiece,
+    append_token,
+    cleared,
+    joined,
+    next_piece,
+    without_written,
+)
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
-from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
@@ -47,61 +53,6 @@ from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
 from jaxllama.offload.timeline import NO_RECORD
 from jaxllama.offload.units import ModelUnit, units_of
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenPiece:
-    """Tokens ``[B, T]`` that pass through the model at once, of which ``lengths[B]`` are valid.
-
-    slots: the place in the cache of one token a row, if it has one.
-    of_prompt: whether the tokens are a part of prompts.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-    positions: jax.Array
-    rope: Rope
-    slots: jax.Array | None = None
-    of_prompt: bool = False
-
-
-@dataclasses.dataclass
-class Batch:
-    """The rows that one program computes, with their layers' states in ``caches``.
-
-    prompts: pieces of the next step, if rows join.
-    joining: bool ``[B]``: rows of this step that find the state of another row; None in a new
-        batch.
-    adapters: int32 ``[B]``: each row's LoRA adapter (``model.lora``); None if no row has one.
-    hidden: hidden states of each piece, possibly stored.
-    drafted: width of a pass that verifies drafts.
-    scores: logits of that pass, ``[B width, V]``.
-    tokens: tokens of that pass that recurrent states may take, by layer.
-    """
-
-    rows: Rows
-    sampling: SamplingParams
-    caches: dict[int, LayerCache | SplitCache]
-    pieces: list[TokenPiece] = dataclasses.field(default_factory=list)
-    prompts: list[TokenPiece] = dataclasses.field(default_factory=list)
-    joining: jax.Array | None = None
-    adapters: jax.Array | None = None
-    hidden: Any = None
-    live: bool = False  # a row still wants tokens
-    is_used: bool = False  # rows have been in it
-    drafted: int | None = None
-    scores: jax.Array | None = None
-    tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def reads_prompts(self) -> bool:
-        return self.pieces[-1].of_prompt
-
-    @property
-    def adapters_of_tokens(self) -> jax.Array:
-        """The adapters of a pass's rows, of which a draft has one a token."""
-        assert self.adapters is not None
-        return jnp.repeat(self.adapters, self.drafted) if self.drafted else self.adapters
 
 
 class OffloadRun:
@@ -211,7 +162,7 @@ class OffloadRun:
             history = None
             if batch.sampling.penalties:
                 history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
-            batch.rows = _joined(batch.rows, lengths, history)
+            batch.rows = joined(batch.rows, lengths, history)
             batch.live = batch.is_used = True
 
     def _longest(self) -> int:
@@ -220,7 +171,7 @@ class OffloadRun:
         return max((int(np.max(fields.length * (1 - fields.done))) for fields in rows), default=0)
 
     def _next(self, batch: Batch) -> TokenPiece:
-        return TokenPiece(*_next_piece(self.cfg, self.capacity, batch.rows))
+        return TokenPiece(*next_piece(self.cfg, self.capacity, batch.rows))
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
         empty = functools.partial(
@@ -318,7 +269,7 @@ class OffloadRun:
     def forget_written(self) -> None:
         """The next step's tokens are the first of the report, whenever a row has joined."""
         for batch in self.batches:
-            batch.rows = _without_written(batch.rows)
+            batch.rows = without_written(batch.rows)
 
     @property
     def report(self) -> Report:
@@ -395,7 +346,7 @@ class OffloadRun:
             weights = with_rows(weights, batch.adapters_of_tokens)
         if batch.reads_prompts and batch.joining is not None and unit.has_cache:
             if not isinstance(cache, KVCache):
-                cache = _cleared(cache, batch.caches[unit.layer].empty(), batch.joining)
+                cache = cleared(cache, batch.caches[unit.layer].empty(), batch.joining)
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
@@ -469,63 +420,3 @@ class OffloadRun:
 
 def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
     return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _joined(rows: Rows, lengths: jax.Array, history: History | None) -> Rows:
-    """The rows, of which those with ``lengths[B] > 0`` are new; history: of the new ones' prompts,
-    None where no row has penalties."""
-    is_new = lengths > 0
-    fields = rows.fields
-    cleared = (jnp.where(is_new, 0, field) for field in fields[:4])
-    fields = fields._replace(**dict(zip(Fields._fields, cleared, strict=False)))
-    if history is not None and rows.history is not None:
-        history = _chosen(is_new, history, rows.history)
-    return dataclasses.replace(rows, ints=fields.packed(), history=history)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _cleared(state: LayerState, empty: LayerState, rows: jax.Array) -> LayerState:
-    """The state, empty in ``rows[B]`` (bool)."""
-    return _chosen(rows, empty, state)
-
-
-def _chosen(rows: jax.Array, one: Any, other: Any) -> Any:
-    """The tree of ``one`` in ``rows[B]`` (bool), and of ``other`` elsewhere."""
-    return jax.tree.map(
-        lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), one, other
-    )
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _without_written(rows: Rows) -> Rows:
-    fields = rows.fields
-    blank = jnp.zeros_like(fields.count)
-    return dataclasses.replace(rows, ints=fields._replace(count=blank, step=blank).packed())
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
-    """Return the fields of a decode step's TokenPiece: each row's newest token."""
-    inputs = start(rows)
-    first, lengths = inputs.fields.length, inputs.lengths
-    positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
-    return inputs.tokens, lengths, positions, rope, jnp.where(lengths > 0, first, capacity)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def append_token(
-    rows: Rows,
-    new: list[jax.Array],
-    scores: jax.Array,
-    sampling: SamplingParams,
-    stop_ids: jax.Array,
-) -> Rows:
-    """Return the rows with the token that follows ``scores [B, V]``.
-
-    new: numbers of tokens ``[B]`` that each piece has added to the caches.
-    """
-    fields = rows.fields
-    fields = fields._replace(length=fields.length + sum(new))
-    rows = dataclasses.replace(rows, ints=fields.packed())
-    return append(rows, scores, drawn_by(sampling), stop_ids)[0]

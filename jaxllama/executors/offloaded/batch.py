@@ -1,0 +1,144 @@
+"""Batch: the rows of an offloaded run that one program computes, and the programs of a turn's ends.
+
+    rows = joined(rows, lengths, history)                    rows begin
+    piece = TokenPiece(*next_piece(cfg, capacity, rows))     each row's newest token
+    rows = append_token(rows, new, scores, ...)              each row's next token
+
+``run`` takes the pieces through the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.decoding.rows import Fields, Rows
+from jaxllama.decoding.sampling import History, SamplingParams
+from jaxllama.decoding.turn import append, drawn_by, start
+from jaxllama.executors.offloaded import programs
+from jaxllama.executors.offloaded.cpu_attention import SplitCache
+from jaxllama.executors.offloaded.layer_cache import LayerCache
+from jaxllama.executors.offloaded.programs import Rope
+from jaxllama.model.cache import LayerState
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPiece:
+    """Tokens ``[B, T]`` that pass through the model at once, of which ``lengths[B]`` are valid.
+
+    slots: the place in the cache of one token a row, if it has one.
+    of_prompt: whether the tokens are a part of prompts.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    positions: jax.Array
+    rope: Rope
+    slots: jax.Array | None = None
+    of_prompt: bool = False
+
+
+@dataclasses.dataclass
+class Batch:
+    """The rows that one program computes, with their layers' states in ``caches``.
+
+    prompts: pieces of the next step, if rows join.
+    joining: bool ``[B]``: rows of this step that find the state of another row; None in a new
+        batch.
+    adapters: int32 ``[B]``: each row's LoRA adapter (``model.lora``); None if no row has one.
+    hidden: hidden states of each piece, possibly stored.
+    drafted: width of a pass that verifies drafts.
+    scores: logits of that pass, ``[B width, V]``.
+    tokens: tokens of that pass that recurrent states may take, by layer.
+    """
+
+    rows: Rows
+    sampling: SamplingParams
+    caches: dict[int, LayerCache | SplitCache]
+    pieces: list[TokenPiece] = dataclasses.field(default_factory=list)
+    prompts: list[TokenPiece] = dataclasses.field(default_factory=list)
+    joining: jax.Array | None = None
+    adapters: jax.Array | None = None
+    hidden: Any = None
+    live: bool = False  # a row still wants tokens
+    is_used: bool = False  # rows have been in it
+    drafted: int | None = None
+    scores: jax.Array | None = None
+    tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.pieces[-1].of_prompt
+
+    @property
+    def adapters_of_tokens(self) -> jax.Array:
+        """The adapters of a pass's rows, of which a draft has one a token."""
+        assert self.adapters is not None
+        return jnp.repeat(self.adapters, self.drafted) if self.drafted else self.adapters
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def joined(rows: Rows, lengths: jax.Array, history: History | None) -> Rows:
+    """Return the rows, of which those with ``lengths[B] > 0`` begin anew.
+
+    history: history of the new rows' prompts; None if no row has penalties.
+    """
+    is_new = lengths > 0
+    fields = rows.fields
+    first_four = (jnp.where(is_new, 0, field) for field in fields[:4])
+    fields = fields._replace(**dict(zip(Fields._fields, first_four, strict=False)))
+    if history is not None and rows.history is not None:
+        history = _chosen(is_new, history, rows.history)
+    return dataclasses.replace(rows, ints=fields.packed(), history=history)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def cleared(state: LayerState, empty: LayerState, rows: jax.Array) -> LayerState:
+    """The state, empty in ``rows[B]`` (bool)."""
+    return _chosen(rows, empty, state)
+
+
+def _chosen(rows: jax.Array, one: Any, other: Any) -> Any:
+    """The tree of ``one`` in ``rows[B]`` (bool), and of ``other`` elsewhere."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), one, other
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def without_written(rows: Rows) -> Rows:
+    """Return the rows without the written tokens of their report."""
+    fields = rows.fields
+    blank = jnp.zeros_like(fields.count)
+    return dataclasses.replace(rows, ints=fields._replace(count=blank, step=blank).packed())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
+    """Return the fields of a decode step's TokenPiece: each row's newest token."""
+    inputs = start(rows)
+    first, lengths = inputs.fields.length, inputs.lengths
+    positions, rope = programs.positions_of(cfg, first, first + lengths, 1)
+    return inputs.tokens, lengths, positions, rope, jnp.where(lengths > 0, first, capacity)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def append_token(
+    rows: Rows,
+    new: list[jax.Array],
+    scores: jax.Array,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+) -> Rows:
+    """Return the rows with the token that follows ``scores [B, V]``.
+
+    new: numbers of tokens ``[B]`` that each piece has added to the caches.
+    """
+    fields = rows.fields
+    fields = fields._replace(length=fields.length + sum(new))
+    rows = dataclasses.replace(rows, ints=fields.packed())
+    return append(rows, scores, drawn_by(sampling), stop_ids)[0]
