@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
+
+from pallas_kernels.jax_internals import Primitive
 
 if TYPE_CHECKING:
     from pallas_kernels.transform import OpCall
