@@ -83,20 +83,37 @@ def resident(tmp_path_factory):
 percent = st.sampled_from([(100, 0), (0, 100), (0, 0), (30, 40)])
 
 
-@settings(
-    max_examples=5, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-@given(
+policies = given(
     weights=percent, cache=percent, activations=percent, count=st.sampled_from([1, 2]),
     overlap=st.booleans(), sep_layer=st.booleans(),
 )  # fmt: skip
-def test_any_policy_gives_the_resident_model_s_bits(
-    folder, resident, weights, cache, activations, count, overlap, sep_layer
-):
+
+
+def draws(count: int) -> settings:
+    """Return settings of as many examples, always the same."""
+    return settings(
+        max_examples=count, deadline=None, derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )  # fmt: skip
+
+
+def check_policy(resident, weights, cache, activations, count, overlap, sep_layer) -> None:
     cfg, params, expected = resident
     policy = Policy(*weights, *cache, *activations, 2, count, overlap, sep_layer)
     assert bits(offloaded(cfg, params, policy).generate(PROMPTS, NEW)) == expected
+
+
+@draws(5)
+@policies
+def test_any_policy_gives_the_resident_model_s_bits(folder, resident, **policy):
+    check_policy(resident, **policy)
+
+
+@pytest.mark.slow
+@draws(12)
+@policies
+def test_any_policy_gives_the_resident_model_s_bits_in_more_draws(folder, resident, **policy):
+    check_policy(resident, **policy)
 
 
 @pytest.mark.core
