@@ -312,8 +312,11 @@ def measure(name: str, only: str | None = None, more: tuple[str, ...] = ()) -> P
     else:
         with subprocess.Popen(
             ["bash", "-c", f"exec {row.server}"],
-            cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True,
-        ) as server:  # fmt: skip
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
             try:
                 assert server.stdout is not None
                 url = server.stdout.readline().split()[-1]
@@ -327,9 +330,14 @@ def measure(name: str, only: str | None = None, more: tuple[str, ...] = ()) -> P
         for label, peer in row.peers.items()
     }
     path = results.write(
-        name, figures, unit=row.unit, peers=peers, source=row.source, commands=commands,
+        name,
+        figures,
+        unit=row.unit,
+        peers=peers,
+        source=row.source,
+        commands=commands,
         output=output,
-    )  # fmt: skip
+    )
     print(f"{row.what}: {figures} {row.unit}; {peers or 'no peer'}\n{path}")
     return path
 

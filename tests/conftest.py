@@ -51,15 +51,31 @@ gc.set_threshold(50_000, 10, 10)
 
 # Half of the suite's time, the longest first, so that no worker ends with one of them.
 LONG = [
-    "model/test_model", "offload/test_offload", "model/test_parity", "parallel/test_parallel",
-    "kernels/test_op_transformations", "training/test_training", "kernels/cpu/test_cpu_prefill",
-    "engine/test_engine_state", "training/test_training_goals", "cli/test_cli",
-    "kernels/gated_delta/test_gated_delta", "engine/test_engine", "kernels/test_op_operands",
-    "test_language_model", "kernels/gla/test_gla", "test_loading", "evaluation/test_evaluate",
-    "quantization/test_tune", "cli/test_serve_command", "quantization/test_calibration",
-    "model/test_verify_step", "model/test_experts", "offload/test_offload_bytes",
+    "model/test_model",
+    "offload/test_offload",
+    "model/test_parity",
+    "parallel/test_parallel",
+    "kernels/test_op_transformations",
+    "training/test_training",
+    "kernels/cpu/test_cpu_prefill",
+    "engine/test_engine_state",
+    "training/test_training_goals",
+    "cli/test_cli",
+    "kernels/gated_delta/test_gated_delta",
+    "engine/test_engine",
+    "kernels/test_op_operands",
+    "test_language_model",
+    "kernels/gla/test_gla",
+    "test_loading",
+    "evaluation/test_evaluate",
+    "quantization/test_tune",
+    "cli/test_serve_command",
+    "quantization/test_calibration",
+    "model/test_verify_step",
+    "model/test_experts",
+    "offload/test_offload_bytes",
     "kernels/test_assembled",
-]  # fmt: skip
+]
 
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())

@@ -112,8 +112,12 @@ def test_a_packed_directory_runs_in_its_own_codes(name: str, tmp_path: Path) -> 
 def test_who_asks_for_something_else_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     Tiny(vocab=264, type=Type.Q4_0, tokenizer="llama").write(path)
-    for options in ({"dtype": "bfloat16"}, {"quantize": "w8a16", "exact": True},
-                    {"mesh": "model=1"}, {"policy": jl.Policy()}):  # fmt: skip
+    for options in (
+        {"dtype": "bfloat16"},
+        {"quantize": "w8a16", "exact": True},
+        {"mesh": "model=1"},
+        {"policy": jl.Policy()},
+    ):
         assert CpuWeight not in kinds(jl.load(path, **options).params)
 
 
@@ -213,10 +217,15 @@ def write_model(path: Path, d: int, f: int, layers: int, vocab: int) -> None:
     writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
     heads, kv = d // 64, d // 256
     for key, value in {
-        "block_count": layers, "context_length": 512, "embedding_length": d, "vocab_size": vocab,
-        "feed_forward_length": f, "attention.head_count": heads, "attention.head_count_kv": kv,
+        "block_count": layers,
+        "context_length": 512,
+        "embedding_length": d,
+        "vocab_size": vocab,
+        "feed_forward_length": f,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv,
         "rope.dimension_count": 64,
-    }.items():  # fmt: skip
+    }.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32("llama.rope.freq_base", 1e4)
@@ -235,10 +244,14 @@ def write_model(path: Path, d: int, f: int, layers: int, vocab: int) -> None:
     writer.add_tensor("output_norm.weight", np.ones(d, np.float32))
     for layer in range(layers):
         for name, *shape in (
-            ("attn_q", heads * 64, d), ("attn_k", kv * 64, d), ("attn_v", kv * 64, d),
-            ("attn_output", d, heads * 64), ("ffn_gate", f, d), ("ffn_up", f, d),
+            ("attn_q", heads * 64, d),
+            ("attn_k", kv * 64, d),
+            ("attn_v", kv * 64, d),
+            ("attn_output", d, heads * 64),
+            ("ffn_gate", f, d),
+            ("ffn_up", f, d),
             ("ffn_down", d, f),
-        ):  # fmt: skip
+        ):
             matrix(f"blk.{layer}.{name}.weight", *shape)
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(d, np.float32))

@@ -69,8 +69,10 @@ class Peer:
     def __init__(self, python: str, file: str, threads: int) -> None:
         self.process = subprocess.Popen(
             [python, "-c", PEER, file, str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.build: str | None = None
 
     def __call__(self, what: str) -> tuple[float, float]:
@@ -194,8 +196,12 @@ def main() -> None:
             ratio = statistics.median(
                 a / b for a, b in zip(rates["ours"], rates["llama.cpp"], strict=True)
             )
-            print(f"{what}, {unit}: " + ", ".join(f"{k} {v:.1f}" for k, v in middle.items())
-                  + f", ratio {ratio:.2f} ({len(rates['ours'])} rounds)", flush=True)  # fmt: skip
+            print(
+                f"{what}, {unit}: "
+                + ", ".join(f"{k} {v:.1f}" for k, v in middle.items())
+                + f", ratio {ratio:.2f} ({len(rates['ours'])} rounds)",
+                flush=True,
+            )
     print(f"llama.cpp: flash attention on, {peer.build}")
     peer.process.stdin.close()
     if args.engine:
@@ -232,8 +238,10 @@ def read_beside(ours: Ours) -> None:
         both = size * ours("decode")[0], sum(q.nbytes for q in codes) / timed(read)[1]
         rates.append((*both, both[0] / both[1]))
     step, memory, share = map(statistics.median, zip(*rates, strict=True))
-    print(f"a step's {size / 1e6:.1f} MB at {step / 1e9:.1f} GB/s, reading alone "
-          f"{memory / 1e9:.1f} GB/s: {share:.0%}")  # fmt: skip
+    print(
+        f"a step's {size / 1e6:.1f} MB at {step / 1e9:.1f} GB/s, reading alone "
+        f"{memory / 1e9:.1f} GB/s: {share:.0%}"
+    )
 
 
 def make(path: str, like: str) -> None:
@@ -241,20 +249,35 @@ def make(path: str, like: str) -> None:
     import numpy as np
 
     kind, d, f, n, k, h, layers, vocab = (
-        gguf.GGMLQuantizationType.Q4_0, 2048, 8192, 32, 8, 64, 16, 128256
-    )  # fmt: skip
+        gguf.GGMLQuantizationType.Q4_0,
+        2048,
+        8192,
+        32,
+        8,
+        64,
+        16,
+        128256,
+    )
     source, writer = gguf.GGUFReader(like), gguf.GGUFWriter(path, "llama")
     for name, value in (
-        ("block_count", layers), ("context_length", 8192), ("embedding_length", d),
-        ("feed_forward_length", f), ("attention.head_count", n), ("attention.head_count_kv", k),
-        ("rope.dimension_count", h), ("attention.key_length", h), ("attention.value_length", h),
+        ("block_count", layers),
+        ("context_length", 8192),
+        ("embedding_length", d),
+        ("feed_forward_length", f),
+        ("attention.head_count", n),
+        ("attention.head_count_kv", k),
+        ("rope.dimension_count", h),
+        ("attention.key_length", h),
+        ("attention.value_length", h),
         ("vocab_size", vocab),
-    ):  # fmt: skip
+    ):
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.rope.freq_base", 5e5)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    words = {key: list(source.fields[f"tokenizer.ggml.{key}"].contents())
-             for key in ("tokens", "token_type", "merges")}  # fmt: skip
+    words = {
+        key: list(source.fields[f"tokenizer.ggml.{key}"].contents())
+        for key in ("tokens", "token_type", "merges")
+    }
     more = vocab - len(words["tokens"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -280,9 +303,14 @@ def make(path: str, like: str) -> None:
         ones(f"blk.{layer}.attn_norm.weight")
         ones(f"blk.{layer}.ffn_norm.weight")
         for name, rows, columns in (
-            ("attn_q", n * h, d), ("attn_k", k * h, d), ("attn_v", k * h, d),
-            ("attn_output", d, n * h), ("ffn_gate", f, d), ("ffn_up", f, d), ("ffn_down", d, f),
-        ):  # fmt: skip
+            ("attn_q", n * h, d),
+            ("attn_k", k * h, d),
+            ("attn_v", k * h, d),
+            ("attn_output", d, n * h),
+            ("ffn_gate", f, d),
+            ("ffn_up", f, d),
+            ("ffn_down", d, f),
+        ):
             matrix(f"blk.{layer}.{name}.weight", rows, columns)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

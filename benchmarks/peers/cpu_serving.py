@@ -80,9 +80,13 @@ def main() -> None:
     lm = jl.LanguageModel(lm.config.replace(eos_token_ids=()), lm.params, lm.tokenizer)
     # No prefix cache: later rounds would find the prompts of earlier ones in it.
     engine = jl.Engine(
-        lm, max_slots=SLOTS, max_len=PROMPT + args.new, steps_per_call=1,
-        max_queue=1000, prefix_cache=False,
-    )  # fmt: skip
+        lm,
+        max_slots=SLOTS,
+        max_len=PROMPT + args.new,
+        steps_per_call=1,
+        max_queue=1000,
+        prefix_cache=False,
+    )
     print("warm-up: {:.1f} s, {:.1f} CPU s".format(*timed(engine.warm_up)), flush=True)
     many_against_one(engine, args.new, args.rounds)
     print(engine.stats())

@@ -94,10 +94,19 @@ def main() -> None:
         common = {"model": NAME, "num_concurrent": 4, "max_retries": 1}
         report = lm_eval.simple_evaluate(
             model="local-completions",
-            model_args={**common, "base_url": f"{url}/v1/completions", "tokenizer": folder,
-                        "tokenizer_backend": "huggingface", "max_length": 250, "batch_size": 3},
-            tasks=["local_choice"], task_manager=tasks, log_samples=True, bootstrap_iters=0,
-        )  # fmt: skip
+            model_args={
+                **common,
+                "base_url": f"{url}/v1/completions",
+                "tokenizer": folder,
+                "tokenizer_backend": "huggingface",
+                "max_length": 250,
+                "batch_size": 3,
+            },
+            tasks=["local_choice"],
+            task_manager=tasks,
+            log_samples=True,
+            bootstrap_iters=0,
+        )
         correct = 0
         samples = sorted(report["samples"]["local_choice"], key=lambda sample: sample["doc_id"])
         for row, sample in zip(rows, samples, strict=True):
@@ -113,9 +122,12 @@ def main() -> None:
         report = lm_eval.simple_evaluate(
             model="local-chat-completions",
             model_args={**common, "base_url": f"{url}/v1/chat/completions"},
-            tasks=["local_write"], task_manager=tasks, log_samples=True, bootstrap_iters=0,
+            tasks=["local_write"],
+            task_manager=tasks,
+            log_samples=True,
+            bootstrap_iters=0,
             apply_chat_template=True,
-        )  # fmt: skip
+        )
         for sample in report["samples"]["local_write"]:
             prompt = f"<user>{sample['doc']['question']}\n<assistant>"
             [want] = lm.generate([list(prompt.encode())], 12)

@@ -45,10 +45,20 @@ PRINTED = {
     "quantization": ['{"texts": {"api": {"rise": 0.093}, "code": {"rise": 0.086}}}'],
 }
 FIGURES = {
-    "matmul-decode": 9.9, "matmul-prefill": 1651, "gla": 1.52, "gated-delta": 279, "kda": 648,
-    "attention": 283, "training": 61_476, "cpu-decode": 425, "cpu-prefill": 2.69, "decode": 261,
-    "parallel": 1.54, "offload": 114, "quantization": [0.093, 0.086],
-}  # fmt: skip
+    "matmul-decode": 9.9,
+    "matmul-prefill": 1651,
+    "gla": 1.52,
+    "gated-delta": 279,
+    "kda": 648,
+    "attention": 283,
+    "training": 61_476,
+    "cpu-decode": 425,
+    "cpu-prefill": 2.69,
+    "decode": 261,
+    "parallel": 1.54,
+    "offload": 114,
+    "quantization": [0.093, 0.086],
+}
 IN_OUTPUT = {"matmul-decode": 113, "gated-delta": 2100, "attention": 2912, "cpu-decode": 144}
 
 

@@ -33,21 +33,58 @@ from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.packed_oracle import floats_of
 
-KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K,
-        Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4,
-        Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S,
-        Type.NVFP4)  # fmt: skip
+KEPT = (
+    Type.Q8_0,
+    Type.Q4_0,
+    Type.Q4_1,
+    Type.Q5_0,
+    Type.Q5_1,
+    Type.Q4_K,
+    Type.Q5_K,
+    Type.Q6_K,
+    Type.Q2_K,
+    Type.Q3_K,
+    Type.TQ1_0,
+    Type.TQ2_0,
+    Type.IQ4_NL,
+    Type.IQ4_XS,
+    Type.MXFP4,
+    Type.IQ1_S,
+    Type.IQ1_M,
+    Type.IQ2_XXS,
+    Type.IQ2_XS,
+    Type.IQ2_S,
+    Type.IQ3_XXS,
+    Type.IQ3_S,
+    Type.NVFP4,
+)
 TYPES = (Type.F32, Type.F16, Type.BF16, *KEPT)
 # The types whose file is a Qwen2, whose rows are not permuted; the others' is a Llama.
 QWEN2 = (Type.F16, Type.Q4_1, Type.Q5_K, Type.IQ4_NL)
 MINIMA = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q2_K)
 INT4 = (Type.Q4_0, Type.Q4_1, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
-GROUPS = {Type.Q2_K: 16, Type.Q3_K: 16, Type.Q6_K: 16, Type.TQ1_0: 256, Type.TQ2_0: 256,
-          Type.IQ1_M: 16, Type.IQ2_XS: 16, Type.IQ2_S: 16, Type.NVFP4: 16}  # fmt: skip
+GROUPS = {
+    Type.Q2_K: 16,
+    Type.Q3_K: 16,
+    Type.Q6_K: 16,
+    Type.TQ1_0: 256,
+    Type.TQ2_0: 256,
+    Type.IQ1_M: 16,
+    Type.IQ2_XS: 16,
+    Type.IQ2_S: 16,
+    Type.NVFP4: 16,
+}
 # Where a block of a type that gguf cannot make has its float16 scales; the other bytes may be
 # anything, but for the exponent of IQ1_M's scale, which is spread over four words.
-SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.Q2_K: (80, 82),
-          Type.Q3_K: (108,), Type.IQ1_M: (), Type.NVFP4: ()}  # fmt: skip
+SCALES = {
+    Type.Q4_K: (0, 2),
+    Type.Q5_K: (0, 2),
+    Type.Q6_K: (208,),
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.IQ1_M: (),
+    Type.NVFP4: (),
+}
 SCALES |= {kind: (0,) for kind in TYPES if kind.name.startswith("IQ") and kind != Type.IQ1_M}
 
 
@@ -81,10 +118,15 @@ class Tiny:
     def matrices(self) -> dict[str, tuple[int, int]]:
         d, f, q, k = self.d, self.f, 4 * self.head_dim, 2 * self.head_dim
         shapes = {
-            "token_embd": (self.vocab, d), "blk.0.attn_q": (q, d), "blk.0.attn_k": (k, d),
-            "blk.0.attn_v": (k, d), "blk.0.attn_output": (d, q), "blk.0.ffn_gate": (f, d),
-            "blk.0.ffn_up": (f, d), "blk.0.ffn_down": (d, f),
-        }  # fmt: skip
+            "token_embd": (self.vocab, d),
+            "blk.0.attn_q": (q, d),
+            "blk.0.attn_k": (k, d),
+            "blk.0.attn_v": (k, d),
+            "blk.0.attn_output": (d, q),
+            "blk.0.ffn_gate": (f, d),
+            "blk.0.ffn_up": (f, d),
+            "blk.0.ffn_down": (d, f),
+        }
         return shapes if self.tied else {**shapes, "output": (self.vocab, d)}
 
     def write(self, path: Path) -> dict[str, np.ndarray]:
@@ -92,11 +134,16 @@ class Tiny:
         rng = np.random.default_rng(0)
         writer = gguf.GGUFWriter(path, self.arch)
         numbers = {
-            "block_count": 1, "context_length": 128, "embedding_length": self.d,
-            "feed_forward_length": self.f, "attention.head_count": 4, "attention.head_count_kv": 2,
-            "attention.key_length": self.head_dim, "attention.value_length": self.head_dim,
+            "block_count": 1,
+            "context_length": 128,
+            "embedding_length": self.d,
+            "feed_forward_length": self.f,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 2,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
             "rope.dimension_count": self.head_dim,
-        }  # fmt: skip
+        }
         for key, value in numbers.items():
             if f"{self.arch}.{key}" not in self.keys:
                 writer.add_uint32(f"{self.arch}.{key}", value)
@@ -105,16 +152,22 @@ class Tiny:
         for key, value in self.keys.items():
             if value is None:
                 continue
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-                   bool: writer.add_bool, list: writer.add_array}[type(value)]  # fmt: skip
+            add = {
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+                bool: writer.add_bool,
+                list: writer.add_array,
+            }[type(value)]
             add(key, value)
         if self.tokenizer:
             add_tiny_tokenizer(writer, self.tokenizer, self.vocab)
         stored = {}
         for name, shape in self.matrices.items():
             stored[f"{name}.weight"] = (
-                self.types.get(name, self.type), rng.standard_normal(shape, np.float32),
-            )  # fmt: skip
+                self.types.get(name, self.type),
+                rng.standard_normal(shape, np.float32),
+            )
         for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
             stored[f"{name}.weight"] = (Type.F32, rng.standard_normal(self.d).astype(np.float32))
         if self.bias:
@@ -186,9 +239,7 @@ def unpermuted(stored: np.ndarray, heads: int) -> np.ndarray:
     for head in range(heads):
         for pair in range(size // 2):
             for half in range(2):
-                out[head * size + half * (size // 2) + pair] = (
-                    stored[head * size + 2 * pair + half]
-                )  # fmt: skip
+                out[head * size + half * (size // 2) + pair] = stored[head * size + 2 * pair + half]
     return out
 
 
@@ -224,8 +275,14 @@ def as_tree(expected: dict[str, np.ndarray], permuted: bool) -> dict[str, np.nda
 def leaves(params: dict[str, Any]) -> dict[str, Any]:
     """Our tree's weights by the name of the room they are in."""
     layer = params["layer_0"]
-    rooms = {"embed": params["embed"], "norm": params["norm"], **layer["mixer"], **layer["mlp"],
-             "mixer_norm": layer["mixer_norm"], "mlp_norm": layer["mlp_norm"]}  # fmt: skip
+    rooms = {
+        "embed": params["embed"],
+        "norm": params["norm"],
+        **layer["mixer"],
+        **layer["mlp"],
+        "mixer_norm": layer["mixer_norm"],
+        "mlp_norm": layer["mlp_norm"],
+    }
     return {name: room["weight"] for name, room in rooms.items()}
 
 
@@ -352,13 +409,29 @@ def test_a_fused_matrix_of_mixed_types_keeps_them_as_row_blocks(tmp_path: Path) 
 @pytest.mark.core
 def test_config(tmp_path: Path) -> None:
     path = tmp_path / "some-model.gguf"
-    Tiny(keys={"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9,
-               "tokenizer.ggml.bos_token_id": 1}).write(path)  # fmt: skip
+    Tiny(
+        keys={
+            "tokenizer.ggml.eos_token_id": 7,
+            "tokenizer.ggml.eot_token_id": 9,
+            "tokenizer.ggml.bos_token_id": 1,
+        }
+    ).write(path)
     assert read_config(path) == ModelConfig(
-        name="some-model", vocab_size=20, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2,
-        head_dim=8, d_ff=64, norm_eps=1e-5, max_position=128, rope=RopeConfig(10000.0),
-        tie_embeddings=True, bos_token_id=1, eos_token_ids=(7, 9),
-    )  # fmt: skip
+        name="some-model",
+        vocab_size=20,
+        d_model=32,
+        n_layers=1,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        d_ff=64,
+        norm_eps=1e-5,
+        max_position=128,
+        rope=RopeConfig(10000.0),
+        tie_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(7, 9),
+    )
 
 
 def llama3_divisors(head_dim: int, factor: float) -> np.ndarray:
@@ -379,21 +452,33 @@ def llama3_divisors(head_dim: int, factor: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("keys", "tensors", "expected"),
     [
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {},
-         {"rope": RopeConfig(10000.0, "linear", 4.0)}),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            {},
+            {"rope": RopeConfig(10000.0, "linear", 4.0)},
+        ),
         ({"llama.rope.scaling.factor": 4.0}, {}, {"rope": RopeConfig(10000.0, "linear", 4.0)}),
         ({"llama.rope.scale_linear": 2.0}, {}, {"rope": RopeConfig(10000.0, "linear", 2.0)}),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0,
-          "llama.rope.scaling.original_context_length": 64}, {},
-         {"rope": RopeConfig(10000.0, "yarn", 8.0, original_max_position=64)}),
-        ({}, {"rope_freqs.weight": llama3_divisors(8, 32.0)},
-         {"rope": RopeConfig(10000.0, "llama3", 32.0, 8192, 1.0, 4.0)}),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 8.0,
+                "llama.rope.scaling.original_context_length": 64,
+            },
+            {},
+            {"rope": RopeConfig(10000.0, "yarn", 8.0, original_max_position=64)},
+        ),
+        (
+            {},
+            {"rope_freqs.weight": llama3_divisors(8, 32.0)},
+            {"rope": RopeConfig(10000.0, "llama3", 32.0, 8192, 1.0, 4.0)},
+        ),
         ({}, {"rope_freqs.weight": np.ones(4, np.float32)}, {"rope": RopeConfig(10000.0)}),
         ({"llama.attention.sliding_window": 16}, {}, {"sliding_window": 16}),
         ({"llama.attention.head_count_kv": [2]}, {}, {"n_kv_heads": 2}),
         ({"llama.attention.head_count_kv": None}, {}, {"n_kv_heads": 4}),
     ],
-)  # fmt: skip
+)
 def test_config_keys(
     keys: dict[str, Any], tensors: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -417,14 +502,16 @@ def test_config_keys(
         (Tiny(keys={"llama.context_length": None}), "llama.context_length: the key is missing"),
         (Tiny(keys={"llama.rope.dimension_count": 4}), "llama.rope.dimension_count: 4 differs"),
         (Tiny(keys={"llama.rope.scaling.type": "longrope"}), "llama.rope.scaling.type: 'longrope'"),
-        (Tiny(keys={"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}),
-         "llama.rope.scaling.attn_factor"),
+        (
+            Tiny(keys={"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}),
+            "llama.rope.scaling.attn_factor",
+        ),
         (Tiny(tensors={"rope_freqs.weight": np.full(4, 3.0, np.float32)}), "rope_freqs.weight"),
         (Tiny(tensors={"rope_freqs.weight": np.ones(3, np.float32)}), "rope_freqs.weight"),
         (Tiny(tensors={"token_embd.weight": None}), "token_embd.weight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_unsupported_configs_are_named(tiny: Tiny, message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tiny.write(path)
@@ -439,11 +526,13 @@ def test_unsupported_configs_are_named(tiny: Tiny, message: str, tmp_path: Path)
     [
         ({"blk.0.ffn_up.weight": None}, "missing: blk.0.ffn_up.weight"),
         ({"blk.0.extra.weight": np.zeros(3, np.float32)}, "unexpected: blk.0.extra.weight"),
-        ({"blk.0.attn_k.weight": np.zeros((8, 32), np.float32)},
-         "tensor 'blk.0.attn_k.weight': shape [8, 32], but the config wants [16, 32]"),
+        (
+            {"blk.0.attn_k.weight": np.zeros((8, 32), np.float32)},
+            "tensor 'blk.0.attn_k.weight': shape [8, 32], but the config wants [16, 32]",
+        ),
         ({"output_norm.weight": np.zeros((1, 32), np.float32)}, "shape [1, 32]"),
     ],
-)  # fmt: skip
+)
 def test_wrong_tensors_are_named(tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     Tiny(tensors=tensors).write(path)
@@ -687,10 +776,13 @@ def test_smollm2_equals_transformers(smollm2: Path, monkeypatch: pytest.MonkeyPa
     gguf_utils = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
     cfg = read_config(smollm2)
     sizes = {
-        "vocab_size": cfg.vocab_size, "hidden_size": cfg.d_model, "intermediate_size": cfg.d_ff,
-        "num_hidden_layers": cfg.n_layers, "num_attention_heads": cfg.n_heads,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.d_model,
+        "intermediate_size": cfg.d_ff,
+        "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads,
         "num_key_value_heads": cfg.n_kv_heads,
-    }  # fmt: skip
+    }
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         names = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))

@@ -39,13 +39,42 @@ from tests.helpers.seeded import seeded_params
 
 # Cases whose every option a GGUF file can say.
 NAMES = (
-    "llama-attention-bias", "llama-mlp-bias", "mistral-window", "ministral", "qwen2-bias",
-    "rope-linear", "rope-yarn", "qwen3", "phi3", "phi3-window", "phi3-longrope",
-    "phi3-partial-longrope", "smollm3-4", "granite", "granite-bias", "seed_oss", "seed_oss-bias",
-    "ernie4_5", "ernie4_5-bias", "olmo2", "olmo2-bias-yarn", "olmo3", "olmo3-yarn", "gemma2",
-    "gemma3_text", "gemma3_text-layer-types", "glm", "glm4", "glm4-no-bias", "stablelm",
-    "stablelm-parallel-bias", "cohere", "cohere-bias", "cohere2", "cohere2-pattern",
-)  # fmt: skip
+    "llama-attention-bias",
+    "llama-mlp-bias",
+    "mistral-window",
+    "ministral",
+    "qwen2-bias",
+    "rope-linear",
+    "rope-yarn",
+    "qwen3",
+    "phi3",
+    "phi3-window",
+    "phi3-longrope",
+    "phi3-partial-longrope",
+    "smollm3-4",
+    "granite",
+    "granite-bias",
+    "seed_oss",
+    "seed_oss-bias",
+    "ernie4_5",
+    "ernie4_5-bias",
+    "olmo2",
+    "olmo2-bias-yarn",
+    "olmo3",
+    "olmo3-yarn",
+    "gemma2",
+    "gemma3_text",
+    "gemma3_text-layer-types",
+    "glm",
+    "glm4",
+    "glm4-no-bias",
+    "stablelm",
+    "stablelm-parallel-bias",
+    "cohere",
+    "cohere-bias",
+    "cohere2",
+    "cohere2-pattern",
+)
 # What transformers' own reader knows of a file: no biases, no head size of Qwen3 but the default,
 # no scale of q, no scaling of RoPE and no second pattern of Gemma 3.
 LIVE = ("llama-gqa", "qwen3-128", "phi3", "gemma3-plain", "stablelm")
@@ -63,9 +92,11 @@ def case(name: str) -> ModelConfig:
         local = RopeConfig(10000.0)
         return cfg.replace(rope=rope, window_rope=local, window_layers=(), head_dim=256)
     cfg = CASES[name]
-    return cfg.replace(stored=dataclasses.replace(cfg.stored, query=1.0)) if (
-        name.startswith("gemma")
-    ) else cfg  # fmt: skip
+    return (
+        cfg.replace(stored=dataclasses.replace(cfg.stored, query=1.0))
+        if (name.startswith("gemma"))
+        else cfg
+    )
 
 
 def written(name: str, folder: Path, **changes: Any) -> tuple[Path, Path]:
@@ -165,7 +196,7 @@ def test_patterns_of_windows(pattern: Any, layers: tuple[int, ...], tmp_path: Pa
         ("cohere2", {"cohere2.attention.sliding_window": None}, "None is not a window"),
         ("stablelm", {"stablelm.rope.dimension_count": 3}, "stablelm.rope.dimension_count"),
     ],
-)  # fmt: skip
+)
 def test_unknown_and_unsupported_keys_are_named(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -196,11 +227,48 @@ INTERESTING = (0, 1, 2, 3, 7, 31, 32, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2
 FLOATS = (0.0, -1.0, 1e-40, 0.25, 0.5, 2.0, 1e30, math.inf, math.nan)
 SCALARS = {0: "B", 4: "I", 6: "f", 7: "?"}  # of the types that the writer uses
 VALUES: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2, 3, 7, 31, 1 << 20, 1 << 31, 1 << 70, 10**5000, 0.0, -0.5, 1.0,
-    0.3, 1e-300, 1e300, float("inf"), float("nan"), "", "x", "yarn", "longrope", "9" * 300, "\n",
-    [], {}, [0], [1, 2], [None], ["full_attention"], ["sliding_attention", "full_attention"],
-    {"x": []}, {"rope_type": "yarn"}, {"full_attention": {}}, {"full_attention": 3}, [[]], [{}],
-)  # fmt: skip
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    31,
+    1 << 20,
+    1 << 31,
+    1 << 70,
+    10**5000,
+    0.0,
+    -0.5,
+    1.0,
+    0.3,
+    1e-300,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "yarn",
+    "longrope",
+    "9" * 300,
+    "\n",
+    [],
+    {},
+    [0],
+    [1, 2],
+    [None],
+    ["full_attention"],
+    ["sliding_attention", "full_attention"],
+    {"x": []},
+    {"rope_type": "yarn"},
+    {"full_attention": {}},
+    {"full_attention": 3},
+    [[]],
+    [{}],
+)
 
 
 @pytest.fixture(scope="module")

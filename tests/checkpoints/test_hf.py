@@ -39,16 +39,40 @@ from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params
 
 TINY = ModelConfig(
-    name="tiny", vocab_size=24, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6,
-    d_ff=20, norm_eps=1e-5, max_position=64, rope=RopeConfig(theta=10000.0), tie_embeddings=False,
-    qkv_bias=True, o_bias=True, mlp_bias=True, bos_token_id=1, eos_token_ids=(2,),
-)  # fmt: skip
+    name="tiny",
+    vocab_size=24,
+    d_model=16,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=6,
+    d_ff=20,
+    norm_eps=1e-5,
+    max_position=64,
+    rope=RopeConfig(theta=10000.0),
+    tie_embeddings=False,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24,
-    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-    "rope_theta": 5000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf_configs.json.gz"
@@ -74,30 +98,66 @@ def facts(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         ({**LLAMA, "eos_token_id": [7, 8]}, {"eos_token_ids": (7, 8)}),
         ({**LLAMA, "eos_token_id": None}, {"eos_token_ids": ()}),
         ({**MISTRAL, "sliding_window": 8}, {"sliding_window": 8, "window_layers": ()}),
-        ({**MISTRAL, "sliding_window": 8, "layer_types": None},
-         {"sliding_window": 8, "window_layers": ()}),
-        ({**MISTRAL, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-         {"sliding_window": 8, "window_layers": (0,)}),
-        ({**MISTRAL, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-         {"sliding_window": None}),
+        (
+            {**MISTRAL, "sliding_window": 8, "layer_types": None},
+            {"sliding_window": 8, "window_layers": ()},
+        ),
+        (
+            {
+                **MISTRAL,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            {"sliding_window": 8, "window_layers": (0,)},
+        ),
+        (
+            {**MISTRAL, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+            {"sliding_window": None},
+        ),
         ({**MISTRAL, "sliding_window": None}, {"sliding_window": None}),
         (MISTRAL, {"sliding_window": 4096, "qkv_bias": False}),
         ({**QWEN, "sliding_window": 8, "max_window_layers": 1}, {"sliding_window": None}),
         (QWEN, {"qkv_bias": True, "o_bias": False, "mlp_bias": False}),
-        ({**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-         {"sliding_window": 8, "window_layers": (1,)}),
-        ({**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-         {"sliding_window": None, "window_layers": ()}),
-        ({**QWEN, "use_sliding_window": True, "sliding_window": 8,
-          "layer_types": ["sliding_attention", "full_attention"]},
-         {"sliding_window": 8, "window_layers": (0,)}),
+        (
+            {**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            {"sliding_window": 8, "window_layers": (1,)},
+        ),
+        (
+            {**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            {"sliding_window": None, "window_layers": ()},
+        ),
+        (
+            {
+                **QWEN,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            {"sliding_window": 8, "window_layers": (0,)},
+        ),
     ],
-    ids=["llama", "mha", "head_dim", "attention_bias", "mlp_bias", "untied", "eos-list", "no-eos",
-         "mistral-window", "ministral-all-windows", "ministral", "ministral-no-window",
-         "mistral-no-window", "mistral-default-window",
-         "qwen-window-off", "qwen-bias", "qwen-window-late-layers", "qwen-window-no-layer",
-         "qwen-layer-types"],
-)  # fmt: skip
+    ids=[
+        "llama",
+        "mha",
+        "head_dim",
+        "attention_bias",
+        "mlp_bias",
+        "untied",
+        "eos-list",
+        "no-eos",
+        "mistral-window",
+        "ministral-all-windows",
+        "ministral",
+        "ministral-no-window",
+        "mistral-no-window",
+        "mistral-default-window",
+        "qwen-window-off",
+        "qwen-bias",
+        "qwen-window-late-layers",
+        "qwen-window-no-layer",
+        "qwen-layer-types",
+    ],
+)
 def test_config_means(config, expected) -> None:
     got = facts(config)
     assert {key: got[key] for key in expected} == expected
@@ -108,10 +168,19 @@ def test_generation_config_names_the_tokens() -> None:
     assert got["eos_token_ids"] == (2, 9) and got["bos_token_id"] == 1
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16, "mscale": 0.7,
-        "mscale_all_dim": 0.5}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+}
 ROPES = {
     "default": ({}, RopeConfig(5000.0), 64),
     "linear": ({"factor": 2}, RopeConfig(5000.0, "linear", 2.0), 64),
@@ -165,11 +234,19 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
         ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
         ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-         "rope_parameters.partial_rotary_factor = 0.5: only 1.0"),
-        ({**LLAMA, "model_type": "glm", "architectures": None,
-          "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
-         "rope_parameters.partial_rotary_factor = 1.5: must leave"),
+        (
+            {**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor = 0.5: only 1.0",
+        ),
+        (
+            {
+                **LLAMA,
+                "model_type": "glm",
+                "architectures": None,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5},
+            },
+            "rope_parameters.partial_rotary_factor = 1.5: must leave",
+        ),
         ({**LLAMA, "eos_token_id": [1, "x"]}, "eos_token_id = [1, 'x']"),
         ({**LLAMA, "rope_theta": float("nan")}, "rope_theta = nan"),
         ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
@@ -178,8 +255,10 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "missing key 'rope_scaling.factor'"),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor = 0"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ({**QWEN, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
-         "layer_types"),
+        (
+            {**QWEN, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
+            "layer_types",
+        ),
         ({**QWEN, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({**MISTRAL, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({**LLAMA, "is_causal": False}, "is_causal = False: only True is supported"),
@@ -187,7 +266,7 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
         ({**LLAMA, "per_layer_config": {"0": {"num_key_value_heads": 4}}}, "per_layer_config = "),
     ],
     ids=lambda value: None if isinstance(value, dict) else value.split(" =")[0].replace(" ", "-"),
-)  # fmt: skip
+)
 def test_unsupported_config_names_the_key(config, words) -> None:
     with pytest.raises(JaxLlamaError) as caught:
         config_from_hf(config, "m")
@@ -206,24 +285,39 @@ _EXPERTS = "a mixture of experts, which is not supported"
         ({"model_type": "doge", "is_moe": True, "num_experts": 16384}, _EXPERTS),
         ({"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
         # Dense models with the keys of experts
-        ({"model_type": "gemma4_text", "enable_moe_block": False, "num_experts": None},
-         "not supported"),
-        ({"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0},
-         "not supported"),
-        ({"model_type": "doge", "is_moe": False, "num_experts": 16384, "num_experts_per_tok": 64},
-         "not supported"),
+        (
+            {"model_type": "gemma4_text", "enable_moe_block": False, "num_experts": None},
+            "not supported",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0},
+            "not supported",
+        ),
+        (
+            {
+                "model_type": "doge",
+                "is_moe": False,
+                "num_experts": 16384,
+                "num_experts_per_tok": 64,
+            },
+            "not supported",
+        ),
         # Decoders by other names, and what is none
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "not supported"),
         ({"model_type": "gpt2", "architectures": None}, "not supported"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-         "no decoder-only language model"),
-        ({"model_type": "t5", "architectures": None, "is_encoder_decoder": True},
-         "no decoder-only language model"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "no decoder-only language model",
+        ),
+        (
+            {"model_type": "t5", "architectures": None, "is_encoder_decoder": True},
+            "no decoder-only language model",
+        ),
         ({"model_type": "pixtral", "vision_config": {"depth": 2}}, "a multimodal model whose"),
         ({"model_type": "x", "vision_config": None}, "not supported"),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
-)  # fmt: skip
+)
 def test_the_reason_why_a_model_is_not_supported_is_its_own(config, reason) -> None:
     config = {**LLAMA, "architectures": ["OtherForCausalLM"], **config}
     with pytest.raises(JaxLlamaError, match=rf"= .*: {re.escape(reason)}.*; supported: llama"):
@@ -232,8 +326,13 @@ def test_the_reason_why_a_model_is_not_supported_is_its_own(config, reason) -> N
 
 def test_gemma_3_does_not_cap_attention_as_transformers_does_not() -> None:
     """Its class reads the key and never uses it; the other cap it applies."""
-    config = {**LLAMA, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"],
-              "sliding_window": 8, "final_logit_softcapping": 3.0}  # fmt: skip
+    config = {
+        **LLAMA,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 8,
+        "final_logit_softcapping": 3.0,
+    }
     with pytest.warns(WeightWarning, match="ignored, as by its own library: 'attn_logit_softcappi"):
         cfg = config_from_hf({**config, "attn_logit_softcapping": 2.0}, "m")
     assert cfg == config_from_hf(config, "m")
@@ -259,11 +358,19 @@ def test_tensors_that_a_family_does_not_use_are_counted_in_a_warning(name, tmp_p
 
 
 OTHERS = {
-    "logit_scale": 0.5, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    "attention_multiplier": 0.1, "residual_multiplier": 0.2, "embedding_multiplier": 12.0,
-    "logits_scaling": 8.0, "no_rope_layers": [1, 0], "use_qk_norm": True, "clip_qkv": 8.0,
-    "scale_emb": 12, "num_local_experts": 8,
-}  # fmt: skip
+    "logit_scale": 0.5,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.2,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "no_rope_layers": [1, 0],
+    "use_qk_norm": True,
+    "clip_qkv": 8.0,
+    "scale_emb": 12,
+    "num_local_experts": 8,
+}
 OFF = {"clip_qkv": None, "use_qk_norm": False, "num_local_experts": 0, "no_rope_layers": []}
 
 
@@ -295,8 +402,11 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     model reads of a config}."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    given = {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 99},
-             "glm4_moe": {"head_dim": 128}}  # fmt: skip
+    given = {
+        "qwen3_next": {"num_experts": 0},
+        "kimi_linear": {"first_k_dense_replace": 99},
+        "glm4_moe": {"head_dim": 128},
+    }
     config = transformers.AutoConfig.for_model(kind, **given.get(kind, {})).to_dict()
     folder = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
@@ -304,13 +414,25 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     # Its masks read is_causal; layer_types it looks for in classes that share the code.
     others = {"layer_types"}
     if kind == "gemma3_text":  # the same file has the multimodal model
-        others |= {"text_config", "get_text_config", "vision_config", "image_token_id",
-                   "mm_tokens_per_image"}  # fmt: skip
+        others |= {
+            "text_config",
+            "get_text_config",
+            "vision_config",
+            "image_token_id",
+            "mm_tokens_per_image",
+        }
         others |= {"attn_logit_softcapping"}  # which it reads and never uses
     if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         vision = transformers.AutoConfig.for_model(kind.replace("text", "vision")).to_dict()
-        others |= {"text_config", "get_text_config", "vision_config", "image_token_id",
-                   "video_token_id", "vision_start_token_id", *vision} - {*config}  # fmt: skip
+        others |= {
+            "text_config",
+            "get_text_config",
+            "vision_config",
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            *vision,
+        } - {*config}
     keys = {name for pair in found for name in pair if name} - others | {"is_causal"}
     return {"config": config, "keys": sorted(keys)}
 
@@ -341,13 +463,20 @@ def test_the_golden_configs_are_transformers_own(kind) -> None:
         ({"qkv_bias": False, "o_bias": False}, "llama"),
         ({"qkv_bias": False, "o_bias": False, "mlp_bias": False, "sliding_window": 8}, "mistral"),
         ({"o_bias": False, "mlp_bias": False}, "qwen2"),
-        ({"qkv_bias": False, "o_bias": False, "mlp_bias": False, "sliding_window": 8,
-          "window_layers": (1,)}, "ministral"),
-        ({"o_bias": False, "mlp_bias": False, "sliding_window": 8, "window_layers": (1,)},
-         "qwen2"),
+        (
+            {
+                "qkv_bias": False,
+                "o_bias": False,
+                "mlp_bias": False,
+                "sliding_window": 8,
+                "window_layers": (1,),
+            },
+            "ministral",
+        ),
+        ({"o_bias": False, "mlp_bias": False, "sliding_window": 8, "window_layers": (1,)}, "qwen2"),
     ],
     ids=["bias", "llama", "mistral", "qwen2", "ministral", "qwen2-window"],
-)  # fmt: skip
+)
 def test_config_to_hf_finds_the_architecture(changes, kind) -> None:
     cfg = TINY.replace(**changes)
     config = json.loads(json.dumps(config_to_hf(cfg)))
@@ -678,9 +807,14 @@ numbers = st.one_of(
     st.integers(-2, 40), st.integers(), st.sampled_from([2**31, 2**63, 2**64, 10**400])
 )
 junk = st.one_of(
-    st.none(), st.booleans(), numbers, st.floats(), st.text(max_size=5),
-    st.lists(numbers, max_size=4), st.dictionaries(st.text(max_size=3), numbers, max_size=2),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    numbers,
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(numbers, max_size=4),
+    st.dictionaries(st.text(max_size=3), numbers, max_size=2),
+)
 
 
 def fuzzed_bytes(folder, data) -> None:
@@ -769,9 +903,15 @@ def test_loading_holds_little_beside_the_tree(tmp_path) -> None:
 def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
     """Loading and handing to JAX takes at most 1.3 times the directory's size."""
     cfg = TINY.replace(
-        vocab_size=16000, d_model=1024, n_heads=8, n_kv_heads=8, head_dim=128, d_ff=3072,
-        n_layers=4, layer_types=(),
-    )  # fmt: skip
+        vocab_size=16000,
+        d_model=1024,
+        n_heads=8,
+        n_kv_heads=8,
+        head_dim=128,
+        d_ff=3072,
+        n_layers=4,
+        layer_types=(),
+    )
     half = np.full((), 0.5, np.float32)
     tree: dict[str, Any] = {}
     for path, spec in hf.param_table(cfg).items():
@@ -802,8 +942,11 @@ def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
         pytest.skip("needs Linux's /proc")
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), str(folder)],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     size, grown, value = result.stdout.split()
     assert int(size) > 200e6 and float(value) == 0.5
     assert int(grown) <= 1.3 * int(size)
@@ -819,8 +962,11 @@ def test_save_round_trips(tmp_path, params) -> None:
     cfg = TINY.replace(eos_token_ids=(2, 5))
     path = hf.save(tmp_path / "sub" / "tiny", cfg, jax.device_put(params), [tokenizer])
     assert sorted(file.name for file in path.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     got_cfg, got = hf.load(path)
     assert got_cfg == cfg
     assert_trees_equal(got, params)
@@ -846,15 +992,20 @@ SAMPLINGS = [
     ({"do_sample": True}, Sampling(1.0)),
     ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),
     (
-        {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.05,
-         "repetition_penalty": 1.05},
+        {
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_k": 20,
+            "min_p": 0.05,
+            "repetition_penalty": 1.05,
+        },
         Sampling(0.7, 20, 1.0, 0.05, 1.05),
     ),
     ({"do_sample": True, "temperature": "hot"}, "temperature = 'hot': expected a finite"),
     ({"do_sample": True, "top_k": -1}, "top_k = -1: expected an integer"),
     ({"do_sample": True, "top_p": 2}, "top_p = 2.0: must be a number above 0 to 1"),
     ({"do_sample": "yes"}, "do_sample = 'yes': expected true or false"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("said", "want"), SAMPLINGS)

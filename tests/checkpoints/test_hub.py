@@ -108,12 +108,15 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("weights.bin", "weights.bin: a model is a directory with config.json"),
         ("bare-preset", "'bare-preset' is a preset without published weights"),
         ("", "unknown model ''"),
-        ("nobody-knows", "unknown model 'nobody-knows': tried names with published weights "
-         "(smollm2-135m, gla-1.3b), presets (bare-preset"),
+        (
+            "nobody-knows",
+            "unknown model 'nobody-knows': tried names with published weights "
+            "(smollm2-135m, gla-1.3b), presets (bare-preset",
+        ),
         ("a/b/c", "unknown model 'a/b/c'"),
     ],
     ids=lambda value: value[:20],
-)  # fmt: skip
+)
 def test_bad_names(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,13 +182,15 @@ def test_offline(cache: Path) -> None:
     ("log", "reason"),
     [
         ("ERROR: no version\nERROR: No matching distribution\n", "No matching distribution"),
-        ("ERROR: Exception:\nTraceback:\n  x\nOSError: [Errno 28] No space left on device\n",
-         "OSError: [Errno 28] No space left on device"),
+        (
+            "ERROR: Exception:\nTraceback:\n  x\nOSError: [Errno 28] No space left on device\n",
+            "OSError: [Errno 28] No space left on device",
+        ),
         ("ERROR: Exception:\nTraceback:\nKeyError: 'x'\n  local_file =\n", "KeyError: 'x'"),
         ("killed\n", "killed"),
         ("", "it said nothing"),
     ],
-)  # fmt: skip
+)
 def test_why_pip_failed(log: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(log)
     assert hub._reason(tmp_path / "log") == reason
@@ -387,8 +392,11 @@ def test_revisions_are_of_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert asked == [("org/name", None), ("org/name", "v1"), ("org/name", "v1")]
     with pytest.raises(JaxLlamaError, match="org/name@gone: cannot be had from the hub"):
         hub.resolve("org/name", "gone")
-    for name, says in ((tmp_path, "only a hub id has"), ("smollm2-135m", "only a hub id has"),
-                       ("org/name@v1", "it has one already")):  # fmt: skip
+    for name, says in (
+        (tmp_path, "only a hub id has"),
+        ("smollm2-135m", "only a hub id has"),
+        ("org/name@v1", "it has one already"),
+    ):
         with pytest.raises(JaxLlamaError, match=f"revision = 'v2': {name}: {says}"):
             hub.resolve(name, "v2")
     asked.clear()

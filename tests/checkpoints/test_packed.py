@@ -114,13 +114,18 @@ def test_config_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
         "one": (["model.layers.0.mlp.down_proj"], floating(CHANNEL), "float-quantized"),
     }
     options["config_groups"] = {
-        name: {"targets": targets, "format": kind,
-               "weights": {"type": "int", "num_bits": 4, "symmetric": True, **weights}}
+        name: {
+            "targets": targets,
+            "format": kind,
+            "weights": {"type": "int", "num_bits": 4, "symmetric": True, **weights},
+        }
         for name, (targets, weights, kind) in groups.items()
-    }  # fmt: skip
+    }
     options["ignore"] = ["lm_head", "re:.*o_proj$"]
-    make = _only({"o_proj": None, "down": cases.plain(floating=True), "mlp": cases.packed()},
-                 cases.packed(None, bits=8))  # fmt: skip
+    make = _only(
+        {"o_proj": None, "down": cases.plain(floating=True), "mlp": cases.packed()},
+        cases.packed(None, bits=8),
+    )
     folder, weights = write(tmp_path / "m", CFG, options, make)
     layer = hf.load(folder)[1]["layer_0"]
     assert isinstance(layer["mixer"]["o"]["weight"], np.ndarray)
@@ -192,9 +197,13 @@ def test_input_codes_are_the_norms_only_where_each_token_has_its_scale() -> None
     static = dataclasses.replace(w, input_scale=np.float32(0.5))
     floats = np.ones((4, 8), np.float32)
     for weight, words in (
-        (w, "int8"), (static, None), (floats, None), (RowBlocks((w, w)), "int8"),
-        (RowBlocks((w, static)), None), (RowBlocks((w, floats)), None),
-    ):  # fmt: skip
+        (w, "int8"),
+        (static, None),
+        (floats, None),
+        (RowBlocks((w, w)), "int8"),
+        (RowBlocks((w, static)), None),
+        (RowBlocks((w, floats)), None),
+    ):
         assert input_codes({"weight": weight}) == words
 
 
@@ -214,29 +223,63 @@ def _same(got: Any, want: Any) -> None:
 # values that a format has no form for go elsewhere.
 EXPORTS = [
     *(("awq", case) for case in ("awq", "awq-rows", "gptq-symmetric")),
-    *(("gptq", case) for case in (
-        "awq", "gptq", "gptq-symmetric", "gptq-act-order", "gptq-act-order-short-group",
-        "gptq-v2-uneven-groups", "gptq-8bit", "gptq-8bit-symmetric-act-order", "gptq-8bit-v2-rows",
-    )),
-    *(("compressed-tensors", case) for case in IMPORTS
-      if case.startswith(("packed", "int8", "fp8", "awq", "gptq-8bit-v2")) and "act" not in case),
-    *(("native", case) for case in (
-        "awq", "gptq-act-order", "gptq-v2-uneven-groups", "gptq-padded", "packed-8bit-zeros",
-        "int8-static", "fp8-blocks-at-the-edge", "fp8-scalar",
-    )),
-]  # fmt: skip
+    *(
+        ("gptq", case)
+        for case in (
+            "awq",
+            "gptq",
+            "gptq-symmetric",
+            "gptq-act-order",
+            "gptq-act-order-short-group",
+            "gptq-v2-uneven-groups",
+            "gptq-8bit",
+            "gptq-8bit-symmetric-act-order",
+            "gptq-8bit-v2-rows",
+        )
+    ),
+    *(
+        ("compressed-tensors", case)
+        for case in IMPORTS
+        if case.startswith(("packed", "int8", "fp8", "awq", "gptq-8bit-v2")) and "act" not in case
+    ),
+    *(
+        ("native", case)
+        for case in (
+            "awq",
+            "gptq-act-order",
+            "gptq-v2-uneven-groups",
+            "gptq-padded",
+            "packed-8bit-zeros",
+            "int8-static",
+            "fp8-blocks-at-the-edge",
+            "fp8-scalar",
+        )
+    ),
+]
 
 
 # Exports of which every tensor is that of the file that was read: what other programs write.  The
 # others differ in what nothing reads, as padding, or in a form that their format leaves open.
 AS_IT_CAME = {
-    ("awq", "awq"), ("awq", "awq-rows"), ("gptq", "gptq-symmetric"), ("gptq", "gptq-8bit"),
+    ("awq", "awq"),
+    ("awq", "awq-rows"),
+    ("gptq", "gptq-symmetric"),
+    ("gptq", "gptq-8bit"),
     ("gptq", "gptq-8bit-symmetric-act-order"),
-    *(("compressed-tensors", case) for case in (
-        "packed", "packed-zeros", "packed-fp8-tokens", "int8-tokens-of-4-bits", "int8-tokens",
-        "int8-static", "fp8-channel-tokens", "fp8-weights-only",
-    )),
-}  # fmt: skip
+    *(
+        ("compressed-tensors", case)
+        for case in (
+            "packed",
+            "packed-zeros",
+            "packed-fp8-tokens",
+            "int8-tokens-of-4-bits",
+            "int8-tokens",
+            "int8-static",
+            "fp8-channel-tokens",
+            "fp8-weights-only",
+        )
+    ),
+}
 
 
 @pytest.mark.core
@@ -302,8 +345,14 @@ def test_native_holds_anything(tmp_path: Path) -> None:
 
     params = quantized(cfg, pick)
     (tmp_path / "tokenizer.json").write_text("{}")
-    out = packed.save(tmp_path / "out", cfg, params, [tmp_path / "tokenizer.json"],
-                      format="native", max_shard_bytes=5000)  # fmt: skip
+    out = packed.save(
+        tmp_path / "out",
+        cfg,
+        params,
+        [tmp_path / "tokenizer.json"],
+        format="native",
+        max_shard_bytes=5000,
+    )
     assert len(list(out.glob("jaxllama-*.safetensors"))) > 3 and (out / "tokenizer.json").is_file()
     got_cfg, got = hf.load(out)
     assert got_cfg == cfg.replace(name="out")
@@ -364,14 +413,17 @@ def _refused() -> dict[str, tuple[str, Any, str]]:
         "gptq-activations": ("gptq", dataclasses.replace(int8, activations="int8"), "activations"),
         "gptq-float-zeros": ("gptq", QTensor(int4.q, int4.scale, int4.scale), "zeros of float16"),
         "gptq-negative": ("gptq", QTensor(int4.q, -int4.scale), "negative scales"),
-        "compressed-zeros": ("compressed-tensors", dataclasses.replace(
-            words_of((32, 48), group=16, zeros=True), activations="int8"), "no zeros beside"),
+        "compressed-zeros": (
+            "compressed-tensors",
+            dataclasses.replace(words_of((32, 48), group=16, zeros=True), activations="int8"),
+            "no zeros beside",
+        ),
         "compressed-columns": ("compressed-tensors", columns, "act-order"),
         "compressed-nan": ("compressed-tensors", nan, "NaN"),
         "native-nan": ("native", nan, "NaN"),
         "nothing": ("gptq", np.ones((32, 48), np.float32), "no weight is quantized"),
         "format": ("exl2", int4, "not one of native, awq, gptq, compressed-tensors"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("case", _refused())

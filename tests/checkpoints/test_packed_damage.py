@@ -72,8 +72,11 @@ DAMAGE = {
     "awq-no-zeros": ("awq", _option(zero_point=False), "zero_point = False"),
     "awq-llm-awq": ("awq", _option(backend="llm-awq"), "backend = 'llm-awq'"),
     "group-size": ("awq", _option(group_size=0), "group_size = 0: expected -1 or a positive"),
-    "other-group-size": ("awq", _option(group_size=8),
-                         r"qzeros': shape \[2, 4\], but the config wants \[4, 4\]"),
+    "other-group-size": (
+        "awq",
+        _option(group_size=8),
+        r"qzeros': shape \[2, 4\], but the config wants \[4, 4\]",
+    ),
     "awq-missing": ("awq", _edit("qzeros", lambda a: False), f"missing tensor '{DOWN}.qzeros'"),
     "awq-dtype": ("awq", _edit("qweight", lambda a: a.astype(np.int64)), "dtype I64 is not I32"),
     "nothing-packed": ("awq", lambda t, o: _floats(t), "says 'awq', but no weight is quantized"),
@@ -91,12 +94,21 @@ DAMAGE = {
     "g_idx-negative": ("gptq-act-order", _edit("g_idx", _put(5, -1)), "groups -1 to 2"),
     "g_idx-short": ("gptq-act-order", _edit("g_idx", lambda a: a[:-1]), r"shape \[47\]"),
     "qweight-short": ("gptq", _edit("qweight", lambda a: a[:-1]), r"shape \[5, 32\]"),
-    "bias": ("gptq", lambda t, o: t.update({f"{DOWN}.bias": np.ones(32, np.float16)}),
-             "bias': not zero, and the config has no bias"),
-    "unexpected": ("gptq", lambda t, o: t.update({f"{DOWN}.perm": np.ones(32, np.int32)}),
-                   f"unexpected tensors: {DOWN}.perm"),
-    "both": ("gptq", lambda t, o: t.update({f"{DOWN}.weight": np.ones((32, 48), np.float32)}),
-             f"unexpected tensors: {DOWN}.weight"),
+    "bias": (
+        "gptq",
+        lambda t, o: t.update({f"{DOWN}.bias": np.ones(32, np.float16)}),
+        "bias': not zero, and the config has no bias",
+    ),
+    "unexpected": (
+        "gptq",
+        lambda t, o: t.update({f"{DOWN}.perm": np.ones(32, np.int32)}),
+        f"unexpected tensors: {DOWN}.perm",
+    ),
+    "both": (
+        "gptq",
+        lambda t, o: t.update({f"{DOWN}.weight": np.ones((32, 48), np.float32)}),
+        f"unexpected tensors: {DOWN}.weight",
+    ),
     "neither": ("gptq", _edit("qweight", lambda a: False), f"missing tensor '{DOWN}.qweight'"),
     "ct-status": ("packed", _option(quantization_status="frozen"), "_status = 'frozen'"),
     "ct-format": ("packed", _option(format="marlin-24"), "'marlin-24' is not supported"),
@@ -108,28 +120,43 @@ DAMAGE = {
     "ct-strategy": ("packed", _weights(strategy="tensor_group"), "strategy = 'tensor_group'"),
     "ct-w4a4": ("packed", _inputs({**TOKEN, "num_bits": 4}), "only 8-bit activations"),
     "ct-asymmetric": ("int8-tokens", _inputs({**TOKEN, "symmetric": False}), "asymmetric"),
-    "ct-dynamic-tensor": ("int8-tokens", _inputs({**TOKEN, "strategy": "tensor"}),
-                          "supported: token"),
-    "ct-outputs": ("packed", lambda t, o: o["config_groups"]["g"].update(output_activations=TOKEN),
-                   "output_activations"),
+    "ct-dynamic-tensor": (
+        "int8-tokens",
+        _inputs({**TOKEN, "strategy": "tensor"}),
+        "supported: token",
+    ),
+    "ct-outputs": (
+        "packed",
+        lambda t, o: o["config_groups"]["g"].update(output_activations=TOKEN),
+        "output_activations",
+    ),
     "ct-ignored": ("packed", _option(ignore=["re:.*down_proj"]), f"missing tensors: {DOWN}.weight"),
     "ct-regex": ("packed", _option(ignore=["re:*"]), "no regular expression"),
     "ct-shape": ("packed", _edit("weight_shape", _put(1, 40)), r"\[32, 40\] is not \[32, 48\]"),
     "ct-no-zeros": ("packed", _weights(symmetric=False), "missing tensor .*weight_zero_point"),
     "ct-short": ("packed", _edit("weight_packed", lambda a: a[:, :-1]), r"shape \[32, 5\]"),
     "ct-input-scale": ("int8-static", _edit("input_scale", _put(0, 0)), "0.0 is no scale"),
-    "ct-no-input-scale": ("int8-static", _edit("input_scale", lambda a: False),
-                          "missing tensor .*input_scale"),
+    "ct-no-input-scale": (
+        "int8-static",
+        _edit("input_scale", lambda a: False),
+        "missing tensor .*input_scale",
+    ),
     "fp8-e5m2": ("fp8-blocks", _option(fmt="e5m2"), "fmt = 'e5m2': only 'e4m3'"),
     "fp8-ue8m0": ("fp8-blocks", _option(scale_fmt="ue8m0"), "scale_fmt = 'ue8m0'"),
     "fp8-block": ("fp8-blocks", _option(weight_block_size=[16]), "expected two positive sizes"),
-    "fp8-static-blocks": ("fp8-blocks", _option(activation_scheme="static"),
-                          "not supported with weight_block_size"),
-    "fp8-missing": ("fp8-blocks", _edit("weight_scale_inv", lambda a: False),
-                    "missing tensor .*weight_scale_inv"),
+    "fp8-static-blocks": (
+        "fp8-blocks",
+        _option(activation_scheme="static"),
+        "not supported with weight_block_size",
+    ),
+    "fp8-missing": (
+        "fp8-blocks",
+        _edit("weight_scale_inv", lambda a: False),
+        "missing tensor .*weight_scale_inv",
+    ),
     "fp8-scheme": ("fp8-scalar", _option(activation_scheme="token"), "activation_scheme = 'token'"),
     "fp8-scale": ("fp8-scalar", _edit("weight_scale_inv", lambda a: -a), "negative scales"),
-}  # fmt: skip
+}
 
 
 def _stored(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -165,9 +192,12 @@ def test_a_zero_bias_a_zero_group_and_nan_words_are_no_damage(tmp_path: Path) ->
 
 
 def test_native_damage_is_named(tmp_path: Path) -> None:
-    params = quantized(CFG, lambda path, w: dataclasses.replace(
-        words_of(w.shape, group=16, zeros=True), columns=np.arange(w.shape[1], dtype=np.int32)
-    ))  # fmt: skip
+    params = quantized(
+        CFG,
+        lambda path, w: dataclasses.replace(
+            words_of(w.shape, group=16, zeros=True), columns=np.arange(w.shape[1], dtype=np.int32)
+        ),
+    )
     out = packed.save(tmp_path / "out", CFG, params)
     name = "layer_0.mlp.down.weight"
     path = name.replace(".", "/")
@@ -191,9 +221,11 @@ def test_native_damage_is_named(tmp_path: Path) -> None:
         (lambda t, o: t[f"{name}.columns"].__setitem__(0, 5), "no order of 48 columns"),
         (lambda t, o: t[f"{name}.scale"].__setitem__((0, 0), np.nan), "NaN"),
         (lambda t, o: t.update({f"{name}.extra": np.ones(3, np.float32)}), "unexpected tensors"),
-        (lambda t, o: t.update({f"{name}.scale": np.ones((32, 5), np.float16)}),
-         "5 groups do not divide 48 columns"),
-    ):  # fmt: skip
+        (
+            lambda t, o: t.update({f"{name}.scale": np.ones((32, 5), np.float16)}),
+            "5 groups do not divide 48 columns",
+        ),
+    ):
         tensors, config = _stored(out)
         change(tensors, config["quantization_config"])
         oracle.save(tmp_path / "bad", tensors, config)
@@ -215,8 +247,18 @@ def _shake(rng: np.random.Generator, node: Any) -> Any:
     return _VALUES[rng.integers(len(_VALUES))]
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq-act-order", "packed-zeros", "packed-act-order",
-                                  "int8-static", "fp8-blocks", "native"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "awq",
+        "gptq-act-order",
+        "packed-zeros",
+        "packed-act-order",
+        "int8-static",
+        "fp8-blocks",
+        "native",
+    ],
+)
 @pytest.mark.filterwarnings("ignore::jaxllama.errors.WeightWarning")
 def test_fuzz_gives_nothing_but_our_errors(tmp_path: Path, case: str) -> None:
     rng = np.random.default_rng(0)
@@ -241,10 +283,16 @@ def test_fuzz_gives_nothing_but_our_errors(tmp_path: Path, case: str) -> None:
             value = damaged[name]
             choice = rng.integers(5)
             damaged[name] = (
-                value[..., :-1] if choice == 0 else value[None] if choice == 1
-                else value.astype(np.float32) if choice == 2 else value.reshape(-1) if choice == 3
+                value[..., :-1]
+                if choice == 0
+                else value[None]
+                if choice == 1
+                else value.astype(np.float32)
+                if choice == 2
+                else value.reshape(-1)
+                if choice == 3
                 else np.zeros(value.shape, np.int32)
-            )  # fmt: skip
+            )
         oracle.save(tmp_path / "f", damaged, {**config, "quantization_config": options})
         try:
             hf.load(tmp_path / "f")

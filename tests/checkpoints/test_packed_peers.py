@@ -33,8 +33,9 @@ def directory(folder: Path, case: str) -> Path:
     if case != "mix":
         return write_case(folder, case)[0]
     kinds = {"down": ("int8", None), "o": ("float8_e4m3fn", None)}
-    params = quantized(CFG, lambda path, w: words_of(w.shape, *kinds.get(path[-2], ("int4", 16)),
-                                                     scale=np.float32))  # fmt: skip
+    params = quantized(
+        CFG, lambda path, w: words_of(w.shape, *kinds.get(path[-2], ("int4", 16)), scale=np.float32)
+    )
     return packed.save(folder, CFG, params, format="compressed-tensors")
 
 
@@ -77,9 +78,11 @@ def test_the_golden_logits_are_transformers_own(tmp_path: Path, case: str) -> No
 
 
 # The library no longer reads act-order, and never an old file's unpacked zeros.
-READ = [case for case, (_, options, _, _) in IMPORTS.items()
-        if options["quant_method"] == "compressed-tensors" and "order" not in case
-        and "old" not in case] + ["awq", "gptq-symmetric", "gptq-8bit"]  # fmt: skip
+READ = [
+    case
+    for case, (_, options, _, _) in IMPORTS.items()
+    if options["quant_method"] == "compressed-tensors" and "order" not in case and "old" not in case
+] + ["awq", "gptq-symmetric", "gptq-8bit"]
 
 
 @pytest.mark.slow
@@ -103,9 +106,10 @@ def test_compressed_tensors_reads_the_same_weights(tmp_path: Path, case: str) ->
         for name in ("self_attn.v_proj", "mlp.down_proj"):
             prefix = f"model.layers.0.{name}."
             scheme = next(
-                group for group in parsed.config_groups.values()
+                group
+                for group in parsed.config_groups.values()
                 if group.targets == ["Linear"] or prefix[:-1] in group.targets
-            )  # fmt: skip
+            )
             compressor = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
             state = {
                 key.removeprefix(prefix): _torch(value)

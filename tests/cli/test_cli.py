@@ -96,14 +96,39 @@ def test_stream_adds_up_to_the_text(run):
 
 @pytest.mark.core
 def test_sampling_options_reach_the_sampler(run, monkeypatch):
-    words = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.95", "--min-p", "0.01",
-             "--repetition-penalty", "1.2", "--frequency-penalty", "0.1", "--presence-penalty",
-             "-0.2", "--logit-bias", "65=1.5", "--logit-bias", "66=-inf", "--seed",
-             "9"]  # fmt: skip
+    words = [
+        "--temperature",
+        "0.9",
+        "--top-k",
+        "30",
+        "--top-p",
+        "0.95",
+        "--min-p",
+        "0.01",
+        "--repetition-penalty",
+        "1.2",
+        "--frequency-penalty",
+        "0.1",
+        "--presence-penalty",
+        "-0.2",
+        "--logit-bias",
+        "65=1.5",
+        "--logit-bias",
+        "66=-inf",
+        "--seed",
+        "9",
+    ]
     sampling = jl.Sampling(
-        temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
-        frequency_penalty=0.1, presence_penalty=-0.2, logit_bias={65: 1.5, 66: -math.inf}, seed=9,
-    )  # fmt: skip
+        temperature=0.9,
+        top_k=30,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        frequency_penalty=0.1,
+        presence_penalty=-0.2,
+        logit_bias={65: 1.5, 66: -math.inf},
+        seed=9,
+    )
     seen = []
 
     def generate(lm, rows, new, sampling, **_):

@@ -43,11 +43,12 @@ MOMENTS = {
     "at work": ("", REPLACED % "ctrl_c(); print('on')", ["plan"]),
     "twice": ("", REPLACED % "\n    try: ctrl_c()\n    finally: ctrl_c()", ["plan"]),
     "in a destructor": (
-        "", REPLACED % "\n    class X: __del__ = lambda self: ctrl_c()\n    X()\n    print('on')",
+        "",
+        REPLACED % "\n    class X: __del__ = lambda self: ctrl_c()\n    X()\n    print('on')",
         ["plan"],
     ),
     "as output is flushed": ("", REPLACED % "print('on'); sys.stdout.flush = ctrl_c", ["plan"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

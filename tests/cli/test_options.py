@@ -60,8 +60,9 @@ def cases():
                 continue
             flag = action.option_strings[0] if action.option_strings else None
             for bad in outside(action):
-                yield pytest.param(words, action, bad,
-                                   id=" ".join((*words, flag or action.dest, bad)))  # fmt: skip
+                yield pytest.param(
+                    words, action, bad, id=" ".join((*words, flag or action.dest, bad))
+                )
 
 
 def outside(action: argparse.Action) -> list[str]:
@@ -99,9 +100,11 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
     monkeypatch.setattr(cli, "parser", lambda: parser)
     given = [bad] * (action.nargs if isinstance(action.nargs, int) else 1)
     if action.option_strings:
-        given = [f"{action.option_strings[0]}={bad}"] if len(given) == 1 else [
-            action.option_strings[0], *given
-        ]  # fmt: skip
+        given = (
+            [f"{action.option_strings[0]}={bad}"]
+            if len(given) == 1
+            else [action.option_strings[0], *given]
+        )
     assert cli.main([*words, *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
@@ -125,12 +128,39 @@ def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
         (["generate", "hi", "--mesh", "model=99"], "--mesh data=1,model=99: needs 99 devices"),
         (["generate", "hi", "--hosts", "a:1,2,0"], "--hosts needs --mesh"),
         (["generate", "hi", "--policy", "0 100 0 100 0 100", "--mesh", "model=1"], "--mesh"),
-        (["generate", "hi", "--policy", "0 100 0 100 0 100 compress_cache=true", "--kv-dtype",
-          "fp8"], "compress_cache is int4, and kv_dtype is 'float8_e4m3fn'"),
-        (["generate", "hi", "--policy", "0 100 0 100 0 100 compress_weight=true", "--quantize",
-          "w8a16"], "compress_weight is"),
-        (["generate", "hi", "--policy", "0 100 0 100 0 100 attn_sparsity=0.5", "--attn-sparsity",
-          "0.1"], "attn_sparsity = 0.5, and beside it 0.1"),
+        (
+            [
+                "generate",
+                "hi",
+                "--policy",
+                "0 100 0 100 0 100 compress_cache=true",
+                "--kv-dtype",
+                "fp8",
+            ],
+            "compress_cache is int4, and kv_dtype is 'float8_e4m3fn'",
+        ),
+        (
+            [
+                "generate",
+                "hi",
+                "--policy",
+                "0 100 0 100 0 100 compress_weight=true",
+                "--quantize",
+                "w8a16",
+            ],
+            "compress_weight is",
+        ),
+        (
+            [
+                "generate",
+                "hi",
+                "--policy",
+                "0 100 0 100 0 100 attn_sparsity=0.5",
+                "--attn-sparsity",
+                "0.1",
+            ],
+            "attn_sparsity = 0.5, and beside it 0.1",
+        ),
         (["plan", "--policy", "0 100 0 100 0 100", "--host-gb", "3"], "--host-gb"),
         (["eval", "--text", "-", "--window", "8", "--stride", "8"], "--stride = 8"),
         (["generate", "hi", "--seed", "3"], "--seed needs --temperature"),
@@ -144,7 +174,7 @@ def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
         (["serve", "--adapter", "a=/tmp", "--adapter", "a=/"], "--adapter: a name is given twice"),
         (["generate", "hi", "--adapter", "a=/tmp", "--mesh", "model=1"], "only one, merged"),
     ],
-)  # fmt: skip
+)
 def test_options_that_contradict_each_other_are_refused_by_name(words, says, monkeypatch, capsys):
     for work in ("hub.resolve", "hf.load.load"):
         monkeypatch.setattr(f"jaxllama.checkpoints.{work}", pytest.fail)
@@ -190,8 +220,9 @@ NEEDS = [
 @pytest.mark.parametrize(("package", "words"), NEEDS)
 def test_a_missing_extra_is_one_line(package, words, tmp_path, monkeypatch, capsys):
     """It says how to install it from the checkout: no index has this project yet."""
-    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": '
-                                       '"/v1/completions", "body": {"prompt": "x"}}\n')  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+    )
     places = {"file": tmp_path / "in.jsonl", "out": tmp_path / "o.jsonl", "new": tmp_path / "new"}
     for name in list(sys.modules):  # as a process that has not imported them yet
         if name.startswith(OURS) or name.partition(".")[0] == package:
@@ -201,8 +232,11 @@ def test_a_missing_extra_is_one_line(package, words, tmp_path, monkeypatch, caps
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: (
-        None if name == package else find(name, *more)))  # fmt: skip
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == package else find(name, *more),
+    )
     monkeypatch.setattr("jaxllama.loading.load", pytest.fail)
     assert cli.main([word.format(**places) for word in words]) == 2
     err = capsys.readouterr().err
@@ -217,8 +251,9 @@ OURS = ("jaxllama.serving", "jaxllama.evaluation.speed.load_generator", "jaxllam
 def test_every_extra_package_is_declared():
     declared = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     for extra, packages in extras.EXTRAS.items():
-        names = [re.split(r"[\[>=<;]", name)[0] for name in
-                 declared["optional-dependencies"][extra]]  # fmt: skip
+        names = [
+            re.split(r"[\[>=<;]", name)[0] for name in declared["optional-dependencies"][extra]
+        ]
         for package in packages:
             assert package.replace("_", "-") in {n.removesuffix("-checkpoint") for n in names}
 

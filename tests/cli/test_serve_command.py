@@ -95,8 +95,12 @@ def test_asked_measured_drained(folder, capsys):
         assert report["output_tokens"] == sum(Lengths("~4").draw(*_drawn(6)))
 
         page = http.get("/metrics").text
-        for name in ("time_to_first_token_seconds_count 6.0", "queue_seconds_count 6.0",
-                     "slots 1.0", "requests_running 0.0"):  # fmt: skip
+        for name in (
+            "time_to_first_token_seconds_count 6.0",
+            "queue_seconds_count 6.0",
+            "slots 1.0",
+            "requests_running 0.0",
+        ):
             assert f"\njaxllama_{name}\n" in page
         assert float(re.search(r"jaxllama_inter_token_seconds_count (.*)\n", page)[1]) > 0
 
@@ -151,21 +155,59 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
     told = []
     monkeypatch.setattr(server_process, "serve", lambda options, load: told.append(options))
     monkeypatch.setattr(server, "take_memory", lambda: None)
-    flags = ["--max-slots", "2", "--max-len", "128", "--served-model-name", "one",
-             "--served-model-name", "other", "--allowed-origin", "https://page",
-             "--prefill-rows", "1", "--token-budget", "32", "--cache-tokens", "200",
-             "--memory-share", "0.5", "--page-size", "8", "--no-prefix-cache",
-             "--steps-per-call", "2", "--draft", "ngram", "--draft-tokens", "3",
-             "--kv-dtype", "fp8", "--api-servers", "3", "--drain-timeout", "4"]  # fmt: skip
+    flags = [
+        "--max-slots",
+        "2",
+        "--max-len",
+        "128",
+        "--served-model-name",
+        "one",
+        "--served-model-name",
+        "other",
+        "--allowed-origin",
+        "https://page",
+        "--prefill-rows",
+        "1",
+        "--token-budget",
+        "32",
+        "--cache-tokens",
+        "200",
+        "--memory-share",
+        "0.5",
+        "--page-size",
+        "8",
+        "--no-prefix-cache",
+        "--steps-per-call",
+        "2",
+        "--draft",
+        "ngram",
+        "--draft-tokens",
+        "3",
+        "--kv-dtype",
+        "fp8",
+        "--api-servers",
+        "3",
+        "--drain-timeout",
+        "4",
+    ]
     assert main(["serve", *flags]) == 0
     [options] = told
     draft = options.engine.pop("draft")
     assert draft(None) == "ngram"
     assert options.engine == {
-        "max_slots": 2, "max_len": 128, "max_queue": 256, "prefill_rows": 1, "token_budget": 32,
-        "cache_tokens": 200, "memory_share": 0.5, "page_size": 8, "prefix_cache": False,
-        "steps_per_call": 2, "draft_tokens": 3, "kv_dtype": "float8_e4m3fn",
-    }  # fmt: skip
+        "max_slots": 2,
+        "max_len": 128,
+        "max_queue": 256,
+        "prefill_rows": 1,
+        "token_budget": 32,
+        "cache_tokens": 200,
+        "memory_share": 0.5,
+        "page_size": 8,
+        "prefix_cache": False,
+        "steps_per_call": 2,
+        "draft_tokens": 3,
+        "kv_dtype": "float8_e4m3fn",
+    }
     assert (options.names, options.origins) == (("one", "other"), ("https://page",))
     assert (options.api_servers, options.drain_timeout) == (3, 4)
 
@@ -190,9 +232,16 @@ def test_a_line_says_what_the_engine_does(monkeypatch, caplog):
     monkeypatch.setattr(server_process, "INTERVAL", 0.01)
     none = dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0)
     first = EngineStats(**{**none, "cache_capacity": 100, "finished": {}})
-    busy = dataclasses.replace(first, steps=5, prompt_tokens=80, prefix_hit_tokens=20,
-                               completion_tokens=40, running=3, waiting=1,
-                               cache_tokens=50)  # fmt: skip
+    busy = dataclasses.replace(
+        first,
+        steps=5,
+        prompt_tokens=80,
+        prefix_hit_tokens=20,
+        completion_tokens=40,
+        running=3,
+        waiting=1,
+        cache_tokens=50,
+    )
     told = iter([first, busy, *[busy] * 1000])
 
     async def watch():

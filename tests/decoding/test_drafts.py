@@ -21,9 +21,13 @@ SAMPLING = (
     jl.Sampling(),
     jl.Sampling(temperature=0.8),
     jl.Sampling(temperature=0.9, top_p=0.8, min_p=0.02),
-    jl.Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.5,
-                logit_bias={7: 2.0, 11: -float("inf")}),
-)  # fmt: skip
+    jl.Sampling(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        logit_bias={7: 2.0, 11: -float("inf")},
+    ),
+)
 
 
 # The first layer is a draft of mqa-window's; of the others a layer of each kind is enough.
@@ -206,9 +210,12 @@ def test_a_draft_has_the_same_tokens():
 
 def test_the_first_layers_keep_their_kinds():
     cfg = FAMILIES["gqa"].replace(
-        n_layers=4, layer_types=("attention",) * 4, sliding_window=5, window_layers=(1, 3),
+        n_layers=4,
+        layer_types=("attention",) * 4,
+        sliding_window=5,
+        window_layers=(1, 3),
         nope_layers=(3,),
-    )  # fmt: skip
+    )
     assert cfg.first_layers(1).sliding_window is None
     for count in (2, 3):
         first = cfg.first_layers(count)

@@ -234,9 +234,11 @@ def test_a_row_depends_on_nothing_but_itself():
     history = jax.tree.map(np.asarray, history)
     order = np.array([3, 5, 0, 2, 4, 1])
     moved = draw(
-        x[order], [kinds[i] for i in order], positions[order],
+        x[order],
+        [kinds[i] for i in order],
+        positions[order],
         jax.tree.map(lambda leaf: leaf[order], history),
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(moved[0], together[0][order])
     np.testing.assert_array_equal(moved[1], together[1][order])
     for i in (2, 3, 5):  # each alone is a program of its own

@@ -72,8 +72,9 @@ def test_requests_get_the_tokens_of_generate_in_blocks_that_others_join(lm, bega
         assert len(mine) >= len(tokens)  # streamed, a token a step
     stats = engine.stats()
     assert stats.pages_used == stats.running == stats.waiting == 0
-    assert stats.completion_tokens == sum(event.completion_tokens for e in events.values()
-                                          for event in e[-1:])  # fmt: skip
+    assert stats.completion_tokens == sum(
+        event.completion_tokens for e in events.values() for event in e[-1:]
+    )
 
 
 @pytest.mark.slow
@@ -99,11 +100,14 @@ def test_rows_join_and_leave_whatever_holds_their_state(family, policy, began):
             f"r{index}",
             tuple(rng.integers(3, 97, rng.integers(1, 40)).tolist()),
             int(rng.integers(1, 30)),
-            (jl.Sampling(), jl.Sampling(temperature=1.0, seed=index),
-             jl.Sampling(repetition_penalty=1.3))[index % 3],
+            (
+                jl.Sampling(),
+                jl.Sampling(temperature=1.0, seed=index),
+                jl.Sampling(repetition_penalty=1.3),
+            )[index % 3],
         )
         for index in range(12)
-    ]  # fmt: skip
+    ]
     for step in range(400):
         if step < 24 and step % 2 == 0:
             request = requests[step // 2]

@@ -195,8 +195,9 @@ def test_text_and_stop_strings_are_those_of_generate():
     assert stop
     [want] = eng.lm.generate([list(prompt)], 20, sampling, stop=[stop])
     requests = [
-        Request("s", prompt, 20, sampling, stop=(stop,)), Request("f", prompt, 20, sampling)
-    ]  # fmt: skip
+        Request("s", prompt, 20, sampling, stop=(stop,)),
+        Request("f", prompt, 20, sampling),
+    ]
     events = eng.generate(requests)
     for key, answer in (("s", want), ("f", free)):
         assert "".join(event.text for event in events[key]) == answer.text
@@ -215,14 +216,25 @@ SCHEMA = {
 }
 BOUND = (
     Request("json", tuple(b"one"), 60, grammar=Grammar("json_schema", json.dumps(SCHEMA))),
-    Request("drawn", tuple(b"two"), 60, jl.Sampling(temperature=1.0, seed=3, presence_penalty=0.5),
-            grammar=Grammar("json_schema", json.dumps(SCHEMA))),
+    Request(
+        "drawn",
+        tuple(b"two"),
+        60,
+        jl.Sampling(temperature=1.0, seed=3, presence_penalty=0.5),
+        grammar=Grammar("json_schema", json.dumps(SCHEMA)),
+    ),
     Request("word", tuple(b"three"), 30, grammar=Grammar("regex", "the only answer"), logprobs=2),
     Request("cut", tuple(b"four"), 9, grammar=Grammar("regex", "(a|b)cdefghijklmnop")),
-    Request("least", tuple(b"five"), 24, jl.Sampling(temperature=1.0, seed=5), min_tokens=9,
-            grammar=Grammar("regex", "ab[cd]{0,3}e?")),
+    Request(
+        "least",
+        tuple(b"five"),
+        24,
+        jl.Sampling(temperature=1.0, seed=5),
+        min_tokens=9,
+        grammar=Grammar("regex", "ab[cd]{0,3}e?"),
+    ),
     Request("free", tuple(b"abababab"), 24, ignore_eos=True),
-)  # fmt: skip
+)
 
 
 @pytest.mark.core
@@ -524,9 +536,11 @@ def test_bad_requests_are_refused_with_a_reason():
         (lambda: eng.submit(Request("x", (256,)), print), "256 is outside the vocabulary of 256"),
         (lambda: eng.submit(Request("x", (1,) * 90), print), "exceed the engine's limit of 96"),
         (lambda: other.submit(Request("x", (1,), 2, stop=("a",)), print), "need a tokenizer"),
-        (lambda: other.submit(Request("x", (1,), 2, grammar=Grammar("regex", "a")), print),
-         "needs a tokenizer|needs llguidance"),
-    ):  # fmt: skip
+        (
+            lambda: other.submit(Request("x", (1,), 2, grammar=Grammar("regex", "a")), print),
+            "needs a tokenizer|needs llguidance",
+        ),
+    ):
         with pytest.raises(jl.JaxLlamaError, match=words):
             bad()
     eng.submit(Request("twice", (5,), 2), lambda event: None)

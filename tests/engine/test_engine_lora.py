@@ -49,9 +49,14 @@ def test_an_engine_gives_each_request_the_tokens_of_its_adapter(lm, deterministi
     """Short prompts together and a long one in chunks, more than slots; nothing that the prefix
     cache holds is shared between two adapters, and what one of them left is found again."""
     engine = Engine(
-        lm, max_slots=3, max_len=48, prefill_chunk=16, prefill_rows=1 if deterministic else 2,
-        deterministic=deterministic, draft=lm.first_layers(1) if draft == "model" else draft,
-    )  # fmt: skip
+        lm,
+        max_slots=3,
+        max_len=48,
+        prefill_chunk=16,
+        prefill_rows=1 if deterministic else 2,
+        deterministic=deterministic,
+        draft=lm.first_layers(1) if draft == "model" else draft,
+    )
     engine.warm_up()
     prompt = np.random.default_rng(0).integers(3, lm.config.vocab_size, 40)
     prompts = [prompt[:n].tolist() for n in (12, 12, 12, 40, 12)]

@@ -19,15 +19,22 @@ MESHES = {"model=2": (2, 1), "data=2,model=4": (4, 1)}  # kv heads, and those of
 def test_tokens_on_a_mesh_are_those_of_one_device(family):
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", family, *MESHES],
-        cwd=Path(__file__).parents[2], env=environment(8), capture_output=True, text=True,
+        cwd=Path(__file__).parents[2],
+        env=environment(8),
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr
     alone, *meshes = map(json.loads, run.stdout.splitlines())
     assert {key: len(tokens) for key, tokens in alone["tokens"].items()} == {
-        "one": 8, "short": 12, "drawn": 12, "long": 18, "again": 18,
+        "one": 8,
+        "short": 12,
+        "drawn": 12,
+        "long": 18,
+        "again": 18,
         "repeats": 18,
-    }  # fmt: skip
+    }
     assert alone["devices"] == 1 and alone["cached"] > 0
     for mesh, (name, heads) in zip(meshes, MESHES.items(), strict=True):
         # Sums of float32 in other orders, and tokens that no two of these logits are near for.

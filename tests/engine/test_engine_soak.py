@@ -49,15 +49,22 @@ def test_ten_thousand_requests(family):
             if index % (REQUESTS // 40) == 0:
                 memory.append(resident_bytes())
             sampling = (
-                jl.Sampling(temperature=1.0, seed=index, top_p=0.9) if index % 3 == 0
-                else jl.Sampling(repetition_penalty=1.2) if index % 7 == 0
+                jl.Sampling(temperature=1.0, seed=index, top_p=0.9)
+                if index % 3 == 0
+                else jl.Sampling(repetition_penalty=1.2)
+                if index % 7 == 0
                 else jl.Sampling()
-            )  # fmt: skip
+            )
             prompt = tuple(rng.randrange(3, 97) for _ in range(rng.choice((1, 5, 20, 60))))
             request = Request(
-                f"q{index}", prompt, rng.randrange(1, 16), sampling, priority=index % 11 == 0,
-                logprobs=index % 5 or None, deadline=0.001 if index % 50 == 0 else None,
-            )  # fmt: skip
+                f"q{index}",
+                prompt,
+                rng.randrange(1, 16),
+                sampling,
+                priority=index % 11 == 0,
+                logprobs=index % 5 or None,
+                deadline=0.001 if index % 50 == 0 else None,
+            )
             ended = threading.Event()
             ends[request.id], tokens[request.id] = [], 0
 

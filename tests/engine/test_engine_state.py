@@ -39,8 +39,11 @@ def test_tokens_are_those_of_the_request_alone():
     assert engine(FAMILY).stats().preemptions > 0
 
 
-SOME = [FAMILY, *(pytest.param(family, marks=pytest.mark.slow)
-                  for family in ("llama", "gla", "window")), *DELTA_ROWS]  # fmt: skip
+SOME = [
+    FAMILY,
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gla", "window")),
+    *DELTA_ROWS,
+]
 
 
 @pytest.mark.core
@@ -97,8 +100,10 @@ def test_likeliest_tokens_and_stop_strings_do_not_see_the_draft():
         assert "".join(e.text for e in events) == "".join(e.text for e in want[key])
         assert written(events)[0] == written(want[key])[0]
         assert events[-1].finish_reason == want[key][-1].finish_reason
-        tops = [[pair for e in some for top in e.top_logprobs for pair in top]
-                for some in (events, want[key])]  # fmt: skip
+        tops = [
+            [pair for e in some for top in e.top_logprobs for pair in top]
+            for some in (events, want[key])
+        ]
         assert [token for token, _ in tops[0]] == [token for token, _ in tops[1]]
         np.testing.assert_allclose(*([value for _, value in top] for top in tops), atol=2e-5)
     assert want["stop"][-1].finish_reason == "stop"
@@ -110,11 +115,15 @@ def test_likeliest_tokens_and_stop_strings_do_not_see_the_draft():
 def requests_of(n: int) -> list[Request]:
     return [
         Request(
-            f"s{index}", PROMPTS[(3 * index) % len(PROMPTS)], 8 + index % 9, SAMPLINGS[index % 8],
-            priority=index % 2, logprobs=2,
+            f"s{index}",
+            PROMPTS[(3 * index) % len(PROMPTS)],
+            8 + index % 9,
+            SAMPLINGS[index % 8],
+            priority=index % 2,
+            logprobs=2,
         )
         for index in range(n)
-    ]  # fmt: skip
+    ]
 
 
 def run(eng: Engine, requests: list[Request]) -> dict[str, list[Event]]:
@@ -198,8 +207,10 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
     newcomer = device.Newcomer(2, [5, 0], 16, 1, jl.Sampling(), [5, 6], [], 4, False)
     rows = device.make_rows([newcomer], 2, 0, 4, cfg.vocab_size)
     slots = device.admit(slots, device.pack(rows))
-    assert bits([slots.cache.layers[i] for i, kind in enumerate(cfg.layer_types)
-                 if kind == "gla"], 2) == known  # fmt: skip
+    assert (
+        bits([slots.cache.layers[i] for i, kind in enumerate(cfg.layer_types) if kind == "gla"], 2)
+        == known
+    )
     orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False, steps=2)
     masks = np.zeros((1, -(-cfg.vocab_size // 32) + 2), np.uint32)
     slots, *_ = device.decode(

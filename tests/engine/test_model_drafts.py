@@ -26,9 +26,15 @@ from tests.helpers.engine_cases import (
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 # (prompt, sampling, new tokens, step of its arrival, priority, step of its end or None)
 SCHEDULE = (
-    (8, 0, 24, 0, 0, None), (3, 1, 23, 0, 0, None), (2, 2, 22, 1, 0, None), (6, 3, 21, 2, 0, 5),
-    (7, 4, 24, 3, 1, None), (8, 1, 20, 5, 0, None), (0, 3, 24, 14, 0, None), (8, 0, 9, 20, 0, None),
-)  # fmt: skip
+    (8, 0, 24, 0, 0, None),
+    (3, 1, 23, 0, 0, None),
+    (2, 2, 22, 1, 0, None),
+    (6, 3, 21, 2, 0, 5),
+    (7, 4, 24, 3, 1, None),
+    (8, 1, 20, 5, 0, None),
+    (0, 3, 24, 14, 0, None),
+    (8, 0, 9, 20, 0, None),
+)
 
 
 def with_head(lm: LanguageModel, change: Callable[[jax.Array], jax.Array]) -> LanguageModel:

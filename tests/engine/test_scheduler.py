@@ -319,9 +319,10 @@ def test_pages_are_those_that_tokens_take():
 def test_six_times_the_requests_run_where_rows_were_as_long_as_the_longest():
     """Log-normal lengths, of mean 1,000 and such a spread that the longest of 1,500 is 8,192, half
     prompt, half answer, in the memory of 64 rows of 8,192 tokens."""
-    rng, sch = random.Random(0), scheduler(
-        max_slots=2048, cache_tokens=64 * 8192, page=64, chunk=2048, token_budget=8192
-    )  # fmt: skip
+    rng, sch = (
+        random.Random(0),
+        scheduler(max_slots=2048, cache_tokens=64 * 8192, page=64, chunk=2048, token_budget=8192),
+    )
     at_once = []
     for order in range(1500):
         total = max(2, min(round(rng.lognormvariate(6.627, 0.75)), 8192))
@@ -335,10 +336,17 @@ def test_six_times_the_requests_run_where_rows_were_as_long_as_the_longest():
 def test_few_are_preempted_where_lengths_are_not_known():
     """Answers of log-normal length, more of them at once than there are pages for.  Each newcomer
     that takes the last page is preempted: without a reserve 31% would be read again, not 4."""
-    rng, sch = random.Random(0), scheduler(
-        max_slots=256, cache_tokens=64 * 2000, page=64, chunk=512, token_budget=1024,
-        steps_per_call=4,
-    )  # fmt: skip
+    rng, sch = (
+        random.Random(0),
+        scheduler(
+            max_slots=256,
+            cache_tokens=64 * 2000,
+            page=64,
+            chunk=512,
+            token_budget=1024,
+            steps_per_call=4,
+        ),
+    )
     for order in range(600):
         sch.add(make(500, max(1, round(rng.lognormvariate(5.8, 0.5))), order=order))
     read = 0
@@ -358,9 +366,12 @@ def test_nobody_waits_for_pages_that_nobody_can_take():
 
 def test_talks_of_eight_turns_are_read_once():
     """Of the tokens of a turn's prompt that were in the talk before, 95% are known."""
-    rng, sch = random.Random(1), scheduler(
-        max_slots=8, cache_tokens=64 * 1024, page=16, share=True, chunk=512, token_budget=512
-    )  # fmt: skip
+    rng, sch = (
+        random.Random(1),
+        scheduler(
+            max_slots=8, cache_tokens=64 * 1024, page=16, share=True, chunk=512, token_budget=512
+        ),
+    )
     talks = [[rng.randrange(10**6) for _ in range(rng.randrange(50, 400))] for _ in range(20)]
     order = before = known = 0
     for turn in range(8):

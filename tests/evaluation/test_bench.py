@@ -208,14 +208,33 @@ def test_a_step_of_a_mixture_reads_the_chosen_experts():
 def test_bench_of_random_quantized_weights_with_a_trace(preset, tmp_path, capsys):
     """The float parameters never exist: the scheme reaches ``random_params``.  stderr has each
     figure as it is known, stdout the report alone."""
-    words = ["bench", "--random", "--preset", preset, "--quantize", "w8a16", "--context", "300",
-             "--runs", "1", "--prompt-tokens", "8", "--new-tokens", "4", "--json",
-             "--trace", str(tmp_path / "trace")]  # fmt: skip
+    words = [
+        "bench",
+        "--random",
+        "--preset",
+        preset,
+        "--quantize",
+        "w8a16",
+        "--context",
+        "300",
+        "--runs",
+        "1",
+        "--prompt-tokens",
+        "8",
+        "--new-tokens",
+        "4",
+        "--json",
+        "--trace",
+        str(tmp_path / "trace"),
+    ]
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in err.splitlines()] == [
-        "weights", "first", "decode", "prefill"
-    ]  # fmt: skip
+        "weights",
+        "first",
+        "decode",
+        "prefill",
+    ]
     got = json.loads(out)
     lm = jl.load(preset, quantize="w8a16", random=True)
     cfg = lm.config
@@ -253,9 +272,14 @@ def test_bench_refuses(preset, capsys, words, named):
 def test_adapters_are_measured_beside_the_base_model():
     cfg = LLAMA.replace(n_layers=1, layer_types=())
     report = adapters_bench.run(
-        LanguageModel(cfg, params_of(cfg), None), adapters=2, rank=3, batch=2, prompt_tokens=8,
-        new_tokens=4, runs=1,
-    )  # fmt: skip
+        LanguageModel(cfg, params_of(cfg), None),
+        adapters=2,
+        rank=3,
+        batch=2,
+        prompt_tokens=8,
+        new_tokens=4,
+        runs=1,
+    )
     assert report["ratio"] == report["step_seconds"] / report["base_step_seconds"] > 0
     # qkv with three ranks side by side, o, gate and up with two, down
     values = 9 * (32 + 64) + 3 * (32 + 32) + 6 * (32 + 96) + 3 * (48 + 32)

@@ -42,8 +42,17 @@ def test_a_recorded_step_of_a_gpu(record, tmp_path):
     assert 9 < got["between_us"] < 10
     (attention,) = (row for name, row in rows.items() if name[0] == "decode_attention_direct")
     assert attention["bytes"] == pytest.approx(2 * 1045 * 8 * 64 * 2, rel=0.01)  # in place: once
-    report = {"model": "m", "device": "d", "phase": "decode", "batch": 1, "tokens": 1,
-              "step_us": 522.3, "outside_us": 30.9, "call_us": 410.0, **got}  # fmt: skip
+    report = {
+        "model": "m",
+        "device": "d",
+        "phase": "decode",
+        "batch": 1,
+        "tokens": 1,
+        "step_us": 522.3,
+        "outside_us": 30.9,
+        "call_us": 410.0,
+        **got,
+    }
     text = where.table(report)
     assert "quantized_matmul_row" in text and "between kernels" in text and "410.0" in text
 
@@ -80,8 +89,21 @@ def test_bytes_of_parts_and_operations():
 
 @pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_of_a_step_here(phase, preset, capsys):  # noqa: F811
-    words = ["bench", "--random", "--preset", preset, "--where", phase, "--context", "40",
-             "--prompt-tokens", "16", "--runs", "1", "--json"]  # fmt: skip
+    words = [
+        "bench",
+        "--random",
+        "--preset",
+        preset,
+        "--where",
+        phase,
+        "--context",
+        "40",
+        "--prompt-tokens",
+        "16",
+        "--runs",
+        "1",
+        "--json",
+    ]
     assert main(words) == 0
     got = json.loads(capsys.readouterr().out)
     assert got["phase"] == phase and got["tokens"] == (1 if phase == "decode" else 16)

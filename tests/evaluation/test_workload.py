@@ -21,8 +21,15 @@ from tests.helpers.http_server import serving, tiny_model
 
 def test_later_turns_repeat_what_was_said():
     with FakeEngine(max_len=200, max_queue=64) as engine, serving(tiny_model(), engine) as url:
-        load = Load(url, requests=4, prompt_tokens=Lengths("2:6"), new_tokens=Lengths("3"),
-                    prefix_tokens=10, prefixes=2, turns=3)  # fmt: skip
+        load = Load(
+            url,
+            requests=4,
+            prompt_tokens=Lengths("2:6"),
+            new_tokens=Lengths("3"),
+            prefix_tokens=10,
+            prefixes=2,
+            turns=3,
+        )
         report = load_generator.run(load)
     assert (report["requests"], report["answered"], report["output_tokens"]) == (12, 12, 36)
     asked = sorted((request.prompt for request in engine.requests), key=len)
@@ -38,13 +45,23 @@ def test_later_turns_repeat_what_was_said():
 
 def test_lengths_of_files(tmp_path):
     chats = [
-        {"conversations": [
-            {"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 80},
-            {"from": "human", "value": "é"}, {"from": "gpt", "value": "z" * 400}]},
-        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q" * 8},
-                           {"from": "gpt", "value": "a" * 4}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "x" * 40},
+                {"from": "gpt", "value": "y" * 80},
+                {"from": "human", "value": "é"},
+                {"from": "gpt", "value": "z" * 400},
+            ]
+        },
+        {
+            "conversations": [
+                {"from": "system", "value": "s"},
+                {"from": "human", "value": "q" * 8},
+                {"from": "gpt", "value": "a" * 4},
+            ]
+        },
         {"conversations": [{"from": "human", "value": "nobody answered"}]},
-    ]  # fmt: skip
+    ]
     chat, pairs = tmp_path / "chats.json", tmp_path / "pairs.jsonl"
     chat.write_text(json.dumps(chats))
     pairs.write_text(

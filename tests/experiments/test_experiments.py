@@ -100,15 +100,20 @@ def quiet(_: str) -> None:
 
 def test_lists_are_axes_and_cases_follow_each_other(write):
     assert [point.name for point in load_experiment(write()).points] == [
-        "scheme=none, batch=1", "scheme=w8a16, batch=1", "scheme=none, batch=2",
+        "scheme=none, batch=1",
+        "scheme=w8a16, batch=1",
+        "scheme=none, batch=2",
         "scheme=w8a16, batch=2",
-    ]  # fmt: skip
+    ]
     cases = write(SPEED + '[[case]]\nscheme = "none"\n[[case]]\nbatch = 4\nkv_dtype = "int8"\n')
     experiment = load_experiment(cases)
     flats = [point.flat for point in experiment.points]
     assert [(f["batch"], f["scheme"], f["kv_dtype"]) for f in flats] == [
-        (1, "none", None), (2, "none", None), (4, "none", "int8"), (4, "w8a16", "int8"),
-    ]  # fmt: skip
+        (1, "none", None),
+        (2, "none", None),
+        (4, "none", "int8"),
+        (4, "w8a16", "int8"),
+    ]
     assert experiment.axes == ("scheme", "kv_dtype", "batch")
     assert experiment.seeds == (0, 1) and experiment.models["tiny"].name == "tiny"
 
@@ -271,9 +276,17 @@ def test_table_has_mean_and_spread_over_seeds(write, fake, tmp_path):
 
 @pytest.mark.parametrize(
     "entries, shown",
-    [([16384], "16,384"), ([0.0001234], "0.0001234"), ([12345.6], "12,346"), ([None], ""),
-     (["w8a16"], "w8a16"), ([True], "True"), ([1.0, 3.0], "2 ± 1"), ([2.0, 2.0], "2")],
-)  # fmt: skip
+    [
+        ([16384], "16,384"),
+        ([0.0001234], "0.0001234"),
+        ([12345.6], "12,346"),
+        ([None], ""),
+        (["w8a16"], "w8a16"),
+        ([True], "True"),
+        ([1.0, 3.0], "2 ± 1"),
+        ([2.0, 2.0], "2"),
+    ],
+)
 def test_cells_are_written_as_people_do(entries, shown):
     assert cell(entries) == shown
 
@@ -315,8 +328,10 @@ def test_pictures_show_the_numbers(write, fake, tmp_path, monkeypatch):
     """
     content = textwrap.dedent(SPEED) + textwrap.dedent(pictures)
     out = run(load_experiment(write(content)), tmp_path / "out", quiet)
-    assert drawn["errorbar"][:2] == [([1, 2], [100.5, 200.5], "none"),
-                                 ([1, 2], [150.5, 250.5], "w8a16")]  # fmt: skip
+    assert drawn["errorbar"][:2] == [
+        ([1, 2], [100.5, 200.5], "none"),
+        ([1, 2], [150.5, 250.5], "w8a16"),
+    ]
     assert drawn["plot"][0] == ([1, 2, 3], [3, 2, 100.5], "none")
     assert drawn["bar"][0][0] == ["none", "w8a16", "none", "w8a16"]
     for name in ("1-speed-by-batch", "2-curve-by-at", "3-speed-by-words"):
@@ -330,8 +345,10 @@ def test_comparison_lists_what_exceeds_the_noise(write, tmp_path, monkeypatch):
 
     def measure(shift):
         return lambda e, s, seed, r: {
-            "quiet": 100.0 + seed + shift, "loud": 100.0 + seed + 10 * shift, "same": 7
-        }  # fmt: skip
+            "quiet": 100.0 + seed + shift,
+            "loud": 100.0 + seed + 10 * shift,
+            "same": 7,
+        }
 
     experiment = load_experiment(write(content))
     for name, shift in (("a", 0), ("b", 1)):
@@ -339,8 +356,9 @@ def test_comparison_lists_what_exceeds_the_noise(write, tmp_path, monkeypatch):
         run(experiment, tmp_path / name, quiet)
     found = compare(tmp_path / "a", tmp_path / "b")
     assert [(one.point, one.name) for one in found] == [
-        ("scheme=none", "loud"), ("scheme=w8a16", "loud"),
-    ]  # fmt: skip
+        ("scheme=none", "loud"),
+        ("scheme=w8a16", "loud"),
+    ]
     # Two samples of three with a variance of 1: t(4) at 99% is 4.604.
     assert found[0].noise == pytest.approx(4.604 * (2 / 3) ** 0.5)
     assert (found[0].a, found[0].b) == (101.0, 111.0)
@@ -366,11 +384,14 @@ def test_comparison_of_single_seeds_says_that_noise_is_unknown(write, tmp_path, 
 
 @pytest.mark.parametrize(
     "words, said",
-    [([], "no experiment"), (["f.toml", "--compare", ".", "."], "--compare takes two runs"),
-     (["--compare", ".", "/nowhere"], "--compare = /nowhere: no such folder"),
-     (["/tmp"], "'/tmp' is no .toml file; shipped: context, "),
-     (["missing.toml"], "missing.toml: No such file")],
-)  # fmt: skip
+    [
+        ([], "no experiment"),
+        (["f.toml", "--compare", ".", "."], "--compare takes two runs"),
+        (["--compare", ".", "/nowhere"], "--compare = /nowhere: no such folder"),
+        (["/tmp"], "'/tmp' is no .toml file; shipped: context, "),
+        (["missing.toml"], "missing.toml: No such file"),
+    ],
+)
 def test_words_that_cannot_be_are_refused(capsys, words, said):
     assert main(["experiment", *words]) == 2
     assert said in capsys.readouterr().err
@@ -420,8 +441,9 @@ def test_a_text_of_one_s_own_takes_the_place_of_the_file_s(tmp_path, monkeypatch
     own = str(tmp_path / "own.txt")
     before, after = load_experiment(name), load_experiment(name, "own.txt")
     texts = [point.settings.text for point in after.points]
-    assert texts == [text if (text := point.settings.text) == "facts" else own
-                     for point in before.points]  # fmt: skip
+    assert texts == [
+        text if (text := point.settings.text) == "facts" else own for point in before.points
+    ]
     assert {picture.where.get("text") for picture in after.pictures} <= {None, "facts", own}
     assert after.digest != before.digest
     with pytest.raises(JaxLlamaError, match="the experiment reads no text"):
@@ -514,11 +536,11 @@ MEASURES = {
     "quality": 'text = "words.txt"\nwindow = 33\nmax_tokens = 97\ndecode_tokens = 4',
     "speed": "prompt_tokens = 8\nnew_tokens = 9\nruns = 3",
     "train": 'text = "words.txt"\nsteps = 40\nbatch_size = 2\nsequence_length = 16\n'
-             "learning_rate = 0.01",
+    "learning_rate = 0.01",
     "offload": 'policy = "100 0 100 0 100 0"\nprompt_tokens = 8\nnew_tokens = 11',
     "learn": 'text = "facts"\nlearning_rates = [1e-3]\nsteps = 40\nbatch_size = 2\n'
-             "sequence_length = 16\nfacts = [2, 4]\ndistances = [4]\ntrials = 64",
-}  # fmt: skip
+    "sequence_length = 16\nfacts = [2, 4]\ndistances = [4]\ntrials = 64",
+}
 
 
 @pytest.fixture
@@ -746,8 +768,9 @@ def test_offload_says_speed_and_places(write, tmp_path):
     out = run(experiment, tmp_path / "out", quiet)
     [row] = json.loads((out / "results.json").read_text())["rows"]
     results = row["results"]
-    matrices = [leaf for leaf in jax.tree.leaves(param_shapes(experiment.models["tiny"]))
-                if leaf.ndim >= 2]  # fmt: skip
+    matrices = [
+        leaf for leaf in jax.tree.leaves(param_shapes(experiment.models["tiny"])) if leaf.ndim >= 2
+    ]
     assert results["host_megabytes"] * 1e6 == sum(4 * leaf.size for leaf in matrices)
     assert results["tokens_per_second"] > 0 and results["disk_megabytes"] == 0
     with pytest.raises(JaxLlamaError, match="expected six percentages"):

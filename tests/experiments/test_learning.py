@@ -25,9 +25,17 @@ from tests.helpers.models import FAMILIES
 from tests.helpers.training_cases import first_params
 
 SETTINGS = LearnSettings(
-    model="tiny", text="", learning_rates=(1e-3, 3e-3), steps=20, batch_size=2, sequence_length=32,
-    distances=(3, 20, 40), held_tokens=128, facts=(4, 8), trials=5,
-)  # fmt: skip
+    model="tiny",
+    text="",
+    learning_rates=(1e-3, 3e-3),
+    steps=20,
+    batch_size=2,
+    sequence_length=32,
+    distances=(3, 20, 40),
+    held_tokens=128,
+    facts=(4, 8),
+    trials=5,
+)
 TEXT = bytes(np.random.default_rng(0).integers(32, 127, 2000).astype(np.uint8))
 
 
@@ -58,9 +66,14 @@ def test_a_rate_and_a_seed_among_others_are_as_alone():
     batches = jnp.asarray(rows), jnp.ones((20, 2, 2, 32), bool)
     _, losses = learning.steps(cfg, state, learning.schedule(SETTINGS), batches)
     config = TrainConfig(
-        data=DataConfig(""), steps=20, batch_size=2, sequence_length=32, learning_rate=3e-3,
-        model=cfg, optimizer=OptimizerConfig(warmup_steps=2),
-    )  # fmt: skip
+        data=DataConfig(""),
+        steps=20,
+        batch_size=2,
+        sequence_length=32,
+        learning_rate=3e-3,
+        model=cfg,
+        optimizer=OptimizerConfig(warmup_steps=2),
+    )
     setup = TrainingSetup(config, cfg)
     state = init_state(setup, jax.device_put(begins[1]))
     for step, batch in enumerate(rows[:, 1]):
@@ -135,14 +148,20 @@ def test_the_shipped_experiment_made_small(tmp_path):
     """Attention in one layer, for some steps of a text of two letters."""
     shipped = (configs_dir() / "experiments" / "linear-family.toml").read_text()
     lines = {
-        "model = ": 'model = ["attention"]', 'text = "../': 'text = "ab.txt"',
-        "seeds": "seeds = [0, 1]", "learning_rates": "learning_rates = [1e-4, 1e-2]",
-        "distances": "distances = [4, 40]\ntrials = 4", "facts": "facts = [2, 4]",
+        "model = ": 'model = ["attention"]',
+        'text = "../': 'text = "ab.txt"',
+        "seeds": "seeds = [0, 1]",
+        "learning_rates": "learning_rates = [1e-4, 1e-2]",
+        "distances": "distances = [4, 40]\ntrials = 4",
+        "facts": "facts = [2, 4]",
         "held_tokens": "held_tokens = 1281",
-        "steps": "steps = 40", "batch_size": "batch_size = 2", "sequence_length":
-        "sequence_length = 32", 'where = { text = "../': "",
-        "n_layers": "n_layers = 1", "by =": "",
-    }  # fmt: skip
+        "steps": "steps = 40",
+        "batch_size": "batch_size = 2",
+        "sequence_length": "sequence_length = 32",
+        'where = { text = "../': "",
+        "n_layers": "n_layers = 1",
+        "by =": "",
+    }
     text = []
     for line in re.sub(
         r'layer_types = \["(\w+)".*\]', r'layer_types = ["\1"]', shipped

@@ -22,13 +22,29 @@ import numpy as np
 from tests.helpers.seeded import uniform
 
 _COMMON: dict[str, Any] = {
-    "model_type": "gla", "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2,
-    "intermediate_size": 96, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0, "norm_eps": 1e-6,
-    "max_position_embeddings": 128, "attn_mode": "fused_recurrent", "fuse_cross_entropy": False,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_ATTN = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "window_size": 24,
-         "rope_theta": 1000.0}  # fmt: skip
+    "model_type": "gla",
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "expand_k": 0.5,
+    "expand_v": 1.0,
+    "norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "attn_mode": "fused_recurrent",
+    "fuse_cross_entropy": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ATTN = {
+    "layers": [1],
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "qkv_bias": True,
+    "window_size": 24,
+    "rope_theta": 1000.0,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": _COMMON,
     "chunk": {**_COMMON, "attn_mode": "chunk"},
@@ -63,8 +79,15 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 def op_inputs() -> dict[str, np.ndarray]:
     """q, k, v, log_decay g, initial_state s, and the loss's weights d_o and d_s."""
     b, t, h, d_k, d_v = OP_SHAPE
-    shapes = {"q": (b, t, h, d_k), "k": (b, t, h, d_k), "v": (b, t, h, d_v), "g": (b, t, h, d_k),
-              "s": (b, h, d_k, d_v), "d_o": (b, t, h, d_v), "d_s": (b, h, d_k, d_v)}  # fmt: skip
+    shapes = {
+        "q": (b, t, h, d_k),
+        "k": (b, t, h, d_k),
+        "v": (b, t, h, d_v),
+        "g": (b, t, h, d_k),
+        "s": (b, h, d_k, d_v),
+        "d_o": (b, t, h, d_v),
+        "d_s": (b, h, d_k, d_v),
+    }
     out = {
         name: np.float32(1.5) * uniform(index, math.prod(shape)).reshape(shape)
         for index, (name, shape) in enumerate(shapes.items())

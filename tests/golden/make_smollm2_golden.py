@@ -52,9 +52,13 @@ def from_transformers(gguf: Path) -> None:
     for text in PROMPTS:
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW,
-            eos_token_id=None, pad_token_id=0,
-        )[0]  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0]
         prompts.append(ids[0].numpy().astype(np.uint16))
         greedy.append(out[len(ids[0]) :].numpy().astype(np.uint16))
         print(repr(tokenizer.decode(out)))
@@ -84,8 +88,10 @@ def from_llamacpp(gguf: Path) -> None:
     print(len(tokens), "tokens; the two agree at", (as_shipped == float32).mean())
     np.savez_compressed(
         HERE / "smollm2_llamacpp.npz",
-        tokens=np.array(tokens, np.uint16), as_shipped=as_shipped, float32=float32,
-    )  # fmt: skip
+        tokens=np.array(tokens, np.uint16),
+        as_shipped=as_shipped,
+        float32=float32,
+    )
 
 
 def write_float32(source: Path, target: Path) -> None:

@@ -28,8 +28,12 @@ def golden() -> dict[str, Any]:
         "smollm2": {text: smollm2(text).input_ids for text in cases.TEXTS},
         "templates": [
             smollm2.apply_chat_template(
-                cases.MESSAGES, chat_template=template, tools=[cases.TOOL], flavour="é",
-                tokenize=False, add_generation_prompt=True,
+                cases.MESSAGES,
+                chat_template=template,
+                tools=[cases.TOOL],
+                flavour="é",
+                tokenize=False,
+                add_generation_prompt=True,
             )
             for template in cases.TEMPLATES
         ],
@@ -41,7 +45,7 @@ def golden() -> dict[str, Any]:
             ]
             for text in cases.LLAMA_TEXTS
         },
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

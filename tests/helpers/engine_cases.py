@@ -31,9 +31,12 @@ from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
 OPTIONS = {
-    "max_slots": 4, "max_len": MAX_LEN, "prefill_chunk": 16, "steps_per_call": 3,
+    "max_slots": 4,
+    "max_len": MAX_LEN,
+    "prefill_chunk": 16,
+    "steps_per_call": 3,
     "cache_tokens": 128,
-}  # fmt: skip
+}
 ALL = ("draw", "top_k", "top_p", "min_p", "penalties", "bias")
 SAMPLINGS = (
     jl.Sampling(),
@@ -215,9 +218,14 @@ one_request = st.tuples(
 )
 # Texts that repeat and texts that do not, one cancelled within a draft, one preempted.
 REPEATING = (
-    (9, 5, 24, 0, 0, None), (3, 6, 23, 0, 0, None), (2, 7, 22, 1, 0, None), (7, 5, 21, 2, 0, 5),
-    (8, 2, 24, 3, 1, None), (9, 3, 20, 5, 0, None), (0, 6, 24, 14, 0, None),
-)  # fmt: skip
+    (9, 5, 24, 0, 0, None),
+    (3, 6, 23, 0, 0, None),
+    (2, 7, 22, 1, 0, None),
+    (7, 5, 21, 2, 0, 5),
+    (8, 2, 24, 3, 1, None),
+    (9, 3, 20, 5, 0, None),
+    (0, 6, 24, 14, 0, None),
+)
 schedules = st.lists(one_request, min_size=1, max_size=8)
 
 

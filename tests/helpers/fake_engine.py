@@ -78,9 +78,12 @@ class Row:
 
     def event(self, reason: FinishReason | None, error: Exception | None = None) -> Event:
         return Event(
-            self.request.id, finish_reason=reason, error=error,
-            prompt_tokens=len(self.request.prompt), completion_tokens=self.written,
-        )  # fmt: skip
+            self.request.id,
+            finish_reason=reason,
+            error=error,
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=self.written,
+        )
 
 
 class FakeEngine:

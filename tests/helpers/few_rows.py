@@ -30,8 +30,19 @@ def few_rows() -> contextlib.AbstractContextManager[None]:
     return emulated(blocks, operands, row, row_loops, widen, *_TILES)
 
 
-def run_tiles(x, w, bias, out_dtype, *, norm=None, swiglu=False, activation="silu", residual=None,
-              pending=None, **changes):  # fmt: skip
+def run_tiles(
+    x,
+    w,
+    bias,
+    out_dtype,
+    *,
+    norm=None,
+    swiglu=False,
+    activation="silu",
+    residual=None,
+    pending=None,
+    **changes,
+):
     """The tile kernel's; ``changes`` to its plan (clusters, per, batch, depth)."""
     gamma, eps = (None, None) if norm is None else norm
     fused = {"bias": bias is not None, "residual": residual is not None, "pairs": swiglu}
@@ -39,6 +50,12 @@ def run_tiles(x, w, bias, out_dtype, *, norm=None, swiglu=False, activation="sil
     given = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
     with few_rows():
         return kernel.matmul(
-            x, w, bias=bias, out_dtype=out_dtype, swiglu=swiglu, activation=activation, plan=plan,
+            x,
+            w,
+            bias=bias,
+            out_dtype=out_dtype,
+            swiglu=swiglu,
+            activation=activation,
+            plan=plan,
             **given,
-        )  # fmt: skip
+        )

@@ -17,42 +17,77 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "phi3": "phi3", "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
-    "ernie4_5": "ernie4_5", "olmo2": "olmo2", "olmo3": "olmo2", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "glm": "chatglm", "glm4": "glm4", "stablelm": "stablelm",
-    "cohere": "command-r", "cohere2": "cohere2",
-}  # fmt: skip
+    "llama": "llama",
+    "mistral": "llama",
+    "ministral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "stablelm": "stablelm",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+}
 _PERMUTED = ("llama", "mistral", "ministral", "smollm3", "granite")
 _NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
+}
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
 _BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "seed_oss")
 _KEYS = {
-    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count", "head_dim": "attention.key_length",
-    "num_key_value_heads": "attention.head_count_kv", "rope_theta": "rope.freq_base",
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "head_dim": "attention.key_length",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_eps": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
-    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    "logit_scale": "logit_scale", "use_parallel_residual": "use_parallel_residual",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-}  # fmt: skip
+}
 _ROPE = {
-    "factor": "factor", "original_max_position_embeddings": "original_context_length",
-    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
-}  # fmt: skip
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
 
 
 def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes: Any) -> None:
@@ -65,8 +100,13 @@ def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes:
     for key, value in {**{f"{arch}.{k}": v for k, v in keys.items()}, **changes}.items():
         if value is None:
             continue
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-               bool: writer.add_bool, list: writer.add_array}[type(value)]  # fmt: skip
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+            list: writer.add_array,
+        }[type(value)]
         add(key, value)
     tensors = load_file(directory / "model.safetensors")
     for name, value in tensors.items():

@@ -134,11 +134,23 @@ def serve(
     """(process, url, its log) of ``jaxllama serve``; killed at the end if it still runs."""
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
     environment = {
-        **os.environ, "JAXLLAMA_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu",
+        **os.environ,
+        "JAXLLAMA_CACHE": str(folder / "cache"),
+        "JAX_PLATFORMS": "cpu",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }  # fmt: skip
-    command = [sys.executable, *program, "serve", "--model", str(folder / NAME),
-               "--port", "0", "--chunk", "16", *flags]  # fmt: skip
+    }
+    command = [
+        sys.executable,
+        *program,
+        "serve",
+        "--model",
+        str(folder / NAME),
+        "--port",
+        "0",
+        "--chunk",
+        "16",
+        *flags,
+    ]
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment

@@ -46,9 +46,12 @@ def factors(cfg: ModelConfig, seed: int, rank: int = 4, only: str = ".") -> Fact
     raw = tensors(cfg, seed, rank, only)
     names = [name for name in raw if name.endswith("lora_A.weight")]
     return {
-        f"{name[len('base_model.model.') : -len('.lora_A.weight')]}.weight":
-        (raw[name], 2 * raw[name.replace("lora_A", "lora_B")]) for name in names
-    }  # fmt: skip
+        f"{name[len('base_model.model.') : -len('.lora_A.weight')]}.weight": (
+            raw[name],
+            2 * raw[name.replace("lora_A", "lora_B")],
+        )
+        for name in names
+    }
 
 
 def write(path: Path, factors: dict[str, np.ndarray], **config: Any) -> Path:

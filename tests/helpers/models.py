@@ -19,10 +19,20 @@ from jaxllama.config import (
 from tests.helpers.seeded import seeded_params
 
 LLAMA = ModelConfig(
-    name="tiny", vocab_size=97, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
-    d_ff=48, norm_eps=1e-5, max_position=4096, rope=RopeConfig(theta=10000.0),
-    tie_embeddings=False, eos_token_ids=(2,),
-)  # fmt: skip
+    name="tiny",
+    vocab_size=97,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    norm_eps=1e-5,
+    max_position=4096,
+    rope=RopeConfig(theta=10000.0),
+    tie_embeddings=False,
+    eos_token_ids=(2,),
+)
 DELTA = DeltaConfig(n_heads=4, n_k_heads=2, d_k=8, d_v=12, norm_eps=1e-5)
 GLA = GLAConfig(n_heads=2, n_kv_heads=2, expand_k=0.5, expand_v=1.0)
 FAMILIES = {

@@ -23,18 +23,34 @@ CFG = LLAMA.replace(n_layers=1, layer_types=("attention",), tie_embeddings=True,
 ODD = CFG.replace(d_ff=44, head_dim=6, n_heads=6, n_kv_heads=3)
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False,
-        "checkpoint_format": "gptq"}  # fmt: skip
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 16,
+    "desc_act": False,
+    "sym": False,
+    "checkpoint_format": "gptq",
+}
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 STATIC = {**TOKEN, "strategy": "tensor", "dynamic": False}
 
 
 def compressed(kind: str, weights: dict[str, Any], inputs: Any = None, **more: Any) -> dict:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs,
-             "output_activations": None}  # fmt: skip
-    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"g": group},
-            "quantization_status": "compressed", "ignore": ["lm_head"], **more}  # fmt: skip
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"g": group},
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        **more,
+    }
 
 
 def floating(args: dict[str, Any]) -> dict[str, Any]:
@@ -42,8 +58,10 @@ def floating(args: dict[str, Any]) -> dict[str, Any]:
 
 
 GROUP, CHANNEL, TENSOR = (
-    {"strategy": "group", "group_size": 16}, {"strategy": "channel"}, {"strategy": "tensor"}
-)  # fmt: skip
+    {"strategy": "group", "group_size": 16},
+    {"strategy": "channel"},
+    {"strategy": "tensor"},
+)
 BLOCK = {"strategy": "block", "block_structure": [16, 16]}
 BLOCK_INPUTS = floating({**TOKEN, "strategy": "group", "group_size": 16})
 INT8 = {"num_bits": 8}
@@ -91,91 +109,198 @@ def plain(**kwargs):
 # columns?, activations, static?])
 IMPORTS = {
     "awq": (CFG, AWQ, awq(), ["int4", 2, 3, True, False, None, False]),
-    "awq-rows": (CFG, {**AWQ, "group_size": -1}, awq(-1),
-                 ["int4", 1, 1, True, False, None, False]),
-    "awq-short-group": (CFG, {"quant_method": "awq", "w_bit": 4, "q_group_size": 32,
-                              "zero_point": True, "version": "GEMM"}, awq(32),
-                        ["int4", 1, 3, True, False, None, False]),
+    "awq-rows": (CFG, {**AWQ, "group_size": -1}, awq(-1), ["int4", 1, 1, True, False, None, False]),
+    "awq-short-group": (
+        CFG,
+        {
+            "quant_method": "awq",
+            "w_bit": 4,
+            "q_group_size": 32,
+            "zero_point": True,
+            "version": "GEMM",
+        },
+        awq(32),
+        ["int4", 1, 3, True, False, None, False],
+    ),
     "gptq": (CFG, GPTQ, gptq(), ["int4", 2, 3, True, False, None, False]),
-    "gptq-symmetric": (CFG, {**GPTQ, "sym": True}, gptq(symmetric=True),
-                       ["int4", 2, 3, False, False, None, False]),
-    "gptq-g_idx": (CFG, GPTQ, gptq(order="consecutive"),
-                   ["int4", 2, 3, True, False, None, False]),
-    "gptq-act-order": (CFG, {**GPTQ, "desc_act": True}, gptq(order="desc_act"),
-                       ["int4", 2, 3, True, True, None, False]),
-    "gptq-act-order-short-group": (CFG, {**GPTQ, "desc_act": True, "group_size": 32},
-                                   gptq(32, "desc_act"), ["int4", 1, 3, True, True, None, False]),
-    "gptq-v2-uneven-groups": (CFG, {**GPTQ, "checkpoint_format": "gptq_v2"},
-                              gptq(order="uneven", v2=True),
-                              ["int4", None, None, True, True, None, False]),
-    "gptq-8bit": (CFG, {**GPTQ, "bits": 8}, gptq(bits=8),
-                  ["int8", 2, 3, True, False, None, False]),
-    "gptq-8bit-v2-rows": (CFG, {**GPTQ, "bits": 8, "group_size": -1, "format": "gptq_v2",
-                                "checkpoint_format": None}, gptq(-1, bits=8, v2=True),
-                          ["int8", 1, 1, True, False, None, False]),
-    "gptq-8bit-symmetric-act-order": (CFG, {**GPTQ, "bits": 8, "desc_act": True},
-                                      gptq(order="desc_act", bits=8, symmetric=True),
-                                      ["int8", 2, 3, False, True, None, False]),
+    "gptq-symmetric": (
+        CFG,
+        {**GPTQ, "sym": True},
+        gptq(symmetric=True),
+        ["int4", 2, 3, False, False, None, False],
+    ),
+    "gptq-g_idx": (CFG, GPTQ, gptq(order="consecutive"), ["int4", 2, 3, True, False, None, False]),
+    "gptq-act-order": (
+        CFG,
+        {**GPTQ, "desc_act": True},
+        gptq(order="desc_act"),
+        ["int4", 2, 3, True, True, None, False],
+    ),
+    "gptq-act-order-short-group": (
+        CFG,
+        {**GPTQ, "desc_act": True, "group_size": 32},
+        gptq(32, "desc_act"),
+        ["int4", 1, 3, True, True, None, False],
+    ),
+    "gptq-v2-uneven-groups": (
+        CFG,
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+        gptq(order="uneven", v2=True),
+        ["int4", None, None, True, True, None, False],
+    ),
+    "gptq-8bit": (CFG, {**GPTQ, "bits": 8}, gptq(bits=8), ["int8", 2, 3, True, False, None, False]),
+    "gptq-8bit-v2-rows": (
+        CFG,
+        {**GPTQ, "bits": 8, "group_size": -1, "format": "gptq_v2", "checkpoint_format": None},
+        gptq(-1, bits=8, v2=True),
+        ["int8", 1, 1, True, False, None, False],
+    ),
+    "gptq-8bit-symmetric-act-order": (
+        CFG,
+        {**GPTQ, "bits": 8, "desc_act": True},
+        gptq(order="desc_act", bits=8, symmetric=True),
+        ["int8", 2, 3, False, True, None, False],
+    ),
     "gptq-padded": (ODD, GPTQ, gptq(order="desc_act"), ["int4", 2, 11, True, True, None, False]),
-    "packed": (CFG, compressed("pack-quantized", GROUP), packed(),
-               ["int4", 2, 3, False, False, None, False]),
-    "packed-zeros": (CFG, compressed("pack-quantized", {**GROUP, "symmetric": False}),
-                     packed(zeros="packed"), ["int4", 2, 3, True, False, None, False]),
-    "packed-old-zeros": (CFG, compressed("pack-quantized", {**GROUP, "symmetric": False}),
-                         packed(zeros="int8"), ["int4", 2, 3, True, False, None, False]),
-    "packed-act-order": (CFG, compressed("pack-quantized", {**GROUP, "actorder": "group"}),
-                         packed(order="act"), ["int4", 2, 3, False, True, None, False]),
-    "packed-no-order": (CFG, compressed("pack-quantized", GROUP), packed(order="none"),
-                        ["int4", 2, 3, False, False, None, False]),
-    "packed-padded": (ODD, compressed("pack-quantized", {**GROUP, "symmetric": False}),
-                      packed(zeros="packed"), ["int4", 2, 11, True, False, None, False]),
-    "packed-rows": (ODD, compressed("pack-quantized", CHANNEL), packed(None),
-                    ["int4", 1, 1, False, False, None, False]),
-    "packed-tensor": (CFG, compressed("pack-quantized", TENSOR),
-                      packed(None, per_tensor=True), ["int4", 1, 1, False, False, None, False]),
-    "packed-8bit-zeros": (ODD, compressed("pack-quantized", {**CHANNEL, **INT8,
-                                                             "symmetric": False}),
-                          packed(None, bits=8, zeros="packed"),
-                          ["int8", 1, 1, True, False, None, False]),
-    "packed-int8-tokens": (CFG, compressed("pack-quantized", GROUP, TOKEN), packed(),
-                           ["int4", 2, 3, False, False, "int8", False]),
-    "packed-fp8-tokens": (CFG, compressed("pack-quantized", GROUP, floating(TOKEN)), packed(),
-                          ["int4", 2, 3, False, False, "float8_e4m3fn", False]),
-    "int8-tokens-of-4-bits": (CFG, compressed("int-quantized", GROUP, TOKEN),
-                              plain(floating=False, bits=4, group=16),
-                              ["int4", 2, 3, False, False, "int8", False]),
-    "int8-tokens": (CFG, compressed("int-quantized", {**CHANNEL, **INT8}, TOKEN),
-                    plain(floating=False), ["int8", 1, 1, False, False, "int8", False]),
-    "int8-static": (CFG, compressed("int-quantized", {**CHANNEL, **INT8}, STATIC),
-                    plain(floating=False, static="input_scale"),
-                    ["int8", 1, 1, False, False, "int8", True]),
-    "fp8-channel-tokens": (CFG, compressed("float-quantized", floating(CHANNEL), floating(TOKEN)),
-                           plain(floating=True, dtype=ml_dtypes.bfloat16),
-                           ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", False]),
-    "fp8-tensor-static": (CFG, compressed("float-quantized", floating(TENSOR), floating(STATIC)),
-                          plain(floating=True, scale="tensor", static="input_scale"),
-                          ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", True]),
-    "fp8-weights-only": (CFG, compressed("naive-quantized", floating(CHANNEL)),
-                         plain(floating=True),
-                         ["float8_e4m3fn", 1, 1, False, False, None, False]),
-    "fp8-compressed-blocks": (CFG, compressed("float-quantized", floating(BLOCK), BLOCK_INPUTS),
-                              plain(floating=True, scale="block"),
-                              ["float8_e4m3fn", 2, 3, False, False, None, False]),
-    "fp8-blocks": (CFG, {**FP8, "weight_block_size": [16, 16], "fmt": "e4m3"},
-                   plain(floating=True, scale="block", name="weight_scale_inv"),
-                   ["float8_e4m3fn", 2, 3, False, False, None, False]),
-    "fp8-blocks-at-the-edge": (ODD, {**FP8, "weight_block_size": [32, 32]},
-                               plain(floating=True, scale="block", block=(32, 32),
-                                      name="weight_scale_inv"),
-                               ["float8_e4m3fn", 1, 11, False, False, None, False]),
-    "fp8-scalar": (CFG, FP8, plain(floating=True, scale="scalar", name="weight_scale_inv"),
-                   ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", False]),
-    "fp8-column": (CFG, FP8, plain(floating=True, scale="column"),
-                   ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", False]),
-    "fp8-static": (CFG, {**FP8, "activation_scheme": "static"},
-                   plain(floating=True, scale="scalar", static="input_scale"),
-                   ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", True]),
-}  # fmt: skip
+    "packed": (
+        CFG,
+        compressed("pack-quantized", GROUP),
+        packed(),
+        ["int4", 2, 3, False, False, None, False],
+    ),
+    "packed-zeros": (
+        CFG,
+        compressed("pack-quantized", {**GROUP, "symmetric": False}),
+        packed(zeros="packed"),
+        ["int4", 2, 3, True, False, None, False],
+    ),
+    "packed-old-zeros": (
+        CFG,
+        compressed("pack-quantized", {**GROUP, "symmetric": False}),
+        packed(zeros="int8"),
+        ["int4", 2, 3, True, False, None, False],
+    ),
+    "packed-act-order": (
+        CFG,
+        compressed("pack-quantized", {**GROUP, "actorder": "group"}),
+        packed(order="act"),
+        ["int4", 2, 3, False, True, None, False],
+    ),
+    "packed-no-order": (
+        CFG,
+        compressed("pack-quantized", GROUP),
+        packed(order="none"),
+        ["int4", 2, 3, False, False, None, False],
+    ),
+    "packed-padded": (
+        ODD,
+        compressed("pack-quantized", {**GROUP, "symmetric": False}),
+        packed(zeros="packed"),
+        ["int4", 2, 11, True, False, None, False],
+    ),
+    "packed-rows": (
+        ODD,
+        compressed("pack-quantized", CHANNEL),
+        packed(None),
+        ["int4", 1, 1, False, False, None, False],
+    ),
+    "packed-tensor": (
+        CFG,
+        compressed("pack-quantized", TENSOR),
+        packed(None, per_tensor=True),
+        ["int4", 1, 1, False, False, None, False],
+    ),
+    "packed-8bit-zeros": (
+        ODD,
+        compressed("pack-quantized", {**CHANNEL, **INT8, "symmetric": False}),
+        packed(None, bits=8, zeros="packed"),
+        ["int8", 1, 1, True, False, None, False],
+    ),
+    "packed-int8-tokens": (
+        CFG,
+        compressed("pack-quantized", GROUP, TOKEN),
+        packed(),
+        ["int4", 2, 3, False, False, "int8", False],
+    ),
+    "packed-fp8-tokens": (
+        CFG,
+        compressed("pack-quantized", GROUP, floating(TOKEN)),
+        packed(),
+        ["int4", 2, 3, False, False, "float8_e4m3fn", False],
+    ),
+    "int8-tokens-of-4-bits": (
+        CFG,
+        compressed("int-quantized", GROUP, TOKEN),
+        plain(floating=False, bits=4, group=16),
+        ["int4", 2, 3, False, False, "int8", False],
+    ),
+    "int8-tokens": (
+        CFG,
+        compressed("int-quantized", {**CHANNEL, **INT8}, TOKEN),
+        plain(floating=False),
+        ["int8", 1, 1, False, False, "int8", False],
+    ),
+    "int8-static": (
+        CFG,
+        compressed("int-quantized", {**CHANNEL, **INT8}, STATIC),
+        plain(floating=False, static="input_scale"),
+        ["int8", 1, 1, False, False, "int8", True],
+    ),
+    "fp8-channel-tokens": (
+        CFG,
+        compressed("float-quantized", floating(CHANNEL), floating(TOKEN)),
+        plain(floating=True, dtype=ml_dtypes.bfloat16),
+        ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", False],
+    ),
+    "fp8-tensor-static": (
+        CFG,
+        compressed("float-quantized", floating(TENSOR), floating(STATIC)),
+        plain(floating=True, scale="tensor", static="input_scale"),
+        ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", True],
+    ),
+    "fp8-weights-only": (
+        CFG,
+        compressed("naive-quantized", floating(CHANNEL)),
+        plain(floating=True),
+        ["float8_e4m3fn", 1, 1, False, False, None, False],
+    ),
+    "fp8-compressed-blocks": (
+        CFG,
+        compressed("float-quantized", floating(BLOCK), BLOCK_INPUTS),
+        plain(floating=True, scale="block"),
+        ["float8_e4m3fn", 2, 3, False, False, None, False],
+    ),
+    "fp8-blocks": (
+        CFG,
+        {**FP8, "weight_block_size": [16, 16], "fmt": "e4m3"},
+        plain(floating=True, scale="block", name="weight_scale_inv"),
+        ["float8_e4m3fn", 2, 3, False, False, None, False],
+    ),
+    "fp8-blocks-at-the-edge": (
+        ODD,
+        {**FP8, "weight_block_size": [32, 32]},
+        plain(floating=True, scale="block", block=(32, 32), name="weight_scale_inv"),
+        ["float8_e4m3fn", 1, 11, False, False, None, False],
+    ),
+    "fp8-scalar": (
+        CFG,
+        FP8,
+        plain(floating=True, scale="scalar", name="weight_scale_inv"),
+        ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", False],
+    ),
+    "fp8-column": (
+        CFG,
+        FP8,
+        plain(floating=True, scale="column"),
+        ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", False],
+    ),
+    "fp8-static": (
+        CFG,
+        {**FP8, "activation_scheme": "static"},
+        plain(floating=True, scale="scalar", static="input_scale"),
+        ["float8_e4m3fn", 1, 1, False, False, "float8_e4m3fn", True],
+    ),
+}
 
 
 def write(folder: Path, cfg, options, make) -> tuple[Path, dict[str, np.ndarray]]:

@@ -60,9 +60,16 @@ def act_order(rng: Rng, width: int, group: int) -> np.ndarray:
 
 
 def gptq(
-    rng: Rng, out: int, width: int, group: int, *, bits: int = 4, v2: bool = False,
-    g_idx: np.ndarray | None = None, symmetric: bool = False,
-) -> Linear:  # fmt: skip
+    rng: Rng,
+    out: int,
+    width: int,
+    group: int,
+    *,
+    bits: int = 4,
+    v2: bool = False,
+    g_idx: np.ndarray | None = None,
+    symmetric: bool = False,
+) -> Linear:
     per = 32 // bits
     groups = 1 if group == -1 else -(-width // group)
     qweight = _int32(rng, -(-width // per), out)
@@ -85,16 +92,27 @@ def gptq(
 
 
 def packed(
-    rng: Rng, out: int, width: int, group: int | None, *, bits: int = 4, zeros: str | None = None,
-    g_idx: np.ndarray | None = None, per_tensor: bool = False, dtype: Any = ml_dtypes.bfloat16,
-) -> Linear:  # fmt: skip
+    rng: Rng,
+    out: int,
+    width: int,
+    group: int | None,
+    *,
+    bits: int = 4,
+    zeros: str | None = None,
+    g_idx: np.ndarray | None = None,
+    per_tensor: bool = False,
+    dtype: Any = ml_dtypes.bfloat16,
+) -> Linear:
     """compressed-tensors, packed.  group: None is a scale a row; zeros: "packed", "int8"."""
     per, half = 32 // bits, 2 ** (bits - 1)
     groups = 1 if group is None else -(-width // group)
     words = _int32(rng, out, -(-width // per))
     scale = _scales(rng, *((1,) if per_tensor else (out, groups)), dtype=dtype)
-    tensors = {"weight_packed": words, "weight_scale": scale,
-               "weight_shape": np.array([out, width], np.int64)}  # fmt: skip
+    tensors = {
+        "weight_packed": words,
+        "weight_scale": scale,
+        "weight_shape": np.array([out, width], np.int64),
+    }
     zero_of = np.zeros((out, groups), np.int64)
     if zeros == "packed":
         stored = _int32(rng, -(-out // per), groups)
@@ -119,10 +137,19 @@ def packed(
 
 
 def plain(
-    rng: Rng, out: int, width: int, *, floating: bool, scale: str = "row",
-    block: tuple[int, int] = (16, 16), name: str = "weight_scale", static: str | None = None,
-    dtype: Any = np.float32, bits: int = 8, group: int | None = None,
-) -> Linear:  # fmt: skip
+    rng: Rng,
+    out: int,
+    width: int,
+    *,
+    floating: bool,
+    scale: str = "row",
+    block: tuple[int, int] = (16, 16),
+    name: str = "weight_scale",
+    static: str | None = None,
+    dtype: Any = np.float32,
+    bits: int = 8,
+    group: int | None = None,
+) -> Linear:
     """Words as they are, a byte each, int8 or FP8."""
     if floating:
         words = rng.normal(0, 60, (out, width)).astype(ml_dtypes.float8_e4m3fn)
@@ -143,9 +170,14 @@ def plain(
     if static is not None:
         tensors[static] = np.array([0.02], np.float32)
     rows, columns = np.indices((out, width))
-    at = {"scalar": (), "tensor": (0,), "row": (rows, 0), "column": (rows,),
-          "block": (rows // block[0], columns // block[1]),
-          "group": (rows, columns // (group or width))}[scale]  # fmt: skip
+    at = {
+        "scalar": (),
+        "tensor": (0,),
+        "row": (rows, 0),
+        "column": (rows,),
+        "block": (rows // block[0], columns // block[1]),
+        "group": (rows, columns // (group or width)),
+    }[scale]
     return tensors, words.astype(np.float32) * scales[at].astype(np.float32)
 
 
@@ -214,9 +246,16 @@ def load(folder: Path) -> dict[str, np.ndarray]:
     [path] = folder.glob("*.safetensors")
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
-    dtypes = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I8": np.int8,
-              "F8_E4M3": ml_dtypes.float8_e4m3fn, "I32": np.int32, "I64": np.int64,
-              "U8": np.uint8}  # fmt: skip
+    dtypes = {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "I8": np.int8,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "I32": np.int32,
+        "I64": np.int64,
+        "U8": np.uint8,
+    }
     tensors = {}
     for name, info in json.loads(raw[8 : 8 + length]).items():
         if name != "__metadata__":

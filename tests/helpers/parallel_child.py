@@ -213,8 +213,11 @@ def packed() -> None:
     got = np.asarray(generation.logits(config, on_mesh, tokens, lengths))
     back = gather_params(cfg, on_mesh, 4)
     same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), _floats(params), _floats(back))
-    report(case="packed", error=float(np.max(np.abs(want - got)) / np.max(np.abs(want))),
-           same=all(jax.tree.leaves(same)))  # fmt: skip
+    report(
+        case="packed",
+        error=float(np.max(np.abs(want - got)) / np.max(np.abs(want))),
+        same=all(jax.tree.leaves(same)),
+    )
 
 
 def one_row() -> None:
@@ -224,9 +227,16 @@ def one_row() -> None:
     stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
     cache = init_cache(config, 1, 9 + NEW, "float32", mesh=mesh)
     state = resident.start(
-        config, params, tokens_of(cfg, 1, 9), jnp.asarray([9], jnp.int32),
-        cache.layers, cache.lengths, stacked, stop_ids, max_new_tokens=NEW,
-    )  # fmt: skip
+        config,
+        params,
+        tokens_of(cfg, 1, 9),
+        jnp.asarray([9], jnp.int32),
+        cache.layers,
+        cache.lengths,
+        stacked,
+        stop_ids,
+        max_new_tokens=NEW,
+    )
     loop = resident.advance.lower(config, params, state, stacked, stop_ids, np.int32(NEW))
     options = [{}, {"xla_gpu_no_such_option": True}]
     report(
@@ -296,9 +306,13 @@ def training(
         room = Path(folder)
         tokens = str(token_file(room))
         config = run_config(
-            room, model, batch_size=16, microbatches=2, checkpoint_every=4,
+            room,
+            model,
+            batch_size=16,
+            microbatches=2,
+            checkpoint_every=4,
             data={"tokens": tokens, "validation_tokens": 25 * 10},
-        )  # fmt: skip
+        )
         for name, meshes in runs.items():
             for mesh in meshes[:-1]:
                 with contextlib.suppress(InterruptedError), interrupted_at(7):
@@ -312,9 +326,11 @@ def training(
             perplexity(load(result.model, mesh=mesh), TEXT[:300], window=64)["nll"]
             for mesh in ((None, "data=2,model=2") if is_scored else ())
         ]
-        for mesh, words in (("data=3", "does not divide the 8 rows of a microbatch"),
-                            ("data=2,model=2", "splits the data only"),
-                            ("data=16", "needs 16 devices")):  # fmt: skip
+        for mesh, words in (
+            ("data=3", "does not divide the 8 rows of a microbatch"),
+            ("data=2,model=2", "splits the data only"),
+            ("data=16", "needs 16 devices"),
+        ):
             try:
                 train(config, room / "refused", mesh=mesh)
             except JaxLlamaError as error:

@@ -23,9 +23,19 @@ LENGTH, PROMPT, NEW = 80, 24, 64  # tokens scored at once; tokens continued, and
 SCORED = np.array([0, 1, 7, 20, 31, 32, 33, 47, 63, 79])  # positions whose logits are kept
 
 _BASE = ModelConfig(
-    name="tiny", vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
-    d_ff=48, norm_eps=1e-5, max_position=128, rope=RopeConfig(theta=10000.0), tie_embeddings=False,
-)  # fmt: skip
+    name="tiny",
+    vocab_size=64,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    norm_eps=1e-5,
+    max_position=128,
+    rope=RopeConfig(theta=10000.0),
+    tie_embeddings=False,
+)
 
 
 def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
@@ -38,50 +48,118 @@ def _family(kind: str, case: str, **options: Any) -> ModelConfig:
     """The ModelConfig of a tiny config.json of that model type."""
     eps = "layer_norm_eps" if kind in ("stablelm", "cohere", "cohere2") else "rms_norm_eps"
     config = {
-        "model_type": kind, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "max_position_embeddings": 128, eps: 1e-5, "bos_token_id": 1, "eos_token_id": None,
+        "model_type": kind,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        eps: 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": None,
         "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
     return config_from_hf({**config, **options}, "tiny")
 
 
-_LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5],
-         "long_factor": [1.2, 2.0, 3.0, 4.0]}  # fmt: skip
+_LONG = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.2, 2.0, 3.0, 4.0],
+}
 _LONGROPE = {
-    "rope_scaling": _LONG, "original_max_position_embeddings": 16, "max_position_embeddings": 256,
-}  # fmt: skip
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-           "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
+    "rope_scaling": _LONG,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 256,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-_DELTA = {"num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-          "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
-          "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+_DELTA = {
+    "num_hidden_layers": 3,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 _SIGMOID = {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # (model type, case, what its config.json says besides the sizes): every option of each family
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "", {}),
-    ("qwen3", "window-bias", {
-        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
-        "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "qwen3",
+        "window-bias",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     ("phi3", "", {}),
     ("phi3", "window", {"sliding_window": 9}),
     ("phi3", "longrope", _LONGROPE),
-    ("phi3", "partial-longrope", {
-        **_LONGROPE, "original_max_position_embeddings": 96, "head_dim": 16, "hidden_size": 64,
-        "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    (
+        "phi3",
+        "partial-longrope",
+        {
+            **_LONGROPE,
+            "original_max_position_embeddings": 96,
+            "head_dim": 16,
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     ("cwm", "", {"sliding_window": 9, "rope_parameters": _LLAMA3}),
     ("smollm3", "", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
-    ("smollm3", "window-bias", {
-        "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9,
-        "attention_bias": True, "mlp_bias": True}),
-    ("granite", "", {
-        "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
-        "attention_multiplier": 0.0625, "tie_word_embeddings": True}),
-    ("granite", "bias", {
-        "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3, "attention_bias": True, "mlp_bias": True}),
+    (
+        "smollm3",
+        "window-bias",
+        {
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    (
+        "granite",
+        "",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "granite",
+        "bias",
+        {
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     ("seed_oss", "", {}),
     ("seed_oss", "bias", {"attention_out_bias": True, "mlp_bias": True}),
     ("ernie4_5", "", {"tie_word_embeddings": True}),
@@ -90,85 +168,241 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("olmo2", "", {}),
     ("olmo2", "bias-yarn", {"attention_bias": True, "rope_scaling": _YARN}),
     ("olmo3", "", {"sliding_window": 9, "num_hidden_layers": 4}),
-    ("olmo3", "yarn", {
-        "sliding_window": 9, "rope_scaling": _YARN, "rope_theta": 500000.0,
-        "layer_types": ["full_attention", "sliding_attention"]}),
-    ("gemma2", "", {
-        "sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0, "tie_word_embeddings": True}),
-    ("gemma2", "uncapped", {
-        "sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None,
-        "final_logit_softcapping": None}),
-    ("gemma3_text", "", {
-        "sliding_window": 9, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0, "tie_word_embeddings": True,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
-    ("gemma3_text", "layer-types", {
-        "sliding_window": 9, "query_pre_attn_scalar": 8,
-        "layer_types": ["full_attention", "sliding_attention"]}),
+    (
+        "olmo3",
+        "yarn",
+        {
+            "sliding_window": 9,
+            "rope_scaling": _YARN,
+            "rope_theta": 500000.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    (
+        "gemma2",
+        "",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "gemma2",
+        "uncapped",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    (
+        "gemma3_text",
+        "",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 16,
+            "sliding_window_pattern": 2,
+            "rope_local_base_freq": 100.0,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    (
+        "gemma3_text",
+        "layer-types",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
     ("glm", "", {}),
     ("glm4", "", {}),
     ("glm4", "no-bias", {"attention_bias": False, "partial_rotary_factor": 1.0}),
     ("stablelm", "", {"hidden_size": 64, "head_dim": 16}),
-    ("stablelm", "parallel-bias", {
-        "hidden_size": 64, "head_dim": 16, "use_parallel_residual": True, "use_qkv_bias": True}),
+    (
+        "stablelm",
+        "parallel-bias",
+        {"hidden_size": 64, "head_dim": 16, "use_parallel_residual": True, "use_qkv_bias": True},
+    ),
     ("cohere", "", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     ("cohere", "bias", {"logit_scale": 0.5, "attention_bias": True}),
-    ("cohere2", "", {
-        "sliding_window": 9, "num_hidden_layers": 4, "tie_word_embeddings": True,
-        "logit_scale": 0.25}),
+    (
+        "cohere2",
+        "",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.25,
+        },
+    ),
     ("cohere2", "pattern", {"sliding_window": 9, "sliding_window_pattern": 2}),
     ("qwen3_next", "", {**_DELTA, "num_experts": 0}),
-    ("qwen3_next", "bias", {
-        **_DELTA, "num_experts": 8, "mlp_only_layers": [0, 1, 2], "attention_bias": True,
-        "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True,
-        "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+    (
+        "qwen3_next",
+        "bias",
+        {
+            **_DELTA,
+            "num_experts": 8,
+            "mlp_only_layers": [0, 1, 2],
+            "attention_bias": True,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
     ("qwen3_5_text", "", {**_DELTA, "num_hidden_layers": 4, "layer_types": None}),
     ("qwen3_5_text", "bias", {**_DELTA, "attention_bias": True, "tie_word_embeddings": True}),
-    ("kimi_linear", "", {
-        "num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 3,
-        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 12,
-        "linear_head_dim": 8, "linear_num_heads": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    (
+        "kimi_linear",
+        "",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 12,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     ("mixtral", "", {"num_local_experts": 4}),
     ("mixtral", "window", {"sliding_window": 9, "num_local_experts": 6, "num_experts_per_tok": 3}),
     ("olmoe", "", {"num_experts": 8, "num_experts_per_tok": 3}),
-    ("olmoe", "normalized-bias", {
-        "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True,
-        "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "olmoe",
+        "normalized-bias",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     ("qwen2_moe", "", {**_MOE, "shared_expert_intermediate_size": 40}),
-    ("qwen2_moe", "mixed", {
-        **_MOE, "shared_expert_intermediate_size": 16, "norm_topk_prob": True, "qkv_bias": False,
-        "mlp_only_layers": [0], "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    (
+        "qwen2_moe",
+        "mixed",
+        {
+            **_MOE,
+            "shared_expert_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     ("qwen3_moe", "", {**_MOE, "norm_topk_prob": True}),
-    ("qwen3_moe", "mixed-window", {
-        **_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 3, "attention_bias": True,
-        "use_sliding_window": True, "sliding_window": 9}),
+    (
+        "qwen3_moe",
+        "mixed-window",
+        {
+            **_MOE,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
     ("qwen3_next", "experts", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 16}),
-    ("qwen3_next", "mixed-experts", {
-        **_DELTA, **_MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": False,
-        "mlp_only_layers": [1]}),
-    ("qwen3_5_moe_text", "", {
-        **_DELTA, **_MOE, "num_hidden_layers": 4, "layer_types": None, "intermediate_size": 24,
-        "shared_expert_intermediate_size": 16}),
-    ("granitemoe", "", {
-        "num_local_experts": 6, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
-        "residual_multiplier": 0.22, "attention_multiplier": 0.0625, "tie_word_embeddings": True}),
-    ("glm4_moe", "", {
-        **_SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
-        "head_dim": 16}),
-    ("glm4_moe", "groups", {
-        **_SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
-        "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "use_qk_norm": True,
-        "attention_bias": True, "num_hidden_layers": 3, "first_k_dense_replace": 0,
-        "head_dim": 16}),
-    ("kimi_linear", "experts", {
-        **_SIGMOID, "num_hidden_layers": 3, "num_key_value_heads": 4, "num_experts": 8,
-        "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 2,
-        "topk_group": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
-        "v_head_dim": 12, "linear_head_dim": 8, "linear_num_heads": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
-)  # fmt: skip
+    (
+        "qwen3_next",
+        "mixed-experts",
+        {
+            **_DELTA,
+            **_MOE,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
+    (
+        "qwen3_5_moe_text",
+        "",
+        {
+            **_DELTA,
+            **_MOE,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "intermediate_size": 24,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    (
+        "granitemoe",
+        "",
+        {
+            "num_local_experts": 6,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "glm4_moe",
+        "",
+        {
+            **_SIGMOID,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "head_dim": 16,
+        },
+    ),
+    (
+        "glm4_moe",
+        "groups",
+        {
+            **_SIGMOID,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 0,
+            "head_dim": 16,
+        },
+    ),
+    (
+        "kimi_linear",
+        "experts",
+        {
+            **_SIGMOID,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "num_experts": 8,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 1,
+            "num_expert_group": 2,
+            "topk_group": 1,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 12,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+)
 
 
 CASES: dict[str, ModelConfig] = {
@@ -198,14 +432,16 @@ CASES: dict[str, ModelConfig] = {
         mscale=0.7,
         mscale_all_dim=0.3,
         truncate=False,
-    ),  # fmt: skip
+    ),
     "rope-yarn-amplitude": _rope("yarn", 4.0, original_max_position=16, attention_factor=1.3),
     "embedding-scale": _BASE.replace(embedding_scale=True),
     "ministral": _BASE.replace(sliding_window=5, window_layers=(0, 2), n_layers=3, layer_types=()),
     "qwen2-alternating": _BASE.replace(qkv_bias=True, sliding_window=5, window_layers=(0,)),
     "llama-gelu": _BASE.replace(activation="gelu"),
-} | {f"{kind}{f'-{case}' if case else ''}": _family(kind, case, **options)
-     for kind, case, options in FAMILY_CASES}  # fmt: skip
+} | {
+    f"{kind}{f'-{case}' if case else ''}": _family(kind, case, **options)
+    for kind, case, options in FAMILY_CASES
+}
 
 
 def params_of(name: str) -> dict[str, Any]:

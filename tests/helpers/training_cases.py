@@ -21,9 +21,15 @@ TEXT = (Path(__file__).parents[1] / "golden" / "english.txt").read_text(encoding
 GOLDEN = Path(__file__).parents[1] / "golden" / "training.npz"
 # What torch has answered: of which model which part of training.
 CASES = (
-    "gradients/gla", "gradients/gqa", "curve/gla", "curve/gqa", "steps/gemma2",
-    "steps/gemma3_text", "steps/granite", "steps/cohere",
-)  # fmt: skip
+    "gradients/gla",
+    "gradients/gqa",
+    "curve/gla",
+    "curve/gqa",
+    "steps/gemma2",
+    "steps/gemma3_text",
+    "steps/granite",
+    "steps/cohere",
+)
 
 
 def byte_model(family: str, **changes: Any) -> ModelConfig:
@@ -46,10 +52,15 @@ def token_file(folder: Path) -> Path:
 def run_config(folder: Path, cfg: ModelConfig | None = None, **changes: Any) -> TrainConfig:
     """A dozen steps on English bytes."""
     table = {
-        "steps": 12, "batch_size": 4, "sequence_length": 24, "learning_rate": 3e-3,
-        "optimizer": {"warmup_steps": 2}, "data": {"tokens": str(token_file(folder))},
-        **({} if cfg is None else {"model": dataclasses.asdict(cfg)}), **changes,
-    }  # fmt: skip
+        "steps": 12,
+        "batch_size": 4,
+        "sequence_length": 24,
+        "learning_rate": 3e-3,
+        "optimizer": {"warmup_steps": 2},
+        "data": {"tokens": str(token_file(folder))},
+        **({} if cfg is None else {"model": dataclasses.asdict(cfg)}),
+        **changes,
+    }
     return train_config_from_dict(table, "test.toml")
 
 

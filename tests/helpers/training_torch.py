@@ -107,10 +107,12 @@ def losses(
     """The curve of torch's AdamW under the same settings."""
     options = config.optimizer
     groups = [
-        {"params": [leaf for leaf in leaves.values() if (leaf.ndim >= 2) is matrices],
-         "weight_decay": options.weight_decay if matrices else 0.0}
+        {
+            "params": [leaf for leaf in leaves.values() if (leaf.ndim >= 2) is matrices],
+            "weight_decay": options.weight_decay if matrices else 0.0,
+        }
         for matrices in (True, False)
-    ]  # fmt: skip
+    ]
     rule = torch.optim.AdamW(groups, betas=(options.b1, options.b2), eps=options.eps)
     curve = []
     for step, batch in enumerate(batches):

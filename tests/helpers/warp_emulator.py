@@ -227,20 +227,40 @@ def _words(function):
 
 
 ARITH = SimpleNamespace(
-    andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
-    shli=np.left_shift, shrui=np.right_shift, divui=np.floor_divide, remui=np.remainder,
-    addi=np.add, subi=np.subtract, muli=np.multiply, select=np.where,
-    minui=np.minimum, minsi=_words(np.minimum), maxsi=_words(np.maximum),
-    addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
-    bitcast=lambda kind, x: x.view(kind), extui=lambda kind, x: x.astype(kind),
+    andi=np.bitwise_and,
+    ori=np.bitwise_or,
+    xori=np.bitwise_xor,
+    shli=np.left_shift,
+    shrui=np.right_shift,
+    divui=np.floor_divide,
+    remui=np.remainder,
+    addi=np.add,
+    subi=np.subtract,
+    muli=np.multiply,
+    select=np.where,
+    minui=np.minimum,
+    minsi=_words(np.minimum),
+    maxsi=_words(np.maximum),
+    addf=np.add,
+    subf=np.subtract,
+    mulf=np.multiply,
+    negf=np.negative,
+    bitcast=lambda kind, x: x.view(kind),
+    extui=lambda kind, x: x.astype(kind),
     trunci=lambda kind, x: x.astype(kind),
-    cmpi=lambda predicate, x, y: predicate(x, y), cmpf=lambda predicate, x, y: predicate(x, y),
+    cmpi=lambda predicate, x, y: predicate(x, y),
+    cmpf=lambda predicate, x, y: predicate(x, y),
     CmpIPredicate=SimpleNamespace(
-        eq=np.equal, ne=np.not_equal, uge=np.greater_equal, ugt=np.greater, ult=np.less,
-        slt=_signed(np.less), sle=_signed(np.less_equal),
+        eq=np.equal,
+        ne=np.not_equal,
+        uge=np.greater_equal,
+        ugt=np.greater,
+        ult=np.less,
+        slt=_signed(np.less),
+        sle=_signed(np.less_equal),
     ),
     CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater, ONE=np.not_equal),
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -260,20 +280,34 @@ def _modules(block: Block) -> dict[str, Any]:
 
     nothing = SimpleNamespace(parent=None, attributes={})
     p.__dict__.update(
-        ptx=ptx, arith=ARITH, Value=np.ndarray, type_of=lambda x: x.dtype, _OVERLAPS=True,
-        i32=lambda: np.dtype(U32), i64=lambda: np.dtype(np.int64), f32=lambda: np.dtype("f4"),
-        mgpu=SimpleNamespace(utils=SimpleNamespace(
-            c=lambda value, kind: block.c(value, kind), memref_ptr=lambda ref: ref,
-            warpgroup_barrier=lambda: None)),
+        ptx=ptx,
+        arith=ARITH,
+        Value=np.ndarray,
+        type_of=lambda x: x.dtype,
+        _OVERLAPS=True,
+        i32=lambda: np.dtype(U32),
+        i64=lambda: np.dtype(np.int64),
+        f32=lambda: np.dtype("f4"),
+        mgpu=SimpleNamespace(
+            utils=SimpleNamespace(
+                c=lambda value, kind: block.c(value, kind),
+                memref_ptr=lambda ref: ref,
+                warpgroup_barrier=lambda: None,
+            )
+        ),
         llvm=SimpleNamespace(ptrtoint=lambda kind, ref: block.c(ref, kind)),
         gpu=SimpleNamespace(barrier=lambda: None),
         ir=SimpleNamespace(
-            InsertionPoint=SimpleNamespace(current=SimpleNamespace(
-                block=SimpleNamespace(owner=nothing))),
-            UnitAttr=SimpleNamespace(get=lambda: None)),
+            InsertionPoint=SimpleNamespace(
+                current=SimpleNamespace(block=SimpleNamespace(owner=nothing))
+            ),
+            UnitAttr=SimpleNamespace(get=lambda: None),
+        ),
         shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
-        when=block.when, choose=block.choose, loop=block.loop,
-    )  # fmt: skip
+        when=block.when,
+        choose=block.choose,
+        loop=block.loop,
+    )
     return {"p": p, "arith": ARITH}
 
 
@@ -332,10 +366,13 @@ def emulated(*modules):
         return run
 
     fake = SimpleNamespace(
-        kernel=kernel, SMEM=lambda shape, dtype: shape, RefType=lambda: None,
+        kernel=kernel,
+        SMEM=lambda shape, dtype: shape,
+        RefType=lambda: None,
         inline_mgpu=lambda arg_types: lambda f: lambda *refs: f(None, *refs),
-        CompilerParams=lambda **kw: None, LoweringSemantics=SimpleNamespace(Lane=None),
-    )  # fmt: skip
+        CompilerParams=lambda **kw: None,
+        LoweringSemantics=SimpleNamespace(Lane=None),
+    )
     with contextlib.ExitStack() as patches:
         patches.enter_context(jax.disable_jit())  # the arrays have to be concrete
         patches.enter_context(mock.patch.object(transform.Op, "__call__", _directly))

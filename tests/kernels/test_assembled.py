@@ -15,9 +15,13 @@ import jax
 import pytest
 
 WHEELS = (
-    "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
     "nvidia-cuda-runtime",
-)  # fmt: skip
+)
 HERE = {found.metadata["Name"] for found in importlib.metadata.distributions()}
 if MISSING := [name for name in WHEELS if name not in HERE]:
     pytest.skip(
@@ -50,9 +54,14 @@ device_description_str: "NVIDIA H200"
 # Their kernels are among those of another case: a backward pass with its forward one, another dtype
 # or length.
 IMPLIED = {
-    "GLA in segments", "GLA-1.3B", "GLA-1.3B, pairs of blocks", "delta in segments", "KDA",
-    "past, heads of 64", "past, float16",
-}  # fmt: skip
+    "GLA in segments",
+    "GLA-1.3B",
+    "GLA-1.3B, pairs of blocks",
+    "delta in segments",
+    "KDA",
+    "past, heads of 64",
+    "past, float16",
+}
 # Bytes that a thread spills, at most, on either jax: what was measured so, and is no slower for it.
 SPILLED = {
     "product 64 W4A8": {"quantized_matmul_w4a8": 28},
@@ -60,14 +69,18 @@ SPILLED = {
     "GLA gradients": {"gla_chunk_gradients": 188},
     "GLA-1.3B": {"gla_chunk_gradients": 228},
     "GLA-1.3B gradients, pairs of blocks": {
-        "gla_scan": 16, "gla_scan_reverse": 68, "gla_chunk_gradients": 228,
+        "gla_scan": 16,
+        "gla_scan_reverse": 68,
+        "gla_chunk_gradients": 228,
     },
     "delta gradients": {"gated_delta_gradients": 348},
     "KDA": {"gated_delta_channels": 80},
     "KDA gradients": {
-        "gated_delta_channels": 80, "gated_delta_products": 148, "gated_delta_gradients": 452,
+        "gated_delta_channels": 80,
+        "gated_delta_products": 148,
+        "gated_delta_gradients": 452,
     },
-}  # fmt: skip
+}
 # Kernels whose wgmma wait for one another on jax 0.12, which was not timed for this one.
 SERIALIZED = {"KDA gradients": {"gated_delta_products"}}
 

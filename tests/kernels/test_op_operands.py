@@ -88,8 +88,13 @@ def plain_matmul():
 
 
 def fused_matmul():
-    given = {"x": draw(2, 512), "w": draw(32, 512, seed=1), "norm's weight": draw(512),
-             "residual": draw(2, 32), "pending": draw(2, 512, seed=2, dtype="float32")}  # fmt: skip
+    given = {
+        "x": draw(2, 512),
+        "w": draw(32, 512, seed=1),
+        "norm's weight": draw(512),
+        "residual": draw(2, 32),
+        "pending": draw(2, 512, seed=2, dtype="float32"),
+    }
 
     def call(a, **kw):
         options = {"residual": a["residual"], "pending": a["pending"]}
@@ -351,11 +356,15 @@ def recursion(q, k, v, g, state, lengths=None, segments=None):
 
 
 def gla():
-    given = {"q": draw(2, 5, 4, 64), "k": draw(2, 5, 4, 64, seed=1), "v": draw(2, 5, 4, 64, seed=2),
-             "log_decay": -np.abs(draw(2, 5, 4, 64, seed=3, dtype="float32")),
-             "initial_state": draw(2, 4, 64, 64, dtype="float32"),
-             "lengths": np.asarray([5, 2], np.int32),
-             "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32)}  # fmt: skip
+    given = {
+        "q": draw(2, 5, 4, 64),
+        "k": draw(2, 5, 4, 64, seed=1),
+        "v": draw(2, 5, 4, 64, seed=2),
+        "log_decay": -np.abs(draw(2, 5, 4, 64, seed=3, dtype="float32")),
+        "initial_state": draw(2, 4, 64, 64, dtype="float32"),
+        "lengths": np.asarray([5, 2], np.int32),
+        "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32),
+    }
 
     def want(a):
         numbers = (wide(a[name]) for name in list(given)[:5])
@@ -365,9 +374,13 @@ def gla():
 
 
 def gla_step():
-    given = {"q": draw(2, 4, 64), "k": draw(2, 4, 64, seed=1), "v": draw(2, 4, 128, seed=2),
-             "log_decay": -np.abs(draw(2, 4, 64, seed=3, dtype="float32")),
-             "state": draw(2, 4, 64, 128, dtype="float32")}  # fmt: skip
+    given = {
+        "q": draw(2, 4, 64),
+        "k": draw(2, 4, 64, seed=1),
+        "v": draw(2, 4, 128, seed=2),
+        "log_decay": -np.abs(draw(2, 4, 64, seed=3, dtype="float32")),
+        "state": draw(2, 4, 64, 128, dtype="float32"),
+    }
 
     def want(a):
         *given, state = (wide(x) for x in a.values())
@@ -393,13 +406,16 @@ def delta_recursion(q, k, v, g, beta, state, lengths=None, segments=None):
 
 
 def gated_delta():
-    given = {"q": draw(2, 5, 4, 64), "k": draw(2, 5, 4, 64, seed=1) / 8,
-             "v": draw(2, 5, 8, 128, seed=2),
-             "log_decay": -np.abs(draw(2, 5, 8, seed=3, dtype="float32")),
-             "beta": 1 / (1 + np.exp(draw(2, 5, 8, seed=4, dtype="float32"))),
-             "initial_state": draw(2, 8, 64, 128, dtype="float32"),
-             "lengths": np.asarray([5, 2], np.int32),
-             "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32)}  # fmt: skip
+    given = {
+        "q": draw(2, 5, 4, 64),
+        "k": draw(2, 5, 4, 64, seed=1) / 8,
+        "v": draw(2, 5, 8, 128, seed=2),
+        "log_decay": -np.abs(draw(2, 5, 8, seed=3, dtype="float32")),
+        "beta": 1 / (1 + np.exp(draw(2, 5, 8, seed=4, dtype="float32"))),
+        "initial_state": draw(2, 8, 64, 128, dtype="float32"),
+        "lengths": np.asarray([5, 2], np.int32),
+        "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32),
+    }
 
     def want(a):
         numbers = (wide(a[name]) for name in list(given)[:6])
@@ -409,10 +425,14 @@ def gated_delta():
 
 
 def gated_delta_step():
-    given = {"q": draw(2, 4, 64), "k": draw(2, 4, 64, seed=1) / 8, "v": draw(2, 8, 128, seed=2),
-             "log_decay": -np.abs(draw(2, 8, seed=3, dtype="float32")),
-             "beta": 1 / (1 + np.exp(draw(2, 8, seed=4, dtype="float32"))),
-             "state": draw(2, 8, 64, 128, dtype="float32")}  # fmt: skip
+    given = {
+        "q": draw(2, 4, 64),
+        "k": draw(2, 4, 64, seed=1) / 8,
+        "v": draw(2, 8, 128, seed=2),
+        "log_decay": -np.abs(draw(2, 8, seed=3, dtype="float32")),
+        "beta": 1 / (1 + np.exp(draw(2, 8, seed=4, dtype="float32"))),
+        "state": draw(2, 8, 64, 128, dtype="float32"),
+    }
 
     def want(a):
         *given, state = (wide(x) for x in a.values())
@@ -426,8 +446,13 @@ def one_token():
     """``gla.token`` has the kernel alone."""
     streams, decay, norm, lengths, state = token_case(5, 4, 2, 64, 128, together=False)
     given = dict(zip(("q", "k", "v", "low", "gate"), (x.rows for x in streams), strict=True))
-    given |= {"decay weight": decay[0], "decay bias": decay[1], "norm": norm, "lengths": lengths,
-              "state": state}  # fmt: skip
+    given |= {
+        "decay weight": decay[0],
+        "decay bias": decay[1],
+        "norm": norm,
+        "lengths": lengths,
+        "state": state,
+    }
     given = {name: np.asarray(x) for name, x in given.items()}
 
     def taken(a):
@@ -442,9 +467,12 @@ def one_token():
 
 
 def grouped_matmul():
-    given = {"x": draw(2, 64), "w": draw(3, 16, 64, seed=1),
-             "experts": np.asarray([[0, 2], [1, 0]], np.int32),
-             "weights": draw(2, 2, dtype="float32")}  # fmt: skip
+    given = {
+        "x": draw(2, 64),
+        "w": draw(3, 16, 64, seed=1),
+        "experts": np.asarray([[0, 2], [1, 0]], np.int32),
+        "weights": draw(2, 2, dtype="float32"),
+    }
 
     def call(a, **kw):
         return pk.grouped_matmul(a["x"], a["w"], a["experts"], weights=a["weights"], **kw)
@@ -486,12 +514,24 @@ CASES = {
 }
 WITHOUT_KERNEL = {"quantize", "dequantize", "grouped_matmul"}
 # The XLA form of these is that of the case beside them.
-WITHOUT_XLA = {"gla_token", "quantized_matmul w8", "rms_norm", "decode_attention int8",
-               "rope_and_write int8"}  # fmt: skip
+WITHOUT_XLA = {
+    "gla_token",
+    "quantized_matmul w8",
+    "rms_norm",
+    "decode_attention int8",
+    "rope_and_write int8",
+}
 # The same operands stand in another scheme or form beside these: with `-m slow`.
-SCHEMES = {"quantized_matmul w8", "decode_attention int8", "decode_attention int4",
-           "decode_attention pages", "rope_and_write int8", "rope_and_write int4",
-           "rope_and_write pages", "gated_delta"}  # fmt: skip
+SCHEMES = {
+    "quantized_matmul w8",
+    "decode_attention int8",
+    "decode_attention int4",
+    "decode_attention pages",
+    "rope_and_write int8",
+    "rope_and_write int4",
+    "rope_and_write pages",
+    "gated_delta",
+}
 CORE = ("quantize_tokens", "decode_attention")
 # The second of a new token's 16 levels: range / 15 / sqrt(12) / standard deviation.
 ERROR, ERROR_INT4 = 0.03, {"rope_and_write int4": 0.1}
@@ -710,8 +750,9 @@ def test_explain_tells_the_plan_that_the_planner_has():
         assert f": mosaic, {plan.kernel}, " in text and text.endswith(str(plan)), text
     x = draw(1, 4096)
     for op, operands, options in (
-        ("rms_norm", (x, draw(4096), EPS), {}), ("swiglu", (x,), {"quantize": "int8"})
-    ):  # fmt: skip
+        ("rms_norm", (x, draw(4096), EPS), {}),
+        ("swiglu", (x,), {"quantize": "int8"}),
+    ):
         text = pk.explain(op, *operands, implementation="mosaic", **options)
         assert ": mosaic, rowwise_mosaic, " in text
     text = pk.explain("swiglu", x, implementation="mosaic")

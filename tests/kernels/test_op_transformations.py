@@ -216,7 +216,7 @@ CASES = {
             w,
             implementation=implementation,
             out_dtype=jnp.bfloat16 if implementation == "mosaic" else jnp.float32,
-        ),  # fmt: skip
+        ),
         _int4_pair,
         (True, False),
         quantized_matmul_reference,
@@ -247,8 +247,13 @@ CASES = {
 # Ops that stand above in another scheme, or as a part of another op: with `-m slow`.
 SCHEMES = ("rms_norm-int8", "matmul-int8", "decode_attention-int4", "rope_and_write-int8")
 PARTS = (
-    "rms_norm", "decode_attention-pages", "rope_and_write", "swiglu", "matmul-w8a8", "gla_step",
-)  # fmt: skip
+    "rms_norm",
+    "decode_attention-pages",
+    "rope_and_write",
+    "swiglu",
+    "matmul-w8a8",
+    "gla_step",
+)
 
 
 def each(names: Iterable[str], slow: tuple[str, ...] = SCHEMES) -> pytest.MarkDecorator:
@@ -414,8 +419,10 @@ def test_several_devices() -> None:
     """shard_map (with and without its check of what varies), and jit of sharded operands."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_op_transformations", *CASES],
-        env=environment(2), capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment(2),
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     assert json.loads(run.stdout) == list(CASES)
 

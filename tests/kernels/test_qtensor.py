@@ -130,8 +130,10 @@ def test_columns_reorder_the_other_operands_features(words):
 
 def test_a_static_scale_clips_and_is_every_rows():
     x = jnp.asarray([[1.0, -3.0, 0.26], [300.0, -300.0, 0.0]], jnp.float32)
-    for words, rows in (("int8", [[2, -6, 1], [127, -128, 0]]),
-                        ("float8_e4m3fn", [[2, -6, 0.5], [448, -448, 0]])):  # fmt: skip
+    for words, rows in (
+        ("int8", [[2, -6, 1], [127, -128, 0]]),
+        ("float8_e4m3fn", [[2, -6, 0.5], [448, -448, 0]]),
+    ):
         t = quantize_tokens(x, words, scale=jnp.float32(0.5))
         assert t.q.dtype == jnp.dtype(words) and t.scale.tolist() == [[0.5], [0.5]]
         assert t.q.astype(jnp.float32).tolist() == rows

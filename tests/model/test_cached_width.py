@@ -24,22 +24,25 @@ LATENT = LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6)
 CASES = {
     "gate, norm of heads, half turns by yarn": (
         ONE_LAYER.replace(
-            attn_gate=True, qk_norm="head",
+            attn_gate=True,
+            qk_norm="head",
             rope=RopeConfig(
                 1e4, scaling="yarn", factor=4.0, original_max_position=16, rotary_dim=4
             ),
-        ), "int8",
+        ),
+        "int8",
     ),
     "latent": (
         ONE_LAYER.replace(
             n_kv_heads=4, latent=LATENT, nope_layers=(0,), rope=RopeConfig(theta=1e4)
-        ), "float32",
+        ),
+        "float32",
     ),
     "gqa": (ONE_LAYER, "float32"),
     "sparse": (ONE_LAYER.replace(attn_sparsity=0.4), "float32"),
     "mqa-window": (IDENTITIES["mqa-window"], "int8"),
     "norm of all heads, capped": (ONE_LAYER.replace(qk_norm="full", attn_softcap=5.0), "int8"),
-}  # fmt: skip
+}
 SLOW = ("gqa", "sparse", "mqa-window", "norm of all heads, capped")
 WIDER = 12  # than heads of 8
 
@@ -50,10 +53,18 @@ def kept_wide(monkeypatch, width: int = WIDER) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "width"),
-    [(80, "int8", 128), (96, "bfloat16", 128), (96, "float32", 96), (64, "int8", 64),
-     (48, "int8", 64), (32, "bfloat16", 32), (160, "float16", 256), (192, "int4", 256),
-     (320, "int8", 320)],
-)  # fmt: skip
+    [
+        (80, "int8", 128),
+        (96, "bfloat16", 128),
+        (96, "float32", 96),
+        (64, "int8", 64),
+        (48, "int8", 64),
+        (32, "bfloat16", 32),
+        (160, "float16", 256),
+        (192, "int4", 256),
+        (320, "int8", 320),
+    ],
+)
 def test_where_kernels_run_heads_are_kept_as_wide_as_they_take(monkeypatch, head_dim, dtype, width):
     cfg = LLAMA.replace(head_dim=head_dim)
     assert caches.cached_width(cfg, dtype) == head_dim  # here there are none

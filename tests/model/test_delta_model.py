@@ -29,18 +29,34 @@ from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softpl
 from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of
 
 WIDTH = 40
-_BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48,
-         "norm_eps": 1e-5, "eos_token_id": None}  # fmt: skip
+_BASE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 48,
+    "norm_eps": 1e-5,
+    "eos_token_id": None,
+}
 FLA = {
     "gated_deltanet": {"num_heads": 2, "head_dim": 8, "expand_v": 1.5, "num_v_heads": 4},
     "gated_deltanet-plain": {
-        "num_heads": 2, "head_dim": 8, "use_gate": False, "use_short_conv": False,
-        "allow_neg_eigval": True, "tie_word_embeddings": True},
+        "num_heads": 2,
+        "head_dim": 8,
+        "use_gate": False,
+        "use_short_conv": False,
+        "allow_neg_eigval": True,
+        "tie_word_embeddings": True,
+    },
     "kda": {"num_heads": 2, "head_dim": 8, "expand_v": 1.5},
     "delta_net": {"num_heads": 4},
-    "delta_net-gate": {"num_heads": 2, "expand_k": 0.5, "expand_v": 1.5, "use_gate": True,
-                       "conv_size": 3},
-}  # fmt: skip
+    "delta_net-gate": {
+        "num_heads": 2,
+        "expand_k": 0.5,
+        "expand_v": 1.5,
+        "use_gate": True,
+        "conv_size": 3,
+    },
+}
 
 
 def config_of(name):
@@ -139,9 +155,13 @@ def test_what_a_file_says_and_we_have_not_is_named(kind, change, message):
 
 def test_experts_are_in_the_layers_that_the_file_says():
     config = {
-        "model_type": "qwen3_next", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4,
-    }  # fmt: skip
+        "model_type": "qwen3_next",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     cfg = config_from_hf(config, "x")
     assert (cfg.experts.n_experts, cfg.experts.n_active, cfg.experts.layers) == (512, 10, ())
     mixed = config_from_hf({**config, "num_experts": 16, "mlp_only_layers": [0]}, "x")

@@ -43,5 +43,6 @@ def test_a_tree_of_other_shapes_is_not_taken():
     state = flax.serialization.to_state_dict({"w": quantize(W, "int8")})
     with pytest.raises(ValueError, match="keys"):
         flax.serialization.from_state_dict({"v": quantize(W, "int8")}, state)
-    assert isinstance(flax.serialization.from_state_dict({"w": quantize(W, "int8")}, state)["w"],
-                      QTensor)  # fmt: skip
+    assert isinstance(
+        flax.serialization.from_state_dict({"w": quantize(W, "int8")}, state)["w"], QTensor
+    )

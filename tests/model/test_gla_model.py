@@ -92,11 +92,23 @@ def test_presets_are_what_the_library_would_build(name):
 
 def test_published_configs_are_the_presets():
     config = {
-        "attn_mode": "chunk", "clamp_min": None, "expand_k": 0.5, "expand_v": 1, "hidden_act":
-        "swish", "hidden_ratio": 4, "hidden_size": 1024, "intermediate_size": None, "model_type":
-        "gla", "num_heads": 4, "num_hidden_layers": 24, "norm_eps": 1e-6, "tie_word_embeddings":
-        True, "use_gk": True, "use_gv": False, "vocab_size": 32000,
-    }  # fmt: skip
+        "attn_mode": "chunk",
+        "clamp_min": None,
+        "expand_k": 0.5,
+        "expand_v": 1,
+        "hidden_act": "swish",
+        "hidden_ratio": 4,
+        "hidden_size": 1024,
+        "intermediate_size": None,
+        "model_type": "gla",
+        "num_heads": 4,
+        "num_hidden_layers": 24,
+        "norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "use_gk": True,
+        "use_gv": False,
+        "vocab_size": 32000,
+    }
     assert fla.config_from_fla(config, "gla-340m") == load_config("gla-340m")
     config |= {"hidden_size": 2048, "tie_word_embeddings": False, "num_kv_heads": None}
     assert fla.config_from_fla(config, "gla-1.3b") == load_config("gla-1.3b")

@@ -27,10 +27,24 @@ from tests.helpers.models import FAMILIES, relative_error, tokens_of
 from tests.helpers.seeded import seeded_params
 
 WIDTH = 32
-_BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48,
-         "norm_eps": 1e-5, "eos_token_id": None, "num_heads": 4}  # fmt: skip
-_PAPER = {"model_type": "gla", "architectures": ["GLAForCausalLM"], "d_model": 32, "n_head": 2,
-          "n_layer": 2, "vocab_size": 64, "eos_token_id": None}  # fmt: skip
+_BASE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 48,
+    "norm_eps": 1e-5,
+    "eos_token_id": None,
+    "num_heads": 4,
+}
+_PAPER = {
+    "model_type": "gla",
+    "architectures": ["GLAForCausalLM"],
+    "d_model": 32,
+    "n_head": 2,
+    "n_layer": 2,
+    "vocab_size": 64,
+    "eos_token_id": None,
+}
 FILES = {
     "paper": _PAPER,
     "paper-ungated": {**_PAPER, "n_layer": 1, "use_gk": False, "tie_word_embeddings": True},
@@ -45,7 +59,7 @@ FILES = {
     "linear_attn": {"feature_map": "elu", "norm_feature_map": True},
     "linear_attn-relu": {"feature_map": "relu", "num_kv_heads": 2, "elementwise_affine": False},
     "linear_attn-identity": {"feature_map": "identity"},
-}  # fmt: skip
+}
 
 
 def config_of(name):
@@ -119,9 +133,10 @@ def reference(config, tensors, tokens):
         return project(o, f"{at}.out_proj" if is_paper else f"{at}.o_proj")
 
     embed, layers, first, second, last = (
-        ("transformer.wte", "transformer.h", "ln_1", "ln_2", "transformer.ln_f") if is_paper else
-        ("model.embeddings", "model.layers", "attn_norm", "mlp_norm", "model.norm")
-    )  # fmt: skip
+        ("transformer.wte", "transformer.h", "ln_1", "ln_2", "transformer.ln_f")
+        if is_paper
+        else ("model.embeddings", "model.layers", "attn_norm", "mlp_norm", "model.norm")
+    )
     names = ("w1", "w3", "w2") if is_paper else [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
     x = w[f"{embed}.weight"][tokens]
     for layer in range(config.get("num_hidden_layers") or config["n_layer"]):

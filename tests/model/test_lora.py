@@ -67,8 +67,16 @@ def two_adapters(cfg: ModelConfig) -> list[adapter_files.Factors]:
 # What is read
 
 
-@pytest.mark.parametrize("name", [*(x for x in CASES if "-" not in x), "granite-bias",
-                                  "phi3-partial-longrope", "cohere-bias", "gla"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(x for x in CASES if "-" not in x),
+        "granite-bias",
+        "phi3-partial-longrope",
+        "cohere-bias",
+        "gla",
+    ],
+)
 def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     """Multipliers, the order of RoPE's rows, fused tensors: the tree of a checkpoint to which
     ``scale B A`` was added by numpy, merged while reading and as factors."""
@@ -109,8 +117,9 @@ def test_merging_leaves_what_has_no_factors_alone(tmp_path):
     plain = jl.load(base)
     lm = jl.load(base, adapters={"one": path}, merge=True)
     assert lm.adapters == ()
-    changed = jax.tree.map(lambda a, b: not same(np.asarray(a), np.asarray(b)),
-                           lm.params, plain.params)  # fmt: skip
+    changed = jax.tree.map(
+        lambda a, b: not same(np.asarray(a), np.asarray(b)), lm.params, plain.params
+    )
     assert changed["layer_1"]["mixer"]["qkv"]["weight"] and sum(jax.tree.leaves(changed)) == 1
 
 
@@ -126,10 +135,14 @@ def test_peft_s_own_files_and_merged_weights(name, tmp_path):
     base = saved(tmp_path / "base", name)
     torch.manual_seed(0)
     options = peft.LoraConfig(
-        r=4, lora_alpha=6, use_rslora=name == "qwen3", target_modules="all-linear",
-        rank_pattern={"down_proj": 3, "layers.1.self_attn.o_proj": 2}, alpha_pattern={"o_proj": 5},
+        r=4,
+        lora_alpha=6,
+        use_rslora=name == "qwen3",
+        target_modules="all-linear",
+        rank_pattern={"down_proj": 3, "layers.1.self_attn.o_proj": 2},
+        alpha_pattern={"o_proj": 5},
         init_lora_weights=False,
-    )  # fmt: skip
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = peft.get_peft_model(model, options)
     adapted.save_pretrained(tmp_path / "adapter")
@@ -196,14 +209,18 @@ def test_configs_that_are_not_two_factors_are_refused_by_name(config, says, tmp_
         ({"base_model.model.lm_head.lora_A.weight": (4, 32)}, "no such product in its layers"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 97)}, "only lora_A and"),
         ({"Q.lora_magnitude_vector": (32,)}, "only lora_A and lora_B are supported"),
-        ({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": (4, 32)},
-         "tiny has no such product"),
-        ({"base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight": (4, 32)},
-         "v_proj: lora_B is missing"),
+        (
+            {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": (4, 32)},
+            "tiny has no such product",
+        ),
+        (
+            {"base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight": (4, 32)},
+            "v_proj: lora_B is missing",
+        ),
         ({"Q.lora_A.weight": (4, 31)}, "lora_A [4, 31] and lora_B [32, 4], but r = 4"),
         ({"Q.lora_A.weight": (4,)}, "F32[4] is no factor"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_are_no_factors_of_the_model_are_refused_by_name(change, says, tmp_path):
     raw = lora_cases.tensors(LLAMA, 1, only="layers.0.*q_proj")
     module = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -292,8 +309,11 @@ def test_several_products_of_one_input_have_their_own():
 
 
 def _in_floats(params):
-    return jax.tree.map(lambda leaf: dequantize(leaf) if isinstance(leaf, QTensor) else leaf,
-                        params, is_leaf=lambda leaf: isinstance(leaf, QTensor))  # fmt: skip
+    return jax.tree.map(
+        lambda leaf: dequantize(leaf) if isinstance(leaf, QTensor) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QTensor),
+    )
 
 
 def test_beside_a_quantized_base_it_is_the_dequantized_one_with_the_product_added():
@@ -354,10 +374,13 @@ def test_a_tree_without_rows_is_the_base_model_s_program():
 
 @pytest.mark.parametrize(
     ("adapter", "says"),
-    [("three", "adapter = 'three': tiny has 'one', 'two'"), (["one"], "adapter: 1 entries for 2"),
-     (3, "adapter = 3: expected a name, or one a row"),
-     ([3, None], "adapter = 3: tiny has")],
-)  # fmt: skip
+    [
+        ("three", "adapter = 'three': tiny has 'one', 'two'"),
+        (["one"], "adapter: 1 entries for 2"),
+        (3, "adapter = 3: expected a name, or one a row"),
+        ([3, None], "adapter = 3: tiny has"),
+    ],
+)
 def test_an_adapter_that_is_not_there_is_named(adapter, says):
     lm = LanguageModel(LLAMA, {}, None, adapters=("one", "two"))
     with pytest.raises(JaxLlamaError, match=says):

@@ -86,8 +86,14 @@ def test_a_users_model_inits_with_the_tables_shapes_and_axes():
     _, variables = user_model()
     params = nn.unbox(variables)["params"]
     assert set(params) == {
-        "widen", "answer", "layer", "mlp", "mlp_norm", *KINDS, *(f"{kind}_norm" for kind in KINDS),
-    }  # fmt: skip
+        "widen",
+        "answer",
+        "layer",
+        "mlp",
+        "mlp_norm",
+        *KINDS,
+        *(f"{kind}_norm" for kind in KINDS),
+    }
     table = jl.init_params(CFG, jax.random.key(0))
     for index, kind in enumerate(KINDS):
         assert jax.tree.map(jnp.shape, params[kind]) == jax.tree.map(
@@ -280,9 +286,13 @@ def test_the_axes_are_those_of_sharded_parameters(name):
 def test_a_mesh_takes_the_model_by_its_metadata():
     """Eight devices in a process of its own: each has its share, and XLA partitions the layers."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.modules_child"], cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False, env=environment(8),
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.helpers.modules_child"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(8),
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     for line in run.stdout.splitlines():
         said = json.loads(line)

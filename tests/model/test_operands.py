@@ -85,20 +85,32 @@ def test_operands_of_another_type_or_shape_are_named(params, name, case):
         (lambda p, c: jl.decode_step(CFG, p, TOKENS[:1, 0], c), "it has 2 rows, .* tokens of 1"),
         (lambda p, c: jl.decode_step(CFG, p, TOKENS[:, 0], {}), "cache: dict: expected a Cache"),
         (lambda p, c: jl.prefill(CFG, p, TOKENS, FULL, c, chunk=0), "chunk = 0: must be at least"),
-        (lambda p, c: jl.commit(jl.verify_step(CFG, p, TOKENS, FULL, c)[1], np.zeros(3, int)),
-         r"accepted\[3\]: expected 2, one for each row"),
-        (lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 0),
-         "max_new_tokens = 0: must be at least 1"),
-        (lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 12),
-         "row 0: 5 tokens and 12 new ones exceed the context of tiny, 16"),
-        (lambda p, c: jl.generate(CFG, p, TOKENS, FULL + 1, c, jl.Sampling(), 0, 1),
-         r"lengths\[0\] = 6: must be from 0 to 5"),
-        (lambda p, c: jl.generate(CFG, p, TOKENS, -FULL, c, jl.Sampling(), 0, 1),
-         r"lengths\[0\] = -5: must be from 0 to 5"),
-        (lambda p, c: jl.generate(CFG, p, TOKENS + 97, FULL, c, jl.Sampling(), 0, 1),
-         r"tokens\[0\]: id \d+ is outside of the vocabulary of 97"),
+        (
+            lambda p, c: jl.commit(jl.verify_step(CFG, p, TOKENS, FULL, c)[1], np.zeros(3, int)),
+            r"accepted\[3\]: expected 2, one for each row",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 0),
+            "max_new_tokens = 0: must be at least 1",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 12),
+            "row 0: 5 tokens and 12 new ones exceed the context of tiny, 16",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL + 1, c, jl.Sampling(), 0, 1),
+            r"lengths\[0\] = 6: must be from 0 to 5",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, -FULL, c, jl.Sampling(), 0, 1),
+            r"lengths\[0\] = -5: must be from 0 to 5",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS + 97, FULL, c, jl.Sampling(), 0, 1),
+            r"tokens\[0\]: id \d+ is outside of the vocabulary of 97",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_operands_are_named(params, call, message):
     with pytest.raises(jl.JaxLlamaError, match=message):
         call(params, new_cache())

@@ -47,9 +47,12 @@ def config_of(name: str) -> ModelConfig:
     cfg = CASES[name]
     longest = cfg.max_position if cfg.rope.scaling in ("dynamic", "longrope") else 128
     return cfg.replace(
-        name="tiny", max_position=max(longest, PROMPT + NEW), stored=CheckpointForm(),
-        eos_token_ids=(), bos_token_id=None,
-    )  # fmt: skip
+        name="tiny",
+        max_position=max(longest, PROMPT + NEW),
+        stored=CheckpointForm(),
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
 
 
 @functools.cache
@@ -58,9 +61,15 @@ def ours(name: str) -> Answer:
     tokens = tokens_of(name)[None]
     logits = jl.logits(cfg, params, tokens, np.array([LENGTH], np.int32))
     state = jl.generate(
-        cfg, params, tokens[:, :PROMPT], np.array([PROMPT], np.int32),
-        jl.init_cache(cfg, 1, PROMPT + NEW, dtype=jnp.float32), jl.Sampling(), 0, NEW,
-    )  # fmt: skip
+        cfg,
+        params,
+        tokens[:, :PROMPT],
+        np.array([PROMPT], np.int32),
+        jl.init_cache(cfg, 1, PROMPT + NEW, dtype=jnp.float32),
+        jl.Sampling(),
+        0,
+        NEW,
+    )
     return Answer(np.asarray(logits[0]), np.asarray(state.tokens[0]))
 
 
@@ -77,15 +86,48 @@ def golden() -> dict[str, np.ndarray]:
 CORE = ("llama-gqa", "qwen2-late-window", "gemma3_text", "qwen3_next")
 # Each of these is a mechanism, or two, that a case beside it has too.
 ALSO = (
-    "llama-mha", "llama-mqa", "llama-wide-heads", "smollm2-tied", "llama-mlp-bias", "qwen2-bias",
-    "qwen2-window", "qwen2-alternating", "ministral", "rope-yarn", "rope-yarn-amplitude",
-    "phi3-longrope", "qwen3", "smollm3-window-bias", "granite", "seed_oss", "ernie4_5", "helium",
-    "olmo2-bias-yarn", "olmo3", "gemma2-uncapped", "gemma3_text-layer-types", "glm", "glm4-no-bias",
-    "cohere", "cohere2-pattern", "qwen3_5_text", "mixtral", "mixtral-window", "olmoe",
-    "qwen2_moe", "qwen3_moe", "qwen3_next-experts", "qwen3_next-mixed-experts", "glm4_moe",
-    "kimi_linear-experts", "qwen3_5_moe_text", "olmoe-normalized-bias", "granitemoe",
-    "qwen3_next-bias", "qwen3_moe-mixed-window",
-)  # fmt: skip
+    "llama-mha",
+    "llama-mqa",
+    "llama-wide-heads",
+    "smollm2-tied",
+    "llama-mlp-bias",
+    "qwen2-bias",
+    "qwen2-window",
+    "qwen2-alternating",
+    "ministral",
+    "rope-yarn",
+    "rope-yarn-amplitude",
+    "phi3-longrope",
+    "qwen3",
+    "smollm3-window-bias",
+    "granite",
+    "seed_oss",
+    "ernie4_5",
+    "helium",
+    "olmo2-bias-yarn",
+    "olmo3",
+    "gemma2-uncapped",
+    "gemma3_text-layer-types",
+    "glm",
+    "glm4-no-bias",
+    "cohere",
+    "cohere2-pattern",
+    "qwen3_5_text",
+    "mixtral",
+    "mixtral-window",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next-experts",
+    "qwen3_next-mixed-experts",
+    "glm4_moe",
+    "kimi_linear-experts",
+    "qwen3_5_moe_text",
+    "olmoe-normalized-bias",
+    "granitemoe",
+    "qwen3_next-bias",
+    "qwen3_moe-mixed-window",
+)
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 
 
@@ -132,14 +174,39 @@ def test_transformers(name: str) -> None:
 
 # Each way to name, fuse, order or scale tensors.
 WRITTEN = (
-    "phi3-partial-longrope", "gemma3_text", "cohere2", "qwen3_next", "qwen2_moe-mixed",
-    "llama-mha", "llama-attention-bias", "mistral-window", "ministral", "qwen2-late-window",
-    "qwen2-alternating", "rope-llama3", "rope-dynamic", "qwen3", "smollm3-window-bias", "granite",
-    "rope-yarn-options", "kimi_linear", "olmo3-yarn", "gemma2", "glm4", "stablelm-parallel-bias",
-    "ernie4_5-bias", "qwen3_5_text-bias", "mixtral", "olmoe-normalized-bias",
-    "qwen3_moe-mixed-window", "qwen3_next-mixed-experts", "qwen3_5_moe_text", "granitemoe",
-    "glm4_moe-groups", "kimi_linear-experts",
-)  # fmt: skip
+    "phi3-partial-longrope",
+    "gemma3_text",
+    "cohere2",
+    "qwen3_next",
+    "qwen2_moe-mixed",
+    "llama-mha",
+    "llama-attention-bias",
+    "mistral-window",
+    "ministral",
+    "qwen2-late-window",
+    "qwen2-alternating",
+    "rope-llama3",
+    "rope-dynamic",
+    "qwen3",
+    "smollm3-window-bias",
+    "granite",
+    "rope-yarn-options",
+    "kimi_linear",
+    "olmo3-yarn",
+    "gemma2",
+    "glm4",
+    "stablelm-parallel-bias",
+    "ernie4_5-bias",
+    "qwen3_5_text-bias",
+    "mixtral",
+    "olmoe-normalized-bias",
+    "qwen3_moe-mixed-window",
+    "qwen3_next-mixed-experts",
+    "qwen3_5_moe_text",
+    "granitemoe",
+    "glm4_moe-groups",
+    "kimi_linear-experts",
+)
 
 
 @pytest.mark.slow
@@ -179,9 +246,10 @@ RAGGED = ("qwen3_next", "gemma3_text")
     "name",
     [
         pytest.param(x, marks=[] if x in RAGGED else [pytest.mark.slow])
-        for x in CASES if "-" not in x or x.endswith("longrope")
+        for x in CASES
+        if "-" not in x or x.endswith("longrope")
     ],
-)  # fmt: skip
+)
 def test_ragged_rows_in_chunks_give_the_logits_of_whole_ones(name: str) -> None:
     cfg, params = CASES[name], jax.device_put(params_of(name))
     tokens = np.stack([tokens_of(name)[:40], tokens_of(name)[40:]])
@@ -227,10 +295,16 @@ def test_smollm2_continues_prompts_like_transformers(smollm2, prompts) -> None:
     tokens, lengths, greedy = prompts
     rows, new = greedy.shape
     state = jl.generate(
-        cfg, params, jnp.asarray(tokens), jnp.asarray(lengths),
-        jl.init_cache(cfg, rows, tokens.shape[1] + new, dtype=jnp.float32), jl.Sampling(), 0, new,
+        cfg,
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        jl.init_cache(cfg, rows, tokens.shape[1] + new, dtype=jnp.float32),
+        jl.Sampling(),
+        0,
+        new,
         stop_tokens=(),
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(state.tokens, greedy)
 
 

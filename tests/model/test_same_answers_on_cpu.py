@@ -126,15 +126,31 @@ def through_engine(lm: LanguageModel, prompts, n_new: int, slots: int, max_len: 
 
 
 TEXTS = (
-    "The capital of France is", "Once upon a time, in a small village by the sea, there lived",
-    "def fibonacci(n):\n    ", "Water boils at", "List three reasons to walk in the mountains:",
-    "2 + 2 =", "The quick brown fox", "In 1969, the first", "My favourite book is",
-    "To bake bread you need", "A short poem about the moon:\n", "The law of gravity",
-    "import numpy as np\n", "Q: Who wrote Hamlet?\nA:", "Dear Sir or Madam,", "The weather today",
-    "Photosynthesis is the process by which", "Once, a robot", "The three primary colours",
-    "In the year 2050", "Translate to French: good morning", "A list of fruits:",
-    "The Roman empire", "He said that",
-)  # fmt: skip
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there lived",
+    "def fibonacci(n):\n    ",
+    "Water boils at",
+    "List three reasons to walk in the mountains:",
+    "2 + 2 =",
+    "The quick brown fox",
+    "In 1969, the first",
+    "My favourite book is",
+    "To bake bread you need",
+    "A short poem about the moon:\n",
+    "The law of gravity",
+    "import numpy as np\n",
+    "Q: Who wrote Hamlet?\nA:",
+    "Dear Sir or Madam,",
+    "The weather today",
+    "Photosynthesis is the process by which",
+    "Once, a robot",
+    "The three primary colours",
+    "In the year 2050",
+    "Translate to French: good morning",
+    "A list of fruits:",
+    "The Roman empire",
+    "He said that",
+)
 
 
 @pytest.mark.slow

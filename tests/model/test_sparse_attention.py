@@ -77,9 +77,15 @@ def test_every_way_gives_the_same_tokens(n_layers, sparsity, dtype):
     want = tokens(lm, None)
     assert tokens(lm, 1) == want
     engine = Engine(
-        lm, max_slots=2, max_len=44, kv_dtype=dtype, prefill_chunk=8, steps_per_call=3,
-        cache_tokens=44, page_size=4,
-    )  # fmt: skip
+        lm,
+        max_slots=2,
+        max_len=44,
+        kv_dtype=dtype,
+        prefill_chunk=8,
+        steps_per_call=3,
+        cache_tokens=44,
+        page_size=4,
+    )
     requests = [Request(f"{i}", tuple(p), NEW, Sampling()) for i, p in enumerate(PROMPTS)]
     events = engine.generate(requests)
     assert [[t for event in events[r.id] for t in event.tokens] for r in requests] == want

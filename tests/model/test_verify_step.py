@@ -20,7 +20,8 @@ DYNAMIC = RopeConfig(theta=1e4, scaling="dynamic", factor=4.0, original_max_posi
 CASES = {
     "gqa": (LLAMA, "float32"),
     "window-caps": (
-        IDENTITIES["mqa-window"].replace(attn_softcap=20.0, logit_softcap=30.0), "float32"
+        IDENTITIES["mqa-window"].replace(attn_softcap=20.0, logit_softcap=30.0),
+        "float32",
     ),
     "dynamic-rope-fp8": (ONE_LAYER.replace(rope=DYNAMIC), "float8_e4m3fn"),
     "sparse": (ONE_LAYER.replace(attn_sparsity=0.4), "float32"),
@@ -36,13 +37,21 @@ CASES = {
     "dynamic-rope": (ONE_LAYER.replace(rope=DYNAMIC), "float32"),
     "softcap": (ONE_LAYER.replace(attn_softcap=20.0, logit_softcap=30.0), "float32"),
     "gla": (IDENTITIES["gla-variant"], "float32"),
-}  # fmt: skip
+}
 CORE = ("gqa", "window-caps", "gla-conv", "delta")
 # Each has a mechanism that an earlier case has too, beside another.
 SLOW = (
-    "bfloat16", "int8", "wide", "wide-int8", "dynamic-rope", "dynamic-rope-fp8", "softcap", "gla",
-    "hybrid-int8", "kda",
-)  # fmt: skip
+    "bfloat16",
+    "int8",
+    "wide",
+    "wide-int8",
+    "dynamic-rope",
+    "dynamic-rope-fp8",
+    "softcap",
+    "gla",
+    "hybrid-int8",
+    "kda",
+)
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(SLOW, pytest.mark.slow)}
 # A convolution is fused with what reads it, and the compiler rounds the two programs differently.
 INEXACT = {"gla-conv", "kda"}

@@ -84,17 +84,23 @@ percent = st.sampled_from([(100, 0), (0, 100), (0, 0), (30, 40)])
 
 
 policies = given(
-    weights=percent, cache=percent, activations=percent, count=st.sampled_from([1, 2]),
-    overlap=st.booleans(), sep_layer=st.booleans(),
-)  # fmt: skip
+    weights=percent,
+    cache=percent,
+    activations=percent,
+    count=st.sampled_from([1, 2]),
+    overlap=st.booleans(),
+    sep_layer=st.booleans(),
+)
 
 
 def draws(count: int) -> settings:
     """Return settings of as many examples, always the same."""
     return settings(
-        max_examples=count, deadline=None, derandomize=True,
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )  # fmt: skip
+    )
 
 
 def check_policy(resident, weights, cache, activations, count, overlap, sep_layer) -> None:
@@ -138,9 +144,11 @@ def test_every_family_and_its_logits(folder, name):
 
 @pytest.mark.parametrize(
     ("options", "tied"),
-    [("sep_layer=true overlap=false", False),
-     *(pytest.param("", tied, marks=pytest.mark.slow) for tied in (False, True))],
-)  # fmt: skip
+    [
+        ("sep_layer=true overlap=false", False),
+        *(pytest.param("", tied, marks=pytest.mark.slow) for tied in (False, True)),
+    ],
+)
 def test_compressed_is_the_compressed_resident_model(folder, options, tied):
     cfg = NARROW.replace(tie_embeddings=tied)
     params = params_of(cfg)
@@ -200,9 +208,11 @@ def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):
 def test_sampling_streaming_and_rows_over_several_blocks(folder):
     params = params_of(NARROW)
     sampling = [
-        Sampling(temperature=0.8, top_k=5), Sampling(temperature=1.0, repetition_penalty=1.3),
-        Sampling(), Sampling(temperature=1.2, top_p=0.9),
-    ]  # fmt: skip
+        Sampling(temperature=0.8, top_k=5),
+        Sampling(temperature=1.0, repetition_penalty=1.3),
+        Sampling(),
+        Sampling(temperature=1.2, top_p=0.9),
+    ]
     prompts, sampling, seeds = PROMPTS[1:] + PROMPTS[:2], sampling + sampling[:1], [1, 2, 3, 4, 5]
     free = LanguageModel(NARROW.replace(eos_token_ids=()), params, None)
     want = free.generate(prompts, NEW, sampling, seeds)
@@ -334,8 +344,10 @@ def test_store_keeps_quantized_trees_and_reuses_freed_disk(tmp_path):
     store = Store(tmp_path)
     w = quantize(
         jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32),
-        "int4", group_size=32, symmetric=False,
-    )  # fmt: skip
+        "int4",
+        group_size=32,
+        symmetric=False,
+    )
     size = 0
     for _ in range(3):
         stored = store.put(w, Shares(10, 30))
@@ -411,8 +423,13 @@ def test_the_recorder_sees_every_load(folder):
         events = recorder.finish()
         lanes = {event.lane for event in events}
         assert lanes == {
-            "load weights", "load cache", "load hidden", "compute", "store cache", "store hidden"
-        }  # fmt: skip
+            "load weights",
+            "load cache",
+            "load hidden",
+            "compute",
+            "store cache",
+            "store hidden",
+        }
         loads = [event for event in events if event.lane == "load weights"]
         computed = [event for event in events if event.lane == "compute"]
         assert len(computed) == 3 * 3 and len(loads) == len(computed)
@@ -443,9 +460,11 @@ def test_a_draft_changes_no_tokens(folder, name, draft, policy, draft_tokens):
     params = params_of(cfg)
     lm, off = LanguageModel(cfg, params, None), offloaded(cfg, params, policy)
     samplings = [
-        Sampling(logit_bias={5: 50.0}), Sampling(), Sampling(temperature=0.8),
+        Sampling(logit_bias={5: 50.0}),
+        Sampling(),
+        Sampling(temperature=0.8),
         Sampling(temperature=0.7, repetition_penalty=1.3, logit_bias={7: 2.0}),
-    ]  # fmt: skip
+    ]
     want = lm.generate(PROMPTS, NEW, samplings, seed=3)
     own = lm if draft == "model" else "ngram"
     got = off.generate(PROMPTS, NEW, samplings, seed=3, draft=own, draft_tokens=draft_tokens)

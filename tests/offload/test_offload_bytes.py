@@ -59,8 +59,16 @@ def test_quantized_bytes_count_words_and_scales(scheme, bits):
     assert model_bytes(CFG, jnp.bfloat16, scheme) == want
 
 
-@pytest.mark.parametrize("dtype, width", [("float32", 64), ("bfloat16", 32), ("int8", 16 + 4),
-                                          ("float8_e4m3fn", 16 + 4), ("int4", 8 + 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, width",
+    [
+        ("float32", 64),
+        ("bfloat16", 32),
+        ("int8", 16 + 4),
+        ("float8_e4m3fn", 16 + 4),
+        ("int4", 8 + 4),
+    ],
+)
 def test_cache_bytes_of_every_dtype(dtype, width):
     assert cache_bytes(CFG, 3, 10, dtype) == 2 * 2 * 3 * 10 * 2 * width  # layers, k v, rows, ...
 
@@ -86,9 +94,16 @@ def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme
         own = leaf.nbytes if is_stored(leaf) or isinstance(leaf, RowTable) else (leaf.nbytes, 0, 0)
         held = [total + part for total, part in zip(held, own, strict=True)]
     need = footprint(
-        cfg, policy, rows=2, width=8, capacity=16, dtype=jnp.float32, kv_dtype=jnp.float32,
-        scheme=scheme, compile_programs=False,
-    )  # fmt: skip
+        cfg,
+        policy,
+        rows=2,
+        width=8,
+        capacity=16,
+        dtype=jnp.float32,
+        kv_dtype=jnp.float32,
+        scheme=scheme,
+        compile_programs=False,
+    )
     assert dataclasses.astuple(need.weights) == tuple(held)
     assert sum(held) == model_bytes(cfg, jnp.float32, scheme)
 
@@ -109,14 +124,22 @@ def test_live_device_bytes_stay_within_the_prediction(tmp_path, text):
 
 
 COSTS = Calibration(
-    load_weights=Moving(1e-5, 2e-11, 4e-10, 0.0), join=(1e-5, 1e-12),
+    load_weights=Moving(1e-5, 2e-11, 4e-10, 0.0),
+    join=(1e-5, 1e-12),
     load_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12),
-    store_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12), push_cache=1e-5,
-    load_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12), store_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12),
-    decode=(2e-4, 1e-6, 1e-9), prefill=(0.0, 1e-7, 0.0), head=(5e-4, 1e-6),
-    look_up=(1e-4, 1e-8), contention=(0.0,) * 4,
-    disk_cold=4e-10, cpu=(1e-3, 5e-6, 5e-9), fetch=Moving(1e-4, 1e-10, 4e-10, 0.0),
-)  # fmt: skip
+    store_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12),
+    push_cache=1e-5,
+    load_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12),
+    store_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12),
+    decode=(2e-4, 1e-6, 1e-9),
+    prefill=(0.0, 1e-7, 0.0),
+    head=(5e-4, 1e-6),
+    look_up=(1e-4, 1e-8),
+    contention=(0.0,) * 4,
+    disk_cold=4e-10,
+    cpu=(1e-3, 5e-6, 5e-9),
+    fetch=Moving(1e-4, 1e-10, 4e-10, 0.0),
+)
 LLAMA = load_config("llama-3.1-8b")
 HALF = PlannerSettings(jnp.bfloat16, jnp.bfloat16)
 TASK = Task(64, 512, 32)

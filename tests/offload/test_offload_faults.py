@@ -33,8 +33,10 @@ def on_disk(tmp_path):
 
 def test_a_disk_file_has_no_name_and_gives_back_what_was_written(tmp_path):
     disk = DiskFile(tmp_path)
-    arrays = [np.random.default_rng(i).integers(0, 255, n, np.uint8)
-              for i, n in enumerate((1, 4096, (1 << 22) + 17))]  # fmt: skip
+    arrays = [
+        np.random.default_rng(i).integers(0, 255, n, np.uint8)
+        for i, n in enumerate((1, 4096, (1 << 22) + 17))
+    ]
     extents = [disk.write(array) for array in arrays]
     for extent, array in zip(extents, arrays, strict=True):
         assert (disk.read(extent) == array).all()
@@ -121,9 +123,11 @@ while True:
     disk.free(extent)
 """
     child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert child.stdout is not None
     with child.stdout:
         assert child.stdout.readline() == "ready\n"

@@ -111,8 +111,11 @@ def test_contention_is_what_made_the_steps():
 
 
 def test_pieces_and_packed_words_are_joined_whole_tensors_are_not():
-    tree = {"w": jax.ShapeDtypeStruct((8, 64), jnp.int4), "v": jax.ShapeDtypeStruct((4, 8), "int8"),
-            "n": jax.ShapeDtypeStruct((8,), jnp.float32)}  # fmt: skip
+    tree = {
+        "w": jax.ShapeDtypeStruct((8, 64), jnp.int4),
+        "v": jax.ShapeDtypeStruct((4, 8), "int8"),
+        "n": jax.ShapeDtypeStruct((8,), jnp.float32),
+    }
     assert moving(tree, Shares(100, 0)) == (0, 0, 0)
     assert moving(tree, Shares(0, 100)) == (256 + 32, 0, 256)
     assert moving(tree, Shares(50, 25)) == (64 + 8, 64 + 8, 256 + 32)
@@ -189,13 +192,21 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
     )
     weights = model_bytes(load_config(file), jnp.float32)
     found = plan.run(
-        file, random=True, rows=4, prompt_tokens=16, new_tokens=6, device_bytes=weights,
-        dtype=jnp.float32, timeline=tmp_path / "step.png",
-    )  # fmt: skip
+        file,
+        random=True,
+        rows=4,
+        prompt_tokens=16,
+        new_tokens=6,
+        device_bytes=weights,
+        dtype=jnp.float32,
+        timeline=tmp_path / "step.png",
+    )
     assert found["bytes"]["device"]["predicted"] <= weights
     assert found["bytes"]["device"]["measured"] <= found["bytes"]["device"]["predicted"]
-    assert all(found[name]["predicted"] > 0 and found[name]["measured"] > 0
-               for name in ("prefill_seconds", "step_seconds", "tokens_per_second"))  # fmt: skip
+    assert all(
+        found[name]["predicted"] > 0 and found[name]["measured"] > 0
+        for name in ("prefill_seconds", "step_seconds", "tokens_per_second")
+    )
     assert (tmp_path / "step.png").stat().st_size > 5000
     assert "tokens/s" in plan.table(found)
     [kept] = tmp_path.glob("offload/calibration-*.json")
@@ -207,13 +218,32 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
     cfg, zero = model_of(128, 1), Moving(0.0, 0.0, 0.0, 0.0)
     costs = Calibration(
-        zero, (0.0,) * 2, zero, zero, 0.0, zero, zero, (1e-3,) * 3, (1e-3,) * 3, (1e-3,) * 2,
-        (0.0,) * 2, (0.0,) * 4, 0.0, (1e-3,) * 3, zero,
-    )  # fmt: skip
+        zero,
+        (0.0,) * 2,
+        zero,
+        zero,
+        0.0,
+        zero,
+        zero,
+        (1e-3,) * 3,
+        (1e-3,) * 3,
+        (1e-3,) * 2,
+        (0.0,) * 2,
+        (0.0,) * 4,
+        0.0,
+        (1e-3,) * 3,
+        zero,
+    )
     lm = object()
-    found = {"prefill": 1.0, "step": 0.1, "lanes": dict.fromkeys(plan.LANES, 0.0),
-             "prompt_tokens": 4, "disk_bytes": 0, "device_bytes": 1,
-             "sees_programs": False}  # fmt: skip
+    found = {
+        "prefill": 1.0,
+        "step": 0.1,
+        "lanes": dict.fromkeys(plan.LANES, 0.0),
+        "prompt_tokens": 4,
+        "disk_bytes": 0,
+        "device_bytes": 1,
+        "sees_programs": False,
+    }
     moved, loaded, said = [], [], []
 
     def calibrate(*_, moves, **__):
@@ -226,8 +256,15 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     monkeypatch.setattr(plan, "measure", lambda *_: (found, []))
 
     def run(**options):
-        return plan.run("tiny", rows=2, prompt_tokens=4, new_tokens=3, dtype=jnp.float32,
-                        progress=said.append, **options)  # fmt: skip
+        return plan.run(
+            "tiny",
+            rows=2,
+            prompt_tokens=4,
+            new_tokens=3,
+            dtype=jnp.float32,
+            progress=said.append,
+            **options,
+        )
 
     assert run() == run()
     assert moved == [False, False] and len(loaded) == 1 and not loaded[0].moves
@@ -241,18 +278,34 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
 
 @pytest.mark.parametrize(
     "seconds, text, prompt",  # predicted for 8 rows of 512 tokens
-    [(1.0, "100 0 100 0 100 0", 512), (5.0, "100 0 100 0 100 0", 128),
-     (1e3, "100 0 100 0 100 0", 64), (1e3, "0 100 100 0 100 0", 512)],
-)  # fmt: skip
+    [
+        (1.0, "100 0 100 0 100 0", 512),
+        (5.0, "100 0 100 0 100 0", 128),
+        (1e3, "100 0 100 0 100 0", 64),
+        (1e3, "0 100 100 0 100 0", 512),
+    ],
+)
 def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, monkeypatch):
     """The report scales it by its operations, and says so."""
     cfg, task = model_of(128, 1), plan.Task(8, 512, 32)
     zero = Moving(0.0, 0.0, 0.0, 0.0)
     costs = Calibration(
-        zero, (0.0,) * 2, zero, zero, 0.0, zero, zero, (1e-3,) * 3,
-        (0.0, seconds / (8 * 512 * cfg.n_layers), 0.0), (0.0,) * 2, (0.0,) * 2, (0.0,) * 4, 0.0,
-        (1e-3,) * 3, zero,
-    )  # fmt: skip
+        zero,
+        (0.0,) * 2,
+        zero,
+        zero,
+        0.0,
+        zero,
+        zero,
+        (1e-3,) * 3,
+        (0.0, seconds / (8 * 512 * cfg.n_layers), 0.0),
+        (0.0,) * 2,
+        (0.0,) * 2,
+        (0.0,) * 4,
+        0.0,
+        (1e-3,) * 3,
+        zero,
+    )
     policy = Policy.parse(text + " gpu_batch_size=8")
     trial = plan.shortened(cfg, policy, costs, task, PLAIN)
     assert trial.prompt == prompt and trial.capacity == task.capacity
@@ -263,8 +316,14 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
 
     def measure(_, task, __):
         measured.append(task)
-        return {"prefill": 2.0, "step": 0.1, "lanes": dict.fromkeys(plan.LANES, 0.0),
-                "disk_bytes": 0, "device_bytes": 1, "sees_programs": False}, []  # fmt: skip
+        return {
+            "prefill": 2.0,
+            "step": 0.1,
+            "lanes": dict.fromkeys(plan.LANES, 0.0),
+            "disk_bytes": 0,
+            "device_bytes": 1,
+            "sees_programs": False,
+        }, []
 
     monkeypatch.setattr(plan, "measure", measure)
     found = plan.run("tiny", policy=policy, dtype=jnp.float32, recalibrate=True)
@@ -289,14 +348,25 @@ def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
 
 def test_the_summary_of_a_sweep():
     def point(policy, rate, step, predicted, peak, solver=False):
-        return {"policy": policy, "solver": solver, "need": 100, "peak": peak,
-                "rate": rate, "step": step, "prefill": 2.0,
-                "predicted_rate": 100, "predicted_step": predicted,
-                "predicted_prefill": 1.0}  # fmt: skip
+        return {
+            "policy": policy,
+            "solver": solver,
+            "need": 100,
+            "peak": peak,
+            "rate": rate,
+            "step": step,
+            "prefill": 2.0,
+            "predicted_rate": 100,
+            "predicted_step": predicted,
+            "predicted_prefill": 1.0,
+        }
 
     points = [point("a", 100, 1.0, 1.1, 90), point("b", 300, 1.0, 2.0, None)]  # b was lucky
-    finals = [point("a", 100, 1.0, 1.1, None), point("b", 80, 1.0, 2.0, None),
-              point("c", 95, 2.0, 2.2, 101, True)]  # fmt: skip
+    finals = [
+        point("a", 100, 1.0, 1.1, None),
+        point("b", 80, 1.0, 2.0, None),
+        point("c", 95, 2.0, 2.2, 101, True),
+    ]
     found = summary(points, finals)
     assert found["best"] == {"policy": "a", "rate": 100}
     assert found["solver"]["share_of_best"] == pytest.approx(0.95)

@@ -42,16 +42,33 @@ LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 CORE = "gqa:float32:2x4:sampled"
 QUICK = ("delta:w8a8:2x2:greedy:int8",)
 FULL = [
-    *(f"{family}:float32:all:sampled" for family in
-      ("gqa", "mha-tied-bias", "mqa-window", "llama3-rope-even", "gla", "gla-variant", "hybrid",
-       "delta", "kda", "qwen3.5")),
-    *(f"{family}:{scheme}:all:greedy" for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
-      for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")),
+    *(
+        f"{family}:float32:all:sampled"
+        for family in (
+            "gqa",
+            "mha-tied-bias",
+            "mqa-window",
+            "llama3-rope-even",
+            "gla",
+            "gla-variant",
+            "hybrid",
+            "delta",
+            "kda",
+            "qwen3.5",
+        )
+    ),
+    *(
+        f"{family}:{scheme}:all:greedy"
+        for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
+        for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")
+    ),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
-    "short-conv:float32:all:sampled", "short-conv:w8a16:all:greedy",
+    "short-conv:float32:all:sampled",
+    "short-conv:w8a16:all:greedy",
     *(f"gqa:float32:2x4+1x8:greedy:{kv}" for kv in ("int8", "int4", "float8_e4m3fn")),
-    "mqa-window:w4a16:all:greedy", "mha-tied-bias:w8a8:2x2+1x4:greedy:int8",
-]  # fmt: skip
+    "mqa-window:w4a16:all:greedy",
+    "mha-tied-bias:w8a8:2x2+1x4:greedy:int8",
+]
 
 
 def child(*names: str) -> dict[str, dict]:
@@ -178,16 +195,25 @@ def test_the_parts_of_a_step_are_those_of_a_device_s_kernels(tmp_path):
         return {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}, **more}
 
     events = [
-        named("process_name", 1, "/device:GPU:0"), named("thread_name", 1, "Stream #5", tid=7),
-        named("thread_name", 1, "XLA Ops", tid=8), named("process_name", 2, "/host:CPU"),
+        named("process_name", 1, "/device:GPU:0"),
+        named("thread_name", 1, "Stream #5", tid=7),
+        named("thread_name", 1, "XLA Ops", tid=8),
+        named("process_name", 2, "/host:CPU"),
         named("thread_name", 2, "Stream-like", tid=7),
-        *({"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": begin, "dur": 10.0}
-          for pid, tid, begin, name in (
-            (1, 7, 0.0, "void stream_executor::gpu::AllReduceKernelImpl<float>"),
-            (1, 7, 12.0, "ncclDevKernel_AllGather_RING_LL"), (1, 7, 25.0, "loop_fusion_12"),
-            (1, 7, 2e6, "loop_fusion_3"), (1, 7, 2e6 + 5, "psum_457_0_fusion"),
-            (1, 8, 0.0, "all-reduce.3"), (2, 7, 0.0, "ncclGroupEnd"), (2, 9, 0.0, "nccl"))),
-    ]  # fmt: skip
+        *(
+            {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": begin, "dur": 10.0}
+            for pid, tid, begin, name in (
+                (1, 7, 0.0, "void stream_executor::gpu::AllReduceKernelImpl<float>"),
+                (1, 7, 12.0, "ncclDevKernel_AllGather_RING_LL"),
+                (1, 7, 25.0, "loop_fusion_12"),
+                (1, 7, 2e6, "loop_fusion_3"),
+                (1, 7, 2e6 + 5, "psum_457_0_fusion"),
+                (1, 8, 0.0, "all-reduce.3"),
+                (2, 7, 0.0, "ncclGroupEnd"),
+                (2, 9, 0.0, "nccl"),
+            )
+        ),
+    ]
     trace = gzip.compress(json.dumps({"traceEvents": events}).encode())
     (tmp_path / "host.trace.json.gz").write_bytes(trace)
     parts = step_parts(tmp_path, 2)
@@ -216,8 +242,11 @@ def test_a_shard_holds_its_own_heads_and_the_way_back_is_the_identity(family):
             order, axis = row_order(cfg, path, n), split_axis(path)
             stored = leaf
             if order is not None:
-                stored = np.where((order >= 0)[:, None] if leaf.ndim > 1 else order >= 0,
-                                  leaf[np.maximum(order, 0)], 0)  # fmt: skip
+                stored = np.where(
+                    (order >= 0)[:, None] if leaf.ndim > 1 else order >= 0,
+                    leaf[np.maximum(order, 0)],
+                    0,
+                )
                 np.testing.assert_array_equal(stored[natural_rows(order)], leaf)
             shard = stored if axis is None else np.split(stored, n, axis)[0]
             assert shard.shape == shapes[path], path
@@ -302,11 +331,14 @@ print(json.dumps([jax.device_count(), [o.tokens for o in outs], read[0], own]))
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(index)],
-            cwd=ROOT, env=environment(4), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment(4),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for index in range(2)
-    ]  # fmt: skip
+    ]
     cfg, params = hf.load(directory)
     want = LanguageModel(cfg, jax.device_put(params), None).generate(
         [[5, 6, 7], [8]], max_new_tokens=8
@@ -343,17 +375,23 @@ except JaxLlamaError as error:
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", program, f"127.0.0.1:{spec}", timeout],
-            cwd=ROOT, env=environment(1), text=True, stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment(1),
+            text=True,
+            stderr=subprocess.PIPE,
         )
         for spec, timeout in (
-            (f"{late},3,0", "2"), (f"{alone},2,1", "0.5"),
-            (f"{torn},2,0", "300"), (f"{torn},3,1", "300"),
+            (f"{late},3,0", "2"),
+            (f"{alone},2,1", "0.5"),
+            (f"{torn},2,0", "300"),
+            (f"{torn},3,1", "300"),
         )
-    ]  # fmt: skip
+    ]
     told = [(run.communicate(timeout=300)[1].splitlines()[-1], run.returncode) for run in runs]
     for (line, status), process, seconds, count, port in (
-        (told[0], 0, 2, 3, late), (told[1], 1, 0.5, 2, alone),
-    ):  # fmt: skip
+        (told[0], 0, 2, 3, late),
+        (told[1], 1, 0.5, 2, alone),
+    ):
         assert line == (
             f"error: hosts: process {process} waited {seconds} s, and not all {count} came to "
             f"127.0.0.1:{port}"

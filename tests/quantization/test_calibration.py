@@ -240,8 +240,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(lm, tokens, made, tmp_path, monke
     with pytest.raises(Killed):
         calibrate(CFG, lm.params, tokens, plan, "gptq", work=work, progress=die)
     assert [path.name for path in sorted(work.folder.iterdir())] == [
-        "hidden-layer_1.npz", "layer_0.npz",
-    ]  # fmt: skip
+        "hidden-layer_1.npz",
+        "layer_0.npz",
+    ]
     (work.folder / "layer_1.npz.partial").write_bytes(b"it was being written")
     seen = []
     observe = calibration.observe
@@ -259,9 +260,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(lm, tokens, made, tmp_path, monke
 
 def test_a_stored_layer_keeps_every_dtype(tmp_path):
     leaf = QTensor(
-        jnp.asarray([[-8, 7]], jnp.int4), jnp.asarray([[0.5]], jnp.float16),
-        jnp.asarray([[3]], jnp.int8), activations="int8", input_scale=jnp.float32(2),
-    )  # fmt: skip
+        jnp.asarray([[-8, 7]], jnp.int4),
+        jnp.asarray([[0.5]], jnp.float16),
+        jnp.asarray([[3]], jnp.int8),
+        activations="int8",
+        input_scale=jnp.float32(2),
+    )
     fp8 = QTensor(jnp.asarray([[1.5, -448]], jnp.float8_e4m3fn), jnp.asarray([[2.0]], jnp.bfloat16))
     layer = {"a": {"weight": leaf, "bias": jnp.ones((1,), jnp.bfloat16)}, "b": {"weight": fp8}}
     work = QuantizeWork(tmp_path)
@@ -288,8 +292,22 @@ def test_the_command_makes_what_calibrate_makes(lm, model, made, tmp_path, capsy
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     out, report = tmp_path / "sub" / "out", tmp_path / "errors.json"
-    words = ["--model", str(model), "--scheme", "w4a16", "--method", "awq", "--out", str(out),
-             "--calibration", str(text), "--samples", "12", "--window", "128"]  # fmt: skip
+    words = [
+        "--model",
+        str(model),
+        "--scheme",
+        "w4a16",
+        "--method",
+        "awq",
+        "--out",
+        str(out),
+        "--calibration",
+        str(text),
+        "--samples",
+        "12",
+        "--window",
+        "128",
+    ]
     assert main(["quantize", *words, "--report", str(report), "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
     want, errors = made("w4a16", "awq")
@@ -326,8 +344,23 @@ main(sys.argv[2:])
 def command(model, tmp_path_factory) -> list[str]:
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
-    return ["quantize", "--model", str(model), "--scheme", "w4a16", "--method", "gptq", "--json",
-            "--calibration", str(text), "--samples", "12", "--window", "128", "--out"]  # fmt: skip
+    return [
+        "quantize",
+        "--model",
+        str(model),
+        "--scheme",
+        "w4a16",
+        "--method",
+        "gptq",
+        "--json",
+        "--calibration",
+        str(text),
+        "--samples",
+        "12",
+        "--window",
+        "128",
+        "--out",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -413,8 +446,13 @@ def broken(lm: LanguageModel) -> LanguageModel:
 )
 def test_bad_input_is_named_and_nothing_is_written(lm, change, words, tmp_path, monkeypatch):
     change = dict(change)
-    models = {"broken": broken, "quantized": lambda lm: dataclasses.replace(
-        lm, params=jl.quantize_params(lm.params, "w8a16")), "vast": lambda lm: lm}  # fmt: skip
+    models = {
+        "broken": broken,
+        "quantized": lambda lm: dataclasses.replace(
+            lm, params=jl.quantize_params(lm.params, "w8a16")
+        ),
+        "vast": lambda lm: lm,
+    }
     name = change.pop("lm", "")
     chosen = models.get(name, lambda lm: lm)(lm)
     if name == "vast":

@@ -221,9 +221,13 @@ def test_w4a8_is_w4a16_in_two_levels_of_scales(normal):
 @pytest.mark.core
 @pytest.mark.parametrize(
     "name",
-    ["mha-tied-bias", "mqa-window", "gla-conv-groups",
-     *(pytest.param(x, marks=pytest.mark.slow) for x in ("gqa", "gla"))],
-)  # fmt: skip
+    [
+        "mha-tied-bias",
+        "mqa-window",
+        "gla-conv-groups",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gqa", "gla")),
+    ],
+)
 def test_folded_scales_leave_the_function_alone(normal, name):
     """Bound: float32 rounding of the scaled weights and of sums taken in other proportions."""
     cfg = FAMILIES[name]
@@ -313,9 +317,13 @@ def test_a_grid_with_zero_points_is_clipped_at_one_end_where_only_that_one_is_fa
 
 def test_awq_without_activations_does_not_scale(normal):
     s, _ = awq.search_scales(
-        (normal(24, 64),), np.zeros((64, 64), np.float32), np.zeros(64, np.float32), np.arange(64),
-        grids=(("int4", 64, False),), n_channels=64,
-    )  # fmt: skip
+        (normal(24, 64),),
+        np.zeros((64, 64), np.float32),
+        np.zeros(64, np.float32),
+        np.arange(64),
+        grids=(("int4", 64, False),),
+        n_channels=64,
+    )
     assert np.all(np.isfinite(s)) and np.ptp(s) == 0
 
 
@@ -428,9 +436,17 @@ def test_smoothquant_recovers_what_outlying_activations_cost(normal, static):
     w, x, channels = outliers(normal, 100.0)
     peak = np.max(np.abs(x), axis=0)
     s, errors = smoothquant.search_scales(
-        (w,), x, np.ones((256, 1), np.float32), peak, peak, np.arange(64),
-        dtype="int8", grids=(("int8", 64, False),), static=static, n_channels=64,
-    )  # fmt: skip
+        (w,),
+        x,
+        np.ones((256, 1), np.float32),
+        peak,
+        peak,
+        np.arange(64),
+        dtype="int8",
+        grids=(("int8", 64, False),),
+        static=static,
+        n_channels=64,
+    )
     s, errors = np.asarray(s), np.asarray(errors)
     assert np.min(s[channels]) > np.median(s)
     assert np.min(errors) < 0.2 * errors[0]

@@ -183,8 +183,19 @@ def test_the_command_says_what_it_tuned(lm, tmp_path, capsys):
 
     folder = hf.save(tmp_path / "tiny", CFG, lm.params, lm.tokenizer.save(tmp_path))
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    words = ["quantize", "--model", str(folder), "--calibration", str(tmp_path / "text.txt"),
-             "--samples", "4", "--window", "64", "--tune", "8"]  # fmt: skip
+    words = [
+        "quantize",
+        "--model",
+        str(folder),
+        "--calibration",
+        str(tmp_path / "text.txt"),
+        "--samples",
+        "4",
+        "--window",
+        "64",
+        "--tune",
+        "8",
+    ]
     assert main([*words, "--out", str(tmp_path / "q"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["tuning_losses"]) == 8 and "tuned     8 steps: KL " in table(report)

@@ -246,8 +246,14 @@ def test_sentencepiece_merges_by_score(
 
 
 def test_sentencepiece_without_a_prefix(tmp_path: Path) -> None:
-    path = write_spm(tmp_path / "t.gguf", ["a", "▁"], [-1.0, -2.0], add_space_prefix=False,
-                     add_bos_token=False, add_eos_token=True)  # fmt: skip
+    path = write_spm(
+        tmp_path / "t.gguf",
+        ["a", "▁"],
+        [-1.0, -2.0],
+        add_space_prefix=False,
+        add_bos_token=False,
+        add_eos_token=True,
+    )
     tokenizer = Tokenizer.from_gguf(path)
     assert tokenizer.encode("a a") == [3, 4, 3, 2]
     assert tokenizer.decode([4, 3]) == " a"
@@ -286,10 +292,10 @@ def test_exceeds_is_certain_and_soon(
     encoded: list[int] = []
     encode = ours.encode
     monkeypatch.setattr(
-        ours, "encode", lambda text, *rest, **words: encoded.append(len(text)) or encode(
-            text, *rest, **words
-        )
-    )  # fmt: skip
+        ours,
+        "encode",
+        lambda text, *rest, **words: encoded.append(len(text)) or encode(text, *rest, **words),
+    )
     for text in ("a b. Words, " * 40_000, "a" * 500_000, "é" * 300_000):
         encoded.clear()
         assert ours.exceeds(text, 3000) and sum(encoded) < 5 * 3000 + 2 * PIECE
@@ -365,12 +371,27 @@ def test_stream_and_the_first_space(tmp_path: Path) -> None:
         (None, ["a", "b"], "a b"),
         (decoders.Metaspace(), ["▁a", "▁b"], "a b"),
         (decoders.Sequence([decoders.ByteLevel()]), ["Ġa", "Ã©"], " aé"),
-        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
-         ["▁a", "<0xC3>", "<0xA9>", "<0xZZ>"], " aé<0xZZ>"),
-        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                            decoders.Strip(" ", 1, 0)]), ["▁▁a", "▁b"], " a b"),
+        (
+            decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            ),
+            ["▁a", "<0xC3>", "<0xA9>", "<0xZZ>"],
+            " aé<0xZZ>",
+        ),
+        (
+            decoders.Sequence(
+                [
+                    decoders.Replace("▁", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                    decoders.Strip(" ", 1, 0),
+                ]
+            ),
+            ["▁▁a", "▁b"],
+            " a b",
+        ),
     ],
-)  # fmt: skip
+)
 def test_decoders(decoder: Any, tokens: list[str], text: str, tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(
         models.WordLevel({token: index for index, token in enumerate(tokens)}, "a")
@@ -526,12 +547,18 @@ def save(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], **others: A
 @pytest.mark.core
 def test_from_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = save(
-        tokenizer, tmp_path,
-        {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "chat_template": [
-            {"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]},
+        tokenizer,
+        tmp_path,
+        {
+            "eos_token": {"content": "<|im_end|>", "lstrip": False},
+            "chat_template": [
+                {"name": "default", "template": "plain"},
+                {"name": "tool_use", "template": "tools"},
+            ],
+        },
         generation_config={"eos_token_id": [0, 2]},
         special_tokens_map={"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"},
-    )  # fmt: skip
+    )
     saved = Tokenizer.from_file(folder / "tokenizer.json")
     assert saved.eos_ids == (0, 2) and saved.bos_id == 1
     assert saved.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -614,10 +641,12 @@ def test_saved_files_are_read_by_transformers(tokenizer: Tokenizer, tmp_path: Pa
         ({"tokenizer.json": "{"}, "tokenizer.json: not a tokenizer"),
         ({"tokenizer.json": None, "tokenizer_config.json": "["}, "tokenizer_config.json: not JSON"),
         ({"tokenizer.json": None, "tokenizer_config.json": "[]"}, "expected a JSON object"),
-        ({"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": 3}'},
-         "chat_template is not text"),
+        (
+            {"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": 3}'},
+            "chat_template is not text",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_directories_are_named(
     files: dict[str, str | None], message: str, tmp_path: Path
 ) -> None:

@@ -31,8 +31,9 @@ def test_a_token_file_holds_the_text_and_says_what_it_is(book, tmp_path):
     assert meta["tokens"] == len(want) and meta["vocab_size"] == 256
     assert book.sha256 == meta["sha256"] == hashlib.sha256(book.ids.tobytes()).hexdigest()
     assert {path.name for path in book.tokenizer_files} == {
-        "tokenizer.json", "tokenizer_config.json"
-    }  # fmt: skip
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert Tokenizer.from_file(book.directory).encode("ab") == [97, 98]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -52,10 +53,15 @@ def test_documents_end_with_the_end_of_text_token_and_pieces_change_nothing(tmp_
 
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.train_from_iterator([TEXT], trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<end>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))  # fmt: skip
+    backend.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<end>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer = Tokenizer(backend, "trained", eos_ids=[0], special_tokens={"eos_token": "<end>"})
     whole = tokenizer.encode(TEXT, add_special=False)
     assert max(whole) > 260  # merges happened

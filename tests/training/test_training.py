@@ -359,9 +359,12 @@ class Killed(BaseException):
 def finished(folder):
     """(config, result) of a hybrid's uninterrupted run, with everything that has a state."""
     config = run_config(
-        folder, byte_model("hybrid"), checkpoint_every=4, validate_every=3,
+        folder,
+        byte_model("hybrid"),
+        checkpoint_every=4,
+        validate_every=3,
         data={"tokens": str(token_file(folder)), "validation_tokens": 120},
-    )  # fmt: skip
+    )
     return config, train(config, folder / "finished")
 
 

@@ -44,8 +44,14 @@ def test_defaults_presets_paths_and_tables(tmp_path):
     by_name = load_train_config("tiny-gla")
     assert by_name == load_train_config(configs_dir() / "training" / "tiny-gla.toml")
     run_config(tmp_path, byte_model("hybrid"))  # a table: the model's own name
-    table = {"steps": 1, "batch_size": 1, "sequence_length": 8, "learning_rate": 1.0,
-             "data": {"tokens": "x"}, "distill": {"teacher": "smollm2-135m"}}  # fmt: skip
+    table = {
+        "steps": 1,
+        "batch_size": 1,
+        "sequence_length": 8,
+        "learning_rate": 1.0,
+        "data": {"tokens": "x"},
+        "distill": {"teacher": "smollm2-135m"},
+    }
     assert train_config_from_dict(table, "x").model is None
 
 
@@ -84,15 +90,30 @@ def test_defaults_presets_paths_and_tables(tmp_path):
         ({"distill": {"teacher": "x", "objective": "mixers"}}, "leave model out"),
         ({"distill": {"teacher": "x", "attention_layers": [1]}}, "here model says what it is"),
         ({"distill": {"teacher": "x", "kl_weight": 0.0, "ce_weight": 0.0}}, "nothing to minimise"),
-        ({"model": None, "scan": True, "distill": {"teacher": "x", "objective": "mixers"}},
-         "excludes scan; allowed with it: logits"),
-        ({"model": None, "quantize": {"scheme": "w8a16"},
-          "distill": {"teacher": "x", "objective": "mixers"}}, "allowed with it: logits"),
+        (
+            {"model": None, "scan": True, "distill": {"teacher": "x", "objective": "mixers"}},
+            "excludes scan; allowed with it: logits",
+        ),
+        (
+            {
+                "model": None,
+                "quantize": {"scheme": "w8a16"},
+                "distill": {"teacher": "x", "objective": "mixers"},
+            },
+            "allowed with it: logits",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refusals_name_the_file_the_key_and_what_is_allowed(change, message):
-    table = {"steps": 3, "batch_size": 2, "sequence_length": 16, "learning_rate": 1e-3,
-             "model": "gla-340m", "data": {"tokens": "x"}, **change}  # fmt: skip
+    table = {
+        "steps": 3,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "learning_rate": 1e-3,
+        "model": "gla-340m",
+        "data": {"tokens": "x"},
+        **change,
+    }
     table = {key: value for key, value in table.items() if value is not None}
     with pytest.raises(JaxLlamaError, match=f"^runs/x.toml: .*{message}"):
         train_config_from_dict(table, "runs/x.toml")
@@ -210,8 +231,10 @@ def test_documents_begin_with_the_token_that_begins_documents():
             assert rows == [[7]] * len(seeds) and sampling.temperature == 1.0
             return [SimpleNamespace(text=f"{seed}:{max_new_tokens}") for seed in seeds]
 
-    texts = [list(corpus_module.documents(Writer(), 5, batch=batch, max_new_tokens=9, seed=3))
-             for batch in (2, 5)]  # fmt: skip
+    texts = [
+        list(corpus_module.documents(Writer(), 5, batch=batch, max_new_tokens=9, seed=3))
+        for batch in (2, 5)
+    ]
     assert texts[0] == texts[1] == [f"<|endoftext|>{n}:9\n" for n in range(3, 8)]
     Writer.tokenizer = Tokenizer.byte_level()
     with pytest.raises(JaxLlamaError, match=r"no token <\|endoftext\|>"):

@@ -155,11 +155,16 @@ def test_quantization_aware_training_beats_rounding(zeros, folder, teacher, tmp_
     files = TokenFile.open(token_file(folder)).tokenizer_files
     planted = hf.save(tmp_path / "planted", lm.config, params, files)
     config = run_config(
-        folder, init_from=str(planted), learning_rate=2e-3, steps=40, batch_size=8, remat=True,
+        folder,
+        init_from=str(planted),
+        learning_rate=2e-3,
+        steps=40,
+        batch_size=8,
+        remat=True,
         quantize={"scheme": "w4a16", "zeros": zeros},
         optimizer={"warmup_steps": 2, "weight_decay": 0.0},
         distill={"teacher": str(planted), "ce_weight": 0.0},
-    )  # fmt: skip
+    )
     result = train(config, tmp_path / "run")
     curve = [row["kl"] for row in result.metrics]
     assert curve[0] > (1e-4 if zeros else 1e-3), "rounding costs nothing here"
@@ -200,8 +205,9 @@ def test_a_student_is_its_teacher_but_for_the_mixers(teacher):
     np.testing.assert_array_equal(params["embed"]["weight"], lm.params["embed"]["weight"])
     jax.tree.map(np.testing.assert_array_equal, params["layer_1"], lm.params["layer_1"])
     for part in ("mlp", "mlp_norm", "mixer_norm"):
-        jax.tree.map(np.testing.assert_array_equal, params["layer_0"][part],
-                     lm.params["layer_0"][part])  # fmt: skip
+        jax.tree.map(
+            np.testing.assert_array_equal, params["layer_0"][part], lm.params["layer_0"][part]
+        )
     mixer, attention = params["layer_0"]["mixer"], lm.params["layer_0"]["mixer"]
     qkv = np.concatenate([mixer[name]["weight"] for name in "qkv"])
     np.testing.assert_array_equal(qkv, attention["qkv"]["weight"])
@@ -328,8 +334,11 @@ def test_teachers_that_do_not_fit_are_refused(teacher, folder, tmp_path):
     assert student_config(CASES["granite"]).stored.embed == 1.0  # its weights have it
     other = byte_model("gla", d_model=64)
     hf.save(tmp_path / "wide", other, seeded_params(other))
-    config = run_config(folder, init_from=str(tmp_path / "wide"),
-                        distill={"teacher": str(teacher), "objective": "mixers"})  # fmt: skip
+    config = run_config(
+        folder,
+        init_from=str(tmp_path / "wide"),
+        distill={"teacher": str(teacher), "objective": "mixers"},
+    )
     with pytest.raises(JaxLlamaError, match="layers and width"):
         train(config, tmp_path / "run")
     assert not isinstance(lm.params["embed"]["weight"], GridWeight)

@@ -42,8 +42,13 @@ def shipped(name: str, tokens, **changes):
     """A shipped file, shortened."""
     config = load_train_config(configs_dir() / "training" / f"{name}.toml")
     data = dataclasses.replace(config.data, tokens=str(tokens), validation_tokens=8192)
-    changes = {"batch_size": 8, "sequence_length": 64, "validate_every": 0,
-               "checkpoint_every": 0, **changes}  # fmt: skip
+    changes = {
+        "batch_size": 8,
+        "sequence_length": 64,
+        "validate_every": 0,
+        "checkpoint_every": 0,
+        **changes,
+    }
     return dataclasses.replace(config, data=data, **changes)
 
 
@@ -64,8 +69,10 @@ def test_loss_falls_to_what_torch_reaches(family, tokens, tmp_path):
     data, _ = TokenFile.open(tokens).split(8192)
     want = losses(config, model, leaves, [data.batch(s, 8, 64, config.seed) for s in range(200)])
     ours, theirs = np.mean(got[-20:]), np.mean(want[-20:])
-    print(f"\n{family}: {got[0]:.4f} -> {ours:.4f}, torch {theirs:.4f}; largest difference of a "
-          f"step {np.max(np.abs(np.divide(got, want) - 1)):.1e}")  # fmt: skip
+    print(
+        f"\n{family}: {got[0]:.4f} -> {ours:.4f}, torch {theirs:.4f}; largest difference of a "
+        f"step {np.max(np.abs(np.divide(got, want) - 1)):.1e}"
+    )
     assert ours < 2.8 and abs(ours / theirs - 1) < 0.02
 
 
@@ -81,8 +88,10 @@ def test_sigkill_at_any_moment_changes_nothing(tokens, tmp_path):
     )
 
     def start(out):
-        return subprocess.Popen([sys.executable, "-c", program, tmp_path / "run.json", out],
-                                env={**os.environ, "JAX_PLATFORMS": "cpu"})  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-c", program, tmp_path / "run.json", out],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
 
     assert start(tmp_path / "whole").wait() == 0
     rng, kills = random.Random(0), 0
@@ -113,6 +122,7 @@ def test_sigkill_at_any_moment_changes_nothing(tokens, tmp_path):
         rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         curves.append([{k: v for k, v in row.items() if k not in clock} for row in rows])
     assert curves[0] == curves[1]
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes()
-               for name in ("whole", "killed")]  # fmt: skip
+    weights = [
+        (tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "killed")
+    ]
     assert weights[0] == weights[1]

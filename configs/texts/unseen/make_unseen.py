@@ -15,10 +15,14 @@ from importlib.resources import files
 from pathlib import Path
 
 CODE = (
-    "starlette/applications.py", "starlette/background.py", "starlette/concurrency.py",
-    "starlette/datastructures.py", "starlette/formparsers.py", "starlette/staticfiles.py",
+    "starlette/applications.py",
+    "starlette/background.py",
+    "starlette/concurrency.py",
+    "starlette/datastructures.py",
+    "starlette/formparsers.py",
+    "starlette/staticfiles.py",
     "jinja2/lexer.py",
-)  # fmt: skip
+)
 API = ("numpy.linalg", "scipy.signal", "numpy.random", "scipy.optimize", "numpy.fft")
 EACH = 20_000  # characters of a module's documentation
 
@@ -56,9 +60,11 @@ def main() -> None:
     here, tutor = Path(__file__).parent, Path(sys.argv[1])
     french, spanish = ((tutor / f"tutor.{tongue}.utf-8").read_text() for tongue in ("fr", "es"))
     texts = {
-        "code": code(), "api": "\n\n".join(map(api, API)), "lists": lists(),
+        "code": code(),
+        "api": "\n\n".join(map(api, API)),
+        "lists": lists(),
         "language": french + spanish,
-    }  # fmt: skip
+    }
     for name, text in texts.items():
         (here / f"{name}.txt").write_text(text, encoding="utf-8")
 

@@ -311,8 +311,9 @@ def check_rope(cache, implementation, bound, dtype, h=128):
     qkv, angle, k, v, slots = rope_case(cache, dtype=dtype, h=h)
     n = qkv.shape[1] - 2 * k.shape[2]
     step = jax.jit(rope_and_write, static_argnames="implementation")
-    q, new_k, new_v = step(qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots,
-                           implementation=implementation)  # fmt: skip
+    q, new_k, new_v = step(
+        qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots, implementation=implementation
+    )
     x = stored(qkv)
     c, s = (f(np.asarray(angle, np.float64))[:, None] for f in (np.cos, np.sin))
     half = x.shape[-1] // 2
@@ -403,24 +404,46 @@ def test_the_rope_kernel_does_the_same_in_place(cache):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, cache, window", [
-    ((8, 8, 128), "bfloat16", None), ((8, 8, 128), "int4", 200), ((9, 3, 64), "int4", None),
-    ((9, 3, 64), "int8", 200), ((32, 8, 128), "int8", None), ((32, 8, 128), "bfloat16", 200),
-    ((8, 1, 64), "float8_e4m3fn", None), ((8, 1, 64), "bfloat16", 200),
-    ((16, 1, 128), "int8", 200), ((16, 1, 128), "int4", None),
-    ((8, 4, 256), "bfloat16", None), ((8, 4, 256), "float8_e4m3fn", 200),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, cache, window",
+    [
+        ((8, 8, 128), "bfloat16", None),
+        ((8, 8, 128), "int4", 200),
+        ((9, 3, 64), "int4", None),
+        ((9, 3, 64), "int8", 200),
+        ((32, 8, 128), "int8", None),
+        ((32, 8, 128), "bfloat16", 200),
+        ((8, 1, 64), "float8_e4m3fn", None),
+        ((8, 1, 64), "bfloat16", 200),
+        ((16, 1, 128), "int8", 200),
+        ((16, 1, 128), "int4", None),
+        ((8, 4, 256), "bfloat16", None),
+        ((8, 4, 256), "float8_e4m3fn", 200),
+    ],
+    ids=str,
+)
 def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
-    forms = ("blocks", 100, 1.0), ("clusters", 1000, 1.0), ("chunks", 1000, 1.0), \
-            ("few chunks", 1500, 60.0), ("direct", 1500, 60.0)  # fmt: skip
+    forms = (
+        ("blocks", 100, 1.0),
+        ("clusters", 1000, 1.0),
+        ("chunks", 1000, 1.0),
+        ("few chunks", 1500, 60.0),
+        ("direct", 1500, 60.0),
+    )
     for form, capacity, size in forms:
         if form == "direct" and heads[0] // heads[1] > 8:
             continue
         form_given(monkeypatch, form)
         q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16", size)
         run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
-        got = run(q, poison(k, lengths), poison(v, lengths), lengths, window=window,
-                  implementation="mosaic")  # fmt: skip
+        got = run(
+            q,
+            poison(k, lengths),
+            poison(v, lengths),
+            lengths,
+            window=window,
+            implementation="mosaic",
+        )
         assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
         again = run(q, k, v, lengths, window=window, implementation="mosaic")
         assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))

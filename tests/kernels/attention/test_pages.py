@@ -84,10 +84,17 @@ def paged_case(cache, page, batch=7, capacity=192, heads=(4, 2, 64)):
     return q, (k, v), (paged_k, paged_v), lengths, table
 
 
-@pytest.mark.parametrize("cache, page, window", [
-    ("float32", 4, None), ("bfloat16", 16, 40), ("float16", 64, None), ("int8", 4, 40),
-    ("int4", 16, None), ("float8_e4m3fn", 64, 40),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cache, page, window",
+    [
+        ("float32", 4, None),
+        ("bfloat16", 16, 40),
+        ("float16", 64, None),
+        ("int8", 4, 40),
+        ("int4", 16, None),
+        ("float8_e4m3fn", 64, 40),
+    ],
+)
 def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
     """And both are a float64 softmax: a narrow cache adds no error of the op."""
     q, rows, pages, lengths, table = paged_case(cache, page, heads=(8, 2, 128))
@@ -101,9 +108,16 @@ def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
         assert error(want, oracle(q, *rows, lengths, window)) < 1e-5
 
 
-@pytest.mark.parametrize("capacity, page, block", [
-    (1040, 16, 512), (192, 64, None), (144, 48, 96), (144, 48, 40), (96, 96, 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "capacity, page, block",
+    [
+        (1040, 16, 512),
+        (192, 64, None),
+        (144, 48, 96),
+        (144, 48, 40),
+        (96, 96, 32),
+    ],
+)
 def test_several_queries_in_blocks_of_whole_pages(capacity, page, block):
     """And the last block overhangs the capacity."""
     rng = np.random.default_rng(0)
@@ -330,11 +344,17 @@ def test_the_write_kernel_emulated_writes_where_the_table_says(cache, page):
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
-@pytest.mark.parametrize("case", [
-    (320, 32, (8, 2, 128), "bfloat16", None, False), (192, 64, (6, 3, 64), "float16", 40, True),
-    (160, 32, (8, 1, 256), "bfloat16", None, False), (1344, 64, (4, 2, 128), "bfloat16", 700, True),
-    (1344, 96, (4, 2, 128), "bfloat16", None, True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        (320, 32, (8, 2, 128), "bfloat16", None, False),
+        (192, 64, (6, 3, 64), "float16", 40, True),
+        (160, 32, (8, 1, 256), "bfloat16", None, False),
+        (1344, 64, (4, 2, 128), "bfloat16", 700, True),
+        (1344, 96, (4, 2, 128), "bfloat16", None, True),
+    ],
+    ids=str,
+)
 def test_the_one_kernel_emulated_through_a_table(case, monkeypatch):
     capacity, page, heads, dtype, window, normed = case
     form_given(monkeypatch, "direct")
@@ -376,9 +396,10 @@ def shapes_of(cache, batch, entries, page, heads):
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
 @pytest.mark.parametrize(
-    "cache, shape", each_once(MOSAIC_CACHES, [((64, 128, 64),), ((3, 11, 96),), ((1, 18, 64),)]),
+    "cache, shape",
+    each_once(MOSAIC_CACHES, [((64, 128, 64),), ((3, 11, 96),), ((1, 18, 64),)]),
     ids=str,
-)  # fmt: skip
+)
 def test_what_was_planned_of_a_table_lowers_for_cuda(cache, shape):
     given, table = shapes_of(cache, *shape, (32, 8, 128))
 
@@ -414,14 +435,28 @@ def test_what_the_kernels_refuse_of_a_table_is_said():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, cache, window", [
-    ((32, 8, 128), "bfloat16", None), ((32, 8, 128), "int4", 200), ((9, 3, 64), "int8", None),
-    ((9, 3, 64), "bfloat16", 200), ((16, 1, 128), "int4", None), ((16, 1, 128), "int8", 200),
-    ((8, 4, 256), "float8_e4m3fn", None), ((8, 4, 256), "float8_e4m3fn", 200),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, cache, window",
+    [
+        ((32, 8, 128), "bfloat16", None),
+        ((32, 8, 128), "int4", 200),
+        ((9, 3, 64), "int8", None),
+        ((9, 3, 64), "bfloat16", 200),
+        ((16, 1, 128), "int4", None),
+        ((16, 1, 128), "int8", 200),
+        ((8, 4, 256), "float8_e4m3fn", None),
+        ((8, 4, 256), "float8_e4m3fn", 200),
+    ],
+    ids=str,
+)
 def test_the_kernel_reads_through_the_table(heads, cache, window, monkeypatch):
-    forms = ("blocks", 128, 64), ("clusters", 1024, 32), ("chunks", 1024, 256), \
-            ("few chunks", 1536, 96), ("direct", 1536, 64)  # fmt: skip
+    forms = (
+        ("blocks", 128, 64),
+        ("clusters", 1024, 32),
+        ("chunks", 1024, 256),
+        ("few chunks", 1536, 96),
+        ("direct", 1536, 64),
+    )
     for form, capacity, page in forms:
         if form == "direct" and heads[0] // heads[1] > 8:
             continue

@@ -74,9 +74,12 @@ def as_xla(got, given, table, bound):
 
 @pytest.mark.parametrize(
     ("cache", "page"),
-    [*((c, None) for c in CACHES), pytest.param("int8", 16, marks=pytest.mark.core),
-     ("bfloat16", 32)],
-)  # fmt: skip
+    [
+        *((c, None) for c in CACHES),
+        pytest.param("int8", 16, marks=pytest.mark.core),
+        ("bfloat16", 32),
+    ],
+)
 def test_tokens_at_once_are_tokens_one_by_one(cache, page):
     (qkv, cos, sin, k, v, slots), table = case(cache, page=page)
     run = jax.jit(functools.partial(rope_and_write_tokens, table=table))
@@ -94,11 +97,15 @@ def test_tokens_at_once_are_tokens_one_by_one(cache, page):
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
-@pytest.mark.parametrize(("cache", "heads", "page"), [
-    *((cache, (6, 2, 64), None) for cache in CACHES),
-    *((cache, (10, 1, 128), 16) for cache in ("bfloat16", "int8", "float8_e4m3fn")),
-    *((cache, (4, 2, 256), 32) for cache in ("float16", "int4")),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("cache", "heads", "page"),
+    [
+        *((cache, (6, 2, 64), None) for cache in CACHES),
+        *((cache, (10, 1, 128), 16) for cache in ("bfloat16", "int8", "float8_e4m3fn")),
+        *((cache, (4, 2, 256), 32) for cache in ("float16", "int4")),
+    ],
+    ids=str,
+)
 def test_the_kernel_emulated_is_the_xla_form(cache, heads, page):
     given, table = case(cache, heads, page=page)
     with emulated(rope_cache_kernel, *_parts()):
@@ -142,14 +149,17 @@ def test_the_kernel_is_the_xla_form_and_in_place(cache):
     shapes = (6, 2, 64), (32, 8, 128), (10, 1, 128), (4, 2, 256)
     for heads, page in zip(shapes, (None, 32, None, 32), strict=True):
         given, table = case(cache, heads, width=70, capacity=256, page=page)
-        got = jax.jit(functools.partial(rope_and_write_tokens, table=table,
-                                        implementation="mosaic"))(*given)  # fmt: skip
+        got = jax.jit(
+            functools.partial(rope_and_write_tokens, table=table, implementation="mosaic")
+        )(*given)
         as_xla(got, given, table, 0.03)
     given, _ = case(cache, (8, 2, 128), capacity=4096)
     step = jax.jit(
         functools.partial(rope_and_write_tokens, implementation="mosaic"), donate_argnums=(3, 4)
     )
     memory = step.lower(*given).compile().memory_analysis()
-    size = sum(x.size * jnp.iinfo(x.dtype).bits // 8 if x.dtype == jnp.int4 else x.nbytes
-               for x in jax.tree.leaves(given[3:5]))  # fmt: skip
+    size = sum(
+        x.size * jnp.iinfo(x.dtype).bits // 8 if x.dtype == jnp.int4 else x.nbytes
+        for x in jax.tree.leaves(given[3:5])
+    )
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size // 10

@@ -105,9 +105,12 @@ def test_what_does_not_fit_is_said():
 
 
 SHAPES = [
-    ((1, 5, 1536, 32, 8, 128),), ((64, 16, 8192, 32, 8, 128),), ((3, 8, 700, 64, 8, 128),),
-    ((2, 4, 131072, 8, 4, 256),), ((9, 7, 640, 9, 3, 64),),
-]  # fmt: skip
+    ((1, 5, 1536, 32, 8, 128),),
+    ((64, 16, 8192, 32, 8, 128),),
+    ((3, 8, 700, 64, 8, 128),),
+    ((2, 4, 131072, 8, 4, 256),),
+    ((9, 7, 640, 9, 3, 64),),
+]
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
@@ -155,16 +158,28 @@ def test_the_kernel_emulated_is_a_float64_softmax(given, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens, heads, cache, page, window", [
-    (2, (32, 8, 128), "bfloat16", None, None), (2, (32, 8, 128), "int8", 32, 100),
-    (5, (32, 8, 128), "int4", 32, None), (5, (32, 8, 128), "float8_e4m3fn", None, 100),
-    (16, (32, 8, 128), "int8", None, 100), (16, (32, 8, 128), "int4", 32, None),
-    (8, (8, 1, 64), "float8_e4m3fn", 32, None), (8, (8, 1, 64), "bfloat16", 32, 100),
-    (7, (9, 3, 64), "int8", None, None), (7, (9, 3, 64), "int4", None, 100),
-    (16, (8, 8, 128), "bfloat16", 32, None), (16, (8, 8, 128), "float8_e4m3fn", None, 100),
-    (5, (8, 4, 256), "bfloat16", None, 100), (5, (8, 4, 256), "int8", 32, None),
-    (16, (8, 4, 256), "int4", 32, 100), (16, (8, 4, 256), "float8_e4m3fn", None, None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, heads, cache, page, window",
+    [
+        (2, (32, 8, 128), "bfloat16", None, None),
+        (2, (32, 8, 128), "int8", 32, 100),
+        (5, (32, 8, 128), "int4", 32, None),
+        (5, (32, 8, 128), "float8_e4m3fn", None, 100),
+        (16, (32, 8, 128), "int8", None, 100),
+        (16, (32, 8, 128), "int4", 32, None),
+        (8, (8, 1, 64), "float8_e4m3fn", 32, None),
+        (8, (8, 1, 64), "bfloat16", 32, 100),
+        (7, (9, 3, 64), "int8", None, None),
+        (7, (9, 3, 64), "int4", None, 100),
+        (16, (8, 8, 128), "bfloat16", 32, None),
+        (16, (8, 8, 128), "float8_e4m3fn", None, 100),
+        (5, (8, 4, 256), "bfloat16", None, 100),
+        (5, (8, 4, 256), "int8", 32, None),
+        (16, (8, 4, 256), "int4", 32, 100),
+        (16, (8, 4, 256), "float8_e4m3fn", None, None),
+    ],
+    ids=str,
+)
 def test_the_kernel_is_a_float64_softmax(tokens, heads, cache, page, window, monkeypatch):
     for form, capacity in (("blocks", 96), ("clusters", 960), ("chunks", 960)):
         form_given(monkeypatch, form)

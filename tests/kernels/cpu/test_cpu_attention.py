@@ -326,6 +326,9 @@ def test_bits_are_equal_under_long_load():
 
 def test_a_program_has_a_name_of_its_own():
     form = CacheForm("int8", 2, 64, 1)
-    names = {Attend(form, 4, False).name, Attend(form, 4, True).name,
-             Attend(dataclasses.replace(form, heads=4), 4, False).name}  # fmt: skip
+    names = {
+        Attend(form, 4, False).name,
+        Attend(form, 4, True).name,
+        Attend(dataclasses.replace(form, heads=4), 4, False).name,
+    }
     assert len(names) == 3

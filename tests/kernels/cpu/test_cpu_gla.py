@@ -69,8 +69,11 @@ def test_every_target_compiles_it(one):
 def test_any_shape_threads_and_guarded_pages():
     rng = np.random.default_rng(4)
     for seed in range(8):
-        shape = (*(int(n) for n in rng.integers(1, 4, 2)), int(rng.integers(1, 70)),
-                 16 * int(rng.integers(1, 14)))  # fmt: skip
+        shape = (
+            *(int(n) for n in rng.integers(1, 4, 2)),
+            int(rng.integers(1, 70)),
+            16 * int(rng.integers(1, 14)),
+        )
         operands = case(*shape, seed)
         alone = by_hand(*operands)
         for threads in (0, 2, 8):

@@ -70,8 +70,12 @@ def test_every_target_compiles_it(bits, one):
     """NEON's code is read, not run: there is no such machine here."""
     program = Matmul(bits, 32, 32, "float16", None, False, one.rows, norm=True, swiglu=True)
     assembly = jit.build(program, one, assembly=True)
-    wanted = {"avx512vnni": "vpdpbusd", "avxvnni": "{vex}\tvpdpbusd", "avx2": "vpmaddubsw",
-              "neon": "sdot"}[one.name]  # fmt: skip
+    wanted = {
+        "avx512vnni": "vpdpbusd",
+        "avxvnni": "{vex}\tvpdpbusd",
+        "avx2": "vpmaddubsw",
+        "neon": "sdot",
+    }[one.name]
     # A block of 32 columns is 8 of a vector of 64 bytes; gate and up are two products.
     registers = {"avx512vnni": 1, "avxvnni": 2, "avx2": 2, "neon": 4}[one.name]
     assert assembly.count(wanted) == 2 * 8 * registers * one.rows

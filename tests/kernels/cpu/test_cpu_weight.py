@@ -132,10 +132,12 @@ def test_large_float_arrays_move_to_large_pages(put):
         (quantize(jnp.ones((16, 64)), "int8", group_size=8), "groups of 8 columns"),
         (quantize(jnp.ones((2, 2, 16, 64)), "int8"), r"w \(2, 2, 16, 64\) is not \[N, K\]"),
         (quantize(jnp.ones((2, 8, 64)), "int8"), "experts of 8 rows, not a multiple of 16"),
-        (dataclasses.replace(weight("gptq", 16, 128), zero=np.full((16, 1), 126, np.int8)),
-         "zero points outside of -8 to 119"),
+        (
+            dataclasses.replace(weight("gptq", 16, 128), zero=np.full((16, 1), 126, np.int8)),
+            "zero points outside of -8 to 119",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_form_says_why(w, said):
     found = prepare(w)
     assert isinstance(found, Reason)

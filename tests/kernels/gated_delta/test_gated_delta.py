@@ -56,10 +56,14 @@ def check(got, want, bound, names=NAMES):
         assert error(x, y) < bound, name
 
 
-@pytest.mark.parametrize(("length", "widths", "decay"), [
-    (65, (96, 60), "head"), (65, (96, 60), "channel"), *slow(
-        (1, (60, 96), "head"), (63, (60, 96), "channel"), (300, (60, 96), "head")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "widths", "decay"),
+    [
+        (65, (96, 60), "head"),
+        (65, (96, 60), "channel"),
+        *slow((1, (60, 96), "head"), (63, (60, 96), "channel"), (300, (60, 96), "head")),
+    ],
+)
 def test_all_forms_are_the_recursion(length, widths, decay):
     """One row each for weak, usual and strong decays; two value heads to a key head."""
     inputs = make(3, length, 2, *widths, key_heads=1, decay=decay)
@@ -94,11 +98,17 @@ def hard(t, d_k, d_v, dtype, decay, seed=2):
 
 @pytest.mark.parametrize(
     ("dtype", "t", "d_k", "d_v", "decay"),
-    [("float32", 1000, 12, 6, "head"), ("bfloat16", 600, 48, 4, "channel"),
-     *slow(("float32", 200, 256, 8, "channel")),
-     *(pytest.param(dtype, 65536, 12, 4, decay, marks=pytest.mark.slow)
-       for dtype in BOUND for decay in ("head", "channel"))],
-)  # fmt: skip
+    [
+        ("float32", 1000, 12, 6, "head"),
+        ("bfloat16", 600, 48, 4, "channel"),
+        *slow(("float32", 200, 256, 8, "channel")),
+        *(
+            pytest.param(dtype, 65536, 12, 4, decay, marks=pytest.mark.slow)
+            for dtype in BOUND
+            for decay in ("head", "channel")
+        ),
+    ],
+)
 def test_stability_promise(dtype, t, d_k, d_v, decay):
     q, k, v, g, beta, s = hard(t, d_k, d_v, dtype, decay)
     d_o, d_s = cotangents(v, s)
@@ -166,8 +176,12 @@ def test_lengths_keep_padding_out_of_values_and_gradients():
     )
     got = [np.asarray(x) for x in got]
     for row, n in enumerate(lengths):
-        want = oracle(*(x[row : row + 1, :n] for x in inputs), s[row : row + 1],
-                      d_o[row : row + 1, :n], d_s[row : row + 1])  # fmt: skip
+        want = oracle(
+            *(x[row : row + 1, :n] for x in inputs),
+            s[row : row + 1],
+            d_o[row : row + 1, :n],
+            d_s[row : row + 1],
+        )
         for name, x, y in zip(NAMES, got, want, strict=True):
             if name in ("s", "ds"):
                 assert error(x[row], y[0]) < BOUND["float32"]
@@ -263,7 +277,7 @@ BAD = {
     ),
     "positive decay": (wrong(log_decay=1 - zeros((2, 5, 4))), "log_decay holds 1"),
     "unknown implementation": (wrong(implementation="cuda"), "gated_delta: implementation 'cuda'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)

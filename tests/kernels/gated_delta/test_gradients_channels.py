@@ -173,9 +173,12 @@ def kernels_gradients(q, k, v, g, beta, d_out, end, state):
         for n in range(0, q.shape[1], C):
             channels = slice(n, n + C)
             d_q[at, channels], d_k[at, channels], d_g[at, channels] = slice_gradients(
-                *(y[at, channels] for y in (q, k, g)), d_p, d_n,
-                [y[:, channels] for y in moved], through[channels],
-            )  # fmt: skip
+                *(y[at, channels] for y in (q, k, g)),
+                d_p,
+                d_n,
+                [y[:, channels] for y in moved],
+                through[channels],
+            )
         end = whole[:, None] * end + q_start.T @ d_out[at] - k_start.T @ two_parts(d_rest)
     return d_q, d_k, d_v, d_g, d_beta, end
 

@@ -29,9 +29,12 @@ def fragments(x):
     thread = np.arange(128)
     row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
     return [
-        [[x[row + 8 * half, 8 * tile + column + e].astype(np.float32) for e in range(2)]
-         for half in range(2)] for tile in range(8)
-    ]  # fmt: skip
+        [
+            [x[row + 8 * half, 8 * tile + column + e].astype(np.float32) for e in range(2)]
+            for half in range(2)
+        ]
+        for tile in range(8)
+    ]
 
 
 def matrix(parts):
@@ -91,10 +94,14 @@ def test_vectors_and_coefficients(limit):
             block.memory[at : at + len(raw)] = raw
         scratch = block.c(SCRATCH)
         kernel_inverse.chunk_vectors(
-            scratch, block.c(VECTORS + 4 * head, np.int64),
+            scratch,
+            block.c(VECTORS + 4 * head, np.int64),
             block.c(VECTORS + 1024 + 4 * head, np.int64),
-            block.c(limit), 4 * heads, block.c(OUT, np.int64), 0.5,
-        )  # fmt: skip
+            block.c(limit),
+            4 * heads,
+            block.c(OUT, np.int64),
+            0.5,
+        )
         floats = block.memory.view(np.float32)
         vectors = [floats[(SCRATCH + at) // 4 :][:64].copy() for at in (0, 256, 512)]
         out = floats[OUT // 4 :][:128].copy()
@@ -123,8 +130,9 @@ def test_decays_and_their_sums(transposed):
     log = np.cumsum(-rng.uniform(size=64)).astype(np.float32)
 
     def work(block):
-        block.store(block.c(SCRATCH) + 4 * np.arange(128, dtype=np.uint32) % 256,
-                    [np.resize(log, 128)])  # fmt: skip
+        block.store(
+            block.c(SCRATCH) + 4 * np.arange(128, dtype=np.uint32) % 256, [np.resize(log, 128)]
+        )
         rows = kernel_inverse.InverseRows()
         x = kernel_inverse.decays(rows, block.c(SCRATCH), transposed)
         kernel_inverse.sum_rows(rows, block.c(TABLE), x)
@@ -149,8 +157,11 @@ def test_the_last_step(limit):
 
     def work(block):
         own = np.ascontiguousarray(g[:, head], np.float32)
-        for at, x in ((SCRATCH + kernel_inverse.BETA, beta), (TABLE, table),
-                      (SCRATCH + kernel_inverse.DECAY, own)):  # fmt: skip
+        for at, x in (
+            (SCRATCH + kernel_inverse.BETA, beta),
+            (TABLE, table),
+            (SCRATCH + kernel_inverse.DECAY, own),
+        ):
             raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
             block.memory[at : at + len(raw)] = raw
         d_g, d_b = (block.c(at + 4 * head, np.int64) for at in (OUT, OUT + 1024))

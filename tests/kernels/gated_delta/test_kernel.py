@@ -77,10 +77,16 @@ def test_segment_starts_equal_the_plain_recursion(reverse):
         state = moves @ state + local[:, :, s]
 
 
-@pytest.mark.parametrize("shape, by_channel", [
-    ((8, 4096, 4, 16, 128, 128), False), ((1, 16384, 4, 8, 256, 256), False),
-    ((1, 8192, 64, 64, 128, 128), True), ((1, 8192, 8, 8, 128, 128), True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, by_channel",
+    [
+        ((8, 4096, 4, 16, 128, 128), False),
+        ((1, 16384, 4, 8, 256, 256), False),
+        ((1, 8192, 64, 64, 128, 128), True),
+        ((1, 8192, 8, 8, 128, 128), True),
+    ],
+    ids=str,
+)
 def test_forward_lowers_as_planned(shape, by_channel):
     q, k, v, g, beta = operands(*shape)
     if by_channel:
@@ -101,15 +107,26 @@ def test_short_ragged_rows_lower(by_channel):
         g = jax.ShapeDtypeStruct((*g.shape, 64), jnp.float32)
     text = lowered(
         lambda *x: kernel.gated_delta_forward(*x[:5], scale=0.1, initial_state=x[5], lengths=x[6]),
-        q, k, v, g, beta, state, lengths,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        lengths,
+    )
     assert len(kernels_in(text)) == 2
 
 
-@pytest.mark.parametrize("shape, by_channel", [
-    ((8, 4096, 8, 16, 128, 128), False), ((1, 8192, 64, 64, 128, 128), True),
-    ((1, 16384, 8, 16, 64, 64), True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, by_channel",
+    [
+        ((8, 4096, 8, 16, 128, 128), False),
+        ((1, 8192, 64, 64, 128, 128), True),
+        ((1, 16384, 8, 16, 64, 64), True),
+    ],
+    ids=str,
+)
 def test_backward_lowers(shape, by_channel):
     x = list(operands(*shape))
     if by_channel:

@@ -132,8 +132,9 @@ def check_draft(rows, tokens, shape, **special):
             np.testing.assert_array_equal(states[1][row], after[1][0][row])
     np.testing.assert_array_equal(lasts[1][0, -1], kept[-1][0, count[0] - 1])
     layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
-    for got, want in zip((states, lasts), xla_commit(None, *zip(*layers, strict=True), count),
-                         strict=True):  # fmt: skip
+    for got, want in zip(
+        (states, lasts), xla_commit(None, *zip(*layers, strict=True), count), strict=True
+    ):
         for one, other in zip(got, want, strict=True):
             assert relative_rms(one, np.asarray(other, np.float64)) < 2e-3  # it rounds no k
 

@@ -72,9 +72,14 @@ def emulate(q, k, g, beta, limit=None):
                 columns = slice(64 * s + 32 * half, 64 * s + 32 * half + 32)
                 put(block, BASE + 8192 * (slot.gates + half), g[:, columns], np.float32)
             tree.add_slice(
-                base, acc, slot, scratch, block.c(DECAY, np.int64),
-                None if limit is None else block.c(limit), SCALE,
-            )  # fmt: skip
+                base,
+                acc,
+                slot,
+                scratch,
+                block.c(DECAY, np.int64),
+                None if limit is None else block.c(limit),
+                SCALE,
+            )
             whole = block.memory[DECAY : DECAY + 256].view(np.float32).copy()
             tiles = (BASE + 8192 * n for n in (slot.q, slot.near, slot.k))
             out.append([*(get(block, at) for at in tiles), whole])
@@ -117,8 +122,10 @@ def test_products_and_gated_operands(width, kind, limit):
     want = [
         np.tril(np.einsum("id,jd,ijd->ij", k, k, exact), -1) * beta[:, None],
         np.tril(np.einsum("id,jd,ijd->ij", q, k, exact)) * SCALE,
-        SCALE * q * start, k * start, k * exact[-1],
-    ]  # fmt: skip
+        SCALE * q * start,
+        k * start,
+        k * exact[-1],
+    ]
     for x, y in zip((a, weights, q_start, k_start, k_end), want, strict=True):
         assert relative_rms(x, y) < 2.3e-3
     np.testing.assert_allclose(whole, start[-1], rtol=1e-4, atol=1e-30)

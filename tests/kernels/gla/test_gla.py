@@ -40,9 +40,14 @@ def make(b, t, h, d_k, d_v, *, gate=1.0, seed=0, dtype="float32"):
     rng = np.random.default_rng(seed)
     q, k, v, g, s = (
         rng.standard_normal(shape)
-        for shape in ((b, t, h, d_k), (b, t, h, d_k), (b, t, h, d_v), (b, t, h, d_k),
-                      (b, h, d_k, d_v))
-    )  # fmt: skip
+        for shape in (
+            (b, t, h, d_k),
+            (b, t, h, d_k),
+            (b, t, h, d_v),
+            (b, t, h, d_k),
+            (b, h, d_k, d_v),
+        )
+    )
     g = np.asarray(gate) * -np.log1p(np.exp(-g))
     cast = [jnp.asarray(x, dtype) for x in (q, k, v)]
     return *cast, jnp.asarray(g, jnp.float32), jnp.asarray(s, jnp.float32)
@@ -122,7 +127,7 @@ def test_the_chunk_changes_nothing(chunk):
 @pytest.mark.parametrize(
     ("dtype", "t", "d_k", "d_v"),
     [("float32", 300, 512, 8), *slow(("float32", 65536, 12, 2), ("bfloat16", 5000, 48, 4))],
-)  # fmt: skip
+)
 def test_stability_promise(dtype, t, d_k, d_v):
     """Every gate from 0 to -inf, mixed token by token (row 0) and one to a channel (row 1)."""
     check_stability(t, d_k, d_v, dtype)
@@ -227,8 +232,12 @@ def test_lengths_keep_padding_out_of_values_and_gradients():
     got = [np.asarray(x) for x in got]
     q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in (q, k, v, g, s, d_o, d_s))
     for row, n in enumerate(lengths):
-        want = oracle(*(x[row : row + 1, :n] for x in (q, k, v, g)), s[row : row + 1],
-                      d_o[row : row + 1, :n], d_s[row : row + 1])  # fmt: skip
+        want = oracle(
+            *(x[row : row + 1, :n] for x in (q, k, v, g)),
+            s[row : row + 1],
+            d_o[row : row + 1, :n],
+            d_s[row : row + 1],
+        )
         for index, (x, y) in enumerate(zip(got, want, strict=True)):
             if index in (1, 6):
                 assert error(x[row], y[0]) < BOUND["float32"]

@@ -113,8 +113,9 @@ def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
 @newest
 @pytest.mark.parametrize(
     "divided, dtype",
-    [((128, 4), "bfloat16"), ((128, 8), "bfloat16"), ((64, 4), "float16")], ids=str,
-)  # fmt: skip
+    [((128, 4), "bfloat16"), ((128, 8), "bfloat16"), ((64, 4), "float16")],
+    ids=str,
+)
 def test_the_step_s_code_on_numpy(divided, dtype):
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
     from pallas_kernels.gla import step_registers
@@ -173,9 +174,13 @@ def test_it_lowers_for_cuda_as_one_kernel_in_place():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape, special",
-    [*CASES.values(), ((3, 4, 4, 256, 512), {}), ((5, 8, 4, 128, 1024), {}),
-     ((70, 4, 4, 256, 512), {"together": False})],
-)  # fmt: skip
+    [
+        *CASES.values(),
+        ((3, 4, 4, 256, 512), {}),
+        ((5, 8, 4, 128, 1024), {}),
+        ((70, 4, 4, 256, 512), {"together": False}),
+    ],
+)
 def test_values_on_the_gpu(shape, special):
     given = case(*shape, **special)
     if shape[0] > 5:

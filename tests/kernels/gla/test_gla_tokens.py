@@ -54,13 +54,13 @@ def check(rows, tokens, shape, **special):
     least = ROUNDS[y.dtype.name]
     before = np.asarray(state)
     y = np.asarray(y, np.float64).reshape(rows, tokens, -1)
-    for t, want in enumerate(steps(streams, weights, state, tokens,
-                                   lambda *given: expected(*given, -0.02))[0]):  # fmt: skip
+    for t, want in enumerate(
+        steps(streams, weights, state, tokens, lambda *given: expected(*given, -0.02))[0]
+    ):
         assert relative_rms(y[:, t], want.reshape(rows, -1)) < least
     # The same state and tokens of two layers, of which the second one's are one token on.
     kept = [[x, jnp.roll(x, 1, axis=1)] for x in kept]
-    ys, states = steps(streams, weights, state, tokens,
-                       lambda *given: gla_token(*given, **OPTIONS))  # fmt: skip
+    ys, states = steps(streams, weights, state, tokens, lambda *given: gla_token(*given, **OPTIONS))
     for t, one in enumerate(ys):
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float64).reshape(rows, -1))
     np.testing.assert_array_equal(state, before)
@@ -152,9 +152,15 @@ def test_a_commit_lowers_for_cuda_as_one_kernel_in_place(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "rows, tokens, shape, special",
-    [*CASES.values(), (1, 4, (4, 4, 256, 512), {}), (1, 5, (4, 4, 256, 512), {}),
-     (3, 8, (4, 4, 256, 512), {}), (1, 16, (4, 4, 256, 512), {}), (1, 16, (2, 2, 512, 256), {}),
-     (4, 8, (8, 4, 128, 1024), {})],
-)  # fmt: skip
+    [
+        *CASES.values(),
+        (1, 4, (4, 4, 256, 512), {}),
+        (1, 5, (4, 4, 256, 512), {}),
+        (3, 8, (4, 4, 256, 512), {}),
+        (1, 16, (4, 4, 256, 512), {}),
+        (1, 16, (2, 2, 512, 256), {}),
+        (4, 8, (8, 4, 128, 1024), {}),
+    ],
+)
 def test_values_on_the_gpu(rows, tokens, shape, special):
     check(rows, tokens, shape, **special)

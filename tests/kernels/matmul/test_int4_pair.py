@@ -50,9 +50,10 @@ def test_scales_in_two_levels(zeros):
     w = rng.normal(size=(64, 512)) * np.exp(rng.normal(0, 0.7, (64, 1)))
     w[5], w[6, :128] = 0, 0
     w = jnp.asarray(w, F32)
-    made = jax.jit(functools.partial(
-        quantize, dtype="int4", group_size=128, symmetric=not zeros
-    ), static_argnames="scale_dtype")  # fmt: skip
+    made = jax.jit(
+        functools.partial(quantize, dtype="int4", group_size=128, symmetric=not zeros),
+        static_argnames="scale_dtype",
+    )
     t, one = made(w, scale_dtype="int8"), made(w)
     assert t.scale.dtype == jnp.int8 and t.unit.shape == (64, 1) and t.unit.dtype == F32
     below = 8 if t.zero is None else floats(t.zero) + 8
@@ -242,8 +243,9 @@ def test_calls_without_an_operand_of_8_bits():
 def test_values_on_the_gpu(m, n, k, levels, codes):
     for zeros in (False, True):
         x, w, bias = operands(m, n, k, zeros=zeros, levels=levels, codes=codes, seed=m)
-        call = jax.jit(lambda x, w, b: quantized_matmul(
-            x, w, bias=b, out_dtype=BF16, implementation="mosaic"))  # fmt: skip
+        call = jax.jit(
+            lambda x, w, b: quantized_matmul(x, w, bias=b, out_dtype=BF16, implementation="mosaic")
+        )
         first = call(x, w, bias)
         assert error(first, product(x, w, bias)) < 2.5e-3
         assert (first == call(x, w, bias)).all()

@@ -327,9 +327,16 @@ def test_plain_swiglu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", [tile for tile, _ in planning.FEW_WEIGHT])
-@pytest.mark.parametrize("dtype,group,zeros", [
-    (I4, 128, None), (I4, 128, "int"), (I4, 64, "float"), (I4, 32, "int"), (I8, 128, "int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype,group,zeros",
+    [
+        (I4, 128, None),
+        (I4, 128, "int"),
+        (I4, 64, "float"),
+        (I4, 32, "int"),
+        (I8, 128, "int"),
+    ],
+)
 def test_weight_tiles_of_few_rows(tile, dtype, group, zeros):
     """Scales and zeros as they are stored, several tiles a block, sums across warpgroups and
     blocks; twice the same bits."""

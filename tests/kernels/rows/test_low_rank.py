@@ -122,9 +122,10 @@ def test_calls_without_a_kernel_say_why():
     assert plan().split == 1 and plan().op.adapters == (8, 3, 16)
     assert plan(width=14336).split == 2
     for found, says in (
-        (plan(rows=65), "65 rows"), (plan(rank=100), "3 x 100 ranks"),
+        (plan(rows=65), "65 rows"),
+        (plan(rank=100), "3 x 100 ranks"),
         (plan(dtype=jnp.float32), "adapters of float32"),
-    ):  # fmt: skip
+    ):
         assert isinstance(found, Reason) and says in found.text
 
 

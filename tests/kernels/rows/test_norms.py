@@ -302,10 +302,16 @@ def rows_for(call, rows, width, dtype, seed=0):
 
 
 ROWS = [
-    (1, 64, "float16"), (7, 576, "bfloat16"), (64, 4096, "bfloat16"), (33, 1000, "float16"),
-    (3, 14336, "bfloat16"), (1100, 4096, "bfloat16"), (5, 16384, "bfloat16"),
-    (2049, 1000, "bfloat16"), (1100, 14336, "bfloat16"),
-]  # fmt: skip
+    (1, 64, "float16"),
+    (7, 576, "bfloat16"),
+    (64, 4096, "bfloat16"),
+    (33, 1000, "float16"),
+    (3, 14336, "bfloat16"),
+    (1100, 4096, "bfloat16"),
+    (5, 16384, "bfloat16"),
+    (2049, 1000, "bfloat16"),
+    (1100, 14336, "bfloat16"),
+]
 
 
 @pytest.mark.gpu

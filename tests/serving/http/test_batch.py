@@ -141,9 +141,19 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     )  # only what is used is compiled
     folder = tiny_checkpoint(tmp_path)
     write(tmp_path / "in.jsonl", MIXED[:3])
-    words = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--json",
-             "--model", str(folder / NAME), "--max-slots", "1", "--max-len", "64",
-             "--deterministic"]  # fmt: skip
+    words = [
+        "batch",
+        str(tmp_path / "in.jsonl"),
+        str(tmp_path / "out.jsonl"),
+        "--json",
+        "--model",
+        str(folder / NAME),
+        "--max-slots",
+        "1",
+        "--max-len",
+        "64",
+        "--deterministic",
+    ]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out) == {"answered": 3, "failed": 0, "kept": 0}
     assert main(words) == 0

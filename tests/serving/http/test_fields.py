@@ -43,28 +43,38 @@ EVERYWHERE = (COMPLETION, CHAT, RESPONSES)
 # (fields, where they are done, what a request then has); elsewhere they are refused.
 DONE = {
     "bad_words": (
-        {"bad_words": ["no", 'é"']}, EVERYWHERE,
+        {"bad_words": ["no", 'é"']},
+        EVERYWHERE,
         lambda r: "& ~(ANY (" in r.grammar.source,
     ),
     "allowed_token_ids": (
-        {"allowed_token_ids": [97, 98]}, EVERYWHERE, lambda r: r.allowed_token_ids == (97, 98),
+        {"allowed_token_ids": [97, 98]},
+        EVERYWHERE,
+        lambda r: r.allowed_token_ids == (97, 98),
     ),
     "truncate_prompt_tokens": (
-        {"truncate_prompt_tokens": 3}, EVERYWHERE, lambda r: len(r.prompt) == 3,
+        {"truncate_prompt_tokens": 3},
+        EVERYWHERE,
+        lambda r: len(r.prompt) == 3,
     ),
     "include_stop_str_in_output": (
-        {"include_stop_str_in_output": True}, EVERYWHERE, lambda r: r.include_stop,
+        {"include_stop_str_in_output": True},
+        EVERYWHERE,
+        lambda r: r.include_stop,
     ),
     "grammar": (
-        {"grammar": 'root ::= "a"'}, EVERYWHERE, lambda r: "root ::= " in r.grammar.source,
+        {"grammar": 'root ::= "a"'},
+        EVERYWHERE,
+        lambda r: "root ::= " in r.grammar.source,
     ),
     "n_predict": ({"n_predict": 5}, (COMPLETION, CHAT), lambda r: r.max_new_tokens == 5),
     "enable_thinking": (
-        {"enable_thinking": True}, (CHAT, RESPONSES),
+        {"enable_thinking": True},
+        (CHAT, RESPONSES),
         lambda r: bytes(r.prompt).endswith(b"<think>"),
     ),
     "return_token_ids": ({"return_token_ids": True}, (COMPLETION, CHAT), lambda r: True),
-}  # fmt: skip
+}
 REFUSED = {name: "asked" for name in other_fields.ELSEWHERE}
 # Fields of one endpoint at another, each with a word of its answer.
 ELSEWHERE = [
@@ -114,9 +124,12 @@ WRONG = [
     (CHAT, {"allowed_token_ids": [97], "grammar": 'root ::= "a"'}, "allowed_token_ids"),
     (COMPLETION, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     (COMPLETION, {"max_tokens": 4, "n_predict": 5}, "n_predict"),
-    (CHAT, {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
-     "enable_thinking"),
-]  # fmt: skip
+    (
+        CHAT,
+        {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+        "enable_thinking",
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), WRONG)

@@ -46,9 +46,10 @@ def streamed(url: str, body: dict, began: threading.Event | None = None, **heade
     try:
         with (
             client(url) as http,
-            http.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers)
-            as reply,
-        ):  # fmt: skip
+            http.stream(
+                "POST", "/v1/completions", json={**body, "stream": True}, headers=headers
+            ) as reply,
+        ):
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     chunks.append(json.loads(line[6:]))
@@ -69,8 +70,17 @@ def is_whole(chunks: list[dict]) -> bool:
 
 @pytest.mark.slow
 def test_front_ends_share_all_and_die_alone(folder):
-    flags = ("--max-slots", "4", "--max-len", "1024", "--deterministic", "--api-servers", "2",
-             "--state", str(folder / "state"))  # fmt: skip
+    flags = (
+        "--max-slots",
+        "4",
+        "--max-len",
+        "1024",
+        "--deterministic",
+        "--api-servers",
+        "2",
+        "--state",
+        str(folder / "state"),
+    )
     with serve(folder, *flags) as (process, url, log), client(url) as http:
         assert len(pids := children(process.pid)) == 2
         # One count and one space of ids, whichever front end is asked.
@@ -87,8 +97,9 @@ def test_front_ends_share_all_and_die_alone(folder):
         for reply in replies:
             with client(url) as other:
                 assert other.get(f"/v1/completions/{reply['id']}").json() == reply
-        said = http.post("/v1/responses", json={"model": "tiny", "input": "a",
-                                                "max_output_tokens": 2}).json()  # fmt: skip
+        said = http.post(
+            "/v1/responses", json={"model": "tiny", "input": "a", "max_output_tokens": 2}
+        ).json()
         for _ in range(6):
             with client(url) as other:
                 assert other.get(f"/v1/responses/{said['id']}").json() == said
@@ -101,8 +112,10 @@ def test_front_ends_share_all_and_die_alone(folder):
         # A front end that is killed takes its own streams along, and another takes its place.
         began = [threading.Event() for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            streams = [pool.submit(streamed, url, LONG, event, **{"X-Request-Id": f"long{n}"})
-                       for n, event in enumerate(began)]  # fmt: skip
+            streams = [
+                pool.submit(streamed, url, LONG, event, **{"X-Request-Id": f"long{n}"})
+                for n, event in enumerate(began)
+            ]
             assert all(event.wait(60) for event in began)
             os.kill(pids[0], signal.SIGKILL)
             ended = [stream.result() for stream in streams]

@@ -136,8 +136,9 @@ def test_what_was_never_written_is_owed_by_the_next_server(lm, engine, disk, tmp
         http.post("/v1/completions", json=ASK)
         with ThreadPoolExecutor(1) as pool:
             with engine.held():
-                answer = pool.submit(http.post, "/v1/completions", json=ASK,
-                                     headers={"X-Request-Id": "a"})  # fmt: skip
+                answer = pool.submit(
+                    http.post, "/v1/completions", json=ASK, headers={"X-Request-Id": "a"}
+                )
                 assert engine.wait_for(lambda: engine.live)
                 wait_until(lambda: http.get("/health").status_code == 200)
                 disk[0].is_full = True
@@ -196,8 +197,10 @@ def test_only_its_owner_reads_the_journal(tmp_path, there):
 
 def test_a_journal_of_an_earlier_version_goes_on(tmp_path):
     old = sqlite3.connect(tmp_path / journals.FILE, isolation_level=None)
-    old.execute("CREATE TABLE calls (number INTEGER PRIMARY KEY, id TEXT UNIQUE, kind TEXT, "
-                "created INTEGER, body TEXT, answer TEXT)")  # fmt: skip
+    old.execute(
+        "CREATE TABLE calls (number INTEGER PRIMARY KEY, id TEXT UNIQUE, kind TEXT, "
+        "created INTEGER, body TEXT, answer TEXT)"
+    )
     old.execute("INSERT INTO calls (id, kind, created, body) VALUES ('a', 'chat', 7, '{}')")
     old.close()
     for _ in range(2):

@@ -77,9 +77,12 @@ def test_cached_prompts_are_shared_under_one_key_and_salt(http, engine, path):
         return engine.requests[-1].cache_salt
 
     salts = [
-        salt("one"), salt("two"), salt("one", cache_salt="a"), salt("two", cache_salt="a"),
+        salt("one"),
+        salt("two"),
+        salt("one", cache_salt="a"),
+        salt("two", cache_salt="a"),
         salt("one", cache_salt="b"),
-    ]  # fmt: skip
+    ]
     assert len(set(salts)) == 5
     assert [salt("one"), salt("one", cache_salt="a")] == [salts[0], salts[2]]
     assert not any(key in salt for key in KEYS for salt in salts), "the key itself goes nowhere"
@@ -93,11 +96,24 @@ def test_cached_prompts_are_shared_under_one_key_and_salt(http, engine, path):
 
 
 HOSTS = {
-    "localhost": 200, "LOCALHOST:8000": 200, "127.0.0.1:8000": 200, "127.0.0.2": 200,
-    "[::1]:8000": 200, "api.localhost": 200, "localhost.": 200, "my.name": 200, "My.Name:1": 200,
-    "evil.example.com": 421, "evil.example.com:8000": 421, "localhost.evil.com": 421,
-    "127.0.0.1.evil.com": 421, "10.0.0.1": 421, "": 421, "[::2]": 421, "my.name.evil.com": 421,
-}  # fmt: skip
+    "localhost": 200,
+    "LOCALHOST:8000": 200,
+    "127.0.0.1:8000": 200,
+    "127.0.0.2": 200,
+    "[::1]:8000": 200,
+    "api.localhost": 200,
+    "localhost.": 200,
+    "my.name": 200,
+    "My.Name:1": 200,
+    "evil.example.com": 421,
+    "evil.example.com:8000": 421,
+    "localhost.evil.com": 421,
+    "127.0.0.1.evil.com": 421,
+    "10.0.0.1": 421,
+    "": 421,
+    "[::2]": 421,
+    "my.name.evil.com": 421,
+}
 
 
 @pytest.mark.core

@@ -93,9 +93,12 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason(monkeypatch, capsy
     monkeypatch.setattr(process, "LOOK", 0.01)
     child, stopped = Child(hangs=False), []
     engine = SimpleNamespace(
-        failure=None, closed=None, listen=lambda told: None, stats=lambda: None,
+        failure=None,
+        closed=None,
+        listen=lambda told: None,
+        stats=lambda: None,
         stop=lambda: stopped.append(True),
-    )  # fmt: skip
+    )
 
     async def run() -> str | None:
         listener = SimpleNamespace(close=lambda: None)

@@ -110,9 +110,10 @@ def test_chat_and_its_stream(client, lm):
 def test_stop(client, lm):
     [long] = lm.generate([ids(PROMPT)], NEW)
     stop = next(
-        long.text[i : i + 2] for i in range(3, len(long.text) - 2)
+        long.text[i : i + 2]
+        for i in range(3, len(long.text) - 2)
         if long.text[i : i + 2].isascii() and long.text[i : i + 2].isprintable()
-    )  # fmt: skip
+    )
     ask = {"model": NAME, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
     [choice] = client.completions.create(**ask, stop=[stop]).choices
     assert choice.text == long.text.split(stop)[0] and choice.finish_reason == "stop"
@@ -186,9 +187,13 @@ def test_an_agent_of_six_calls(client):
     messages = list(USER)
     for turn in range(6):
         answer = client.chat.completions.create(
-            model=NAME, messages=messages, tools=TOOLS[:1], tool_choice="required",
-            parallel_tool_calls=False, seed=turn,
-        )  # fmt: skip
+            model=NAME,
+            messages=messages,
+            tools=TOOLS[:1],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=turn,
+        )
         [choice] = answer.choices
         assert choice.finish_reason == "tool_calls"
         [call] = choice.message.tool_calls
@@ -220,9 +225,13 @@ def test_a_named_call_streams(client):
 def test_min_tokens_and_stop_token_ids(client):
     def ask(**extra):
         return client.completions.create(
-            model=NAME, prompt="ab", max_tokens=12, seed=4, logit_bias={"2": 100},
+            model=NAME,
+            prompt="ab",
+            max_tokens=12,
+            seed=4,
+            logit_bias={"2": 100},
             extra_body=extra,
-        )  # fmt: skip
+        )
 
     assert ask().usage.completion_tokens == 1, "the stop token at once"
     held = ask(min_tokens=7)

@@ -72,9 +72,13 @@ def test_a_response_and_its_stream_are_the_same(client, engine, lm):
     )
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == "completed"
-    for name, count in (("output_item.added", 3), ("output_item.done", 3),
-                        ("content_part.added", 2), ("content_part.done", 2),
-                        ("function_call_arguments.done", 1)):  # fmt: skip
+    for name, count in (
+        ("output_item.added", 3),
+        ("output_item.done", 3),
+        ("content_part.added", 2),
+        ("content_part.done", 2),
+        ("function_call_arguments.done", 1),
+    ):
         assert kinds.count(name) == count
     for name, text in (("reasoning_text", "Hm."), ("output_text", "Let me see.")):
         deltas = [e.delta for e in events if e.type == f"response.{name}.delta"]
@@ -106,8 +110,13 @@ def test_a_conversation_goes_on_from_its_last_response(client, engine, lm):
     assert prompt(engine) == shown, "the instructions were the first one's"
     third = client.responses.create(model=NAME, input="Sure?", previous_response_id=second.id)
     assert prompt(engine) == shown + "It is cold.\n<user>Sure?\n<assistant>"
-    items = [{"role": "user", "content": "hi"}, *first.output, result, *second.output,
-             {"role": "user", "content": [{"type": "input_text", "text": "Sure?"}]}]  # fmt: skip
+    items = [
+        {"role": "user", "content": "hi"},
+        *first.output,
+        result,
+        *second.output,
+        {"role": "user", "content": [{"type": "input_text", "text": "Sure?"}]},
+    ]
     client.responses.create(model=NAME, input=items)
     assert prompt(engine) == shown + "It is cold.\n<user>Sure?\n<assistant>", "or from its items"
     again = client.responses.retrieve(third.id)

@@ -86,9 +86,11 @@ def test_a_completion_and_the_stream_of_it_are_the_same(http):
     whole = http.post("/v1/completions", json=body).json()
     assert whole["object"] == "text_completion" and whole["model"] == NAME
     assert whole["usage"] == {
-        "prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14,
+        "prompt_tokens": 2,
+        "completion_tokens": 12,
+        "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
+    }
     options = {"include_usage": True}
     streamed = http.post(
         "/v1/completions", json={**body, "stream": True, "stream_options": options}
@@ -177,13 +179,26 @@ def test_every_prompt_has_its_choices_and_ids_are_prompts_too(http):
 @pytest.mark.core
 def test_what_is_asked_reaches_the_engine(http, engine):
     body = {
-        **COMPLETION, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
-        "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5,
-        "logit_bias": {"5": -100}, "seed": 11, "n": 2, "stop": "x", "logprobs": 3, "priority": 2,
-        "deadline": 9.5, "ignore_eos": True,
+        **COMPLETION,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"5": -100},
+        "seed": 11,
+        "n": 2,
+        "stop": "x",
+        "logprobs": 3,
+        "priority": 2,
+        "deadline": 9.5,
+        "ignore_eos": True,
         "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}},
-        "user": "u", "metadata": {"k": "v"},
-    }  # fmt: skip
+        "user": "u",
+        "metadata": {"k": "v"},
+    }
     assert http.post("/v1/completions", json=body).status_code == 200
     first, second = engine.requests[-2:]
     sampling = first.sampling
@@ -299,7 +314,7 @@ def test_tools_and_parts_reach_the_template(http, engine):
         {"role": "developer", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "r", "tool_call_id": "1"},
-    ]  # fmt: skip
+    ]
     body = {**CHAT, "messages": messages, "tools": [TOOL], "max_tokens": 1}
     with_tools = {**body, "messages": messages[:1]}
     assert (
@@ -413,8 +428,11 @@ def test_models_health_page_and_their_headers(http):
 
 
 def test_pages_of_other_origins_ask_only_where_they_may(lm, engine, http):
-    asks = {"Origin": "https://page", "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    asks = {
+        "Origin": "https://page",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
     assert http.options("/v1/completions", headers=asks).status_code == 405
     settings = {"origins": ("https://page",), "api_keys": ("secret",)}
     with serving(lm, engine, **settings) as url, client(url) as open_http:
@@ -594,17 +612,29 @@ def test_a_bad_chat_is_400_with_a_reason(http, name):
 def test_what_concerns_another_service_or_nobody_knows_is_accepted(http, engine, caplog):
     """Unknown names are logged once each, and a client cannot fill the log with them."""
     official = {
-        "reasoning_effort": "low", "verbosity": "high", "modalities": ["text"], "store": True,
-        "prediction": {"type": "content", "content": "x"}, "service_tier": "auto",
-        "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False,
-        "metadata": {"k": "v"}, "functions": [], "function_call": "auto", "audio": None,
-        "stream": True, "stream_options": {"include_obfuscation": False},
-    }  # fmt: skip
+        "reasoning_effort": "low",
+        "verbosity": "high",
+        "modalities": ["text"],
+        "store": True,
+        "prediction": {"type": "content", "content": "x"},
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "parallel_tool_calls": False,
+        "metadata": {"k": "v"},
+        "functions": [],
+        "function_call": "auto",
+        "audio": None,
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+    }
     request_bodies._unknown.clear()
     plain = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
     reply = http.post("/v1/chat/completions", json={**CHAT, **official})
-    texts = ["".join(c["choices"][0]["delta"]["content"] for c in chunks_of(r.text))
-             for r in (plain, reply)]  # fmt: skip
+    texts = [
+        "".join(c["choices"][0]["delta"]["content"] for c in chunks_of(r.text))
+        for r in (plain, reply)
+    ]
     assert texts[0] == texts[1] and not caplog.records
     unknown = {"max_token": 4, "stream_options": {"new": 1, "include_usage": True}}
     for _ in range(2):
@@ -645,19 +675,22 @@ COSTLY = {
     "spaces": lambda: prompt('"' + " " * 4_000_000 + '"'),
     "a text among texts": lambda: prompt('["a", "' + "abc " * 1_000_000 + '"]'),
     "messages": lambda: '{"model": "tiny", "messages": [' + "{}," * HUGE + "{}]}",
-    "a message": lambda: '{"model": "tiny", "messages": [{"role": "user", "content": "'
-    + "abc " * 1_000_000 + '"}]}',
-}  # fmt: skip
+    "a message": lambda: (
+        '{"model": "tiny", "messages": [{"role": "user", "content": "' + "abc " * 1_000_000 + '"}]}'
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "path"),
     [
         *((name, "chat" if "message" in name else "completion") for name in COSTLY),
-        ("floats", "embedding"), ("a text", "embedding"), ("a text", "tokenize"),
+        ("floats", "embedding"),
+        ("a text", "embedding"),
+        ("a text", "tokenize"),
         ("a message", "tokenize"),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_is_cheap(lm, name, path):
     """Under 100 ms of CPU beside tokenizing max_len, which is nothing here, and under 10 MB."""
     data = COSTLY[name]().encode()

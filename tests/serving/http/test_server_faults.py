@@ -27,8 +27,11 @@ from tests.helpers.seeded import seeded_params
 # Words make the automaton of a mask large at once, as those of a real vocabulary do.
 WORDS = ["".join(word) for n in range(2, 9) for word in itertools.product("az", repeat=n)]
 PATTERN = "(.*[a-m].{300}[b-z].*){3}"
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": PATTERN}},
-          "required": ["a"]}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": PATTERN}},
+    "required": ["a"],
+}
 FORMATS = {
     "regex": {"type": "regex", "regex": PATTERN},
     "schema": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
@@ -51,12 +54,24 @@ def test_a_grammar_that_fails_late_fails_alone():
     engine.start()
 
     def ordinary(seed: int) -> dict:
-        return {"model": NAME, "prompt": "Once", "max_tokens": 100, "seed": seed,
-                "ignore_eos": True}  # fmt: skip
+        return {
+            "model": NAME,
+            "prompt": "Once",
+            "max_tokens": 100,
+            "seed": seed,
+            "ignore_eos": True,
+        }
 
     def bad(kind: str) -> dict:
-        return {"model": NAME, "prompt": "Hi", "max_tokens": 120, "temperature": 1.5, "seed": 1,
-                "logit_bias": BIAS, "response_format": FORMATS[kind]}  # fmt: skip
+        return {
+            "model": NAME,
+            "prompt": "Hi",
+            "max_tokens": 120,
+            "temperature": 1.5,
+            "seed": 1,
+            "logit_bias": BIAS,
+            "response_format": FORMATS[kind],
+        }
 
     try:
         with serving(lm, engine) as url, client(url) as http, ThreadPoolExecutor(10) as pool:

@@ -31,13 +31,22 @@ def page(lm, tmp_path_factory):
 
 
 OPERATIONS = [
-    ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/embeddings", "POST"),
-    ("/tokenize", "POST"), ("/detokenize", "POST"), ("/v1/models", "GET"),
-    ("/v1/models/{model}", "GET"), ("/v1/completions/{id}", "GET"),
-    ("/v1/chat/completions/{id}", "GET"), ("/health", "GET"), ("/metrics", "GET"),
-    ("/version", "GET"), ("/v1/responses", "POST"), ("/v1/responses/{id}", "GET"),
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/embeddings", "POST"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{model}", "GET"),
+    ("/v1/completions/{id}", "GET"),
+    ("/v1/chat/completions/{id}", "GET"),
+    ("/health", "GET"),
+    ("/metrics", "GET"),
+    ("/version", "GET"),
+    ("/v1/responses", "POST"),
+    ("/v1/responses/{id}", "GET"),
     ("/v1/responses/{id}", "DELETE"),
-]  # fmt: skip
+]
 
 
 def ask(case) -> None:
@@ -56,9 +65,12 @@ def hold_against(page, path: str, method: str, examples: int) -> None:
     operation = page[path][method]
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
         checked = settings(
-            max_examples=examples, deadline=None, derandomize=True, database=None,
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
-        )(given(case=operation.as_strategy(generation_mode=mode))(ask))  # fmt: skip
+        )(given(case=operation.as_strategy(generation_mode=mode))(ask))
         with contextlib.suppress(Unsatisfiable):  # nothing that could be wrong
             checked()
 

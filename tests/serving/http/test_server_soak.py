@@ -27,9 +27,15 @@ CONFIGS = {
     "gla": LLAMA.replace(layer_types=("gla", "attention"), gla=GLA),
     **HYBRIDS,
 }
-BAD = (b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "", "n": 1}',
-       b'{"model": "gpt-4", "prompt": "a"}', b'{"model": "tiny", "prompt": "a", "n": 0}',
-       b'{"model": "tiny", "prompt": "a", "max_tokens": 100000}')  # fmt: skip
+BAD = (
+    b"{",
+    b"[]",
+    b'{"model": "tiny"}',
+    b'{"model": "tiny", "prompt": "", "n": 1}',
+    b'{"model": "gpt-4", "prompt": "a"}',
+    b'{"model": "tiny", "prompt": "a", "n": 0}',
+    b'{"model": "tiny", "prompt": "a", "max_tokens": 100000}',
+)
 
 
 def body_of(draw: random.Random) -> dict:

@@ -64,9 +64,15 @@ def test_in_python_and_on_the_command_line(lm, monkeypatch):
     for prompt in (SAID, MESSAGES):  # generate --chat, and a line of --file x.jsonl
         assert special(generate._row(lm, prompt, as_chat=True)) == ONE_TURN
     asked = argparse.Namespace(
-        model="x", dtype=None, quantize=None, exact=False, random=False, revision=None, mesh=None,
+        model="x",
+        dtype=None,
+        quantize=None,
+        exact=False,
+        random=False,
+        revision=None,
+        mesh=None,
         parse_special=True,
-    )  # fmt: skip
+    )
     monkeypatch.setattr("jaxllama.loading.load", lambda *_, **__: lm)
     loaded = common.load(asked)
     assert special(loaded.encode_chat(MESSAGES)) == [256, 257, 256, 257]

@@ -362,12 +362,20 @@ FORMED = {
     "what is not said": ({"bad_words": ["bad", 'é"']}, "a ba é", "a bad"),
     "the same in quotes": ({"bad_words": ["bad", 'é"']}, '"d"\n', 'so é"!'),
     "tags": (
-        {"response_format": {"type": "structural_tag", "triggers": ["<n"], "structures": [
-            {"begin": "<num>", "schema": {"type": "integer"}, "end": "</num>"},
-            {"begin": "<nil>", "schema": {"type": "null"}, "end": "</nil>"}]}},
-        "so <num>12</num> and <nil>null</nil>.", "so <num>null</num>",
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "triggers": ["<n"],
+                "structures": [
+                    {"begin": "<num>", "schema": {"type": "integer"}, "end": "</num>"},
+                    {"begin": "<nil>", "schema": {"type": "null"}, "end": "</nil>"},
+                ],
+            }
+        },
+        "so <num>12</num> and <nil>null</nil>.",
+        "so <num>null</num>",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMED)
@@ -419,15 +427,26 @@ BEYOND = {
     "uniqueItems": ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True}, "[1,1]", "[2]"),
     "not": ({"type": "integer", "not": {"const": 3}}, "3", '"3"'),
     "then": ({"type": "integer", "if": {"const": 1}, "then": {"const": 2}}, "1", '"1"'),
-    "contains": ({"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 1}}, "[2]",
-                 "[3]"),
+    "contains": (
+        {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 1}},
+        "[2]",
+        "[3]",
+    ),
     "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"b":1}', "1"),
     "format": ({"type": "string", "format": "idn-email"}, '"x"', "1"),
     "oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"1"'),
     "look": ({"type": "string", "pattern": "^(?=.*a)b$"}, '"c"', "1"),
-    r"(a)\1": ({"type": "object", "patternProperties": {r"^(a)\1$": {"type": "null"}},
-                "properties": {"n": {"enum": [1]}}, "required": ["n"]}, '{"n":1}', '{"n":2}'),
-}  # fmt: skip
+    r"(a)\1": (
+        {
+            "type": "object",
+            "patternProperties": {r"^(a)\1$": {"type": "null"}},
+            "properties": {"n": {"enum": [1]}},
+            "required": ["n"],
+        },
+        '{"n":1}',
+        '{"n":2}',
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BEYOND)
@@ -454,8 +473,13 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_can_be(lm, name, think
 
 
 def test_schemas_may_refer_to_their_parts(lm):
-    parts = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"],
-             "additionalProperties": False, "$defs": {"Place": {"enum": ["Oslo"]}}}  # fmt: skip
+    parts = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/Place"}},
+        "required": ["at"],
+        "additionalProperties": False,
+        "$defs": {"Place": {"enum": ["Oslo"]}},
+    }
     grammar = constraint(lm, "hermes", tools=[tool("time", parts)], tool_choice="required")
     text = '<tool_call>\n{"name": "time", "arguments": {"at": "%s"}}\n</tool_call>'
     assert matches(lm, grammar, text % "Oslo") and not matches(lm, grammar, text % "Bonn")
