@@ -60,6 +60,7 @@ class Row:
 
 
 _BENCH = "jaxllama bench --model llama-3.1-8b --random --context 1024 --new-tokens 200 --json"
+_EXPERTS = "jaxllama bench --random --context 512 --new-tokens 100 --json"
 _MATMUL = "python -m benchmarks.kernels.matmul quantized_matmul --shapes 'gate or up'"
 _ENGINE = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.engine"
 _PARALLEL = "python -m benchmarks.parallel --model llama-3.1-8b --dtype bfloat16 --batch 1"
@@ -81,6 +82,16 @@ ROWS = {
     "decode-64": Row(
         "Llama-3.1-8B, 64 rows, W8A8, int8 cache",
         {"w8a8": f"{_BENCH} --batch 64 --quantize w8a8 --kv-dtype int8"},
+        "decode_tokens_per_second",
+        "tokens/s",
+    ),
+    "experts": Row(
+        "OLMoE-1B-7B and Qwen3-30B-A3B's first 8 layers, one row",
+        {
+            f"{model} {scheme}": f"{_EXPERTS} --model {model}{option}"
+            for model in ("olmoe-1b-7b", "qwen3-30b-a3b:layers=8")
+            for scheme, option in (("bfloat16", ""), ("w4a16", " --quantize w4a16"))
+        },
         "decode_tokens_per_second",
         "tokens/s",
     ),
