@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxllama.decoding.drafts import Drafted
 from jaxllama.decoding.rows import Rows
-from jaxllama.decoding.turn import Draw, Forward, Inputs, TurnReport, finish, start
+from jaxllama.decoding.turn import Draw, Forward, Inputs, Pass, TurnReport, finish, start
 
 Carry = TypeVar("Carry")
 
@@ -45,6 +45,7 @@ def run(
     *,
     limit: jax.Array | int | None = None,
     drafting: Drafting | None = None,
+    observe: Callable[[Rows, Inputs, Pass], Rows] | None = None,
     ignores_stops: jax.Array | None = None,
     extra: Any = (),
     collect: Callable[[Any, Inputs, TurnReport], Any] | None = None,
@@ -52,6 +53,8 @@ def run(
     """Take turns while ``unfinished(rows)``, a bool scalar.
 
     forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
+    observe: called after each turn with the new rows and its pass; returns the rows with another
+        ``kept``.
     extra: the caller's own carry.  ``collect(extra, inputs, report)`` returns it after each turn.
     Returns (rows, extra).
 
@@ -73,6 +76,8 @@ def run(
             ignores_stops=ignores_stops,
             adapts_to=adapts_to,
         )
+        if observe is not None:
+            rows = observe(rows, inputs, passed)
         if collect is not None:
             assert report is not None
             extra = collect(extra, inputs, report)

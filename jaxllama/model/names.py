@@ -8,6 +8,17 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
+class MTPNames:
+    """The names of a head for multi-token prediction: its layer, norms and first product."""
+
+    layer: str = "mtp.layers.0"
+    embed_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    fc: str = "mtp.fc"
+    norm: str = "mtp.norm"
+
+
+@dataclasses.dataclass(frozen=True)
 class Names:
     """The names of a decoder's parts in a family of checkpoints.
 
@@ -34,6 +45,7 @@ class Names:
     o: str = "o_proj"
     down: str = "down_proj"
     mixers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    mtp: MTPNames = MTPNames()
 
     def of(self, kind: str, default: Any) -> Any:
         """The names of a mixer of this kind; default: where the family has none of its own."""

@@ -26,6 +26,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers import mtp_cases
 from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
@@ -63,7 +64,7 @@ CONFIGS = {
         ("kda", IDENTITIES["kda"]),
         *HYBRIDS.items(),
     )
-}
+} | {"mtp": mtp_cases.CONFIG}
 
 
 # Families with layers of the gated delta rule, whose cases are slow.
@@ -73,6 +74,8 @@ DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMIL
 
 @functools.cache
 def model(family: str) -> LanguageModel:
+    if family == "mtp":
+        return mtp_cases.model()
     cfg = CONFIGS[family]
     return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
 
