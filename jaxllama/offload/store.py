@@ -9,7 +9,7 @@ to three pieces. Vectors (norms, biases) stay on the device, because they are ne
 small. Pieces are immutable: to change a tensor, put it again and ``free`` the old one.
 
 Pinned host memory is jax's memory kind "pinned_host", which CPUs have too, so the tests run the
-same code as a GPU. int4 codes are moved and stored packed, two to a byte.
+same code as a GPU. 4-bit codes are moved and stored packed, two to a byte.
 
 Source: FlexGen's TorchMixedDevice (arXiv 2303.06865), which splits at head or batch borders; rows
 make every percentage exact. Left out: more than one device.
@@ -18,6 +18,7 @@ make every percentage exact. Left out: more than one device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
 from pallas_kernels.qtensor import packed_bytes
+from pallas_kernels.rounding import NIBBLES
 
 Leaf = jax.Array | np.ndarray
 
@@ -104,8 +106,8 @@ class Pending:
     def array(self) -> jax.Array:
         if self._whole is None:
             stored, moved = self._stored, self.moved
-            if stored.dtype == jnp.int4:
-                moved = [_unpack(part) for part in moved]
+            if stored.dtype.name in NIBBLES:
+                moved = [_unpack(part, stored.dtype) for part in moved]
             parts = moved if stored.device is None else [stored.device, *moved]
             whole = parts[0] if len(parts) == 1 else _join(parts)
             self._whole = whole if whole.shape == stored.shape else whole.reshape(stored.shape)
@@ -156,11 +158,12 @@ class Store:
         rows = rows - on_device(tree)
 
         def one(leaf: StoredTensor) -> jax.Array:
-            width = leaf.shape[-1] // 2 if leaf.dtype == jnp.int4 else leaf.shape[-1]
-            dtype = np.dtype(np.int8) if leaf.dtype == jnp.int4 else leaf.dtype
+            is_packed = leaf.dtype.name in NIBBLES
+            width = leaf.shape[-1] // 2 if is_packed else leaf.shape[-1]
+            dtype = np.dtype(np.int8) if is_packed else leaf.dtype
             host = np.empty((0, width), dtype) if leaf.host is None else leaf.host
             moved = jax.device_put(_read_rows(self, host, leaf.disk, rows), self.on_device)
-            return _unpack(moved) if leaf.dtype == jnp.int4 else moved
+            return _unpack(moved, leaf.dtype) if is_packed else moved
 
         return jax.tree.map(one, tree, is_leaf=is_stored)
 
@@ -228,7 +231,7 @@ class Store:
         flat = leaf.reshape(rows, columns)
         first, second = counts[0], counts[0] + counts[1]
         device = jax.device_put(flat[:first], self.on_device) if first else None
-        if dtype == jnp.int4:
+        if dtype.name in NIBBLES:
             assert columns % 2 == 0, leaf.shape
             flat = _pack(jnp.asarray(flat))
         host = disk = None
@@ -296,14 +299,14 @@ def _join(parts: list[jax.Array]) -> jax.Array:
 
 @jax.jit
 def _pack(codes: jax.Array) -> jax.Array:
-    """Convert int4 ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
+    """Convert 4-bit ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
     rows, columns = codes.shape
     return lax.bitcast_convert_type(codes.reshape(rows, columns // 2, 2), jnp.int8)
 
 
-@jax.jit
-def _unpack(packed: jax.Array) -> jax.Array:
-    codes = lax.bitcast_convert_type(packed, jnp.int4)
+@functools.partial(jax.jit, static_argnums=1)
+def _unpack(packed: jax.Array, dtype: np.dtype) -> jax.Array:
+    codes = lax.bitcast_convert_type(packed, dtype)
     return codes.reshape(packed.shape[0], 2 * packed.shape[1])
 
 
