@@ -18,14 +18,14 @@ from jaxllama.model.param import Param, Path, Turned, fused, one, written
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
-SPLIT = dict.fromkeys(("qkv", "q", "kv_b"), 0)
+SPLIT = dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0)
 
 
 def table(
     cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
 ) -> dict[Path, Param]:
-    """q, k and v fused by rows, before them q's gate, the norms of q and k, and o; or q, and what
-    makes k and v of latents."""
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o; or q, and
+    what makes k and v of latents."""
     del present
     prefix = f"{layer}{names.mixer}"
     if cfg.latent is not None:
@@ -66,6 +66,8 @@ def table(
             table[name, "weight"] = one(
                 f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
             )
+    if cfg.attn_sinks:
+        table["sinks", "weight"] = one(f"{prefix}sinks", cfg.n_heads, is_float32=True)
     o = written("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
     return table | o
 
