@@ -23,7 +23,13 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.linear import Stream, linear_add, norm_linear
-from jaxllama.model.mixers.attention.mix import finished, inputs, split_heads, unpacked
+from jaxllama.model.mixers.attention.mix import (
+    finished,
+    inputs,
+    sinks_of,
+    split_heads,
+    unpacked,
+)
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.rope import Ropes, narrowed, widened
@@ -91,7 +97,7 @@ def decode_layer(
 ) -> tuple[Stream, Parts]:
     """Run the mixer's half of an attention layer for one token a row."""
     qkv, gate, stream = project(cfg, weights, stream)
-    inputs = qkv, positions[:, 0], lengths, rope
+    inputs, sinks = (qkv, positions[:, 0], lengths, rope), sinks_of(cfg, weights["mixer"])
     outs, new = [], []
     first = 0
     for part, device in zip(parts, (None, cpu()), strict=True):
@@ -102,8 +108,8 @@ def decode_layer(
         first = rows.stop
         mine = jax.tree.map(lambda leaf, rows=rows: leaf[rows], inputs)
         if device is not None:
-            mine = jax.device_put(mine, device)
-        out, new[-1] = _attend(cfg, *mine, part)
+            mine, sinks = jax.device_put((mine, sinks), device)
+        out, new[-1] = _attend(cfg, *mine, sinks, part)
         outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return output(cfg, weights, heads, gate, stream), (new[0], new[1])
@@ -121,13 +127,14 @@ def project(
     return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=6)
 def _attend(
     cfg: ModelConfig,
     qkv: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
     rope: Ropes,
+    sinks: jax.Array | None,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
     """Return heads ``[B, N, H]`` of ``qkv [B, N + 2K, H]`` and the cache, in the form that runs
@@ -145,7 +152,7 @@ def _attend(
         return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(
-        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap
+        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap, sinks=sinks
     )
     return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
 
