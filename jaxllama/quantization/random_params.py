@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.generation import Params
 from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.shardings import computed_leaf
@@ -35,6 +34,7 @@ from jaxllama.model.split import check_shards
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
+from jaxllama.typing import Params
 from pallas_kernels.qtensor import FLOAT4, QTensor, tree_bytes
 
 # Standard deviations of random codes.
