@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ def rope_and_attend(
     tokens = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
     qkv, *turns, slots = tokens
     caches, tree = jax.tree.flatten((k, v))
-    made: list[Any] = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
+    made = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
     if isinstance(program, Attend):
         made = _results(program, len(qkv), k, table)
     first, norms = len(made), [weight.astype(jnp.float32) for weight in weights or ()]
@@ -165,13 +165,15 @@ def rope_and_attend(
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 
-def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, Any]:
+def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, np.generic]:
     """The attributes (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
     seen = np.int32(2**31 - 1 if window is None else window)
     return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
-def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) -> list[Any]:
+def _results(
+    program: Attend, batch: int, k: Cached, table: jax.Array | None
+) -> list[jax.ShapeDtypeStruct]:
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     heads, width = program.heads, program.cache.width
     parts = batch * -(-capacity // PART) * heads * (width + LANES)  # a window takes no more
