@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import has_shape
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ def short_repr(self: DataclassInstance) -> str:
 
 
 def size_text(tree: object) -> str:
-    """Bytes of a tree on an accelerator, where int4 is packed two to a byte; "" where a leaf is no
+    """Bytes of a tree on an accelerator, where 4-bit codes lie two to a byte; "" where a leaf is no
     array."""
     leaves = jax.tree.leaves(tree)
     if not all(map(has_shape, leaves)):
         return ""
     size = sum(
-        math.prod(leaf.shape) * (1 if leaf.dtype.name == "int4" else 2 * leaf.dtype.itemsize) / 2
+        math.prod(leaf.shape) * (1 if leaf.dtype.name in NIBBLES else 2 * leaf.dtype.itemsize) / 2
         for leaf in leaves
     )
     unit, scale = next(

@@ -126,7 +126,9 @@ class _Kernel:
         _, _, _, n, h = self.shape
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
         line = functools.partial(p.add, first)
-        self.gathering.finish(write_heads(self.gmem.out, line, self.lane, self.kind, h))
+        write = write_heads(self.gmem.out, line, self.lane, self.kind, h)
+        number = lambda head: p.add(p.mul(self.head, self.group), head)  # noqa: E731
+        self.gathering.finish(write, self.gmem.sinks, number)
 
     def prefetch(self) -> None:
         """Asks for the warp's first tile: a lane for a token's keys, a lane for its values."""
@@ -240,6 +242,7 @@ def attend(
     k: jax.Array | QTensor,
     v: jax.Array | QTensor,
     table: jax.Array | None,
+    sinks: jax.Array | None = None,
     *,
     window: int | None,
     scale: float,
@@ -287,6 +290,7 @@ def attend(
                 "tables": list(tables or ()),
                 "lengths": lengths,
                 "table": table,
+                "sinks": sinks,
                 "k": k,
                 "v": v,
             },

@@ -2,6 +2,8 @@
 
     out = sum_c 2^(top_c - top) out_c / sum_c 2^(top_c - top) sum_c        top = max_c top_c
 
+A head's sink is one more share: of maximum ``sink``, sum 1 and outputs 0 (``with_sink``).
+
 One block per (row, query head).  A lane holds H / 32 columns; the warps take chunks in turn, a
 batch of loads at a time, each with a maximum of its own, and meet in shared memory.  Chunks without
 a visible key were never written and are not read.
@@ -10,6 +12,7 @@ a visible key were never written and are not read.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,7 @@ def merge_chunks(
     parts: jax.Array,
     stats: jax.Array,
     lengths: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     capacity: int,
     chunk: int,
@@ -37,7 +41,8 @@ def merge_chunks(
     """``parts [B, chunks, N, H]``, ``stats [B, chunks, N, 2]`` (base-2 maximum and sum), float32
     -> ``[B, N, H]``, with ``rotated`` rotated by ``hadamard``; what sees 0 keys gives zeros.
 
-    lengths: ``[B]``, or ``[B, T]`` of T tokens of N / T heads, one after the other.
+    lengths: ``[B]``, or ``[B, T]`` of T tokens of N / T heads, one after the other.  sinks: float32
+    ``[N / T]``, or None.
     """
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
@@ -53,7 +58,7 @@ def merge_chunks(
     )
     (out,) = launch(
         merge,
-        {"parts": parts, "stats": stats, "lengths": lengths},
+        {"parts": parts, "stats": stats, "lengths": lengths, "sinks": sinks},
         {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
         name="decode_attention_merge",
         grid=batch * n,
@@ -128,7 +133,8 @@ def _merge(
             [p.load_float(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
             for w in range(warps)
         ]
-        _, whole, *total = combine([(top, whole, out) for top, whole, *out in shares])
+        joined = combine([(top, whole, out) for top, whole, *out in shares])
+        _, whole, *total = with_sink(joined, gmem.sinks, arith.remui(head, p.ci(heads)))
         some = p.less(p.ci(0), length)
         inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
         values = [arith.mulf(x, inverse) for x in total]
@@ -139,6 +145,16 @@ def _merge(
         p.store_global(base, packed(values, kind))
 
     p.when(p.less(warp, 1), write)
+
+
+def with_sink(sums, sinks_ref, head):
+    """[maximum, sum, *out] of ``combine``, with the sink of a query head where there are any."""
+    if sinks_ref is None:
+        return sums
+    (sink,) = p.load_global(p.offset(p.address(sinks_ref), head, 4), 1, kind="f32")
+    sink = arith.mulf(sink, p.cf(math.log2(math.e)))
+    top, whole, *out = sums
+    return combine([(top, whole, out), (sink, p.cf(1.0), [p.cf(0.0)] * len(out))])
 
 
 def combine(shares):

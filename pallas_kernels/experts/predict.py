@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.experts.blocks import most_blocks
 from pallas_kernels.qtensor import QTensor, tree_bytes
+from pallas_kernels.rounding import NIBBLES
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 XlaForm = Literal["gather", "blocks", "every"]
@@ -108,7 +108,7 @@ def _codes(w: Weight) -> str:
     """The family's name for the weight's values, by their bits."""
     if not isinstance(w, QTensor):
         return "float"
-    return "int4" if w.dtype == jnp.int4 else "int8"
+    return "int4" if w.dtype.name in NIBBLES else "int8"
 
 
 def _copy_us(size: float) -> float:
