@@ -11,7 +11,6 @@ cuDNN's kernel, unless scores are capped.  On a CPU both are one handler
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import XLA, Op, chosen
 
-_Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
+_Static = tuple[int | None, float | None, Plan | None]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
 
 

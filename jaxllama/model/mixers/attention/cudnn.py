@@ -27,7 +27,7 @@ Left out: capped scores (Gemma 2).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ from pallas_kernels.transform import Op, chosen
 
 # Tokens of the past, of all rows together, that are copied at once: 134 MB for 8 heads of 128.
 PAST_TOKENS = 32768
+
+_KV = TypeVar("_KV")  # the cached keys and values
 
 
 def has_cudnn(q: jax.Array) -> bool:
@@ -183,8 +185,8 @@ def _extend_through(
 
 
 def _newest(
-    cache: Any, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
-) -> Any:
+    cache: _KV, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
+) -> _KV:
     """Return ``n`` tokens of each row's past, newest first, ``[B, n, ...]``.
 
     They follow the newest ``first`` of the row's ``n_past[B]`` tokens.  Entries past a row's oldest

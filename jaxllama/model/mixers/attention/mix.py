@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,14 @@ import numpy as np
 from jax import lax
 
 from jaxllama.config import LatentConfig, ModelConfig
-from jaxllama.model.linear import Params, linear
+from jaxllama.model.linear import linear
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached, without_padding
 from jaxllama.model.mixers.attention.cudnn import extend, has_cudnn
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
+from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     blockwise_attention,
@@ -52,6 +52,8 @@ from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
+HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
+
 __all__ = ["init_state", "inputs", "mix"]
 
 
@@ -61,7 +63,7 @@ def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Any, cache: KVCache | None, at: At
+    cfg: ModelConfig, p: Params, projected: Tree, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
     ``[B, T, N H]``, cache)."""
@@ -85,7 +87,7 @@ def _in_wide_heads(
     return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
-def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:
+def unpacked(cfg: ModelConfig, p: Params, projected: Tree) -> tuple[jax.Array | None, jax.Array]:
     """The products of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``).
 
     With latents, each head's key is its own part joined with the part that all heads share.  Values
@@ -140,7 +142,7 @@ def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
     return norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, cfg.qk_norm == "full")
 
 
-def _with_norm(cfg: ModelConfig, p: Params, qkv: jax.Array) -> tuple[jax.Array, Any]:
+def _with_norm(cfg: ModelConfig, p: Params, qkv: jax.Array) -> tuple[jax.Array, HeadNorms | None]:
     """``split_heads``, where each head's norm is left to who takes (weights of q, of k, eps)."""
     if cfg.qk_norm != "head":
         return split_heads(cfg, p, qkv), None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, Turned, fused, one, written
+from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
 SPLIT = dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0)
@@ -95,12 +95,12 @@ def obstacle(cfg: ModelConfig, n: int) -> str | None:
     return heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
 
 
-def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def replicated(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config where each of ``n`` shards has its own kv head."""
     return {"n_kv_heads": max(cfg.n_kv_heads, n)}
 
 
-def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def shard(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
     return {"n_heads": cfg.n_heads // n, "n_kv_heads": cfg.n_kv_heads // n}
 
