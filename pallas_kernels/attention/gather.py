@@ -35,6 +35,7 @@ class Gather:
     cluster: int
     warps: int
     rotated: bool
+    raw: bool = False  # ``finish`` gives what a block has, (maximum, sum, columns), undivided
 
     @property
     def owned(self) -> int:
@@ -125,8 +126,8 @@ class Gathering:
             p.when(p.less(index, count), lambda index=index: body(index))
 
     def finish(self, write: Callable) -> None:
-        """By all threads; write(head, this lane's columns).  A head that has seen no key gives
-        zeros."""
+        """By all threads; write(head, this lane's columns), with ``raw`` write(head, maximum, sum,
+        columns).  A head that has seen no key gives zeros."""
         plan, self.write = self.plan, write
         p.barrier()
         if plan.cluster > 1:
@@ -142,7 +143,7 @@ class Gathering:
         first = self.part(p.ci(0), head)
         peak, whole, x = self._combined(*first, step, 8 * plan.heads, plan.parts)
         if plan.cluster == 1:
-            return self._done(head, whole, x)
+            return self.write(head, peak, whole, x) if plan.raw else self._done(head, whole, x)
         owner = arith.remui(head, p.ci(plan.cluster))
         slot = arith.divui(head, p.ci(plan.cluster))
         at = p.add(p.mul(slot, plan.cluster), self.rank)
@@ -170,6 +171,22 @@ class Gathering:
         inverse, some = p.divide(p.cf(1.0), whole), p.less(p.ci(0), p.bits(whole))
         x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
+
+
+def write_parts(parts_ref, stats_ref, line: Callable, lane, head_dim: int) -> Callable:
+    """``write`` of a raw gather: the lane's columns of parts [lines, H], and stats [lines, 2]."""
+    columns = head_dim // 32
+
+    def write(head, peak, whole, x):
+        at = line(head)
+        base = p.offset(p.address(parts_ref), at, 4 * head_dim)
+        base = p.offset(base, lane, 4 * columns)
+        for c in range(0, columns, 4):
+            p.store_global(base, x[c : c + 4], 4 * c)
+        stats = p.offset(p.address(stats_ref), at, 8)
+        p.when(p.less(lane, 1), lambda: p.store_global(stats, [peak, whole]))
+
+    return write
 
 
 def write_heads(out_ref, line: Callable, lane, kind: str, head_dim: int) -> Callable:

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
-from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
 
 Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
-N_SM = H200.sms  # which the plans' tables were measured on
 
 
 class LowRank(NamedTuple):

@@ -1,5 +1,5 @@
 """Which kernel of few rows takes a product, and how it divides ``x[M, K] w[N, K]^T`` among the
-blocks and warps of an H200: arithmetic only.
+blocks and warps of a GPU: arithmetic only.
 
 ``row`` is the kernel of one row, ``tile`` that of up to 16; their docstrings describe the parts.
 """
@@ -14,8 +14,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import H200, gpu
 from pallas_kernels.dispatch import Predicted, Reason, named_plan
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import QTensor
 
@@ -49,7 +50,7 @@ class RowPlan(Predicted):
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     warps: int = WARPS  # of a block; an SM has as many warps in any case
-    sms: int = N_SM
+    sms: int = H200.sms
 
     @property
     def per_load(self) -> int:
@@ -99,12 +100,12 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     n, k = w.shape
     bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
     # Two rows share what is read of x; one round of short rows is better than two.
-    one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
+    one_round = bits == 8 and n % 2 == 0 and n <= 2 * gpu().sms * WARPS and k <= 4096
     rows = 2 if swiglu or bits == 4 or one_round else 1
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.
     warps = 8 if k <= 2048 else WARPS
-    return RowPlan(k, rows, n // rows, bits, warps=warps)
+    return RowPlan(k, rows, n // rows, bits, warps=warps, sms=gpu().sms)
 
 
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
@@ -139,12 +140,19 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
 
 # --- tiles ---------------------------------------------------------------------------------------
 
-# How many clusters of a size an H200 runs at a time: 4 does not divide the SMs of all of its
-# processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that give
-# 30 clusters of 4, not measured.)
-CLUSTERS = {1: N_SM, 2: 66, 4: 30, 8: 14}
-SHARED = 226 * 1024
+# Multiprocessors of an H200 that clusters of a size keep at work: 4 does not divide those of all of
+# its processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that
+# give 30 clusters of 4, not measured.)  Other GPUs are taken to have the same share.
+_CLUSTER_SMS = {1: 132, 2: 132, 4: 120, 8: 112}
 SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
+
+
+def clusters_at_once() -> dict[int, int]:
+    """Return how many clusters of each size the GPU runs at a time."""
+    sizes = _CLUSTER_SMS if gpu().arch.clusters else [1]
+    return {size: gpu().sms * _CLUSTER_SMS[size] // (H200.sms * size) for size in sizes}
+
+
 # With at most this many rows, x stays in shared memory, and K is not divided among a cluster.
 RESIDENT_TOKENS = 4
 # Squares of x: a sum per warp and token, then one per token.
@@ -216,7 +224,7 @@ def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     """
     block, n_tiles = 512 // bits, -(-m // 8)
     cuts = []
-    for split in CLUSTERS:
+    for split in clusters_at_once():
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
         # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
@@ -263,7 +271,7 @@ def divide_tiles(
     cuts = slices(k, scheme.bits, m)
     cuts.sort(key=lambda cut: _straddles(*cut, scheme))
     for cut in cuts:
-        clusters = min(tiles, CLUSTERS[cut[0]])
+        clusters = min(tiles, clusters_at_once()[cut[0]])
         per = -(-tiles // clusters)
         # Codes that arrive while others are multiplied are not late, and a ring that is full at the
         # start delays the first of them; without arithmetic to wait for, or with x to load at
@@ -272,7 +280,7 @@ def divide_tiles(
             for batch in (-(-per // i) for i in range(1, per + 1)):
                 sizes = clusters, parts * per, parts * batch, slots, param_bytes
                 divided = TilePlan(m, *cut, *sizes, pairs=pairs)
-                if divided.shared_bytes <= SHARED:
+                if divided.shared_bytes <= gpu().shared_bytes - 1024:
                     return divided
     return None
 
@@ -370,7 +378,7 @@ def divide_blocks(
         main = max(range(len(plans)), key=lambda i: calls[i].n)
         fewest = -(-calls[main].n // 16 // plans[main].per)
         others = sum(found.clusters for i, found in enumerate(plans) if i != main)
-        clusters = max(fewest, min(plans[main].clusters, N_SM - others))
+        clusters = max(fewest, min(plans[main].clusters, gpu().sms - others))
         plans[main] = dataclasses.replace(plans[main], clusters=clusters)
     begins = itertools.accumulate((found.clusters for found in plans), initial=0)
     return BlocksPlan(tuple(Group(*parts) for parts in zip(plans, rows, begins, strict=False)))
