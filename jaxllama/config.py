@@ -310,10 +310,11 @@ class ModelConfig:
     Gemma 2). qk_norm: RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once
     ("full", OLMo 2). parallel_block: whether both sublayers read the stream before either output is
     added (Cohere). attn_softcap, logit_softcap: x becomes cap tanh(x / cap). attn_gate: whether
-    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next). latent:
-    keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a mixture
-    of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers: options
-    of other kinds of layers, ``{kind: {option: value}}`` in TOML; ``options_of`` reads them.
+    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).
+    attn_sinks: whether each head has a learned logit in its softmax's denominator (gpt-oss).
+    latent: keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a
+    mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
+    options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
     """
 
     name: str
@@ -351,6 +352,7 @@ class ModelConfig:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     attn_gate: bool = False
+    attn_sinks: bool = False
     delta: DeltaConfig | None = None
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
@@ -436,6 +438,12 @@ class ModelConfig:
             self.attn_sparsity,
             "must be 1 where attention scores are capped",
         )
+        _require(
+            not self.attn_sinks or self.attn_sparsity == 1.0,
+            "attn_sparsity",
+            self.attn_sparsity,
+            "must be 1 where attention has sinks",
+        )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
         for key in ("rope", "window_rope"):
             rope = getattr(self, key)
@@ -454,6 +462,7 @@ class ModelConfig:
                 ("qkv_bias", False),
                 ("qk_norm", "none"),
                 ("attn_gate", False),
+                ("attn_sinks", False),
             ):
                 found = getattr(self, key)
                 _require(found == want, key, found, f"must be {want!r} where keys are latent")

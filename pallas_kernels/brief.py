@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.rounding import NIBBLES
+
 
 def brief(value: Any) -> str:
     """Return a short text of a value.
@@ -39,13 +41,13 @@ def short_repr(self: Any) -> str:
 
 
 def size_text(tree: Any) -> str:
-    """Bytes of a tree on an accelerator, where int4 is packed two to a byte; "" where a leaf is no
+    """Bytes of a tree on an accelerator, where 4-bit codes lie two to a byte; "" where a leaf is no
     array."""
     leaves = jax.tree.leaves(tree)
     if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         return ""
     size = sum(
-        math.prod(leaf.shape) * (1 if leaf.dtype.name == "int4" else 2 * leaf.dtype.itemsize) / 2
+        math.prod(leaf.shape) * (1 if leaf.dtype.name in NIBBLES else 2 * leaf.dtype.itemsize) / 2
         for leaf in leaves
     )
     unit, scale = next(

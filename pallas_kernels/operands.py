@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.rounding import CODES
+from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.rounding import CODES, NIBBLES
 
 FLOATS = ("float32", "bfloat16", "float16")
 _Sizes = dict[str, tuple[Any, str]]  # by axis: its size, and the operand that it was read off
@@ -69,7 +70,12 @@ def check_parts(op: str, name: str, x: Any) -> None:
     """Raise ValueError if a QTensor's parts do not fit together."""
     q, scale = x.q, x.scale
     _check_dtype(op, f"{name}.q", q, tuple(CODES))
-    _check_dtype(op, f"{name}.scale", scale, FLOATS if x.unit is None else ("int8",))
+    is_float4 = q.dtype.name == "float4_e2m1fn"
+    if x.unit is None:
+        allowed = (*FLOATS, E8M0, E4M3) if is_float4 else FLOATS
+    else:
+        allowed = (E4M3,) if is_float4 else ("int8",)
+    _check_dtype(op, f"{name}.scale", scale, allowed)
     if not _are_groups(q, scale):
         raise ValueError(f"{op}: {name}.scale {scale.shape} {_no_groups(name, q)}")
     for part in ("zero", "unit", "columns", "input_scale"):
@@ -92,12 +98,13 @@ def _check_part(op: str, name: str, x: Any, part: str) -> None:
     """Raise ValueError if a part that a QTensor may lack does not fit its codes and scales."""
     array, *lead, k = getattr(x, part), *x.shape
     if part == "zero":
+        _check_dtype(op, f"{name}.q", x.q, tuple(c for c in CODES if c != "float4_e2m1fn"))
         is_int = jnp.issubdtype(array.dtype, jnp.integer)
         dtypes = (array.dtype.name,) if is_int else FLOATS
         _check_array(op, f"{name}.zero", array, dtypes, x.scale.shape)
     elif part == "unit":
         _check_array(op, f"{name}.unit", array, ("float32",), (*lead, 1))
-        _check_dtype(op, f"{name}.q", x.q, ("int4",))
+        _check_dtype(op, f"{name}.q", x.q, NIBBLES)
         if x.zero is not None:
             _check_dtype(op, f"{name}.zero", x.zero, ("int8",))
     elif part == "columns":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
+
+from jaxllama.typing import Options
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -121,19 +123,27 @@ class Param:
         return math.prod(self.shape)
 
 
-def one(name: str, *shape: int, fold: Mapping[str, Any] | None = None, **facts: Any) -> Param:
+class Facts(TypedDict, total=False):
+    """A ``Param``'s fields that have defaults."""
+
+    mean: float
+    std: float
+    is_float32: bool
+
+
+def one(name: str, *shape: int, fold: Options | None = None, **facts: Unpack[Facts]) -> Param:
     """A parameter that is one tensor; fold: of its ``TensorSource``."""
     return Param((TensorSource(name, shape, **(fold or {})),), shape, **facts)
 
 
-def rows(parts: Sequence[TensorSource], **facts: Any) -> Param:
+def rows(parts: Sequence[TensorSource], **facts: Unpack[Facts]) -> Param:
     """A parameter that stacks tensors ``[rows_i, ...]``."""
     rest = parts[0].shape[1:]
     return Param(tuple(parts), (sum(part.shape[0] for part in parts), *rest), **facts)
 
 
 def fused(
-    name: str, parts: list[tuple[str, int, dict[str, Any]]], width: int, bias: bool
+    name: str, parts: list[tuple[str, int, Options]], width: int, bias: bool
 ) -> dict[Path, Param]:
     """A product that reads the residual stream."""
     table = {

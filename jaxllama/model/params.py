@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.experts import parameters as experts
@@ -27,6 +26,7 @@ from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, Shape, fused, one, written
+from jaxllama.typing import Params, ParamsDict, Tree
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
@@ -165,9 +165,9 @@ def _mlp(
     return table | written("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
 
 
-def nested(table: Mapping[Path, Any]) -> dict[str, Any]:
+def nested(table: Mapping[Path, object]) -> ParamsDict:
     """A tree of dicts out of a dict by path."""
-    tree: dict[str, Any] = {}
+    tree: ParamsDict = {}
     for path, value in table.items():
         node = tree
         for name in path[:-1]:
@@ -176,10 +176,10 @@ def nested(table: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def check(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
+def check(cfg: ModelConfig, params: Params) -> None:
     """Raises ValueError naming a parameter that is missing or has another shape than ``cfg``'s."""
     for path, shape in _shapes(cfg):
-        value: Any = params
+        value: Tree = params
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         found = None if value is None else value.shape

@@ -41,6 +41,7 @@ def blockwise_attention(
     softcap: float | None = None,
     block: int | None = None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """``q [B, T, N, H]`` at ``positions [B, T]`` over ``k, v [B, S, K, H]`` -> ``[B, T, N, H]``.
 
@@ -48,7 +49,8 @@ def blockwise_attention(
     none and gives zeros.  scale: of the scores, H ** -0.5 by default.  softcap: a score s becomes
     softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118).  block: keys at a time.
     table: of pages ``k, v [P, page, K, H]``; where ``page`` divides ``block``, the same bits as of
-    the rows that it stands for.
+    the rows that it stands for.  sinks: ``[N]``, logits that join each head's softmax and have no
+    value.
     """
     capacity = capacity_of(k, table)
     if block is None:
@@ -94,7 +96,11 @@ def blockwise_attention(
     # Zeros of q, so that inside a shard_map they vary over the axes that q does.
     none = jnp.zeros_like(q, jnp.float32)
     total = jnp.moveaxis(none[..., 0].reshape(batch, n_new, n_kv, n // n_kv), 1, -1)
+    # A sink is a key that has been seen already, and whose value is zero.
     zero = total - jnp.inf, total, none
+    if sinks is not None:
+        seen_first = total + by_head(sinks, n_kv)
+        zero = seen_first, total + 1.0, none
     if block == capacity:
         _, total, out = step(jnp.int32(0), zero)
     else:
@@ -119,6 +125,24 @@ def attention_scores(
         precision=precision(q),
     )
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def by_head(sinks: jax.Array, n_kv: int) -> jax.Array:
+    """``sinks [N]`` beside scores ``[B, K, G, T]``: float32 ``[1, K, G, 1]``."""
+    return sinks.astype(jnp.float32).reshape(1, n_kv, -1, 1)
+
+
+def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """The softmax of ``scores [B, K, G, T, S]`` over S, float32.
+
+    sinks: ``[N]``, a further logit of each head, whose own weight is left out of the result.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = by_head(sinks, scores.shape[1])[..., None]
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+    weights = jnp.exp(scores - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ class DecodeKernel:
             idle = arith.andi(self.share.busy, p.no(some))
             p.when(idle, lambda: self.share.gathering.empty(here.team, mine))
             lines = write_heads(self.gmem.out, self.line, here.lane, self.kind, self.head_dim)
-            self.share.gathering.finish(lines)
+            self.share.gathering.finish(lines, self.gmem.sinks, self.query_head)
 
     # --- the ring ---
 
@@ -364,3 +364,10 @@ class DecodeKernel:
             return rows.line(row, self.share.first_head, number)
         head = p.add(self.share.first_head, arith.divui(number, p.ci(self.width)))
         return rows.line(row, head, arith.remui(number, p.ci(self.width)))
+
+    def query_head(self, number):
+        """Which of the model's query heads one of the team's query rows is of."""
+        group = self.rows.group
+        head = p.add(self.share.first_head, arith.divui(number, p.ci(self.width)))
+        own = arith.remui(arith.remui(number, p.ci(self.width)), p.ci(group))
+        return p.add(p.mul(head, group), own)

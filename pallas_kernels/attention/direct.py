@@ -142,15 +142,16 @@ class _Kernel:
         self.write_part(*self.attend(token0, keys, values))
         _, _, _, n, h = self.shape
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
+        line = functools.partial(p.add, first)
+        write = write_heads(self.gmem.out, line, self.lane, self.kind, h)
+        sinks = self.gmem.sinks
         if self.plan.merged:
             part = p.add(p.mul(self.row, self.plan.cluster), self.rank)
             first = p.add(p.mul(part, n), p.mul(self.head, self.group))
             line = functools.partial(p.add, first)
-            write = write_parts(self.gmem.out, self.gmem.stats, line, self.lane, h)
-        else:
-            line = functools.partial(p.add, first)
-            write = write_heads(self.gmem.out, line, self.lane, self.kind, h)
-        self.gathering.finish(write)
+            write, sinks = write_parts(self.gmem.out, self.gmem.stats, line, self.lane, h), None
+        number = lambda head: p.add(p.mul(self.head, self.group), head)  # noqa: E731
+        self.gathering.finish(write, sinks, number)
 
     def prefetch(self) -> None:
         """Asks for the warp's first tile: a lane for a token's keys, a lane for its values."""
@@ -264,6 +265,7 @@ def attend(
     k: jax.Array | QTensor,
     v: jax.Array | QTensor,
     table: jax.Array | None,
+    sinks: jax.Array | None = None,
     *,
     window: int | None,
     scale: float,
@@ -316,6 +318,7 @@ def attend(
                 "tables": list(tables or ()),
                 "lengths": lengths,
                 "table": table,
+                "sinks": sinks,
                 "k": k,
                 "v": v,
             },
@@ -328,7 +331,7 @@ def attend(
             registers=True,
         )
         if plan.merged:
-            return merge_parts(found, parts, rotated=codes.zeros, out_dtype=q.dtype)
+            return merge_parts(found, parts, sinks, rotated=codes.zeros, out_dtype=q.dtype)
         return found
 
     if not tables:

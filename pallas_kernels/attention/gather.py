@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
-from pallas_kernels.attention.merge import combine
+from pallas_kernels.attention.merge import combine, with_sink
 from pallas_kernels.fused_parts import packed
 from pallas_kernels.jax_internals import arith
 
@@ -125,10 +125,15 @@ class Gathering:
             index = p.add(self.warp, first)
             p.when(p.less(index, count), lambda index=index: body(index))
 
-    def finish(self, write: Callable) -> None:
+    def finish(self, write: Callable, sinks_ref, query_head: Callable) -> None:
         """By all threads; write(head, this lane's columns), with ``raw`` write(head, maximum, sum,
-        columns).  A head that has seen no key gives zeros."""
+        columns).
+
+        A head that has seen no key gives zeros.  sinks_ref: float32, of all query heads, or None;
+        ``query_head(head)`` is the number of a head there.
+        """
         plan, self.write = self.plan, write
+        self.sinks_ref, self.query_head = sinks_ref, query_head
         p.barrier()
         if plan.cluster > 1:
             p.cluster_wait()
@@ -143,7 +148,9 @@ class Gathering:
         first = self.part(p.ci(0), head)
         peak, whole, x = self._combined(*first, step, 8 * plan.heads, plan.parts)
         if plan.cluster == 1:
-            return self.write(head, peak, whole, x) if plan.raw else self._done(head, whole, x)
+            if plan.raw:
+                return self.write(head, peak, whole, x)
+            return self._done(head, [peak, whole, *x])
         owner = arith.remui(head, p.ci(plan.cluster))
         slot = arith.divui(head, p.ci(plan.cluster))
         at = p.add(p.mul(slot, plan.cluster), self.rank)
@@ -164,11 +171,15 @@ class Gathering:
         plan, line = self.plan, self.share_line
         p.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
         at = p.add(self.shares, p.mul(slot, plan.cluster * line))
-        _, whole, x = self._combined(at, p.add(at, 4 * plan.head_dim), line, line, plan.cluster)
-        self._done(head, whole, x)
+        stats = p.add(at, 4 * plan.head_dim)
+        peak, whole, x = self._combined(at, stats, line, line, plan.cluster)
+        self._done(head, [peak, whole, *x])
 
-    def _done(self, head, whole, x) -> None:
-        inverse, some = p.divide(p.cf(1.0), whole), p.less(p.ci(0), p.bits(whole))
+    def _done(self, head, sums) -> None:
+        number = None if self.sinks_ref is None else self.query_head(head)
+        some = p.less(p.ci(0), p.bits(sums[1]))  # else the outputs may be NaN
+        _, whole, *x = with_sink(sums, self.sinks_ref, number)
+        inverse = p.divide(p.cf(1.0), whole)
         x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
 

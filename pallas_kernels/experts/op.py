@@ -36,7 +36,7 @@ from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, i
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.operands import check
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
@@ -140,7 +140,7 @@ def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
 
 
 def _weight_only(op: str, w: Weight) -> Weight:
-    """w with one level of scales and without the QTensor's optional fields; checks them first."""
+    """Return w without notes, and int4 codes with one level of scales; checks them first."""
     if not isinstance(w, QTensor | CpuWeight):
         return w
     activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
@@ -150,8 +150,8 @@ def _weight_only(op: str, w: Weight) -> Weight:
         raise ValueError(f"{op}: w has columns in another order, which experts have not")
     if isinstance(w, CpuWeight):
         return w
-    w = w.in_one_level
-    return QTensor(w.q, w.scale, w.zero)
+    w = w if w.dtype == FLOAT4 else w.in_one_level
+    return QTensor(w.q, w.scale, w.zero, unit=w.unit)
 
 
 def _composed(

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
-
 from pallas_kernels.device import gpu
 from pallas_kernels.experts.blocks import most_blocks
 from pallas_kernels.qtensor import QTensor, tree_bytes
+from pallas_kernels.rounding import NIBBLES
 
 XlaForm = Literal["gather", "blocks", "every"]
 XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "every")
@@ -106,7 +105,7 @@ def _codes(w: Any) -> str:
     """The family's name for the weight's values, by their bits."""
     if not isinstance(w, QTensor):
         return "float"
-    return "int4" if w.dtype == jnp.int4 else "int8"
+    return "int4" if w.dtype.name in NIBBLES else "int8"
 
 
 def _copy_us(size: float) -> float:

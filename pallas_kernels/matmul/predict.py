@@ -32,6 +32,7 @@ from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.weight_only import Form, forms
 from pallas_kernels.qtensor import QTensor, tree_bytes
+from pallas_kernels.rounding import NIBBLES
 
 FITTED_ROWS = 256
 
@@ -185,8 +186,8 @@ def form_work(form: Form, call: MatmulCall) -> MatmulWork:
         return MatmulWork("xla copy", (k / 1e3, min(m, 128) * k * 2 / 1e6), (moved, multiplied))
     if groups > 1:
         sums = 2 * groups * m * n * 4 / 1e6
-        is_int4, zeros = float(w.dtype == jnp.int4), float(w.zero is not None)
-        serial = sums, is_int4, n * groups / 1e6, zeros * n * groups / 1e6, zeros
+        is_packed, zeros = float(w.dtype.name in NIBBLES), float(w.zero is not None)
+        serial = sums, is_packed, n * groups / 1e6, zeros * n * groups / 1e6, zeros
         return MatmulWork("xla sums", serial, (stored, multiplied))
     serial = float(m == 1), min(m, 128) * k * 2 / 1e6, k / 1e3
     return MatmulWork("xla row sums", serial, (stored, _rounds(m, n, 128) * k / 1e3, multiplied))

@@ -248,6 +248,12 @@ def in_pages(op, kind: str, batch: int, tokens: int | None = None, rotates=False
     )
 
 
+def with_sinks(batch: int, capacity: int, tokens: int | None = None):
+    """gpt-oss-20b: 64 query heads on 8 kv heads of 64, and a window."""
+    f, given = decode("bfloat16", batch, capacity, tokens, (64, 8, 64))
+    return lambda *x: f(*x[:-1], window=128, sinks=x[-1]), (*given, S((64,), F32))
+
+
 def direct_normed():
     f, given = rope(rope_and_attend, "bfloat16", 2, 1152)
     weights = S((128,), BF16), S((128,), BF16)
@@ -373,6 +379,9 @@ VARIANTS = {
     "decode 64 in pages": lambda: in_pages(decode_attention, "bfloat16", 64),
     "decode 64 int4 in pages": lambda: in_pages(decode_attention, "int4", 64, window=700),
     "decode 64 of 3 tokens int8 in pages": lambda: in_pages(decode_attention, "int8", 64, 3),
+    "decode 64 with sinks": lambda: with_sinks(64, 4096),
+    "decode 2 of 3 tokens with sinks": lambda: with_sinks(2, 131072, 3),
+    "direct with sinks": lambda: with_sinks(1, 1152),
     "direct, norms and window": direct_normed,
     "direct int4": lambda: decode("int4", 1, 1152),
     "direct in pages": lambda: in_pages(rope_and_attend, "bfloat16", 1, rotates=True),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -106,13 +106,16 @@ def _experts(
     }
 
 
-def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[tuple[Any, ...], ...]:
+Site: TypeAlias = tuple[tuple[str, ...], str, tuple[int, int] | None, np.ndarray]
+
+
+def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[Site, ...]:
     """(readers, source, rows, channels) of each input of the feed-forward's weights.
 
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """
     beside = ("mlp/gate_up",) if options.shared else ()
-    found: tuple[tuple[Any, ...], ...] = (
+    found: tuple[Site, ...] = (
         (("mlp/experts_gate_up", *beside), "", None, model),
         (("mlp/experts_down",), "", None, np.arange(options.d_ff)),
     )

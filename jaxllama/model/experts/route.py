@@ -13,20 +13,16 @@ Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ExpertsConfig
+from jaxllama.typing import Params
 from pallas_kernels.experts.op import grouped_matmul
 
 
-def route(
-    options: ExpertsConfig, x: jax.Array, router: Mapping[str, Any]
-) -> tuple[jax.Array, jax.Array]:
+def route(options: ExpertsConfig, x: jax.Array, router: Params) -> tuple[jax.Array, jax.Array]:
     """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
     logits = router_logits(x, router["weight"], router.get("bias"))
     return choose(options, logits, router.get("choice_bias"))
