@@ -149,6 +149,13 @@ def gpu() -> Gpu:
     )
 
 
+def lacking(*features: str) -> str | None:
+    """Return which of an architecture's features kernels may not use here, as a reason, or None."""
+    arch = gpu().arch
+    missing = [name for name in features if not getattr(arch, name)]
+    return f"{arch.name} has no {' and no '.join(missing)}" if missing else None
+
+
 @functools.cache
 def _facts(
     kind: str, capability: str, sms: int | None, shared: int | None, target: Architecture | None

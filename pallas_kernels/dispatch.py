@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import jax
 from jax.core import Tracer
 
-from pallas_kernels.architecture import nearest
+from pallas_kernels.architecture import TARGET, asked_target, nearest
 
 Implementation = Literal["xla", "mosaic", "cpu"]
 _IMPLEMENTATIONS = ("xla", "mosaic", "cpu", None)
@@ -377,6 +377,9 @@ def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str
             raise ValueError(f"explain: {op!r} is no op of pallas_kernels")
         function = getattr(package, op)
     made = choices(function, *operands, **options)
+    if (target := asked_target()) is not None:
+        note = f"kernels use only what {target.name} has ({TARGET})"
+        return "\n".join([*map(str, made), note])
     return "\n".join(map(str, made)) or f"{function.__name__}: xla (it has no kernel)"
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu
+from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
@@ -166,8 +166,8 @@ def plan(
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS
         return Reason(f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}")
-    if dv > COLUMNS and not gpu().arch.clusters:
-        return Reason(f"{gpu().arch.name} has no clusters, which sum over Dv = {dv}")
+    if dv > COLUMNS and (reason := lacking("clusters")):
+        return Reason(f"{reason}, which sum over Dv = {dv}")
     rank = decay[0].shape[1]
     if rank % 8 or rank == 0:
         return Reason(f"decay weight and low have a rank of {rank}, not a multiple of 8")

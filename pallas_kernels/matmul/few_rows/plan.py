@@ -153,6 +153,16 @@ def clusters_at_once() -> dict[int, int]:
     return {size: gpu().sms * _CLUSTER_SMS[size] // (H200.sms * size) for size in sizes}
 
 
+def splits_of(whole: bool) -> list[int]:
+    """Return the numbers of blocks that may share K.
+
+    whole: a norm or SwiGLU needs the sum over all of K in one block, or in a cluster.
+    """
+    if gpu().arch.clusters:
+        return list(_CLUSTER_SMS)
+    return [1] if whole else list(_CLUSTER_SMS)
+
+
 # With at most this many rows, x stays in shared memory, and K is not divided among a cluster.
 RESIDENT_TOKENS = 4
 # Squares of x: a sum per warp and token, then one per token.
@@ -163,7 +173,11 @@ PITCH = 20
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan(Predicted):
-    """The division of one product among blocks and warps."""
+    """The division of one product among blocks and warps.
+
+    split: blocks that share K, a cluster; with ``apart``, which is for GPUs without clusters, each
+    writes its own sums as float32, and XLA adds these.
+    """
 
     kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
     m: int
@@ -177,6 +191,7 @@ class TilePlan(Predicted):
     depth: int  # ring slots
     param_bytes: int  # scales, zeros, bias and residual of one tile
     pairs: bool = False  # SwiGLU: a tile of gate, then the tile of up that belongs to it
+    apart: bool = False
 
     @property
     def n_tiles(self) -> int:
@@ -215,7 +230,7 @@ class TilePlan(Predicted):
         return sum(-(-size // 1024) * 1024 for size in self.scratch_sizes(normed=True))
 
 
-def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
+def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[tuple[int, int, int, bool]]:
     """Ways to give K to warps, best first: (split, warps, columns of a warp, x resident).
 
     With x in registers it takes a thread columns / 8 of them for 8 tokens, of which 64 fit, and the
@@ -224,7 +239,7 @@ def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     """
     block, n_tiles = 512 // bits, -(-m // 8)
     cuts = []
-    for split in clusters_at_once():
+    for split in splits:
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
         # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
@@ -260,6 +275,7 @@ def divide_tiles(
     bias: bool = False,
     residual: bool = False,
     pairs: bool = False,
+    normed: bool = False,
 ) -> TilePlan | None:
     """The plan for m tokens and w, or None if nothing fits shared memory."""
     n, k = w.shape
@@ -267,19 +283,22 @@ def divide_tiles(
     tiles = n // 16 // parts
     scheme = FewRowsScheme.of(w, "bf16")
     param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
-    param_bytes += (64 if bias else 0) + (32 * m if residual else 0)
-    cuts = slices(k, scheme.bits, m)
+    fused_bytes = (64 if bias else 0) + (32 * m if residual else 0)
+    cuts = slices(k, scheme.bits, m, splits_of(normed or pairs))
     cuts.sort(key=lambda cut: _straddles(*cut, scheme))
     for cut in cuts:
-        clusters = min(tiles, clusters_at_once()[cut[0]])
+        apart = cut[0] > 1 and not gpu().arch.clusters
+        at_once = gpu().sms // cut[0] if apart else clusters_at_once()[cut[0]]
+        clusters = min(tiles, at_once)
+        own_bytes = param_bytes + (0 if apart else fused_bytes)
         per = -(-tiles // clusters)
         # Codes that arrive while others are multiplied are not late, and a ring that is full at the
         # start delays the first of them; without arithmetic to wait for, or with x to load at
         # every step, more is better.
         for slots in (4 if scheme.plain or cut[3] else 2, 2):
             for batch in (-(-per // i) for i in range(1, per + 1)):
-                sizes = clusters, parts * per, parts * batch, slots, param_bytes
-                divided = TilePlan(m, *cut, *sizes, pairs=pairs)
+                sizes = clusters, parts * per, parts * batch, slots, own_bytes
+                divided = TilePlan(m, *cut, *sizes, pairs=pairs, apart=apart)
                 if divided.shared_bytes <= gpu().shared_bytes - 1024:
                     return divided
     return None
@@ -304,11 +323,16 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     if call.residual is not None and (call.swiglu or call.residual.itemsize != 2):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
     scheme = FewRowsScheme.of(w, x_kind)
-    if not slices(k, scheme.bits, m):
+    whole_k = call.norm is not None or call.swiglu
+    if not slices(k, scheme.bits, m, splits_of(whole_k)):
         wanted = scheme.columns
         return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
     # The plan always reserves room for a bias, because the planner of fused calls does not see it.
-    fused = {"residual": call.residual is not None, "pairs": call.swiglu}
+    fused = {
+        "residual": call.residual is not None,
+        "pairs": call.swiglu,
+        "normed": call.norm is not None,
+    }
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
@@ -372,9 +396,11 @@ def divide_blocks(
         if found is None:
             return divided
         plans.append(found)
+    if len(plans) > 1 and any(found.split > 1 for found in plans):
+        return Reason("weights that are stored differently, and K divided among blocks")
+    if any(found.apart for found in plans):
+        return Reason("K is divided among blocks that are no cluster")
     if len(plans) > 1:
-        if any(found.split > 1 for found in plans):
-            return Reason("weights that are stored differently, and K divided among blocks")
         main = max(range(len(plans)), key=lambda i: calls[i].n)
         fewest = -(-calls[main].n // 16 // plans[main].per)
         others = sum(found.clusters for i, found in enumerate(plans) if i != main)

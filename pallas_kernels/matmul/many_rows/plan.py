@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import H200, gpu
+from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS
@@ -28,8 +28,8 @@ _BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
 
 
 def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
-    if not gpu().arch.wgmma:
-        return Reason(f"{gpu().arch.name} has no wgmma, which products of many rows need")
+    if reason := lacking("wgmma"):
+        return Reason(reason)
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
