@@ -129,11 +129,11 @@ class DecodeKernel:
         for i in range(self.plan.depth):
             token0 = p.add(self.share.begin, i * self.share.apart)
             inside = p.below(token0, self.share.end) if i else None
-            fills = [
-                functools.partial(self.ring.fill, token0, p.ci(i), values, self.entries[i])
-                for values in (False, True)
-            ]
-            self.ring.start(inside, fills)
+            fills = (functools.partial(self.fill_slot, token0, i, v) for v in (False, True))
+            self.ring.start(inside, list(fills))
+
+    def fill_slot(self, token0, i: int, values: bool) -> None:
+        self.ring.fill(token0, p.ci(i), values, self.entries[i])
 
     def open_scales(self) -> Scales:
         at = p.shared_address(self.smem.scales)
