@@ -83,8 +83,8 @@ class InputStats:
         if hessian is not None:
             hessian = hessian * inverse[:, None] * inverse[None, :]
         columns = (self.total, self.felt, self.peak, self.sample)
-        scaled = (part * inverse for part in columns)
-        return InputStats(hessian, *scaled, self.weight, self.experts)
+        total, felt, peak, sample = (part * inverse for part in columns)
+        return InputStats(hessian, total, felt, peak, sample, self.weight, self.experts)
 
 
 def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -> np.ndarray:
@@ -144,12 +144,11 @@ def observe(
         sums = part if sums is None else _merge(sums, part)
         samples.append(sample)
     assert sums is not None
-    return {
-        name: InputStats(
-            *parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True)), by_expert
-        )
-        for name, (*parts, by_expert) in sums.items()
-    }
+    found: dict[str, InputStats] = {}
+    for name, (product, total, felt, peak, by_expert) in sums.items():
+        sample, weight = map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True))
+        found[name] = InputStats(product, total, felt, peak, sample, weight, by_expert)
+    return found
 
 
 # Of a site: hessian, total, felt, peak, experts.
@@ -222,7 +221,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
     qkv is ``[B, T, (N + 2K) H]``. The weights are summed over the queries of the window and
     averaged over heads.
     """
-    batch, length, _ = qkv.shape
+    length = qkv.shape[1]
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     rope = rope_tables(cfg.rope, cfg.head_dim, positions, jnp.full((1,), length, jnp.int32))
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
@@ -242,7 +241,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
 @functools.partial(jax.jit, donate_argnums=0)
 def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
     def both(a: Sums, b: Sums) -> Sums:
-        hessian = None if a[0] is None else a[0] + b[0]
+        hessian = None if a[0] is None or b[0] is None else a[0] + b[0]
         most = jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
         return hessian, a[1] + b[1], *most, jax.tree.map(jnp.add, a[4], b[4])
 

@@ -78,7 +78,7 @@ def _searches(scheme: Scheme, method: str) -> bool:
 
 def calibrate(
     cfg: ModelConfig,
-    params: ParamsDict,
+    params: Params,
     tokens: np.ndarray,
     recipe: Recipe,
     method: str,
@@ -168,7 +168,7 @@ def calibrate(
 
 def round_model(
     cfg: ModelConfig,
-    params: ParamsDict,
+    params: Params,
     recipe: Recipe,
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
@@ -312,6 +312,7 @@ class _Run:
                 shrink = awq.search_clip(weight, seen.hessian, grid=grid)
             dtype = scheme.scale_dtype(weight, self.scale_dtype)
             if self.method == "gptq":
+                assert seen.hessian is not None
                 out = gptq(weight, seen.hessian, shrink, grid=grid, scale_dtype=dtype)
             else:
                 out = nearest(weight, shrink, grid=grid, scale_dtype=dtype)
@@ -322,6 +323,7 @@ class _Run:
             importance = jnp.mean(jnp.square(seen.sample), axis=0)
             out = round_weight(weight, scheme, name, self.scale_dtype, importance)
         if scheme.static:
+            assert scheme.activations is not None
             _, top = CODES[scheme.activations]
             out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
         return out

@@ -132,7 +132,7 @@ def _draw(
     cfg: ModelConfig | None = None,
     mesh: Mesh | None = None,
     path: Path = (),
-) -> jax.Array | QTensor:
+) -> Leaf:
     """Return a leaf like ``like``, a shape or a QTensor of shapes; on a mesh that at ``path``."""
 
     def make(seed: jax.Array, index: jax.Array) -> jax.Array | QTensor:
@@ -149,6 +149,7 @@ def _draw(
 
     if mesh is None:
         return make(seed, index)
+    assert cfg is not None
     return computed_leaf(cfg, mesh, path, make, seed, index)
 
 

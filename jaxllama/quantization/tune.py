@@ -54,8 +54,8 @@ Learned = dict[str, jax.Array]
 
 def tune(
     cfg: ModelConfig,
-    exact: ParamsDict,
-    params: ParamsDict,
+    exact: Params,
+    params: Params,
     tokens: np.ndarray,
     *,
     work: QuantizeWork | None = None,

@@ -107,7 +107,7 @@ def _write(path: Path, tree: ParamsDict, note: object) -> None:
     temporary = path.with_suffix(".partial")
     try:
         with open(temporary, "wb") as file:
-            np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)
+            np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)  # pyright: ignore[reportArgumentType] - names of arrays alone
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
