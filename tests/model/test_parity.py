@@ -136,6 +136,7 @@ ALSO = (
     "qwen3_5_moe_text",
     "olmoe-normalized-bias",
     "granitemoe",
+    "ernie4_5_moe",
     "qwen3_next-bias",
     "qwen3_moe-mixed-window",
 )
@@ -217,6 +218,9 @@ WRITTEN = (
     "granitemoe",
     "glm4_moe-groups",
     "kimi_linear-experts",
+    "gpt_oss",
+    "ernie4_5_moe",
+    "phimoe",
 )
 
 
