@@ -201,7 +201,8 @@ class ExpertsConfig:
     A router scores ``n_experts`` experts of width ``d_ff`` for each token. The token passes the
     ``n_active`` best ones, and their outputs are summed with weights.
 
-    scores: the router's scores are the "softmax" or "sigmoid" of its logits. normalize: whether a
+    scores: the router's scores are the "softmax" or "sigmoid" of its logits, or "sparsemixer"'s
+    (arXiv 2409.12136), of logits at most 2 ``jitter`` below the best. normalize: whether a
     token's weights sum to 1; with softmax that is the softmax over the chosen experts. scale:
     multiplies the weights. router_bias: whether the logits have a bias. choice_bias: whether a bias
     is added to the scores for the choice only. n_groups, n_active_groups: the choice is among the
@@ -216,7 +217,7 @@ class ExpertsConfig:
     n_experts: int
     n_active: int
     d_ff: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
     router_bias: bool = False
@@ -228,6 +229,7 @@ class ExpertsConfig:
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.702
+    jitter: float = 0.01
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -257,6 +259,12 @@ class ExpertsConfig:
             "experts.n_active",
             self.n_active,
             f"must not exceed the {most} experts that a token chooses among",
+        )
+        _require(
+            self.scores != "sparsemixer" or not (self.choice_bias or self.n_groups > 1),
+            "experts.scores",
+            self.scores,
+            "has neither groups nor a bias of the choice",
         )
 
     @property
@@ -310,10 +318,11 @@ class ModelConfig:
     Gemma 2). qk_norm: RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once
     ("full", OLMo 2). parallel_block: whether both sublayers read the stream before either output is
     added (Cohere). attn_softcap, logit_softcap: x becomes cap tanh(x / cap). attn_gate: whether
-    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next). latent:
-    keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a mixture
-    of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers: options
-    of other kinds of layers, ``{kind: {option: value}}`` in TOML; ``options_of`` reads them.
+    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).
+    attn_sinks: whether each head has a learned logit in its softmax's denominator (gpt-oss).
+    latent: keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a
+    mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
+    options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
     mtp_layers: 1 with a head for multi-token prediction (``model.mtp``), which drafts; else 0.
     """
 
@@ -332,6 +341,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     sliding_window: int | None = None
     window_layers: tuple[int, ...] = ()
     embedding_scale: bool = False
@@ -352,6 +362,7 @@ class ModelConfig:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     attn_gate: bool = False
+    attn_sinks: bool = False
     delta: DeltaConfig | None = None
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
@@ -439,6 +450,12 @@ class ModelConfig:
             self.attn_sparsity,
             "must be 1 where attention scores are capped",
         )
+        _require(
+            not self.attn_sinks or self.attn_sparsity == 1.0,
+            "attn_sparsity",
+            self.attn_sparsity,
+            "must be 1 where attention has sinks",
+        )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
         for key in ("rope", "window_rope"):
             rope = getattr(self, key)
@@ -457,6 +474,7 @@ class ModelConfig:
                 ("qkv_bias", False),
                 ("qk_norm", "none"),
                 ("attn_gate", False),
+                ("attn_sinks", False),
             ):
                 found = getattr(self, key)
                 _require(found == want, key, found, f"must be {want!r} where keys are latent")

@@ -11,7 +11,7 @@ Reading costs one layer a pass.  A proposal of k tokens costs k heads and k - 1 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftContext, Drafted
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History
 from jaxllama.decoding.turn import Inputs, Pass
@@ -27,6 +26,7 @@ from jaxllama.model import decoder, mtp
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
+from jaxllama.typing import Params, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -146,14 +146,14 @@ class MTPDraft:
         most = jnp.max(wanted)
 
         def drafted(
-            tokens: jax.Array, index: Any, hidden: Hidden, history: History | None
+            tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
             scores = mtp.logits(self.cfg, params, hidden)
             token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)
 
-        def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def one_more(carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
             index, tokens, cache, hidden, history = carry
             newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
             goes_on = (index < wanted).astype(jnp.int32)
@@ -163,7 +163,7 @@ class MTPDraft:
             tokens, history = drafted(tokens, index, hidden, history)
             return index + 1, tokens, cache, hidden, history
 
-        def proposed(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def proposed(carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
             tokens, history = drafted(none, jnp.int32(0), kept.last, ask.history)
             first = jnp.int32(1), tokens, carry[1], kept.last, history
             _, tokens, cache, _, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, first)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +27,15 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.model.mixers.common import QUANTIZED_CACHE, LayerState
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from jaxllama.typing import Tree
 from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.rope_cache import WIDTHS
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import tree_bytes
-
-LayerState = Any  # a KVCache, or a mixer's own, of fixed size
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +88,7 @@ class Proposal:
 
     cache: Cache
     new: jax.Array
-    tokens: tuple[Any, ...]
+    tokens: tuple[LayerState, ...]
     hidden: Hidden | None = None
 
     __repr__ = short_repr
@@ -206,18 +204,18 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
     row = P() if rows is None else P(rows)  # jit distinguishes a program's P() from P(None)
 
     table = None if cache.table is None else row
-    specs: Any = row, table  # where a cache has arrays
+    specs: Tree = row, table  # where a cache has arrays
     return Cache(tuple(layer.specs(rows) for layer in cache.layers), *specs)
 
 
 def proposal_specs(cache: Cache, rows: str | None) -> Proposal:
     """Return the specs of a ``Proposal``, as ``cache_specs`` does for a cache."""
-    tokens: Any = P(rows, None, MODEL_AXIS)
+    tokens: Tree = P(rows, None, MODEL_AXIS)
 
-    def one(layer: Any) -> Any:
+    def one(layer: LayerState) -> Tree:
         return None if isinstance(layer, KVCache) else tokens  # of all its arrays
 
-    new: Any = P(rows)
+    new: Tree = P(rows)
     return Proposal(cache_specs(cache, rows), new, tuple(map(one, cache.layers)))
 
 

@@ -11,26 +11,26 @@ are on a mesh, while they are traced, and where activations are not float32.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxllama.parallel.mesh import mesh_of
+from jaxllama.typing import Params
 from pallas_kernels.cpu import prepare, prepare_tree, unavailable
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
 
-def lay_out(params: dict[str, Any]) -> dict[str, Any]:
+def lay_out(params: Params) -> Params:
     """``params`` with every QTensor laid out for which this CPU has a handler."""
     if not _weights(params) or mesh_of(params) is not None or not handles(_dtype(params)):
         return params
     return jax.device_put(prepare_tree(params))
 
 
-def slow_on_cpu(params: dict[str, Any]) -> str | None:
+def slow_on_cpu(params: Params) -> str | None:
     """One line on quantized weights that a CPU multiplies without a handler, or None.
 
     params: of a model, after ``lay_out``.
@@ -49,14 +49,14 @@ def slow_on_cpu(params: dict[str, Any]) -> str | None:
     )
 
 
-def _weights(params: Any) -> list[QTensor]:
+def _weights(params: Params) -> list[QTensor]:
     """The QTensors of a tree whose values are known."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
     found = [leaf for leaf in leaves if isinstance(leaf, QTensor)]
     return [w for w in found if isinstance(w.q, jax.Array) and not isinstance(w.q, Tracer)]
 
 
-def _dtype(params: dict[str, Any]) -> jnp.dtype:
+def _dtype(params: Params) -> jnp.dtype:
     """The activations'."""
     return params["norm"]["weight"].dtype
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -26,11 +24,13 @@ from flax.core.meta import AxisMetadata
 from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import positions_of
 from jaxllama.model.flax_state import register
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Param
 from jaxllama.model.params import nested, param_table
 from jaxllama.model.records import At, new_tokens
 from jaxllama.model.split import split_axis
 from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.typing import Params, ParamsDict, Tree
 
 register()
 
@@ -58,7 +58,7 @@ class Declared:
 
 
 @functools.lru_cache(maxsize=64)
-def table_of(cfg: ModelConfig) -> dict[str, Any]:
+def table_of(cfg: ModelConfig) -> ParamsDict:
     """The parameter table as ``{name: Declared or the same again}``, in the table's order."""
     declared: dict[tuple[str, ...], Declared] = {}
     for path, param in param_table(cfg).items():
@@ -68,7 +68,7 @@ def table_of(cfg: ModelConfig) -> dict[str, Any]:
     return nested(declared)
 
 
-def declare(module: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
+def declare(module: nn.Module, table: Params) -> ParamsDict:
     """Declare ``table``'s parameters in ``module`` and return their values, nested as it is."""
     return {
         name: _value(module, name, node)
@@ -78,7 +78,7 @@ def declare(module: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _value(module: nn.Module, name: str, declared: Declared) -> Any:
+def _value(module: nn.Module, name: str, declared: Declared) -> Tree:
     if not module.has_variable("params", name):
         return module.param(name, declared.init)
     value = module.get_variable("params", name)
@@ -88,10 +88,10 @@ def _value(module: nn.Module, name: str, declared: Declared) -> Any:
 class ParameterTree(nn.Module):
     """Parameters below one name, where no other module computes with them alone."""
 
-    table: Any  # {name: Declared or the same again}
+    table: Params  # {name: Declared or the same again}
 
     @nn.compact
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> ParamsDict:
         """The parameters' values."""
         return declare(self, self.table)
 
@@ -99,7 +99,7 @@ class ParameterTree(nn.Module):
 def tokens_at(
     cfg: ModelConfig,
     x: jax.Array,
-    state: Any,
+    state: LayerState,
     lengths: jax.Array | None,
     start: jax.Array | None,
 ) -> At:

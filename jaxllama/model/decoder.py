@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import TypedDict, overload
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jaxllama.model.cache import (
     proposal_specs,
 )
 from jaxllama.model.experts.feed import feed_experts
-from jaxllama.model.linear import Params, Stream
+from jaxllama.model.linear import LayerOps, Stream
 from jaxllama.model.lora import ROWS, chosen, for_rows
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
@@ -50,6 +50,7 @@ from jaxllama.model.records import At, Chunk, Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
+from jaxllama.typing import Params
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
@@ -66,7 +67,7 @@ def block(
     stream: Stream,
     state: LayerState,
     at: At,
-    ops: Any = linear,
+    ops: LayerOps = linear,
 ) -> tuple[Stream, LayerState]:
     """One layer; ``cfg`` and ``kind`` are ``layer_config``'s.
 
@@ -84,7 +85,7 @@ def mix_half(
     stream: Stream,
     state: LayerState,
     at: At,
-    ops: Any = linear,
+    ops: LayerOps = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
     mixer, own = MIXERS[kind].mix, p["mixer"]
@@ -94,7 +95,11 @@ def mix_half(
 
 
 def feed_half(
-    cfg: ModelConfig, p: Params, stream: Stream, ops: Any = linear, before: Stream | None = None
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    ops: LayerOps = linear,
+    before: Stream | None = None,
 ) -> Stream:
     """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``, or its experts.
 
@@ -231,6 +236,14 @@ def activation_dtype(params: Params) -> jnp.dtype:
 # The model
 
 
+class ForwardOptions(TypedDict, total=False):
+    """Options of ``forward`` that a caller passes on."""
+
+    total_lengths: jax.Array | None
+    sparse: bool | jax.Array
+    fresh: bool
+
+
 @overload
 def forward(
     cfg: ModelConfig,
@@ -255,6 +268,18 @@ def forward(
     sparse: bool | jax.Array = ...,
     fresh: bool = ...,
 ) -> tuple[Hidden, Cache]: ...
+@overload
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache | None,
+    total_lengths: jax.Array | None = ...,
+    *,
+    sparse: bool | jax.Array = ...,
+    fresh: bool = ...,
+) -> tuple[Hidden, Cache | None]: ...
 def forward(
     cfg: ModelConfig,
     params: Params,
@@ -363,7 +388,7 @@ def propose(
     stream, states = walk(cfg, params, stream, cache.layers, at, _block_of_a_program())
     hidden = Hidden(stream.total.reshape(batch, width, -1))
     kept = tuple(None if isinstance(state, KVCache) else state for state in states)
-    layers: Any = tuple(
+    layers: tuple[LayerState, ...] = tuple(
         state if tokens is None else old
         for state, tokens, old in zip(states, kept, cache.layers, strict=True)
     )
@@ -376,8 +401,8 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
     exact: the same value as in the call of ``propose``.
     """
     cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
-    layers: list[Any] = list(cache.layers)
-    kinds: dict[str, dict[int, Any]] = {}
+    layers: list[LayerState] = list(cache.layers)
+    kinds: dict[str, dict[int, LayerState]] = {}
     for index, tokens in enumerate(proposal.tokens):
         if tokens is not None:
             kinds.setdefault(tokens.kind, {})[index] = tokens

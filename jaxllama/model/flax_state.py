@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,19 @@ import numpy as np
 from jaxllama.model.cache import Cache
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.recurrent import RecurrentState
+from jaxllama.typing import ArrayOrNumpy, ParamsDict, Tree
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
+Stored = QTensor | RowBlocks | CpuWeight | Cache | KVCache | RecurrentState
+
 # numpy has no names for these, by which flax stores a dtype.
-_STORED_AS = {"int4": np.int8, "float8_e4m3fn": np.uint8}
+_STORED_AS = {
+    "int4": np.int8,
+    "float8_e4m3fn": np.uint8,
+    "float4_e2m1fn": np.uint8,
+    "float8_e8m0fnu": np.uint8,
+}
 
 
 def register() -> None:
@@ -37,13 +45,13 @@ def register() -> None:
 def _register() -> None:
     from flax import serialization
 
-    def to_state(value: Any) -> dict[str, Any]:
+    def to_state(value: Stored) -> ParamsDict:
         return {
             name: serialization.to_state_dict(_stored(getattr(value, name)))
             for name in _array_fields(value)
         }
 
-    def from_state(target: Any, state: dict[str, Any]) -> Any:
+    def from_state(target: Stored, state: ParamsDict) -> Stored:
         parts = {}
         for name in _array_fields(target):
             old = getattr(target, name)
@@ -55,12 +63,12 @@ def _register() -> None:
         serialization.register_serialization_state(kind, to_state, from_state)
 
 
-def _array_fields(value: Any) -> list[str]:
+def _array_fields(value: Stored) -> list[str]:
     fields = dataclasses.fields(value)
     return [field.name for field in fields if not field.metadata.get("static")]
 
 
-def _stored(value: Any) -> Any:
+def _stored(value: Tree) -> Tree:
     """An array as flax can store it, anything else as it is."""
     stored = _STORED_AS.get(jnp.dtype(value.dtype).name) if _is_array(value) else None
     if stored is None:
@@ -69,7 +77,7 @@ def _stored(value: Any) -> Any:
     return codes.astype(stored) if codes.dtype.name == "int4" else codes.view(stored)
 
 
-def _restored(value: Any, like: Any) -> Any:
+def _restored(value: Tree, like: Tree) -> Tree:
     """The inverse of ``_stored``, of ``like``'s dtype."""
     if not _is_array(like) or jnp.dtype(like.dtype).name not in _STORED_AS:
         return value
@@ -78,5 +86,5 @@ def _restored(value: Any, like: Any) -> Any:
     return jnp.asarray(codes.astype(like.dtype) if is_int4 else codes.view(like.dtype))
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[ArrayOrNumpy]:
     return isinstance(value, np.ndarray | jax.Array)

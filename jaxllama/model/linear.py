@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,10 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.lora import Lora
 from jaxllama.parallel.collectives import lookup_rows, row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
+from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
+from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
@@ -48,7 +50,7 @@ from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate, swiglu
 
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
-Params = Mapping[str, Any]
+Made = TypeVar("Made")
 
 
 class Adapted(NamedTuple):
@@ -92,7 +94,7 @@ def norm_linear(
     cfg: ModelConfig,
     *,
     into: Params | None = None,
-) -> tuple[Any, Stream]:
+) -> tuple[Tree, Stream]:
     """``norm(stream) @ weight.T + bias``: (``[..., out]``, the stream).
 
     scale: the norm's parameters, None where there is no norm.
@@ -117,7 +119,8 @@ def _fused_norm_linear(
     stream: Stream, scale: Params, linear: Params, cfg: ModelConfig, into: Params | None
 ) -> tuple[Input, Stream] | None:
     """Return ``norm_linear`` of float inputs if one kernel does all of it, else None."""
-    weight, around = linear["weight"], {"norm": (scale["weight"], cfg.norm_eps)}
+    weight = linear["weight"]
+    around: Options = {"norm": (scale["weight"], cfg.norm_eps)}
     around |= {"bias": linear.get("bias"), "out_dtype": stream.x.dtype}
     if _is_inner(into, cfg):
         around |= {"swiglu": True, "activation": cfg.activation}
@@ -212,6 +215,51 @@ def linear_add(
     return Stream(stream.x, y if scale is None else norm(Stream(y.astype(dtype)), scale, cfg)[0])
 
 
+class GroupedOptions(TypedDict, total=False):
+    """Options of ``grouped_matmul`` that ``grouped`` passes on."""
+
+    weights: jax.Array
+    gated: Gate
+
+
+class LayerOps(Protocol):
+    """The operations that a layer calls: this module, or an ``Observer``."""
+
+    def norm_linear(
+        self,
+        stream: Stream,
+        scale: Params | None,
+        linear: Params | Sequence[Params],
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> tuple[Tree, Stream]: ...
+    def linear_add(
+        self,
+        x: Input,
+        linear: Params,
+        stream: Stream,
+        cfg: ModelConfig,
+        scale: Params | None = None,
+    ) -> Stream: ...
+    @overload
+    def product(
+        self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: None = None
+    ) -> jax.Array: ...
+    @overload
+    def product(
+        self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: Params
+    ) -> Input: ...
+    def grouped(
+        self,
+        x: jax.Array,
+        params: Params,
+        experts: jax.Array,
+        /,
+        **options: Unpack[GroupedOptions],
+    ) -> jax.Array: ...
+
+
 class Observer:
     """Runs the two operations step by step and records each layer's input and output.
 
@@ -224,7 +272,15 @@ class Observer:
         self.outputs: dict[int, jax.Array] = {}
         self.experts: dict[int, jax.Array] = {}  # that a mixture's layer took, ``[T, k]``
 
-    def norm_linear(self, stream, scale, linear, cfg, *, into=None):
+    def norm_linear(
+        self,
+        stream: Stream,
+        scale: Params | None,
+        linear: Params | Sequence[Params],
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> tuple[Tree, Stream]:
         x, stream = norm(stream, scale, cfg)
         if isinstance(linear, Mapping):
             y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg, into=into))
@@ -234,18 +290,39 @@ class Observer:
                 self._tell(one, x, made.value)
         return y, stream
 
-    def linear_add(self, x, linear, stream, cfg, scale=None):
+    def linear_add(
+        self,
+        x: Input,
+        linear: Params,
+        stream: Stream,
+        cfg: ModelConfig,
+        scale: Params | None = None,
+    ) -> Stream:
         y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg))
         return Stream(stream.total, y if scale is None else norm(Stream(y), scale, cfg)[0])
 
-    def product(self, x, linear, dtype, cfg, *, into=None):
+    def product(
+        self,
+        x: Input,
+        linear: Params,
+        dtype: DTypeLike,
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> Tree:
         return self._tell(linear, x, product(x, linear, dtype, cfg, into=into))
 
-    def grouped(self, x, linear, experts, **options):
+    def grouped(
+        self,
+        x: jax.Array,
+        linear: Params,
+        experts: jax.Array,
+        **options: Unpack[GroupedOptions],
+    ) -> jax.Array:
         self.experts[id(linear)] = experts
         return self._tell(linear, x, grouped(x, linear, experts, **options))
 
-    def _tell(self, linear: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _tell(self, linear: Params, x: Tree, y: Made) -> Made:
         self.inputs[id(linear)], self.outputs[id(linear)] = x, y
         return y
 
@@ -253,6 +330,22 @@ class Observer:
 # Their parts
 
 
+@overload
+def norm(
+    stream: Stream,
+    scale: Params | None,
+    cfg: ModelConfig,
+    codes: None = None,
+    lora: Lora | None = None,
+) -> tuple[jax.Array, Stream]: ...
+@overload
+def norm(
+    stream: Stream,
+    scale: Params | None,
+    cfg: ModelConfig,
+    codes: str | None,
+    lora: Lora | None = None,
+) -> tuple[Input, Stream]: ...
 def norm(
     stream: Stream,
     scale: Params | None,
@@ -319,6 +412,14 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
 
 
+@overload
+def product(
+    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, *, into: None = None
+) -> jax.Array: ...
+@overload
+def product(
+    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, *, into: Params | None
+) -> Input: ...
 def product(
     x: Input,
     params: Params,
@@ -337,7 +438,9 @@ def product(
     return _gated(y, into, cfg)
 
 
-def grouped(x: jax.Array, params: Params, experts: jax.Array, **options: Any) -> jax.Array:
+def grouped(
+    x: jax.Array, params: Params, experts: jax.Array, **options: Unpack[GroupedOptions]
+) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
     weight, bias = params["weight"], params.get("bias")
     return grouped_matmul(x, weight, experts, bias=bias, **options)
@@ -362,7 +465,7 @@ def _matmul(
     elif isinstance(weight, RowBlocks):
         out = _by_blocks(x, weight, bias, dtype)
     else:
-        gated = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
+        gated: Options = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
         return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **gated)
     return out if gate_by is None else gate(out, gate_by)
 

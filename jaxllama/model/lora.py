@@ -28,7 +28,7 @@ on the device, whatever its policy for the weights.  Left out: meshes, which tak
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
+from jaxllama.typing import Params, ParamsDict, Tree
 from pallas_kernels.matmul.xla import low_rank_sums
 from pallas_kernels.rows.low_rank import inner_products
 
@@ -72,9 +73,9 @@ class Lora(NamedTuple):
 
 def attach(
     cfg: ModelConfig,
-    params: Mapping[str, Any],
+    params: Params,
     adapters: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]],
-) -> dict[str, Any]:
+) -> ParamsDict:
     """The tree with a ``Lora`` beside each weight that some adapter changes.
 
     adapters: of each, by the name of a checkpoint's tensor, (a ``[r, in]``, b ``[out, r]``), as
@@ -95,7 +96,7 @@ def attach(
                     low, high = adapter[name]
                     a[index, source, : len(low)] = low
                     b[source][:, index, : len(low)] = high
-        room: dict[str, Any] = tree
+        room: ParamsDict = tree
         for name in rooms:
             room[name] = room = dict(room[name])
         second = tuple(jnp.asarray(one.reshape(-1, n * rank), dtype) for one in b)
@@ -103,21 +104,21 @@ def attach(
     return tree
 
 
-def for_rows(params: Mapping[str, Any], rows: jax.Array | np.ndarray) -> dict[str, Any]:
+def for_rows(params: Params, rows: jax.Array | np.ndarray) -> ParamsDict:
     """See the module docstring."""
     return {**params, ROWS: rows}
 
 
-def chosen(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def chosen(params: Params) -> Params:
     """Return the parameters with the tree's adapter rows set in each ``Lora``."""
     rows = params.get(ROWS)
     return params if rows is None else with_rows(dict(params), rows)
 
 
-def with_rows(tree: dict[str, Any], rows: jax.Array) -> dict[str, Any]:
+def with_rows(tree: ParamsDict, rows: jax.Array) -> ParamsDict:
     """The tree, or a part of one, with ``rows[B]`` in each ``Lora``."""
 
-    def walk(node: Any) -> Any:
+    def walk(node: Tree) -> Tree:
         if isinstance(node, Lora):
             return node._replace(rows=rows)
         return {name: walk(part) for name, part in node.items()} if isinstance(node, dict) else node
@@ -125,7 +126,7 @@ def with_rows(tree: dict[str, Any], rows: jax.Array) -> dict[str, Any]:
     return walk(tree)
 
 
-def factors(params: Mapping[str, Any]) -> list[Lora]:
+def factors(params: Params) -> list[Lora]:
     """Every ``Lora`` of a tree."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Lora))
     return [leaf for leaf in leaves if isinstance(leaf, Lora)]

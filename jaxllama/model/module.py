@@ -17,18 +17,19 @@ functions (``jl.prefill``, ``jl.logits``) and not for these modules.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import ModelConfig, Norm
 from jaxllama.model import linear
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, tokens_at
 from jaxllama.model.decoder import (
+    ForwardOptions,
     activation_dtype,
     block,
     capped,
@@ -47,6 +48,7 @@ from jaxllama.model.mixers.short_conv.module import ShortConvolution
 from jaxllama.model.records import Hidden
 from jaxllama.model.stacked import recomputed_block, runs, walk
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
+from jaxllama.typing import Params, ParamsDict
 
 __all__ = [
     "Attention",
@@ -66,10 +68,10 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last axis, of ``cfg.d_model`` features, with ``cfg.norm_eps``."""
 
     cfg: ModelConfig
-    norm: ClassVar[Any] = "rms"
+    norm: ClassVar[Norm] = "rms"
 
     @nn.compact
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> ParamsDict:
         """The parameters, as the pure functions take them."""
         return declare(self, table_of(self.cfg)["norm"])
 
@@ -83,7 +85,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(RMSNorm):
     """LayerNorm, with a bias if ``cfg.norm_bias``."""
 
-    norm: ClassVar[Any] = "layer"
+    norm: ClassVar[Norm] = "layer"
 
 
 class SwiGLU(nn.Module):
@@ -92,7 +94,7 @@ class SwiGLU(nn.Module):
     cfg: ModelConfig
 
     @nn.compact
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> ParamsDict:
         """The parameters, as the pure functions take them."""
         return declare(self, table_of(layer_config(self.cfg, 0)[0])["layer_0"]["mlp"])
 
@@ -128,7 +130,7 @@ class DecoderLayer(nn.Module):
         return init_cache(layer_config(self.cfg, self.index)[0], batch, max_len, dtype).layers[0]
 
     @nn.compact
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> ParamsDict:
         """The parameters, as ``decoder.block`` takes them."""
         cfg, kind = layer_config(self.cfg, self.index)
         norm = RMSNorm if cfg.norm == "rms" else LayerNorm
@@ -165,7 +167,7 @@ class Decoder(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> ParamsDict:
         """All parameters, as ``decoder.forward`` takes them; with ``scan`` a stacked tree."""
         cfg = self.cfg.with_head_of(self.variables.get("params", {}))
         table = table_of(cfg)
@@ -182,6 +184,8 @@ class Decoder(nn.Module):
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
             found["head"] = ParameterTree(table["head"], name="head").tree()
+        if "mtp" in table:
+            found["mtp"] = ParameterTree(table["mtp"], name="mtp").tree()
         return found
 
     def __call__(
@@ -189,7 +193,7 @@ class Decoder(nn.Module):
         tokens: jax.Array,
         lengths: jax.Array | None = None,
         cache: Cache | None = None,
-        **options: Any,
+        **options: Unpack[ForwardOptions],
     ) -> tuple[Hidden, Cache | None]:
         """Run ``decoder.forward``: ``tokens[B, T]`` -> (hidden states ``[B, T, D]``, cache).
 
@@ -219,7 +223,7 @@ class Decoder(nn.Module):
         return capped(self.cfg, head_product(self.cfg, self.tree(), hidden))
 
 
-def _stacked(table: Any, count: int) -> Any:
+def _stacked(table: Params, count: int) -> ParamsDict:
     """``table`` of ``count`` layers."""
     is_leaf = lambda node: isinstance(node, Declared)  # noqa: E731
     return jax.tree.map(lambda node: node.stacked(count), table, is_leaf=is_leaf)

@@ -18,8 +18,6 @@ a head with an embedding of its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -27,10 +25,11 @@ from jax.sharding import PartitionSpec as P
 from jaxllama.config import ModelConfig
 from jaxllama.model import decoder, linear
 from jaxllama.model.cache import Cache, cache_specs
-from jaxllama.model.linear import Params, Stream
+from jaxllama.model.linear import Stream
 from jaxllama.model.records import Draft, Hidden, new_tokens
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.mesh import traced_mesh
+from jaxllama.typing import Params, Tree
 
 _READ = ("mtp", "embed", "norm", "head")
 
@@ -38,7 +37,7 @@ _READ = ("mtp", "embed", "norm", "head")
 def head_params(params: Params) -> Params:
     """The parameters that the head reads, without adapters."""
 
-    def bare(node: Any) -> Any:
+    def bare(node: Tree) -> Tree:
         if not isinstance(node, dict):
             return node
         return {name: bare(part) for name, part in node.items() if name != "lora"}

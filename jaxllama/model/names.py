@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
+
+from jaxllama.typing import Params, ParamsDict
+
+MixerNames = TypeVar("MixerNames")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +47,9 @@ class Names:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     o: str = "o_proj"
     down: str = "down_proj"
-    mixers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
 
-    def of(self, kind: str, default: Any) -> Any:
+    def of(self, kind: str, default: MixerNames) -> MixerNames:
         """The names of a mixer of this kind; default: where the family has none of its own."""
         return self.mixers.get(kind, default)

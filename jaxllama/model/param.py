@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
+
+from jaxllama.typing import Options
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -94,19 +96,39 @@ class Tiled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stacked:
+    """The matrices ``[rows, width]`` of all experts in one tensor, or their biases ``[rows]``.
+
+    alternate: whether gate and up rows take turns; ours are gate, then up.  transposed: whether the
+    checkpoint has each matrix as ``[width, rows]``.
+    """
+
+    count: int
+    block: int  # rows of a matrix
+    alternate: bool = False
+    transposed: bool = False
+
+    def rows(self) -> np.ndarray:
+        one = np.arange(self.block)
+        one = one.reshape(-1, 2).T.reshape(-1) if self.alternate else one
+        return (np.arange(self.count)[:, None] * self.block + one).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class TensorSource:
     """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
     our order of what RoPE turns, or of what is fused in groups.
 
     columns: the same for the columns of a matrix (GGUF only).
     is_rate: the tensor has -exp(x) of the parameter's x (GGUF only).
+    shape: in the parameter; ``stored_shape`` is the checkpoint's.
     """
 
     name: str
     shape: Shape
     scale: float = 1.0
     offset: float = 0.0
-    turned: Turned | Grouped | Tiled | None = None
+    turned: Turned | Grouped | Tiled | Stacked | None = None
     columns: Tiled | None = None
     is_rate: bool = False
 
@@ -118,12 +140,29 @@ class TensorSource:
     def is_folded(self) -> bool:
         return (self.scale, self.offset) != (1.0, 0.0) or self.turned is not None
 
+    @property
+    def is_transposed(self) -> bool:
+        return isinstance(self.turned, Stacked) and self.turned.transposed
+
+    @property
+    def stored_shape(self) -> Shape:
+        if not self.is_transposed:
+            return self.shape
+        *lead, rows, width = self.shape
+        return (*lead, width, rows)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that ``row_order`` orders: the first axis, or all experts' one after the other."""
+        stack = self.turned
+        return stack.count * stack.block if isinstance(stack, Stacked) else self.shape[0]
+
     def row_order(self, inverse: bool = False) -> np.ndarray | None:
         """For each row of the parameter the tensor's (inverse: the other way), None where they are
         the same."""
         if self.turned is None:
             return None
-        rows, turned = np.arange(self.shape[0]), self.turned.rows()
+        rows, turned = np.arange(self.n_rows), self.turned.rows()
         rows[: turned.size] = turned
         return np.argsort(rows) if inverse else rows
 
@@ -150,19 +189,27 @@ class Param:
         return math.prod(self.shape)
 
 
-def one(name: str, *shape: int, fold: Mapping[str, Any] | None = None, **facts: Any) -> Param:
+class Facts(TypedDict, total=False):
+    """A ``Param``'s fields that have defaults."""
+
+    mean: float
+    std: float
+    is_float32: bool
+
+
+def one(name: str, *shape: int, fold: Options | None = None, **facts: Unpack[Facts]) -> Param:
     """A parameter that is one tensor; fold: of its ``TensorSource``."""
     return Param((TensorSource(name, shape, **(fold or {})),), shape, **facts)
 
 
-def rows(parts: Sequence[TensorSource], **facts: Any) -> Param:
+def rows(parts: Sequence[TensorSource], **facts: Unpack[Facts]) -> Param:
     """A parameter that stacks tensors ``[rows_i, ...]``."""
     rest = parts[0].shape[1:]
     return Param(tuple(parts), (sum(part.shape[0] for part in parts), *rest), **facts)
 
 
 def fused(
-    name: str, parts: list[tuple[str, int, dict[str, Any]]], width: int, bias: bool
+    name: str, parts: list[tuple[str, int, Options]], width: int, bias: bool
 ) -> dict[Path, Param]:
     """A product that reads the residual stream."""
     table = {

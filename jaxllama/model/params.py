@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.experts import parameters as experts
@@ -27,6 +26,7 @@ from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, Shape, fused, one, written
+from jaxllama.typing import Params, ParamsDict, Tree
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
@@ -54,6 +54,10 @@ _GRANITE = ExpertNames(
     fused=("input_linear.weight", "output_linear.weight"),
     is_fused=True,
 )
+_ERNIE = ExpertNames(
+    shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
+)
+_GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     "gla": FLA,
@@ -83,8 +87,11 @@ FAMILIES = {
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
+    "phimoe": Names(mixers={"experts": _MIXTRAL}),
+    "ernie4_5_moe": Names(mixers={"experts": _ERNIE}),
     "mixtral": Names(mixers={"experts": _MIXTRAL}),
     "granitemoe": Names(mixers={"experts": _GRANITE}),
+    "gpt_oss": Names(mixers={"experts": _GPT_OSS}),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "glm": Names(gate_up=("gate_up_proj",)),
     "glm4": Names(gate_up=("gate_up_proj",)),
@@ -138,6 +145,8 @@ def param_table(
     table |= _norm(cfg, ("norm",), names.norm, scale)
     if not cfg.tie_embeddings:
         table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
+        if cfg.head_bias:
+            table["head", "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
     if cfg.mtp_layers:
         table |= _mtp(cfg, names, present)
     return table
@@ -183,9 +192,9 @@ def _mlp(
     return table | written("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
 
 
-def nested(table: Mapping[Path, Any]) -> dict[str, Any]:
+def nested(table: Mapping[Path, object]) -> ParamsDict:
     """A tree of dicts out of a dict by path."""
-    tree: dict[str, Any] = {}
+    tree: ParamsDict = {}
     for path, value in table.items():
         node = tree
         for name in path[:-1]:
@@ -194,10 +203,10 @@ def nested(table: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def check(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
+def check(cfg: ModelConfig, params: Params) -> None:
     """Raises ValueError naming a parameter that is missing or has another shape than ``cfg``'s."""
     for path, shape in _shapes(cfg):
-        value: Any = params
+        value: Tree = params
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         found = None if value is None else value.shape

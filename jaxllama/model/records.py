@@ -11,15 +11,16 @@ tokens of each row that may not stay.  A mixer asks which of them it has, never 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.model.rope import Ropes
+from jaxllama.typing import ArrayOrNumpy
 
 
-def _static(default: Any) -> Any:
+def _static(default: bool) -> bool:
     """A field that is part of a record's type, not one of its arrays."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -147,7 +148,9 @@ class Hidden:
 
     x: jax.Array
 
-    def __getitem__(self, index: Any) -> Hidden:
+    def __getitem__(
+        self, index: ArrayOrNumpy | slice | int | tuple[ArrayOrNumpy | slice | int, ...]
+    ) -> Hidden:
         return Hidden(self.x[index])
 
     def last(self, lengths: jax.Array, before: Hidden | None = None) -> Hidden:

@@ -8,7 +8,7 @@ otherwise, and where they share pages, every group does all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh
@@ -16,21 +16,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, cache_specs
-from jaxllama.model.linear import Params
 from jaxllama.model.shardings import specs
 from jaxllama.model.split import local_config
 from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from jaxllama.typing import Params, Tree
+
+Result = TypeVar("Result")
 
 
 def over_mesh(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     mesh: AbstractMesh,
     cfg: ModelConfig,
     params: Params,
-    *args: Any,
-    out: Callable[[str | None], Any],
-    **options: Any,
-) -> Any:
+    *args: Tree,
+    out: Callable[[str | None], Tree],
+    **options: bool | jax.Array | None,
+) -> Result:
     """``function(cfg, params, *args, **options)`` on global arrays.
 
     Arguments are caches, None, or (trees of) arrays that, like those among the options, have the
@@ -43,7 +45,7 @@ def over_mesh(
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     fixed = {name: value for name, value in options.items() if name not in arrays}
 
-    def run(arrays: dict[str, jax.Array], params: Params, *args: Any) -> Any:
+    def run(arrays: dict[str, jax.Array], params: Params, *args: Tree) -> Result:
         return function(local, params, *args, **fixed, **arrays)
 
     split = [cache_specs(arg, rows) if isinstance(arg, Cache) else P(rows) for arg in args]

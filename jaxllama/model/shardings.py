@@ -18,8 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.split import (
@@ -38,18 +39,27 @@ from jaxllama.model.split import (
     split_axis,
 )
 from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.typing import ArrayOrNumpy, Leaf, Params, ParamsDict, Tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
+
+
+class _Shaped(Protocol):
+    """What has a shape: an array, or jax.ShapeDtypeStruct."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
 
 # read(start, out): fill the flat ``out`` with the parameter's elements from ``start`` on.
 Read = Callable[[int, np.ndarray], None]
 
 
-def specs(params: Mapping[str, Any]) -> Any:
+def specs(params: Params) -> Tree:
     """How the arrays of a parameter tree (as ``shard_params`` leaves it) are split."""
     return _map_arrays(lambda path, field, array, _: _spec(path, field, array), params)
 
 
-def _spec(path: Path, field: str, array: Any) -> P:
+def _spec(path: Path, field: str, array: _Shaped) -> P:
     """field: of a QTensor, "" of a plain array."""
     axis = split_axis(path)
     if field == "columns" and axis == 1:
@@ -60,9 +70,7 @@ def _spec(path: Path, field: str, array: Any) -> P:
     return P(*(None,) * axis, MODEL_AXIS)
 
 
-def shard_params(
-    cfg: ModelConfig, params: Mapping[str, Any], mesh: Mesh
-) -> tuple[ModelConfig, dict[str, Any]]:
+def shard_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelConfig, ParamsDict]:
     """(config, parameters on ``mesh``) of numpy or jax arrays, quantized or not.
 
     Raises JaxLlamaError naming what the mesh does not divide.
@@ -71,11 +79,11 @@ def shard_params(
     return config, _map_leaves(lambda path, leaf: shard_leaf(cfg, mesh, path, leaf), dict(params))
 
 
-def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Any) -> Any:
+def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Leaf) -> Leaf:
     """One parameter: an array, a QTensor or RowBlocks."""
     n = mesh.shape[MODEL_AXIS]
 
-    def one(path: Path, field: str, array: Any, order: np.ndarray | None) -> jax.Array:
+    def one(path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None) -> jax.Array:
         array = array if order is None else _take(array, order)
         return put(array, NamedSharding(mesh, _spec(path, field, array)))
 
@@ -84,8 +92,8 @@ def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Any) -> Any:
 
 
 def leaf_readers(
-    cfg: ModelConfig, mesh: Mesh, dtype: Any
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    cfg: ModelConfig, mesh: Mesh, dtype: DTypeLike
+) -> tuple[Callable[[Path, Leaf], Leaf], Callable[[Path, tuple[int, ...], Read], jax.Array]]:
     """(place, stream) for ``checkpoints.hf.load``: ``shard_leaf`` and ``read_leaf``.
 
     Raises JaxLlamaError naming what the mesh does not divide.
@@ -98,20 +106,20 @@ def leaf_readers(
 
 
 def computed_leaf(
-    cfg: ModelConfig, mesh: Mesh, path: Path, make: Callable[..., Any], *args: Any
-) -> Any:
+    cfg: ModelConfig, mesh: Mesh, path: Path, make: Callable[..., Leaf], *args: Tree
+) -> Leaf:
     """The parameter ``make(*args)`` on ``mesh``, inside ``jit``: every device computes all of it
     and keeps its part, so that nothing is sent."""
     n = mesh.shape[MODEL_AXIS]
 
-    def stored(*args: Any) -> Any:
+    def stored(*args: Tree) -> Leaf:
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), make(*args))
         order = row_order(cfg, path, n)
         return _arrays_of_leaf(
             lambda _, __, x, own: x if own is None else _take(x, own), path, leaf, order
         )
 
-    def part(path: Path, field: str, x: jax.Array, _: Any) -> jax.Array:
+    def part(path: Path, field: str, x: jax.Array, _: object) -> jax.Array:
         split = _spec(path, field, x)
         if MODEL_AXIS not in split:
             return x
@@ -129,14 +137,12 @@ def computed_leaf(
     )(*args)
 
 
-def place_params(
-    cfg: ModelConfig, params: Mapping[str, Any], mesh: Mesh
-) -> tuple[ModelConfig, dict[str, Any]]:
+def place_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelConfig, ParamsDict]:
     """(config, parameters), each where it belongs, of parameters that are in their stored order,
     some of them just computed from others (quantized, say)."""
     n = mesh.shape[MODEL_AXIS]
 
-    def one(path: Path, leaf: Any) -> Any:
+    def one(path: Path, leaf: Leaf) -> Leaf:
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
         return _arrays_of_leaf(
             lambda path, field, array, _: jax.device_put(
@@ -150,17 +156,17 @@ def place_params(
     return replicated_config(cfg, n), _map_leaves(one, dict(params))
 
 
-def gather_params(cfg: ModelConfig, params: Mapping[str, Any], n: int) -> dict[str, Any]:
+def gather_params(cfg: ModelConfig, params: Params, n: int) -> ParamsDict:
     """Undo ``shard_params``: return numpy arrays from parameters on a mesh of ``model=n``.
 
     Groups that were split stay split.
     """
 
-    def one(path: Path, field: str, array: Any, order: np.ndarray | None) -> np.ndarray:
+    def one(path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None) -> np.ndarray:
         whole = fetch(array)
         return whole if order is None else whole[natural_rows(order)]
 
-    def of_leaf(path: Path, leaf: Any) -> Any:
+    def of_leaf(path: Path, leaf: Leaf) -> Leaf:
         order = row_order(cfg, path, n)
         if order is None or not isinstance(leaf, RowBlocks):
             return _arrays_of_leaf(one, path, leaf, order)
@@ -183,13 +189,13 @@ def split_groups(path: Path, weight: QTensor, n: int) -> QTensor:
         return weight
     repeats = weight.group_size // math.gcd(weight.group_size, weight.shape[-1] // n)
 
-    def repeat(array: Any) -> Any:
+    def repeat(array: jax.Array | None) -> jax.Array | None:
         return None if array is None else jnp.repeat(array, repeats, axis=-1)
 
     return dataclasses.replace(weight, scale=repeat(weight.scale), zero=repeat(weight.zero))
 
 
-def put(array: Any, sharding: NamedSharding) -> jax.Array:
+def put(array: ArrayOrNumpy, sharding: NamedSharding) -> jax.Array:
     """An array that every host has, on the devices of ``sharding``."""
     if sharding.is_fully_addressable:
         if isinstance(array, jax.Array) and len(array.devices()) == 1:
@@ -202,10 +208,10 @@ def put(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: Tree) -> Tree:
     """The values as numpy arrays, on every host (all of them must call it)."""
 
-    def whole(x: Any) -> Any:
+    def whole(x: object) -> object:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return x
         return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
@@ -217,7 +223,7 @@ def fetch(tree: Any) -> Any:
 
 
 def read_leaf(
-    cfg: ModelConfig, mesh: Mesh, dtype: Any, path: Path, shape: tuple[int, ...], read: Read
+    cfg: ModelConfig, mesh: Mesh, dtype: DTypeLike, path: Path, shape: tuple[int, ...], read: Read
 ) -> jax.Array:
     """The parameter at ``path``, of the original ``shape`` and row-major in its file, on ``mesh``.
 
@@ -231,7 +237,7 @@ def read_leaf(
         tuple(part.indices(size)[:2] for part, size in zip(index, stored, strict=True))
         for index in sharding.addressable_devices_indices_map(stored).values()
     ]
-    blocks: dict[Any, np.ndarray] = {}
+    blocks: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
     if split_axis(path) == 1:
         hull = min(begin for _, (begin, _) in needed), max(end for _, (_, end) in needed)
         columns = _read_columns(shape, hull, np.dtype(dtype), read)
@@ -281,17 +287,17 @@ def _read_columns(
 # Trees: a leaf is a parameter; it is an array, a QTensor of arrays, or RowBlocks of both
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: object) -> bool:
     return isinstance(node, QTensor | RowBlocks)
 
 
-def _map_leaves(function: Callable[[Path, Any], Any], params: Any) -> Any:
+def _map_leaves(function: Callable[[Path, Leaf], Tree], params: Params) -> ParamsDict:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: function(tuple(key.key for key in keys), leaf), params, is_leaf=_is_leaf
     )
 
 
-def _map_qtensors(function: Callable[[QTensor], QTensor], leaf: Any) -> Any:
+def _map_qtensors(function: Callable[[QTensor], QTensor], leaf: Leaf) -> Leaf:
     return jax.tree.map(
         lambda node: function(node) if isinstance(node, QTensor) else node,
         leaf,
@@ -299,16 +305,16 @@ def _map_qtensors(function: Callable[[QTensor], QTensor], leaf: Any) -> Any:
     )
 
 
-_ArrayFunction = Callable[[Path, str, Any, np.ndarray | None], Any]
+_ArrayFunction = Callable[[Path, str, Tree, np.ndarray | None], Tree]
 
 
-def _map_arrays(function: _ArrayFunction, params: Any) -> Any:
+def _map_arrays(function: _ArrayFunction, params: Params) -> ParamsDict:
     return _map_leaves(lambda path, leaf: _arrays_of_leaf(function, path, leaf, None), dict(params))
 
 
 def _arrays_of_leaf(
-    function: _ArrayFunction, path: Path, leaf: Any, order: np.ndarray | None
-) -> Any:
+    function: _ArrayFunction, path: Path, leaf: Leaf, order: np.ndarray | None
+) -> Tree:
     """``function(path, field, array, order of its rows)`` of every array."""
     if isinstance(leaf, RowBlocks):
         blocks = zip(leaf.blocks, _orders_of_blocks(path, leaf, order), strict=True)
@@ -344,7 +350,7 @@ def _orders_of_blocks(
     return orders
 
 
-def _take(array: Any, order: np.ndarray) -> Any:
+def _take(array: ArrayOrNumpy, order: np.ndarray) -> ArrayOrNumpy:
     taken = array[np.maximum(order, 0)]
     if (order >= 0).all():
         return taken

@@ -20,14 +20,14 @@ Left out: splitting the sequence or the layers; experts.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers import MIXERS, Parameters
 from jaxllama.model.mixers.common import Heads
+from jaxllama.typing import Options
 
 Path = tuple[str, ...]
 
@@ -72,7 +72,7 @@ def check_shards(cfg: ModelConfig, n: int) -> None:
     )
 
 
-def _kinds(cfg: ModelConfig) -> list[Any]:
+def _kinds(cfg: ModelConfig) -> list[Parameters]:
     """Return the ``parameters`` modules of the mixers that ``cfg`` uses."""
     return [mixer.parameters for kind, mixer in MIXERS.items() if kind in cfg.layer_types]
 
@@ -91,7 +91,7 @@ def _obstacle(cfg: ModelConfig, n: int) -> str | None:
 def replicated_config(cfg: ModelConfig, n: int) -> ModelConfig:
     """``cfg`` with kv heads repeated so that every one of ``n`` shards has its own."""
     check_shards(cfg, n)
-    changes: dict[str, Any] = {}
+    changes: Options = {}
     for kind in _kinds(cfg):
         changes |= kind.replicated(cfg, n)
     return cfg.replace(**changes)
@@ -100,7 +100,7 @@ def replicated_config(cfg: ModelConfig, n: int) -> ModelConfig:
 def local_config(cfg: ModelConfig, n: int) -> ModelConfig:
     """The model that one of ``n`` shards of ``replicated_config(cfg, n)`` is."""
     cfg = replicated_config(cfg, n)
-    changes: dict[str, Any] = {"d_ff": cfg.d_ff // n, "vocab_size": padded_vocab(cfg, n) // n}
+    changes: Options = {"d_ff": cfg.d_ff // n, "vocab_size": padded_vocab(cfg, n) // n}
     for kind in _kinds(cfg):
         changes |= kind.shard(cfg, n)
     return cfg.replace(**changes)

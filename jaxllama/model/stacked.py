@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,12 @@ from jax import lax
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.decoder import LayerState, block, layer_config
-from jaxllama.model.linear import Params, Stream
+from jaxllama.model.decoder import block, layer_config
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Path
 from jaxllama.model.records import At
+from jaxllama.typing import Params, ParamsDict, Tree
 
 PREFIX = "layers_"
 
@@ -55,7 +57,7 @@ class Run:
 @functools.lru_cache(maxsize=256)
 def runs(cfg: ModelConfig) -> tuple[Run, ...]:
     """The runs that a model's layers are, such that as few layers as possible are compiled."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[tuple[ModelConfig, str], int] = {}
     layers = [layer_config(cfg, index) for index in range(cfg.n_layers)]
     kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]
     # best[n]: (compiled layers, loops, runs) of the first n layers.
@@ -74,12 +76,12 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
     return best[-1][2]
 
 
-def is_stacked(params: Mapping[str, Any]) -> bool:
+def is_stacked(params: Params) -> bool:
     """Whether a parameter tree is ``stack_layers``'s."""
     return any(name.startswith(PREFIX) for name in params)
 
 
-def stack_layers(cfg: ModelConfig, tree: Any) -> Any:
+def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
     """Stack the layers of a parameter tree, or of every parameter tree inside ``tree``.
 
     Parameters
@@ -100,7 +102,7 @@ def stack_layers(cfg: ModelConfig, tree: Any) -> Any:
         If alike layers are stored differently, one quantized and one not, say.
     """
 
-    def stacked(params: Mapping[str, Any]) -> dict[str, Any]:
+    def stacked(params: Params) -> ParamsDict:
         found = {name: node for name, node in params.items() if not _is_layer(name)}
         for run in runs(cfg):
             for offset, name in enumerate(run.names):
@@ -111,7 +113,7 @@ def stack_layers(cfg: ModelConfig, tree: Any) -> Any:
     return _of_params(stacked, tree, lambda params: "layer_0" in params)
 
 
-def _joined(params: Mapping[str, Any], indices: range) -> Any:
+def _joined(params: Params, indices: range) -> Tree:
     layers = [params[f"layer_{index}"] for index in indices]
     if len(layers) == 1:
         return layers[0]
@@ -124,14 +126,14 @@ def _joined(params: Mapping[str, Any], indices: range) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def unstack_layers(tree: Any) -> Any:
+def unstack_layers(tree: Tree) -> Tree:
     """Return ``tree`` with the parameters of each layer by themselves: ``stack_layers``'s inverse.
 
     The entries' names say which layers they hold, so no config is needed.
     """
 
-    def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def unstacked(params: Params) -> ParamsDict:
+        found: ParamsDict = {}
         for name, node in params.items():
             if not name.startswith(PREFIX):
                 found[name] = node
@@ -144,13 +146,13 @@ def unstack_layers(tree: Any) -> Any:
 
 
 def _of_params(
-    change: Callable[[Mapping[str, Any]], Any],
-    tree: Any,
-    is_one: Callable[[Mapping[str, Any]], bool],
-) -> Any:
+    change: Callable[[Params], ParamsDict],
+    tree: Tree,
+    is_one: Callable[[Params], bool],
+) -> Tree:
     """``tree`` with ``change`` applied to the parameter trees in it."""
 
-    def is_params(node: Any) -> bool:
+    def is_params(node: object) -> TypeGuard[Params]:
         return isinstance(node, Mapping) and is_one(node)
 
     return jax.tree.map(

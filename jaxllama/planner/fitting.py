@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.executors.offloaded.room import split_bytes
 from jaxllama.offload.policy import Shares
+from jaxllama.typing import Tree
 from pallas_kernels.qtensor import packed_bytes
+from pallas_kernels.rounding import NIBBLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Calibration:
         )
 
 
-def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
+def moving(tree: Tree, shares: Shares) -> tuple[float, float, float]:
     """Return the (host bytes, disk bytes, joined bytes) of loading a tree of shapes under
     ``shares``.
 
@@ -81,7 +81,7 @@ def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
     joined = sum(
         packed_bytes(leaf.size, leaf.dtype)
         for leaf in jax.tree.leaves(tree)
-        if leaf.ndim >= 2 and (not pure or leaf.dtype == jnp.int4)
+        if leaf.ndim >= 2 and (not pure or leaf.dtype.name in NIBBLES)
     )
     return part.host, part.disk, float(joined)
 

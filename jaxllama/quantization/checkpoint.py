@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,17 @@ from jaxllama.quantization.calibration import DEFAULT_TEXT, windows
 from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
-from jaxllama.quantization.scheme import Recipe, check_experts, is_packed, parse, untie
+from jaxllama.quantization.scheme import (
+    Recipe,
+    check_experts,
+    is_packed,
+    parse,
+    round_weight,
+    untie,
+)
 from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
+from jaxllama.typing import DictKey, JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 # Formats whose readers expect float16 scales: codes are computed with scales rounded to float16.
@@ -143,20 +151,24 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
         )
 
 
-def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> dict[str, Any]:
+def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> ParamsDict:
     """Return the resulting tree with arrays of ones or zeros that take no memory."""
     shapes, recipe = untie(param_shapes(cfg, dtype), request.recipe)
 
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, jnp.dtype(dtype)), shape)
 
-    def one(path: Any, leaf: Any) -> Any:
+    def one(path: tuple[DictKey, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray | QTensor:
         *keys, last = [entry.key for entry in path]
         name = "/".join(keys)
         scheme = recipe.of(name) if last == "weight" else None
         if scheme is None:
             return filled(0, leaf.shape, leaf.dtype)
         check_experts(leaf, scheme, name)
+        if scheme.is_format:
+            options = {"scheme": scheme, "name": name, "scale_dtype": request.scale_dtype}
+            like = jax.eval_shape(functools.partial(round_weight, **options), leaf)
+            return jax.tree.map(lambda part: filled(1, part.shape, part.dtype), like)
         *rows, width = leaf.shape
         groups = (*rows, width // scheme.group_of(width, name))
         return QTensor(
@@ -173,7 +185,7 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> d
 
 def quantize_checkpoint(
     lm: LanguageModel, request: QuantizeRequest, progress: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Make ``request.out``, and return a report: sizes, seconds, peak memory and weights' errors.
 
     Raises JaxLlamaError, with nothing written, for a model that is already quantized or has no
@@ -281,7 +293,7 @@ def _work(lm: LanguageModel, request: QuantizeRequest, *tokens: np.ndarray) -> Q
 
 
 @contextlib.contextmanager
-def _pointing_to(work: QuantizeWork | None) -> Iterator[None]:
+def _pointing_to(work: QuantizeWork | None) -> Generator[None]:
     """Make errors say where the finished layers are."""
     try:
         yield
@@ -294,7 +306,7 @@ def _pointing_to(work: QuantizeWork | None) -> Iterator[None]:
         ) from None
 
 
-def _check_scales(params: dict[str, Any]) -> None:
+def _check_scales(params: Params) -> None:
     """Raise JaxLlamaError for scales that are not finite; float16 can overflow."""
     flat = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda leaf: isinstance(leaf, QTensor)
@@ -310,13 +322,13 @@ def _check_scales(params: dict[str, Any]) -> None:
                 )
 
 
-def _leaves(params: Any) -> list[Any]:
+def _leaves(params: Params) -> list[Leaf]:
     return jax.tree.leaves(params, is_leaf=is_packed)
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text: a line of facts, then the mean errors of every kind of weight."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    kinds: dict[str, list[JsonObject]] = {}
     copy = report["head_copy_bytes"]
     for entry in report["errors"]:
         kinds.setdefault(entry["weight"].rsplit("/", 1)[-1], []).append(entry)

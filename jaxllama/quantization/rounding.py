@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.formats import FORMATS
+from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rounding import CODES, Shrink, codes, kept, reciprocal
 from pallas_kernels.rounding import grid as make_grid
 
-# A weight's (dtype of the codes, columns per scale, whether it has zero points).
+# A weight's (dtype of the codes or format, columns per scale, whether it has zero points).
 Grid = tuple[str, int, bool]
 # Shares of one end's range. A share above 1 moves the grid within its step.
 SHARES = tuple(1.06 - 0.03 * step for step in range(9))
@@ -35,14 +36,22 @@ def rounded(
     scale_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Return ``w`` after rounding, as float32."""
+    if dtype in FORMATS:
+        return dequantize(quantize(w, dtype))
     scale, zero = make_grid(w, dtype, group_size, zeros, shrink, scale_dtype)
     return dequantize(QTensor(codes(w, scale, zero, dtype), scale, zero))
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
 def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) -> QTensor:
-    """Round ``weight[..., K]`` to nearest on its grid, which covers ``shrink`` of each range."""
+    """Round ``weight[..., K]`` to nearest on its grid, which covers ``shrink`` of each range.
+
+    A format of ``quantize`` chooses its own range.
+    """
     dtype, group, zeros = grid
+    if dtype in FORMATS:
+        own = scale_dtype if FORMATS[dtype].rows > 1 else None
+        return quantize(weight, dtype, scale_dtype=own)
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
     return QTensor.on_grid(codes(weight, scale, zero, dtype), scale, zero, scale_dtype)
 
@@ -91,6 +100,7 @@ def search_grid(
 
     def better(best: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         scale, zero = make_grid(weight, dtype, group, True, (pair[0], pair[1]))
+        assert zero is not None
         shift = zero.astype(jnp.float32)[..., None]
         steps = jnp.round(x * reciprocal(scale)[..., None] + shift)
         steps = jnp.clip(steps, lowest, highest) - shift
@@ -102,7 +112,8 @@ def search_grid(
         is_more = found[0] > best[0]
         return tuple(jnp.where(is_more, *both) for both in zip(found, best, strict=True)), None
 
-    first = make_grid(weight, dtype, group, True)
-    start = (jnp.zeros(x.shape[:-1], jnp.float32), *first)
+    scale, zero = make_grid(weight, dtype, group, True)
+    assert zero is not None
+    start: tuple[jax.Array, ...] = (jnp.zeros(x.shape[:-1], jnp.float32), scale, zero)
     (_, scale, zero), _ = lax.scan(better, start, pairs)
     return scale, zero

@@ -13,7 +13,7 @@ Source: FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.qtensor import QTensor, dequantize
+
+Kv = TypeVar("Kv", bound=jax.Array | QTensor)
 
 KEY_BLOCK = 512
 # A GPU decodes short contexts in one block: a loop inside the loop over tokens costs more.
@@ -41,6 +43,7 @@ def blockwise_attention(
     softcap: float | None = None,
     block: int | None = None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """``q [B, T, N, H]`` at ``positions [B, T]`` over ``k, v [B, S, K, H]`` -> ``[B, T, N, H]``.
 
@@ -48,7 +51,8 @@ def blockwise_attention(
     none and gives zeros.  scale: of the scores, H ** -0.5 by default.  softcap: a score s becomes
     softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118).  block: keys at a time.
     table: of pages ``k, v [P, page, K, H]``; where ``page`` divides ``block``, the same bits as of
-    the rows that it stands for.
+    the rows that it stands for.  sinks: ``[N]``, logits that join each head's softmax and have no
+    value.
     """
     capacity = capacity_of(k, table)
     if block is None:
@@ -94,7 +98,11 @@ def blockwise_attention(
     # Zeros of q, so that inside a shard_map they vary over the axes that q does.
     none = jnp.zeros_like(q, jnp.float32)
     total = jnp.moveaxis(none[..., 0].reshape(batch, n_new, n_kv, n // n_kv), 1, -1)
+    # A sink is a key that has been seen already, and whose value is zero.
     zero = total - jnp.inf, total, none
+    if sinks is not None:
+        seen_first = total + by_head(sinks, n_kv)
+        zero = seen_first, total + 1.0, none
     if block == capacity:
         _, total, out = step(jnp.int32(0), zero)
     else:
@@ -119,6 +127,24 @@ def attention_scores(
         precision=precision(q),
     )
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def by_head(sinks: jax.Array, n_kv: int) -> jax.Array:
+    """``sinks [N]`` beside scores ``[B, K, G, T]``: float32 ``[1, K, G, 1]``."""
+    return sinks.astype(jnp.float32).reshape(1, n_kv, -1, 1)
+
+
+def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """The softmax of ``scores [B, K, G, T, S]`` over S, float32.
+
+    sinks: ``[N]``, a further logit of each head, whose own weight is left out of the result.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = by_head(sinks, scores.shape[1])[..., None]
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+    weights = jnp.exp(scores - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -160,7 +186,7 @@ def load(
     return floats(part_of(kv, begin, size, table), dtype)
 
 
-def part_of(kv: Any, begin: jax.Array | int, size: int, table: jax.Array | None = None) -> Any:
+def part_of(kv: Kv, begin: jax.Array | int, size: int, table: jax.Array | None = None) -> Kv:
     """``load`` as the cache has them."""
     if table is None:
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size, axis=1), kv)
@@ -168,7 +194,7 @@ def part_of(kv: Any, begin: jax.Array | int, size: int, table: jax.Array | None 
     return joined(kv, lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1))
 
 
-def joined(pools: Any, table: jax.Array) -> Any:
+def joined(pools: Kv, table: jax.Array) -> Kv:
     """The pages of a table one behind the other, ``[B, M * page, ...]`` of every leaf ``[P, page,
     ...]``; an entry outside of the pool is another page."""
 

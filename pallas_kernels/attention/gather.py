@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
-from pallas_kernels.attention.merge import combine
+from pallas_kernels.attention.merge import combine, with_sink
 from pallas_kernels.fused_parts import packed
 from pallas_kernels.jax_internals import arith
 
@@ -35,6 +35,7 @@ class Gather:
     cluster: int
     warps: int
     rotated: bool
+    raw: bool = False  # ``finish`` gives what a block has, (maximum, sum, columns), undivided
 
     @property
     def owned(self) -> int:
@@ -124,10 +125,15 @@ class Gathering:
             index = p.add(self.warp, first)
             p.when(p.less(index, count), lambda index=index: body(index))
 
-    def finish(self, write: Callable) -> None:
-        """By all threads; write(head, this lane's columns).  A head that has seen no key gives
-        zeros."""
+    def finish(self, write: Callable, sinks_ref, query_head: Callable) -> None:
+        """By all threads; write(head, this lane's columns), with ``raw`` write(head, maximum, sum,
+        columns).
+
+        A head that has seen no key gives zeros.  sinks_ref: float32, of all query heads, or None;
+        ``query_head(head)`` is the number of a head there.
+        """
         plan, self.write = self.plan, write
+        self.sinks_ref, self.query_head = sinks_ref, query_head
         p.barrier()
         if plan.cluster > 1:
             p.cluster_wait()
@@ -142,7 +148,9 @@ class Gathering:
         first = self.part(p.ci(0), head)
         peak, whole, x = self._combined(*first, step, 8 * plan.heads, plan.parts)
         if plan.cluster == 1:
-            return self._done(head, whole, x)
+            if plan.raw:
+                return self.write(head, peak, whole, x)
+            return self._done(head, [peak, whole, *x])
         owner = arith.remui(head, p.ci(plan.cluster))
         slot = arith.divui(head, p.ci(plan.cluster))
         at = p.add(p.mul(slot, plan.cluster), self.rank)
@@ -163,13 +171,33 @@ class Gathering:
         plan, line = self.plan, self.share_line
         p.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
         at = p.add(self.shares, p.mul(slot, plan.cluster * line))
-        _, whole, x = self._combined(at, p.add(at, 4 * plan.head_dim), line, line, plan.cluster)
-        self._done(head, whole, x)
+        stats = p.add(at, 4 * plan.head_dim)
+        peak, whole, x = self._combined(at, stats, line, line, plan.cluster)
+        self._done(head, [peak, whole, *x])
 
-    def _done(self, head, whole, x) -> None:
-        inverse, some = p.divide(p.cf(1.0), whole), p.less(p.ci(0), p.bits(whole))
+    def _done(self, head, sums) -> None:
+        number = None if self.sinks_ref is None else self.query_head(head)
+        some = p.less(p.ci(0), p.bits(sums[1]))  # else the outputs may be NaN
+        _, whole, *x = with_sink(sums, self.sinks_ref, number)
+        inverse = p.divide(p.cf(1.0), whole)
         x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
+
+
+def write_parts(parts_ref, stats_ref, line: Callable, lane, head_dim: int) -> Callable:
+    """``write`` of a raw gather: the lane's columns of parts [lines, H], and stats [lines, 2]."""
+    columns = head_dim // 32
+
+    def write(head, peak, whole, x):
+        at = line(head)
+        base = p.offset(p.address(parts_ref), at, 4 * head_dim)
+        base = p.offset(base, lane, 4 * columns)
+        for c in range(0, columns, 4):
+            p.store_global(base, x[c : c + 4], 4 * c)
+        stats = p.offset(p.address(stats_ref), at, 8)
+        p.when(p.less(lane, 1), lambda: p.store_global(stats, [peak, whole]))
+
+    return write
 
 
 def write_heads(out_ref, line: Callable, lane, kind: str, head_dim: int) -> Callable:

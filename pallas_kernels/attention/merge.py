@@ -2,6 +2,9 @@
 
     out = sum_c 2^(top_c - top) out_c / sum_c 2^(top_c - top) sum_c        top = max_c top_c
 
+A head's sink is one more share: of maximum ``sink``, sum 1 and outputs 0 (``with_sink``).
+``merge_parts`` sums parts of a row that have all been written.
+
 One block per (row, query head).  A lane holds H / 32 columns; the warps take chunks in turn, a
 batch of loads at a time, each with a maximum of its own, and meet in shared memory.  Chunks without
 a visible key were never written and are not read.
@@ -10,6 +13,7 @@ a visible key were never written and are not read.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +31,7 @@ def merge_chunks(
     parts: jax.Array,
     stats: jax.Array,
     lengths: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     capacity: int,
     chunk: int,
@@ -37,7 +42,8 @@ def merge_chunks(
     """``parts [B, chunks, N, H]``, ``stats [B, chunks, N, 2]`` (base-2 maximum and sum), float32
     -> ``[B, N, H]``, with ``rotated`` rotated by ``hadamard``; what sees 0 keys gives zeros.
 
-    lengths: ``[B]``, or ``[B, T]`` of T tokens of N / T heads, one after the other.
+    lengths: ``[B]``, or ``[B, T]`` of T tokens of N / T heads, one after the other.  sinks: float32
+    ``[N / T]``, or None.
     """
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
@@ -53,7 +59,7 @@ def merge_chunks(
     )
     (out,) = launch(
         merge,
-        {"parts": parts, "stats": stats, "lengths": lengths},
+        {"parts": parts, "stats": stats, "lengths": lengths, "sinks": sinks},
         {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
         name="decode_attention_merge",
         grid=batch * n,
@@ -62,6 +68,70 @@ def merge_chunks(
         registers=True,
     )
     return out
+
+
+def merge_parts(
+    parts: jax.Array,
+    stats: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    rotated: bool,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """``parts [B, parts, N, H]``, ``stats [B, parts, N, 2]``, sinks as ``merge_chunks`` has them.
+
+    All parts are written; one without a visible key has the sum 0.
+    """
+    batch, splits, n, h = parts.shape
+    merge = functools.partial(
+        _merge_parts, shape=parts.shape, kind=KIND[jnp.dtype(out_dtype).name], rotated=rotated
+    )
+    (out,) = launch(
+        merge,
+        {"parts": parts, "stats": stats, "sinks": sinks},
+        {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
+        name="decode_attention_merge",
+        grid=-(-batch * n // 4),
+        registers=True,
+    )
+    return out
+
+
+def _merge_parts(gmem, smem, *, shape, kind, rotated):
+    """A warp for each (row, query head)."""
+    del smem
+    batch, splits, n, h = shape
+    thread, block = p.register("tid.x"), p.register("ctaid.x")
+    lane, columns = p.masked(thread, 31), h // 32
+    index = p.add(p.mul(block, 4), p.shift_right(thread, 5))
+    p.await_kernel()
+
+    def merge():
+        row, head = arith.divui(index, p.ci(n)), arith.remui(index, p.ci(n))
+        line = p.add(p.mul(row, splits * n), head)
+        stats = p.offset(p.address(gmem.stats), line, 8)
+        part = p.offset(p.offset(p.address(gmem.parts), line, 4 * h), lane, 4 * columns)
+        shares = []
+        for i in range(splits):
+            peak, whole = p.load_global(stats, 2, 8 * n * i, "f32")
+            vector = min(columns, 4)
+            x = [
+                value
+                for c in range(0, columns, vector)
+                for value in p.load_global(part, vector, 4 * h * n * i + 4 * c, "f32")
+            ]
+            shares.append((peak, whole, x))
+        sums = combine(shares)
+        some = p.less(p.ci(0), p.bits(sums[1]))  # else the outputs may be NaN
+        _, whole, *x = with_sink(sums, gmem.sinks, head)
+        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
+        x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
+        if rotated:
+            x = hadamard_of_lanes(x, lane, 32)
+        base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
+        p.store_global(base, packed(x, kind))
+
+    p.when(p.less(index, batch * n), merge)
 
 
 def _merge(
@@ -128,7 +198,8 @@ def _merge(
             [p.load_float(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
             for w in range(warps)
         ]
-        _, whole, *total = combine([(top, whole, out) for top, whole, *out in shares])
+        joined = combine([(top, whole, out) for top, whole, *out in shares])
+        _, whole, *total = with_sink(joined, gmem.sinks, arith.remui(head, p.ci(heads)))
         some = p.less(p.ci(0), length)
         inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
         values = [arith.mulf(x, inverse) for x in total]
@@ -139,6 +210,16 @@ def _merge(
         p.store_global(base, packed(values, kind))
 
     p.when(p.less(warp, 1), write)
+
+
+def with_sink(sums, sinks_ref, head):
+    """[maximum, sum, *out] of ``combine``, with the sink of a query head where there are any."""
+    if sinks_ref is None:
+        return sums
+    (sink,) = p.load_global(p.offset(p.address(sinks_ref), head, 4), 1, kind="f32")
+    sink = arith.mulf(sink, p.cf(math.log2(math.e)))
+    top, whole, *out = sums
+    return combine([(top, whole, out), (sink, p.cf(1.0), [p.cf(0.0)] * len(out))])
 
 
 def combine(shares):

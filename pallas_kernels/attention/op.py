@@ -4,7 +4,8 @@ step, and of one that verifies a draft.
     out[b, n] = softmax_s(scale * q[b, n] . k[b, s, n // G]) v[b, s, n // G],   s < lengths[b]
 
 with G = N / K query heads to a kv head.  A sliding window keeps only the last ``window`` of those
-keys.
+keys.  With ``sinks``, exp(sinks[n]) is added to the softmax's denominator (gpt-oss, arXiv
+2508.10925; StreamingLLM's softmax with a sink, 2309.17453).
 
 Contract: values that the cache holds at s >= lengths[b], even NaN, never change a result.  A row of
 length 0 gives zeros.  A row's result depends on no other row, and is the same bits every time.
@@ -19,8 +20,6 @@ Left out: a prompt's many query tokens (``attention.blockwise`` serves those).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +39,14 @@ from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
-_Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
+_Static = tuple[int | None, float, Plan | None]  # window, scale, the kernel's plan
 _OPERANDS = {
     "q": "float [B, N, H]",
     "k": "float|QTensor [B, S, K+, H]",
     "v": "k|QTensor [B, S, K, H]",
     "lengths": "int32 [B]",
     "table": "int32 [B, M+] ?",
+    "sinks": "float [N] ?",
 }
 _SEVERAL = {"q": "float [B, T+, N, H]", "lengths": "int32 [B, T]"}
 MOST_ROWS = 64  # query heads of all tokens, to a kv head
@@ -62,6 +62,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype; or of several
@@ -79,47 +80,74 @@ def decode_attention(
         lies at ``[table[b, t // page], t % page]``; S is M * page.  Entries past the pages that
         ``lengths[b]`` needs may be anything, and so may pages that no row owns; rows may share
         pages.
+    sinks: float ``[N]``, a logit of each query head that joins its softmax and has no value.
     implementation: "xla", "mosaic", "cpu" or None; see ``pallas_kernels.dispatch``.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
-    | jvp, grad, at any order       | q, and k, v or their scales: the XLA form's |
+    | jvp, grad, at any order       | q, sinks, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises ValueError naming the argument for a wrong shape or dtype; NotImplementedError when
     "mosaic" or "cpu" is asked for and has no kernel for the call.
     """
-    _check(q, k, v, lengths, table, window)
+    _check(q, k, v, lengths, table, sinks, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    find, on_cpu = lambda: plan(q, k, v, table), lambda: cpu.plan(q, k, table)
+    find = lambda: plan(q, k, v, table)  # noqa: E731
+    on_cpu = lambda: cpu.plan(q, k, table, sinks is not None)  # noqa: E731
     found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
     if is_empty(q, k):  # there are no queries or no keys
         return jnp.zeros(q.shape, q.dtype)
     call = window, scale, found
-    return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)
+    operands = q, k, v, lengths, table, sinks
+    return _decode_attention(chosen(found, implementation), call, *operands)
 
 
 def _kernel(
-    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
+    call: _Static,
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     window, scale, plan = call
     if isinstance(plan, cpu.CpuPlan):
-        out = cpu.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
+        out = cpu.decode_attention(
+            q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
+        )
         return from_cache_basis(v, out)
     from pallas_kernels.attention import direct, kernel
 
+    options = {"window": window, "scale": scale, "plan": plan}
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     if isinstance(plan, direct.DirectPlan):
-        return direct.attend(q, None, lengths, k, v, table, window=window, scale=scale, plan=plan)
-    return kernel.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
+        return direct.attend(q, None, lengths, k, v, table, sinks, **options)
+    return kernel.decode_attention(q, k, v, lengths, table, sinks, **options)
 
 
 def _xla(
-    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
+    call: _Static,
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     window, scale, _ = call
     rows, lengths = _with_tokens(q, lengths)
     block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
     out = blockwise_attention(
-        rows, k, v, lengths - 1, window=window, scale=scale, block=block, table=table
+        rows,
+        k,
+        v,
+        lengths - 1,
+        window=window,
+        scale=scale,
+        block=block,
+        table=table,
+        sinks=sinks,
     )
     return from_cache_basis(v, out.reshape(q.shape))
 
@@ -130,7 +158,13 @@ def _with_tokens(q: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def attend_at_once(
-    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None
+    call: _Static,
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The form that is differentiated: all keys in one block.
 
@@ -144,7 +178,9 @@ def attend_at_once(
     seen = jnp.any(is_visible(lengths - 1, position, window), axis=1)[:, :, None, None]
     cache = v
     k, v = (jnp.where(seen, load(x, 0, capacity, q.dtype, table), 0) for x in (k, v))
-    out = blockwise_attention(rows, k, v, lengths - 1, window=window, scale=scale, block=capacity)
+    out = blockwise_attention(
+        rows, k, v, lengths - 1, window=window, scale=scale, block=capacity, sinks=sinks
+    )
     return from_cache_basis(cache, out.reshape(q.shape))
 
 
@@ -205,11 +241,12 @@ def decode_attention_reference(
     window: int | None = None,
     scale: float | None = None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The definition in float32, every score of every row at once; never optimised."""
     if q.ndim == 4:
         one = lambda q, lengths: decode_attention_reference(  # noqa: E731
-            q, k, v, lengths, window=window, scale=scale, table=table
+            q, k, v, lengths, window=window, scale=scale, table=table, sinks=sinks
         )
         return jax.vmap(one, in_axes=1, out_axes=1)(q, lengths)
     batch, n, h = q.shape
@@ -225,6 +262,11 @@ def decode_attention_reference(
     grouped = grouped * (h**-0.5 if scale is None else scale)
     scores = jnp.einsum("bkgh,bskh->bkgs", grouped, k, precision=lax.Precision.HIGHEST)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    if sinks is not None:  # one more score, of a key whose value is zero
+        sink = sinks.astype(jnp.float32).reshape(1, n_kv, -1, 1)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+        v = jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=-1)[..., None]
@@ -239,11 +281,13 @@ def _check(
     v: Cached,
     lengths: jax.Array,
     table: jax.Array | None,
+    sinks: jax.Array | None,
     window: int | None,
 ) -> None:
     lines = _OPERANDS if table is None else _OPERANDS | PAGED
     lines = lines | _SEVERAL if q.ndim == 4 else lines
-    sizes = check("decode_attention", lines, q=q, k=k, v=v, lengths=lengths, table=table)
+    operands = {"q": q, "k": k, "v": v, "lengths": lengths, "table": table, "sinks": sinks}
+    sizes = check("decode_attention", lines, **operands)
     if sizes["N"] % sizes["K"]:
         raise ValueError(
             f"decode_attention: q has {sizes['N']} heads on {sizes['K']} kv heads of k"

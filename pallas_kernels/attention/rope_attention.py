@@ -25,11 +25,13 @@ from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_cache import norm_heads
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.cpu import prefill
+from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
-_Static = tuple[int | None, float, float | None, Any]  # window, scale, eps, the kernel's plan
+# Window, scale, eps, the kernel's plan.
+_Static = tuple[int | None, float, float | None, Plan | None]
 _Weights = tuple[jax.Array, jax.Array]  # of the norm of q's heads, of k's
 _Result = tuple[jax.Array, Cached, Cached]
 
@@ -46,6 +48,7 @@ def rope_and_attend(
     window: int | None = None,
     scale: float | None = None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """Rotate new tokens, write them to the cache, and return their attention and the cache.
@@ -58,7 +61,7 @@ def rope_and_attend(
     cos, sin: float32 ``[B, H / 2]``, or ``[B, T, H / 2]`` for several tokens.
     slots: int32 ``[B]``, or ``[B, T]``, all different within a row: each token's place in its row.
     table: as ``rope_and_write`` takes it.
-    window, scale: as ``decode_attention`` does.
+    window, scale, sinks: as ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
         choices.
@@ -74,12 +77,15 @@ def rope_and_attend(
     check("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
+    n = qkv.shape[-2] - 2 * k.shape[2]
+    if sinks is not None and sinks.shape != (n,):
+        raise ValueError(f"rope_and_attend: sinks {sinks.shape} is not [{n}]")
     weights, eps = (None, None) if norm is None else _checked_norm(qkv, norm)
     static = window, float(qkv.shape[-1] ** -0.5 if scale is None else scale), eps
     find = functools.partial(plan, qkv, k, weights, table)
-    on_cpu = functools.partial(_cpu_plan, qkv, k, table, norm is not None)
+    on_cpu = functools.partial(_cpu_plan, qkv, k, table, norm is not None, sinks is not None)
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
-    operands = qkv, cos, sin, k, v, slots, weights, table
+    operands = qkv, cos, sin, k, v, slots, weights, table, sinks
     if found is None:
         return _composed((*static, found), *operands, implementation=implementation)
     return _rope_and_attend(chosen(found, implementation), (*static, found), *operands)
@@ -98,10 +104,12 @@ def _checked_norm(
     return weights, float(norm[2])
 
 
-def _cpu_plan(qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool) -> Plan | Reason:
+def _cpu_plan(
+    qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool, sinks: bool
+) -> Plan | Reason:
     """Return the plan of the CPU's handler: of a step, or of several tokens a row."""
     planner = prefill.new_token_plan if qkv.ndim == 4 else cpu.new_token_plan
-    return planner(qkv, k, table, norm)
+    return planner(qkv, k, table, norm, sinks)
 
 
 def _composed(
@@ -114,6 +122,7 @@ def _composed(
     slots: jax.Array,
     weights: _Weights | None,
     table: jax.Array | None,
+    sinks: jax.Array | None = None,
     implementation: Implementation | None = "xla",
 ) -> _Result:
     """Compute the two ops one after the other, with their own choices."""
@@ -131,7 +140,8 @@ def _composed(
         by_row = slots.reshape(slots.shape[0], -1)
         inside = (place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
     seen = jnp.where(inside, slots + 1, 0)
-    return decode_attention(q, k, v, seen, window=window, scale=scale, **options), k, v
+    options |= {"window": window, "scale": scale, "sinks": sinks}
+    return decode_attention(q, k, v, seen, **options), k, v
 
 
 def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None) -> bool:
@@ -161,14 +171,15 @@ def _mosaic(
     slots: jax.Array,
     weights: _Weights | None,
     table: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> _Result:
     from pallas_kernels.attention import direct
 
     window, scale, eps, plan = static
     tables = cos, sin, *(weights or ())
-    return direct.attend(
-        qkv, tables, slots, k, v, table, window=window, scale=scale, eps=eps, plan=plan
-    )
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    options: dict[str, Any] = {"window": window, "scale": scale, "eps": eps, "plan": plan}
+    return direct.attend(qkv, tables, slots, k, v, table, sinks, **options)
 
 
 _rope_and_attend = Op("rope_and_attend", _composed, _kernel)
@@ -191,6 +202,8 @@ def plan(
         return Reason(f"k is a cache of {codes} codes; the kernel writes 16-bit floats")
     if isinstance(written := rope_cache.plan(qkv, k), Reason):
         return written
+    if weights and (reason := lacking("clusters")):
+        return Reason(f"{reason}; without them norms of heads take too many registers")
     for weight in weights or ():
         if weight.dtype != qkv.dtype:
             return Reason(f"a norm of heads with weights {weight.dtype.name}")

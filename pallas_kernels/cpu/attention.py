@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -60,19 +60,23 @@ class AttendPlan(CpuPlan):
     kernel = "attention_cpu"
 
 
-def plan(q: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
+def plan(q: jax.Array, k: Cached, table: jax.Array | None, sinks: bool = False) -> CpuPlan | Reason:
     """Return the plan of ``decode_attention``, or the reason why the handler does not run."""
     if q.dtype not in FLOATS:
         return Reason(f"q is {q.dtype.name}")
-    return _plan(k, q.shape[-2], table)
+    return _plan(k, q.shape[-2], table, sinks=sinks)
 
 
 def new_token_plan(
-    qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool = False
+    qkv: jax.Array,
+    k: Cached,
+    table: jax.Array | None,
+    norm: bool = False,
+    sinks: bool = False,
 ) -> CpuPlan | Reason:
     """Return the plan of ``rope_and_attend``, or why there is none.
 
-    norm: with an RMSNorm of q's and k's heads before RoPE.
+    norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
     """
     heads, width = qkv.shape[-2] - 2 * k.shape[2], qkv.shape[-1]
     if qkv.dtype != jnp.float32:
@@ -81,20 +85,26 @@ def new_token_plan(
         return Reason(f"qkv has heads of {width} features; the handler rotates pairs of {LANES}")
     if k.dtype == jnp.int4:
         return Reason("an int4 cache is in another basis")
-    return _plan(k, heads, table, new=True, norm=norm)
+    return _plan(k, heads, table, new=True, norm=norm, sinks=sinks)
 
 
 def _plan(
-    k: Cached, heads: int, table: jax.Array | None, new: bool = False, norm: bool = False
+    k: Cached,
+    heads: int,
+    table: jax.Array | None,
+    new: bool = False,
+    norm: bool = False,
+    sinks: bool = False,
 ) -> CpuPlan | Reason:
     groups = k.scale.shape[-1] if isinstance(k, QTensor) else 0
     stored = jnp.dtype(k.dtype).name, k.shape[-2:], groups
-    return _planned(stored, heads, table is not None, new, norm, os.environ.get(VARIABLE))
+    forms = table is not None, new, norm, sinks
+    return _planned(stored, heads, forms, os.environ.get(VARIABLE))
 
 
 @functools.lru_cache(maxsize=256)
 def _planned(
-    stored: Stored, heads: int, is_paged: bool, new: bool, norm: bool, isa: str | None
+    stored: Stored, heads: int, forms: tuple[bool, ...], isa: str | None
 ) -> CpuPlan | Reason:
     """Return the plan, which depends on these alone: every layer of a model asks for the same."""
     del isa
@@ -102,7 +112,7 @@ def _planned(
         return found
     if reason := jit.unavailable():
         return reason
-    program = Attend(found, heads // found.heads, is_paged, new, norm)
+    program = Attend(found, heads // found.heads, *forms)
     if program.stack > STACK:
         return Reason(
             f"{heads} heads of {found.width} features take {program.stack} bytes of stack"
@@ -117,13 +127,14 @@ def decode_attention(
     lengths: jax.Array,
     table: jax.Array | None,
     *,
+    sinks: jax.Array | None = None,
     window: int | None,
     scale: float,
     plan: CpuPlan,
 ) -> jax.Array:
     """``[B, N, H]``, or ``[B, T, N, H]``, in q's dtype, in the cache's basis."""
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[-2:])
-    operands = [rows, lengths.reshape(-1), *jax.tree.leaves((k, v, table))]
+    operands = [rows, lengths.reshape(-1), *jax.tree.leaves((k, v, table)), *_floats(sinks)]
     results = _results(plan.program, rows.shape[0], k, table)
     call = jax.ffi.ffi_call(jit.register(plan.program), results)
     out, _ = call(*operands, **fixed(window, scale))
@@ -139,6 +150,7 @@ def rope_and_attend(
     slots: jax.Array,
     weights: tuple[jax.Array, jax.Array] | None,
     table: jax.Array | None,
+    sinks: jax.Array | None = None,
     *,
     window: int | None,
     scale: float,
@@ -153,25 +165,31 @@ def rope_and_attend(
     tokens = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
     qkv, *turns, slots = tokens
     caches, tree = jax.tree.flatten((k, v))
-    made: list[Any] = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
+    made = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
     if isinstance(program, Attend):
         made = _results(program, len(qkv), k, table)
-    first, norms = len(made), [weight.astype(jnp.float32) for weight in weights or ()]
+    first = len(made)
     made += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
     aliases = {2 + i: first + i for i in range(len(caches))}
     call = jax.ffi.ffi_call(jit.register(program), made, input_output_aliases=aliases)
-    rest = *caches, *jax.tree.leaves(table), *turns, *norms
+    rest = *caches, *jax.tree.leaves(table), *turns, *_floats((weights, sinks))
     out, *made = call(qkv, slots, *rest, **fixed(window, scale, eps))
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 
-def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, Any]:
+def _floats(operands: object) -> list[jax.Array]:
+    return [x.astype(jnp.float32) for x in jax.tree.leaves(operands)]
+
+
+def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, np.generic]:
     """The attributes (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
     seen = np.int32(2**31 - 1 if window is None else window)
     return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
-def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) -> list[Any]:
+def _results(
+    program: Attend, batch: int, k: Cached, table: jax.Array | None
+) -> list[jax.ShapeDtypeStruct]:
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     heads, width = program.heads, program.cache.width
     parts = batch * -(-capacity // PART) * heads * (width + LANES)  # a window takes no more
@@ -182,9 +200,10 @@ def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) ->
 @dataclasses.dataclass(frozen=True)
 class Attend(Program):
     """group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
-    norm: with an RMSNorm of q's and k's heads before RoPE.
+    norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
 
-    Operands: q and lengths (qkv and slots), k, v, table, cos, sin, weights of q's norm and of k's.
+    Operands: q and lengths (qkv and slots), k, v, table, cos, sin, weights of q's norm and of k's,
+    sinks.
     Results: heads, parts (a record a part and head: sums, then total and largest), k, v.
     Attributes: eps, scale, window.
     """
@@ -194,6 +213,7 @@ class Attend(Program):
     paged: bool
     new: bool = False
     norm: bool = False
+    sinks: bool = False
 
     @property
     def heads(self) -> int:
@@ -201,7 +221,8 @@ class Attend(Program):
 
     @property
     def arguments(self) -> int:
-        return 2 + 2 * self.cache.arrays + self.paged + 2 * self.new + 2 * self.norm
+        before = 2 + 2 * self.cache.arrays + self.paged
+        return before + 2 * self.new + 2 * self.norm + self.sinks
 
     @property
     def results(self) -> int:

@@ -104,11 +104,20 @@ class CallRows:
         many = self.p.cache.vectors if count is None else count
         return [e.load(pointer, e.vector(e.F32), 64 * i) for i in range(many)]
 
-    def finish(self, out: Value, sums: list[Value], total: Value) -> None:
-        """sums / total, in natural order; zeros where nothing was seen."""
-        e, b = self.e, self.b
-        some = b.fcmp_unordered("une", total, e.f32(0.0))
-        total = e.splat(b.select(some, total, e.f32(1.0)))
+    def finish(self, out: Value, joined: list[Value], n: Value) -> None:
+        """Sums over their total, in natural order; zeros where nothing was seen.
+
+        joined: [top, total, *sums] of the query head n.  Its sink joins as a part with one key,
+        whose value is zero.
+        """
+        e, b, p = self.e, self.b, self.p
+        if p.sinks:
+            sink = e.load(self.call.argument(p.arguments - 1), e.F32, b.mul(n, e.i64(4)))
+            zeros = [e.floats(0.0)] * p.cache.vectors
+            joined = join(e, joined, [e.splat(sink), e.floats(1.0), *zeros])
+        _, total, *sums = joined
+        some = b.fcmp_unordered("une", total, e.floats(0.0))
+        total = b.select(some, total, e.floats(1.0))
         kept = Heads(self.p.cache, e, [out]).in_order([b.fdiv(v, total) for v in sums])
         for i, value in enumerate(kept):
             e.store(value, out, 64 * i)
@@ -445,9 +454,9 @@ class KeyPart(Write):
             sums = self.vectors(e.at(self.sums, b.mul(n, e.i64(4 * width))))
             with b.if_else(alone) as (whole, several):
                 with whole:
-                    total = e.load(record, e.F32, 4 * width)
+                    top, total = (e.splat(e.load(record, e.F32, 4 * width + at)) for at in (4, 0))
                     out = self.heads_at(self.call.result(0), row, n, self.p.heads)
-                    self.finish(out, sums, total)
+                    self.finish(out, [top, total, *sums], n)
                 with several:
                     for i, value in enumerate(sums):
                         e.store(value, record, 64 * i)
@@ -468,7 +477,7 @@ class Join(CallRows):
             e.loop(group, lambda g: self.head(row, b.add(n, g), found.parts, parts))
 
     def head(self, row: Value, n: Value, count: Value, parts: Value) -> None:
-        e, b, f = self.e, self.b, self.p.cache
+        e, f = self.e, self.p.cache
         end = 4 * f.width
 
         def add(part: Value, *before: Value) -> list[Value]:
@@ -477,6 +486,6 @@ class Join(CallRows):
             return join(e, before, [top, total, *self.vectors(record)])
 
         none = [e.floats(float("-inf")), *[e.floats(0.0)] * (1 + f.vectors)]
-        _, total, *sums = e.loop(count, add, none)
+        joined = e.loop(count, add, none)
         out = self.heads_at(self.call.result(0), row, n, self.p.heads)
-        self.finish(out, sums, b.extract_element(total, e.i32(0)))
+        self.finish(out, joined, n)

@@ -53,27 +53,35 @@ class PrefillPlan(CpuPlan):
 
 
 def plan(
-    q: jax.Array, k: Cached, table: jax.Array | None, softcap: float | None
+    q: jax.Array,
+    k: Cached,
+    table: jax.Array | None,
+    softcap: float | None,
+    sinks: bool = False,
 ) -> CpuPlan | Reason:
     """Return the plan of ``attend``, or the reason why it has none."""
     if q.dtype not in FLOATS:
         return Reason(f"q is {q.dtype.name}")
     if softcap is not None:
         return Reason("the handler does not cap scores")
-    return _plan(k, q.shape[2], table)
+    return _plan(k, q.shape[2], table, sinks=sinks)
 
 
 def new_token_plan(
-    qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool = False
+    qkv: jax.Array,
+    k: Cached,
+    table: jax.Array | None,
+    norm: bool = False,
+    sinks: bool = False,
 ) -> CpuPlan | Reason:
     """Return the plan of ``rope_and_attend``.
 
     Many tokens a row take this handler, few take the one of ``cpu.attention``.
     """
-    found = attention.new_token_plan(qkv, k, table, norm)
+    found = attention.new_token_plan(qkv, k, table, norm, sinks)
     if qkv.ndim < 4 or qkv.shape[1] <= FEW_TOKENS or isinstance(found, Reason):
         return found
-    return _plan(k, qkv.shape[-2] - 2 * k.shape[2], table, new=True, norm=norm)
+    return _plan(k, qkv.shape[-2] - 2 * k.shape[2], table, new=True, norm=norm, sinks=sinks)
 
 
 def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPlan | Reason:
@@ -95,6 +103,7 @@ def attend(
     positions: jax.Array,
     table: jax.Array | None,
     *,
+    sinks: jax.Array | None = None,
     window: int | None,
     scale: float,
     plan: CpuPlan,
@@ -105,7 +114,8 @@ def attend(
     k, v: ``[B, S, K, H]``, or pages with a table.
     """
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[2:])
-    operands = [rows, positions.reshape(-1) + 1, *jax.tree.leaves((k, v, table))]
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    operands = [rows, positions.reshape(-1) + 1, *jax.tree.leaves((k, v, table, sinks))]
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.float32)]
     call = jax.ffi.ffi_call(jit.register(plan.program), results)
     (out,) = call(*operands, **fixed(window, scale))
@@ -121,6 +131,7 @@ class Prefill(Program):
     paged: bool
     new: bool = False
     norm: bool = False
+    sinks: bool = False
 
     @property
     def heads(self) -> int:
@@ -128,7 +139,8 @@ class Prefill(Program):
 
     @property
     def arguments(self) -> int:
-        return 2 + 2 * self.cache.arrays + self.paged + 2 * self.new + 2 * self.norm
+        before = 2 + 2 * self.cache.arrays + self.paged
+        return before + 2 * self.new + 2 * self.norm + self.sinks
 
     @property
     def results(self) -> int:
@@ -381,10 +393,10 @@ class _Tile(Write):
 
     def give(self, row: Value) -> None:
         e, b, p = self.e, self.b, self.p
-        places = self.rooms(row, self.joined_totals, self.joined)
-        total, *sums = (e.load(at, e.vector(e.F32), align=64) for at in places)
+        places = self.rooms(row, self.joined_tops, self.joined_totals, self.joined)
+        sums = (e.load(at, e.vector(e.F32), align=64) for at in places)
         group = e.i64(p.group)
         n = b.add(b.mul(self.head, group), b.urem(row, group))
         row = b.add(self.first, b.udiv(row, group))
         out = self.heads_at(self.call.result(0), row, n, p.heads)
-        self.finish(out, sums, b.extract_element(total, e.i32(0)))
+        self.finish(out, [*sums], n)

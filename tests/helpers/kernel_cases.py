@@ -248,6 +248,12 @@ def in_pages(op, kind: str, batch: int, tokens: int | None = None, rotates=False
     )
 
 
+def with_sinks(batch: int, capacity: int, tokens: int | None = None):
+    """gpt-oss-20b: 64 query heads on 8 kv heads of 64, and a window."""
+    f, given = decode("bfloat16", batch, capacity, tokens, (64, 8, 64))
+    return lambda *x: f(*x[:-1], window=128, sinks=x[-1]), (*given, S((64,), F32))
+
+
 def direct_normed():
     f, given = rope(rope_and_attend, "bfloat16", 2, 1152)
     weights = S((128,), BF16), S((128,), BF16)
@@ -344,6 +350,9 @@ def adapted():
 
 # Branches of the kernels that CASES leave out.  They are lowered, not assembled.
 VARIANTS = {
+    "decode 64 with sinks": lambda: with_sinks(64, 4096),
+    "decode 2 of 3 tokens with sinks": lambda: with_sinks(2, 131072, 3),
+    "direct with sinks": lambda: with_sinks(1, 1152),
     "product 1 int8 all": lambda: fused(1, "int8", (4096, 4096), residual=True, pending=True),
     "product 1 bfloat16 swiglu": lambda: fused(1, "bfloat16", swiglu=True, bias=True),
     "product 8 int4 all": lambda: fused(8, "int4", (4096, 4096), residual=True, pending=True),

@@ -28,6 +28,7 @@ from jaxllama.quantization.scheme import Scheme, parse, round_weight
 from jaxllama.quantization.sites import fold, get, sites
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import codes, grid
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, LLAMA, relative_error
 from tests.helpers.packed_oracle import floats_of
 from tests.helpers.seeded import seeded_params
@@ -68,7 +69,7 @@ def test_a_plan_is_a_scheme_and_exceptions_of_which_the_last_counts():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("w1a1", "'w1a1' is not one of w8a16, w4a16, w8a8, fp8, fp8-static, w4a8, w4a8-fp8, none"),
+        ("w1a1", "'w1a1' is not one of w8a16, w4a16, w8a8, fp8, fp8-static, w4a8, w4a8-fp8, mxfp4"),
         ("w4a16,downn=w8a16", "'downn' is not one of"),
         ("w4a16,down", "'down' is not PATTERN=SCHEME"),
         ("down=w8a16", "begins with a scheme"),
@@ -245,7 +246,7 @@ def test_folded_scales_leave_the_function_alone(normal, name):
         before, after = get(layer, reader)["weight"], get(folded, reader)["weight"]
         assert relative_error(after, before) > 0.1
     x = normal(2, 6, cfg.d_model)
-    [want], [got] = (advance(cfg, kind, one, [jnp.asarray(x)]) for one in (layer, folded))
+    [want], [got] = (advance(cfg, kind, one, [as_jax(x)]) for one in (layer, folded))
     assert relative_error(got - x, want - x) < 2e-5
 
 

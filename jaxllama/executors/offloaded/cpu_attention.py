@@ -14,7 +14,7 @@ The device runs the prefill and hands the rows over afterwards.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,19 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.linear import Stream, linear_add, norm_linear
-from jaxllama.model.mixers.attention.mix import finished, inputs, split_heads, unpacked
+from jaxllama.model.mixers.attention.mix import (
+    finished,
+    inputs,
+    sinks_of,
+    split_heads,
+    unpacked,
+)
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
+from jaxllama.typing import Tree
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 
@@ -40,7 +48,7 @@ class SplitCache:
     moves = False
     stored = ()
 
-    def __init__(self, shares: Shares, empty: Any) -> None:
+    def __init__(self, shares: Shares, empty: Callable[[], LayerState]) -> None:
         self._shares, self.empty = shares, empty
         self._parts: Parts | None = None
 
@@ -56,7 +64,7 @@ class SplitCache:
         moved = [jax.device_put(part, here) for part in parts if part is not None]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *moved)
 
-    def save(self, state: KVCache | Parts, *_: Any) -> None:
+    def save(self, state: KVCache | Parts, *_: object) -> None:
         if isinstance(state, KVCache):
             rows = self._shares.rows(state.k.shape[0])[0]
             device = jax.tree.map(lambda leaf: leaf[:rows], state) if rows else None
@@ -82,7 +90,7 @@ def cpu() -> jax.Device:
 
 def decode_layer(
     cfg: ModelConfig,
-    weights: Any,
+    weights: Tree,
     stream: Stream,
     parts: Parts,
     positions: jax.Array,
@@ -91,7 +99,7 @@ def decode_layer(
 ) -> tuple[Stream, Parts]:
     """Run the mixer's half of an attention layer for one token a row."""
     qkv, gate, stream = project(cfg, weights, stream)
-    inputs = qkv, positions[:, 0], lengths, rope
+    inputs, sinks = (qkv, positions[:, 0], lengths, rope), sinks_of(cfg, weights["mixer"])
     outs, new = [], []
     first = 0
     for part, device in zip(parts, (None, cpu()), strict=True):
@@ -102,8 +110,8 @@ def decode_layer(
         first = rows.stop
         mine = jax.tree.map(lambda leaf, rows=rows: leaf[rows], inputs)
         if device is not None:
-            mine = jax.device_put(mine, device)
-        out, new[-1] = _attend(cfg, *mine, part)
+            mine, sinks = jax.device_put((mine, sinks), device)
+        out, new[-1] = _attend(cfg, *mine, sinks, part)
         outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return output(cfg, weights, heads, gate, stream), (new[0], new[1])
@@ -111,7 +119,7 @@ def decode_layer(
 
 @functools.partial(jax.jit, static_argnums=0)
 def project(
-    cfg: ModelConfig, weights: Any, stream: Stream
+    cfg: ModelConfig, weights: Tree, stream: Stream
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
     """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream."""
     mixer = weights["mixer"]
@@ -121,13 +129,14 @@ def project(
     return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=6)
 def _attend(
     cfg: ModelConfig,
     qkv: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
     rope: Ropes,
+    sinks: jax.Array | None,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
     """Return heads ``[B, N, H]`` of ``qkv [B, N + 2K, H]`` and the cache, in the form that runs
@@ -145,14 +154,14 @@ def _attend(
         return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(
-        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap
+        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap, sinks=sinks
     )
     return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def output(
-    cfg: ModelConfig, weights: Any, heads: jax.Array, gate: jax.Array | None, stream: Stream
+    cfg: ModelConfig, weights: Tree, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
     """Return the stream after the layer's first half, with heads ``[B, N, H]``."""
     heads, o = finished(cfg, heads[:, None], gate), weights["mixer"]["o"]

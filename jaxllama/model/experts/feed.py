@@ -7,20 +7,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.experts.route import route, router_logits
-from jaxllama.model.linear import Params, Stream
+from jaxllama.model.linear import LayerOps, Stream
+from jaxllama.typing import Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
 
 
 def feed_experts(
-    cfg: ModelConfig, p: Params, stream: Stream, ops: Any, before: Stream | None
+    cfg: ModelConfig, p: Params, stream: Stream, ops: LayerOps, before: Stream | None
 ) -> Stream:
     """``decoder.feed_half`` of a layer with experts: add the mixture's output to the stream.
 
@@ -36,7 +35,7 @@ def feed_experts(
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
 
 
-def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any = linear) -> jax.Array:
+def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
@@ -53,7 +52,7 @@ def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
     return ClampedGate(options.gate_limit, options.gate_alpha)
 
 
-def _shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: Any) -> jax.Array:
+def _shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps) -> jax.Array:
     inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
     y = ops.product(inner, own["down"], x.dtype, cfg)
     if "shared_gate" not in own:

@@ -23,13 +23,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.mixers.common import Heads, Sites
+from jaxllama.model.mixers.common import Heads, LayerState, Sites
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path
+from jaxllama.typing import Options, Params, Tree
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxllama.model.mixers.module import MixerModule
+    from jaxllama.model.records import At
 
 
 class Parameters(Protocol):
@@ -43,11 +50,36 @@ class Parameters(Protocol):
     ) -> dict[Path, Param]: ...
     def heads(self, cfg: ModelConfig) -> int: ...
     def obstacle(self, cfg: ModelConfig, n: int) -> str | None: ...
-    def replicated(self, cfg: ModelConfig, n: int) -> dict[str, Any]: ...
-    def shard(self, cfg: ModelConfig, n: int) -> dict[str, Any]: ...
+    def replicated(self, cfg: ModelConfig, n: int) -> Options: ...
+    def shard(self, cfg: ModelConfig, n: int) -> Options: ...
     def fused_heads(self, cfg: ModelConfig, name: str, n: int) -> Heads | None: ...
     def sites(self, cfg: ModelConfig) -> Sites: ...
     def flops(self, cfg: ModelConfig, index: int, sequence_length: int) -> float: ...
+
+
+class Mix(Protocol):
+    """``mixers/<kind>/mix.py``; a state is of the mixer's own type."""
+
+    def init_state(
+        self, cfg: ModelConfig, rows: int, length: int, width: int, dtype: str
+    ) -> LayerState: ...
+    def inputs(self, cfg: ModelConfig, p: Params) -> Params | list[Params]: ...
+    def mix(
+        self, cfg: ModelConfig, p: Params, projected: Tree, state: LayerState, at: At
+    ) -> tuple[jax.Array, LayerState]: ...
+    def commit(
+        self,
+        states: Sequence[LayerState],
+        tokens: Sequence[LayerState],
+        count: jax.Array,
+        exact: bool,
+    ) -> Iterable[LayerState]: ...
+
+
+class ModuleFile(Protocol):
+    """``mixers/<kind>/module.py``."""
+
+    MIXER: type[MixerModule]
 
 
 class Mixer:
@@ -61,12 +93,12 @@ class Mixer:
         return importlib.import_module(f"{self._folder}.parameters")  # type: ignore[return-value]
 
     @functools.cached_property
-    def mix(self) -> Any:
-        return importlib.import_module(f"{self._folder}.mix")
+    def mix(self) -> Mix:
+        return importlib.import_module(f"{self._folder}.mix")  # type: ignore[return-value]
 
     @functools.cached_property
-    def module(self) -> Any:
-        return importlib.import_module(f"{self._folder}.module")
+    def module(self) -> ModuleFile:
+        return importlib.import_module(f"{self._folder}.module")  # type: ignore[return-value]
 
 
 MIXERS: dict[str, Mixer] = {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxllama.typing import Tree
+
 QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
 Heads = list[tuple[int, int]]  # of each fused part: heads, rows a head
+
+# What a layer keeps of earlier tokens (or None), or of a draft's: a pytree of the mixer's own type.
+LayerState: TypeAlias = Tree
 
 
 class Sites(NamedTuple):

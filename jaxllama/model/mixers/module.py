@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -10,11 +10,13 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.cache import LayerState, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.model.declare import declare, table_of, tokens_at
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.typing import ParamsDict
 
 
 class MixerModule(nn.Module):
@@ -39,7 +41,7 @@ class MixerModule(nn.Module):
         return init_cache(self.own(), batch, max_len, dtype).layers[0]
 
     @nn.compact
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> ParamsDict:
         """The parameters, as the pure functions take them."""
         return declare(self, table_of(self.own())["layer_0"]["mixer"])
 

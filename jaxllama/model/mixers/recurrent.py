@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -37,8 +38,8 @@ class RecurrentState:
 
     def specs(self, rows: str | None) -> RecurrentState:
         """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
-        conv: Any = jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self.conv)
-        state: Any = P(rows, MODEL_AXIS)
+        conv: Tree = jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self.conv)
+        state: Tree = P(rows, MODEL_AXIS)
         return RecurrentState(state, conv)
 
 

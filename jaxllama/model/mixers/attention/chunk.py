@@ -11,7 +11,6 @@ cuDNN's kernel, unless scores are capped.  On a CPU both are one handler
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +22,15 @@ from pallas_kernels.attention.blockwise import (
     attention_scores,
     blockwise_attention,
     is_visible,
+    softmax,
     weighted_values,
 )
 from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.transform import Op, chosen
+from pallas_kernels.transform import XLA, Op, chosen
 
-_Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
+_Static = tuple[int | None, float | None, Plan | None]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
 
 
@@ -41,14 +41,17 @@ def attend(
     positions: jax.Array,
     window: int | None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
-    count up by one."""
+    count up by one.  sinks: as ``decode_attention`` takes them."""
     if has_cudnn(q) and softcap is None:
-        return causal(q, k, v, window)
-    plan = _cpu_plan("attend", q, k, softcap)
+        if sinks is None:
+            return causal(q, k, v, window)
+        return _causal_with_sinks(XLA, (window, None, None), q, k, v, positions, sinks)
+    plan = _cpu_plan("attend", q, k, softcap, sinks=sinks)
     form = _attend_in_blocks if plan is None else functools.partial(_attend, chosen(plan, None))
-    return form((window, softcap, plan), q, k, v, positions)
+    return form((window, softcap, plan), q, k, v, positions, sinks)
 
 
 def _cpu_plan(
@@ -57,10 +60,11 @@ def _cpu_plan(
     k: jax.Array | QTensor,
     softcap: float | None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> Plan | None:
     """The CPU's handler, where it takes the call."""
     no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
-    on_cpu = functools.partial(prefill.plan, q, k, table, softcap)
+    on_cpu = functools.partial(prefill.plan, q, k, table, softcap, sinks is not None)
     return choose_plan(name, None, no_kernel, q, k, cpu=on_cpu)
 
 
@@ -71,26 +75,32 @@ def _attend_on_cpu(
     v: jax.Array | QTensor,
     positions: jax.Array,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     window, _, plan = call
-    scale = q.shape[-1] ** -0.5
-    return prefill.attend(q, k, v, positions, table, window=window, scale=scale, plan=plan)
+    options = {"sinks": sinks, "window": window, "scale": q.shape[-1] ** -0.5, "plan": plan}
+    return prefill.attend(q, k, v, positions, table, **options)
 
 
 def _attend_in_blocks(
-    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """XLA's form of ``attend``."""
     window, softcap, _ = call
     n_new = q.shape[1]
     if n_new <= QUERY_BLOCK:
-        return _attend_block(q, k, v, positions, positions, window, softcap)
+        return _attend_block(q, k, v, positions, positions, sinks, window, softcap)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
     q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
     # Scores are recomputed in the backward pass: one block of them is alive at a time.
     block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
-    out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions), (q_blocks, p_blocks))
+    out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions, sinks), (q_blocks, p_blocks))
     return _join_queries(out, n_new)
 
 
@@ -100,22 +110,42 @@ def _attend_block(
     v: jax.Array,
     q_positions: jax.Array,
     k_positions: jax.Array,
+    sinks: jax.Array | None,
     window: int | None,
     softcap: float | None,
 ) -> jax.Array:
     scores = attention_scores(q, k, softcap=softcap)
     visible = is_visible(q_positions, k_positions, window)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    weights = softmax(jnp.where(visible, scores, -jnp.inf), sinks)
     return weighted_values(weights, v).astype(q.dtype)
 
 
 def _causal_on_cpu(
-    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    return _attend_on_cpu(call, q, k, v, positions - positions[:, :1])
+    return _attend_on_cpu(call, q, k, v, positions - positions[:, :1], sinks=sinks)
+
+
+def _causal_by_cudnn(
+    call: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array,
+) -> jax.Array:
+    del positions
+    return causal(q, k, v, call[0], sinks)
 
 
 _attend = Op("attend", _attend_in_blocks, _causal_on_cpu)
+# cuDNN's logarithms of sums, which sinks need, have no derivative.
+_causal_with_sinks = Op("attend", _causal_by_cudnn, derivative=_attend_in_blocks)
 
 
 def attend_cached(
@@ -126,18 +156,19 @@ def attend_cached(
     window: int | None,
     softcap: float | None = None,
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of ``q[B, T, N, H]`` over the cache, which already holds the T new tokens.
 
     ``positions[B, T]`` are the queries'; ``lengths[B]`` says how many of the T are valid; the
-    others give finite garbage.
+    others give finite garbage.  sinks: as ``decode_attention`` takes them.
     """
-    plan = _cpu_plan("attend_cached", q, cache.k, softcap, table)
+    plan = _cpu_plan("attend_cached", q, cache.k, softcap, table, sinks)
     form = _cached_in_blocks
     if plan is not None:
         form = functools.partial(_attend_cached, chosen(plan, None))
     positions = without_padding(positions, lengths)
-    return form((window, softcap, plan), q, cache.k, cache.v, positions, table)
+    return form((window, softcap, plan), q, cache.k, cache.v, positions, table, sinks)
 
 
 def _cached_in_blocks(
@@ -147,12 +178,13 @@ def _cached_in_blocks(
     v: jax.Array | QTensor,
     positions: jax.Array,
     table: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """XLA's form of ``attend_cached``."""
     window, softcap, _ = call
     n_new = q.shape[1]
     block = functools.partial(
-        blockwise_attention, k=k, v=v, window=window, softcap=softcap, table=table
+        blockwise_attention, k=k, v=v, window=window, softcap=softcap, table=table, sinks=sinks
     )
     if n_new <= QUERY_BLOCK:
         return block(q, positions=positions)

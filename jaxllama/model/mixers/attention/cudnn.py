@@ -19,16 +19,20 @@ With a window, a token sees one key of the past less than the token before it.  
 keys from the newest.  All tokens see the first of them; fewer and fewer tokens see the others.
 With the tokens in reverse order too, that is the causal mask.
 
+A head's sink is one more key, whose value is zero.  It scales the result by
+sigmoid(log-sum-exp - sink), in float32 and before the only cast.
+
 Left out: capped scores (Gemma 2).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import floats, part_of
@@ -41,6 +45,8 @@ from pallas_kernels.transform import Op, chosen
 # Tokens of the past, of all rows together, that are copied at once: 134 MB for 8 heads of 128.
 PAST_TOKENS = 32768
 
+_KV = TypeVar("_KV")  # the cached keys and values
+
 
 def has_cudnn(q: jax.Array) -> bool:
     """cuDNN's fused attention takes 16-bit heads of up to 128 features, in eights."""
@@ -48,9 +54,20 @@ def has_cudnn(q: jax.Array) -> bool:
     return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
 
 
-def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
-    """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``; window: keys that a query
-    sees, itself included."""
+def causal(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``.
+
+    window: keys that a query sees, itself included.  sinks: ``[N]``, without a derivative here.
+    """
+    if sinks is not None:
+        inner = window if window is not None and window < q.shape[1] else None
+        return _finished(*_with_log_sum(q, k, v, is_causal=True, window=inner), sinks, q.dtype)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -70,17 +87,18 @@ def extend(
     n_past: jax.Array,
     table: jax.Array | None = None,
     window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention ``[B, T, N, H]`` of new tokens over their past and causally over themselves.
 
     q: ``[B, T, N, H]``.  k, v: the new tokens, ``[B, T, K, H]``.
     cache_k, cache_v: ``[B, S, K, H]``, or pages with a table (``model.cache.Cache``).
     n_past: ``[B]``, tokens of each row of the cache that are read.
-    window: as for ``causal``.
+    window, sinks: as for ``causal``.
     """
     batch, page, capacity = q.shape[0], cache_k.shape[1], capacity_of(cache_k, table)
     if window is not None and window < capacity:
-        return _extend_through(window, q, k, v, (cache_k, cache_v), n_past, table)
+        return _extend_through(window, q, k, v, (cache_k, cache_v), n_past, table, sinks)
     block = min(max(PAST_TOKENS // batch, 128), capacity)
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages
@@ -101,11 +119,14 @@ def extend(
     def with_past() -> jax.Array:
         blocks = (longest + block - 1) // block
         own, log = _with_log_sum(q, k, v, is_causal=True)
-        out, _ = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), log))
-        return out.astype(q.dtype)
+        out, log = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), log))
+        return _finished(out, log, sinks, q.dtype)
 
     # Each branch has its own call: a result from outside would be copied.
-    return lax.cond(longest > 0, with_past, lambda: _with_log_sum(q, k, v, is_causal=True)[0])
+    def alone() -> jax.Array:
+        return _finished(*_with_log_sum(q, k, v, is_causal=True), sinks, q.dtype)
+
+    return lax.cond(longest > 0, with_past, alone)
 
 
 def _extend_through(
@@ -116,6 +137,7 @@ def _extend_through(
     cache: tuple[jax.Array | QTensor, jax.Array | QTensor],
     n_past: jax.Array,
     table: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """``extend`` with a window.
 
@@ -137,7 +159,7 @@ def _extend_through(
         part, log = attend_past(q, *newest, n_keys)
         return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
 
-    def with_corner(out: jax.Array, log: jax.Array) -> jax.Array:
+    def with_corner(out: jax.Array, log: jax.Array) -> tuple[jax.Array, jax.Array]:
         n_keys = jnp.clip(n_past - shared, 0, corner)
         newest = _newest(cache, n_past, shared, corner, table)
         newest = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in newest)
@@ -145,8 +167,10 @@ def _extend_through(
         seeing = reverse(q[:, :corner])
         part, part_log = _with_log_sum(seeing, *newest, jnp.maximum(n_keys, 1), is_causal=True)
         part_log = jnp.where((n_keys > 0)[:, None, None], reverse(part_log), -jnp.inf)
-        merged, _ = _merge(out[:, :corner], log[:, :corner], reverse(part), part_log)
-        return jnp.concatenate([merged, out[:, corner:]], axis=1)
+        merged = _merge(out[:, :corner], log[:, :corner], reverse(part), part_log)
+        pairs = zip(merged, (out, log), strict=True)
+        out, log = (jnp.concatenate([new, old[:, corner:]], axis=1) for new, old in pairs)
+        return out, log
 
     def with_past() -> jax.Array:
         out, log = own()
@@ -154,16 +178,15 @@ def _extend_through(
         if shared:
             blocks = (jnp.minimum(longest, shared) + block - 1) // block
             out, log = lax.fori_loop(0, blocks, one_block, (out, log))
-        return with_corner(out, log).astype(q.dtype)
+        return _finished(*with_corner(out, log), sinks, q.dtype)
 
-    if not corner:
-        return own()[0]
-    return lax.cond(longest > 0, with_past, lambda: own()[0])
+    alone = lambda: _finished(*own(), sinks, q.dtype)  # noqa: E731
+    return lax.cond(longest > 0, with_past, alone) if corner else alone()
 
 
 def _newest(
-    cache: Any, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
-) -> Any:
+    cache: _KV, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
+) -> _KV:
     """Return ``n`` tokens of each row's past, newest first, ``[B, n, ...]``.
 
     They follow the newest ``first`` of the row's ``n_past[B]`` tokens.  Entries past a row's oldest
@@ -212,6 +235,16 @@ def _merge(
     total = jnp.logaddexp(log, part_log)
     share, part_share = jnp.exp(log - total)[..., None], jnp.exp(part_log - total)[..., None]
     return out * share + part.astype(jnp.float32) * part_share, total
+
+
+def _finished(
+    out: jax.Array, log: jax.Array, sinks: jax.Array | None, dtype: DTypeLike
+) -> jax.Array:
+    """``out [B, T, N, H]`` in ``dtype``, with the heads' sinks in its softmax; log: of its sums."""
+    if sinks is not None:
+        share = jax.nn.sigmoid(log - sinks.astype(jnp.float32))
+        out = out.astype(jnp.float32) * share[..., None]
+    return out.astype(dtype)
 
 
 def _zeros_behind(x: jax.Array, n: jax.Array) -> jax.Array:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,14 @@ import numpy as np
 from jax import lax
 
 from jaxllama.config import LatentConfig, ModelConfig
-from jaxllama.model.linear import Params, linear
+from jaxllama.model.linear import linear
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached, without_padding
 from jaxllama.model.mixers.attention.cudnn import extend, has_cudnn
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
+from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     blockwise_attention,
@@ -52,6 +52,8 @@ from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
+HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
+
 __all__ = ["init_state", "inputs", "mix"]
 
 
@@ -61,7 +63,7 @@ def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Any, cache: KVCache | None, at: At
+    cfg: ModelConfig, p: Params, projected: Tree, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
     ``[B, T, N H]``, cache)."""
@@ -85,7 +87,7 @@ def _in_wide_heads(
     return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
-def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:
+def unpacked(cfg: ModelConfig, p: Params, projected: Tree) -> tuple[jax.Array | None, jax.Array]:
     """The products of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``).
 
     With latents, each head's key is its own part joined with the part that all heads share.  Values
@@ -116,6 +118,11 @@ def _from_latents(
     return jnp.concatenate([*parts], axis=-1)
 
 
+def sinks_of(cfg: ModelConfig, p: Params) -> jax.Array | None:
+    """The heads' sinks, float32 ``[N]``, if the model has them."""
+    return p["sinks"]["weight"] if cfg.attn_sinks else None
+
+
 def finished(cfg: ModelConfig, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
     """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
     with one cast; of values made of latents as wide as those are."""
@@ -135,7 +142,7 @@ def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
     return norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, cfg.qk_norm == "full")
 
 
-def _with_norm(cfg: ModelConfig, p: Params, qkv: jax.Array) -> tuple[jax.Array, Any]:
+def _with_norm(cfg: ModelConfig, p: Params, qkv: jax.Array) -> tuple[jax.Array, HeadNorms | None]:
     """``split_heads``, where each head's norm is left to who takes (weights of q, of k, eps)."""
     if cfg.qk_norm != "head":
         return split_heads(cfg, p, qkv), None
@@ -153,18 +160,27 @@ def _extend(
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
     positions, lengths, table = at.positions, at.lengths, at.table
     assert at.rope is not None
-    rope, cap = at.rope.of(cfg.rope), cfg.attn_softcap
+    rope, cap, sinks = at.rope.of(cfg.rope), cfg.attn_softcap, sinks_of(cfg, p)
     if cache is None:
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
-        return attend(apply_rope(q, *rope), apply_rope(k, *rope), v, positions, window, cap), None
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        return attend(q, k, v, positions, window, cap, sinks), None
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
     if cap is None and _is_dense(cfg, at):
         heads, norm = _with_norm(cfg, p, qkv)
         if tokens_have_a_steps_bits(heads, cache.k, table):
             out, *kv = rope_and_attend(
-                heads, *rope, cache.k, cache.v, slots, norm=norm, window=window, table=table
+                heads,
+                *rope,
+                cache.k,
+                cache.v,
+                slots,
+                norm=norm,
+                window=window,
+                table=table,
+                sinks=sinks,
             )
             return out, KVCache(*kv)
     qkv = split_heads(cfg, p, qkv)
@@ -173,13 +189,13 @@ def _extend(
 
     def dense() -> jax.Array:
         if at.fresh:
-            out = attend(q, k, v, positions, window, cap)
+            out = attend(q, k, v, positions, window, cap, sinks)
         elif has_cudnn(q) and cap is None:
             # The past of a row without new tokens need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-            out = extend(q, k, v, cache.k, cache.v, n_past, table, window)
+            out = extend(q, k, v, cache.k, cache.v, n_past, table, window, sinks)
         else:
-            out = attend_cached(q, cache, positions, lengths, window, cap, table)
+            out = attend_cached(q, cache, positions, lengths, window, cap, table, sinks)
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, at), cache
@@ -196,14 +212,21 @@ def _decode(
     if cfg.attn_softcap is None and _is_dense(cfg, at):
         heads, norm = _with_norm(cfg, p, qkv)
         # A row without a new token sees nothing and gives zeros.
-        out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window, table=table)
+        out, *kv = rope_and_attend(
+            heads[:, 0],
+            *where,
+            norm=norm,
+            window=window,
+            table=table,
+            sinks=sinks_of(cfg, p),
+        )
         return out, KVCache(*kv)
     q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
     cache = KVCache(*kv)
-    return _query(cfg, q, cache, at), cache
+    return _query(cfg, p, q, cache, at), cache
 
 
-def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:
+def _query(cfg: ModelConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:
     """One query a row, ``q [B, N, H]``, over the cache that holds its token already; a row without
     a new token sees nothing."""
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
@@ -217,11 +240,13 @@ def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: Step) -> jax.Arra
             window=window,
             softcap=cfg.attn_softcap,
             table=table,
+            sinks=sinks_of(cfg, p),
         )
         return from_cache_basis(cache.v, out[:, 0])
 
     def dense() -> jax.Array:
-        return decode_attention(q, cache.k, cache.v, seen, table=table, window=window)[:, None]
+        options = {"table": table, "window": window, "sinks": sinks_of(cfg, p)}
+        return decode_attention(q, cache.k, cache.v, seen, **options)[:, None]
 
     return _mixed(cfg, dense, q[:, None], cache, at)[:, 0]
 
@@ -248,6 +273,7 @@ def _verify(
                 norm=norm,
                 window=cfg.sliding_window,
                 table=at.table,
+                sinks=sinks_of(cfg, p),
             )
             return out.reshape(-1, *out.shape[2:]), KVCache(*kv)
     if at.table is None:
@@ -272,7 +298,7 @@ def _verify(
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     too_many = at.width * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
     if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
-        return _query(cfg, q, pages, each), cache
+        return _query(cfg, p, q, pages, each), cache
 
     q = at.by_row(q[:, None])
     own = Chunk(positions, at.row_lengths(), at.rope, at.table, sparse=at.sparse)
@@ -280,12 +306,12 @@ def _verify(
     window, cap = cfg.sliding_window, cfg.attn_softcap
 
     def dense() -> jax.Array:
+        options = {"table": at.table, "window": window, "sinks": sinks_of(cfg, p)}
         if cap is None:
-            return decode_attention(q, cache.k, cache.v, seen, table=at.table, window=window)
+            return decode_attention(q, cache.k, cache.v, seen, **options)
         block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
-        out = blockwise_attention(
-            q, cache.k, cache.v, seen - 1, window=window, softcap=cap, block=block, table=at.table
-        )
+        options |= {"softcap": cap, "block": block}
+        out = blockwise_attention(q, cache.k, cache.v, seen - 1, **options)
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache

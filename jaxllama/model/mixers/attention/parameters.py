@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -16,16 +15,17 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, Turned, fused, one, written
+from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
-SPLIT = dict.fromkeys(("qkv", "q", "kv_b"), 0)
+SPLIT = dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0)
 
 
 def table(
     cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
 ) -> dict[Path, Param]:
-    """q, k and v fused by rows, before them q's gate, the norms of q and k, and o; or q, and what
-    makes k and v of latents."""
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o; or q, and
+    what makes k and v of latents."""
     del present
     prefix = f"{layer}{names.mixer}"
     if cfg.latent is not None:
@@ -66,6 +66,8 @@ def table(
             table[name, "weight"] = one(
                 f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
             )
+    if cfg.attn_sinks:
+        table["sinks", "weight"] = one(f"{prefix}sinks", cfg.n_heads, is_float32=True)
     o = written("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
     return table | o
 
@@ -93,12 +95,12 @@ def obstacle(cfg: ModelConfig, n: int) -> str | None:
     return heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
 
 
-def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def replicated(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config where each of ``n`` shards has its own kv head."""
     return {"n_kv_heads": max(cfg.n_kv_heads, n)}
 
 
-def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def shard(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
     return {"n_heads": cfg.n_heads // n, "n_kv_heads": cfg.n_kv_heads // n}
 

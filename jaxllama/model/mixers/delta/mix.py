@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import DeltaConfig, ModelConfig
-from jaxllama.model.linear import Params, linear
+from jaxllama.model.linear import linear
 from jaxllama.model.mixers.delta.parameters import INPUTS
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
@@ -40,6 +40,7 @@ from jaxllama.model.mixers.recurrent import (
     steps,
 )
 from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.typing import Options, Params
 from pallas_kernels.brief import short_repr
 from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
@@ -149,7 +150,7 @@ def _fused(
     plan = own_token(rows, *weights, lengths, *before)
     if plan is None:
         return None
-    options: dict[str, Any] = {
+    options: Options = {
         "eps": delta.norm_eps,
         "beta_max": delta.beta_max,
         "planned": plan,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
 from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, one, rows
+from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("qkvz", "ba", "conv", "decay", "f_1", "g_1"), 0)
@@ -146,13 +146,13 @@ def obstacle(cfg: ModelConfig, n: int) -> str | None:
     return f"the {count} key heads of the delta rule" if count % n else None
 
 
-def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def replicated(cfg: ModelConfig, n: int) -> Options:
     """No changes: each of ``n`` shards has key heads of its own."""
     del cfg, n
     return {}
 
 
-def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def shard(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config that make it one of ``n`` shards'."""
     assert cfg.delta is not None
     count, k_count = cfg.delta.n_heads // n, cfg.delta.n_k_heads // n

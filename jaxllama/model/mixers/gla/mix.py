@@ -28,13 +28,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import GLAConfig, ModelConfig
-from jaxllama.model.linear import Params, linear
+from jaxllama.model.linear import linear
 from jaxllama.model.mixers.gla.parameters import widths
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
@@ -46,6 +46,7 @@ from jaxllama.model.mixers.recurrent import (
     steps,
 )
 from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation, wants_kernel
 from pallas_kernels.gla.commit import gla_commit, own_commit
@@ -140,7 +141,7 @@ def _convolve(
 
 def _fused(
     cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
-) -> tuple[jax.Array, Any] | None:
+) -> tuple[jax.Array, Tree] | None:
     """``_recur`` of one token, or ``_verify``, as one kernel, or None where there is none."""
     gla = cfg.gla
     assert gla is not None
@@ -161,7 +162,7 @@ def _fused(
     plan = own_token(rows, *weights, lengths, before, exact=exact)
     if plan is None:
         return None
-    options: dict[str, Any] = {
+    options: Options = {
         "eps": gla.norm_eps,
         "normalizer": gla.gate_logit_normalizer,
         "clamp_min": gla.clamp_min,

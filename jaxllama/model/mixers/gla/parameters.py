@@ -11,7 +11,6 @@ import functools
 import math
 import types
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, TensorSource, one, written
+from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("q", "k", "v", "g", "gk", "gk_1", "q_conv", "k_conv", "v_conv"), 0)
@@ -102,13 +102,13 @@ def obstacle(cfg: ModelConfig, n: int) -> str | None:
     return heads_obstacle("GLA ", cfg.gla.n_heads, cfg.gla.n_kv_heads, n)
 
 
-def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def replicated(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config where each of ``n`` shards has its own kv head."""
     assert cfg.gla is not None
     return {"gla": dataclasses.replace(cfg.gla, n_kv_heads=max(cfg.gla.n_kv_heads, n))}
 
 
-def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def shard(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
     assert cfg.gla is not None
     d_k, d_v = cfg.gla_head_dims

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.linear import Params
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
 from jaxllama.model.mixers.short_conv.parameters import options
 from jaxllama.model.records import At, Draft
 from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.typing import Params, Tree
 from pallas_kernels.matmul.blocks import Columns
 
 
@@ -40,7 +40,7 @@ class ShortConvState:
 
     def specs(self, rows: str | None) -> ShortConvState:
         """How it is split on a mesh."""
-        of_last: Any = P(rows, None, MODEL_AXIS)
+        of_last: Tree = P(rows, None, MODEL_AXIS)
         return ShortConvState(of_last)
 
 

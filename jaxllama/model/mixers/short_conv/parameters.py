@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, TensorSource, rows, written
+from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("bcx", "conv"), 0)
@@ -80,13 +80,13 @@ def obstacle(cfg: ModelConfig, n: int) -> str | None:
     return f"the {width} streams of the short convolution" if width % n else None
 
 
-def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def replicated(cfg: ModelConfig, n: int) -> Options:
     """No changes."""
     del cfg, n
     return {}
 
 
-def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+def shard(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config that make it one of ``n`` shards'."""
     return {"mixers": cfg.with_options("short_conv", width=options(cfg).width // n)}
 
