@@ -9,28 +9,29 @@ scales and floating-point zeros take the multiplier.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllama.model.param import TensorSource
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 
-def fold(source: TensorSource, value: Any) -> Any:
+def fold(source: TensorSource, value: Tree) -> Tree:
     """Return a tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 
-def unfold(source: TensorSource, value: Any) -> Any:
+def unfold(source: TensorSource, value: Tree) -> Tree:
     """The inverse of ``fold``."""
     order = source.row_order(inverse=True)
     return _moved(value, order, 1.0 / source.scale, -source.offset / source.scale)
 
 
-def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) -> Any:
+def _moved(value: Tree, order: np.ndarray | None, scale: float, offset: float) -> Tree:
     if isinstance(value, np.ndarray):
         value = value if order is None else value[order]
         if (scale, offset) == (1.0, 0.0):
@@ -45,7 +46,7 @@ def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) ->
 def _times(w: QTensor, factor: np.float32) -> QTensor:
     if w.unit is not None:
         return dataclasses.replace(w, unit=w.unit * factor)
-    changes: dict[str, Any] = {"scale": np.asarray(w.scale, np.float32) * factor}
+    changes: JsonObject = {"scale": np.asarray(w.scale, np.float32) * factor}
     if w.zero is not None and not np.issubdtype(np.dtype(w.zero.dtype), np.integer):
         changes["zero"] = np.asarray(w.zero, np.float32) * factor
     return dataclasses.replace(w, **changes)
