@@ -34,7 +34,9 @@ from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.mix import has_cudnn
 from jaxllama.typing import Device, JsonObject, Tree
+from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
+from pallas_kernels.device import nearest_card
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -58,6 +60,7 @@ def examine(model: str | None = None, **source: Any) -> JsonObject:
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "packages": {name: _version(name) for name in PACKAGES},
         "backend": jax.default_backend(),
+        "target": None if (target := asked_target()) is None else target.name,
         "devices": [_device(device) for device in jax.devices()],
         "default_dtype": default_dtype().name,
         "caches": {
@@ -93,6 +96,7 @@ def _device(device: Device) -> JsonObject:
         "id": device.id,
         "kind": device.device_kind,
         "compute_capability": getattr(device, "compute_capability", None),
+        "planned_as": nearest_card(device) if device.platform == "gpu" else None,
         "memory_bytes": stats.get("bytes_limit"),
         "memory_in_use_bytes": stats.get("bytes_in_use"),
     }
@@ -225,6 +229,10 @@ def table(report: JsonObject) -> str:
         limit = device["memory_bytes"]
         memory = "" if limit is None else f", {limit / 2**30:.1f} GiB for jax"
         lines.append(f"device    {device['id']}: {device['kind']}{memory}")
+        if device["planned_as"]:
+            lines.append(f"          not in the table of cards; planned as {device['planned_as']}")
+    if report["target"]:
+        lines.append(f"target    kernels use only what {report['target']} has ({TARGET})")
     for name, cache in report["caches"].items():
         size = f", {cache['bytes'] / 1e6:.1f} MB" if cache["path"] else ""
         lines.append(f"cache     {name}: {cache['path'] or 'off'}{size}")
