@@ -41,6 +41,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jaxllama.engine import blocks
 from jaxllama.engine.admission import Admission
@@ -56,7 +57,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.reader import Reader
-from jaxllama.typing import Options, Tree
+from jaxllama.typing import Options
 
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
@@ -127,7 +128,7 @@ class Engine:
         *,
         draft: Draft = None,
         observe: Callable[[str, float], None] | None = None,
-        **options: Tree,
+        **options: Any,
     ) -> None:
         checked_names(options)
         self.lm = lm
@@ -322,7 +323,7 @@ class Engine:
         live.error = error
         self.cancel(live.sequence.request.id)
 
-    def _end(self, request_id: str, reason: FinishReason, **event: Tree) -> None:
+    def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
         live = self.live[request_id]
         self.scheduler.finish(live.sequence)
         self.runner.drop(live.sequence)
@@ -336,7 +337,7 @@ class Engine:
         self._observe("e2e", time.monotonic() - live.sequence.submitted)
         self._tell_end(live, reason, **event)
 
-    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Tree) -> None:
+    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
         """Send the last event and forget the request."""
         self.counts[f"finished {reason}"] += 1
         self.counts["ended"] += 1

@@ -117,7 +117,7 @@ class Offloaded:
     def with_params(self, params: Params) -> Offloaded:
         return self
 
-    def with_policy(self, **changes: Tree) -> Offloaded:
+    def with_policy(self, **changes: Any) -> Offloaded:
         """Return the executor with other values in its policy. The store stays."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **changes))
 
