@@ -33,7 +33,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.mix import has_cudnn
-from jaxllama.typing import JsonObject, Tree
+from jaxllama.typing import Device, JsonObject, Tree
 from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
 from pallas_kernels.device import nearest_card
@@ -90,7 +90,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(device: jax.Device) -> JsonObject:
+def _device(device: Device) -> JsonObject:
     stats = device.memory_stats() or {}
     return {
         "id": device.id,
@@ -117,7 +117,7 @@ Call = Callable[..., Tree]
 def _typical_calls() -> list[tuple[str, Call, tuple[Tree, ...]]]:
     """Return (description, op, operands) of calls of a model of width 4096; shapes, not arrays."""
 
-    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Tree:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     groups = array(_D, _D // 128)
@@ -156,7 +156,7 @@ def _model_calls(lm: LanguageModel) -> list[JsonObject]:
     capacity = min(cfg.max_position, _CONTEXT)
     width = min(capacity, _PROMPT)
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    def ints(*shape: int) -> Tree:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     found = []
@@ -263,7 +263,7 @@ def _op_line(op: JsonObject) -> str:
 
 def _buffer_lines(rows: list[JsonObject]) -> list[str]:
     """Return one line for the buffers that are equal in every layer."""
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[Tree, ...], list[int]] = {}
     for row in rows:
         name = re.sub(r"layer_\d+", "layer_*", row["path"])
         alike.setdefault((name, row["dtype"], tuple(row["shape"])), []).append(row["bytes"])
