@@ -1,6 +1,7 @@
 """Predicted tokens a second of Llama-3.1-8B, one row, on cards that were not there.
 
     python -m benchmarks.cards [--schemes w4a16] [--context 1024]       a table in Markdown
+    python -m benchmarks.cards --memory 12 16 24                        tokens that a cache holds
 
     seconds = bytes / (0.93 * bandwidth) + launches * 1.3 us
 
@@ -17,6 +18,7 @@ import argparse
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig, load_config
+from jaxllama.engine.options import SMALL_CARDS
 from jaxllama.planner.accounting import model_bytes
 from pallas_kernels.architecture import CARDS, Architecture, Card
 from pallas_kernels.device import card_of
@@ -47,11 +49,37 @@ def tokens_per_second(cfg: ModelConfig, n_bytes: int, card: Card, arch: Architec
     return 1 / (n_bytes / (SHARE * card.bandwidth) + launches * LAUNCH_SECONDS)
 
 
+def cache_tokens(cfg: ModelConfig, scheme: str, gb: int) -> tuple[int, str]:
+    """Tokens of a server's cache on a card of so many GB with a display, and the cache's dtype.
+
+    0.85 of the memory is the server's, of which the engine takes 0.9; 1 GB is for its work.
+    """
+    weights = model_bytes(cfg, jnp.dtype("bfloat16"), None if scheme == "bfloat16" else scheme)
+    dtype = next((kind for most, kind in SMALL_CARDS if gb <= most), "bfloat16")
+    bytes_of = {"bfloat16": 2.0, "int8": 1 + 4 / cfg.head_dim, "int4": 0.5 + 4 / 64}[dtype]
+    token = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * bytes_of
+    return int(max(0, 0.85 * 0.9 * gb * 2**30 - weights - 1e9) / token), dtype
+
+
+def print_memory(sizes: list[int], schemes: list[str]) -> None:
+    print(f"| model | scheme | {' | '.join(f'{gb} GB' for gb in sizes)} |")
+    print("|---" * (2 + len(sizes)) + "|")
+    for name in ("llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b"):
+        for scheme in schemes:
+            found = [cache_tokens(load_config(name), scheme, gb) for gb in sizes]
+            cells = [f"{tokens:,} ({dtype})" if tokens > 2048 else "-" for tokens, dtype in found]
+            print(f"| {name} | {scheme} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schemes", nargs="+", default=["bfloat16", "w8a16", "w4a16"])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--memory", type=int, nargs="+", metavar="GB")
     given = parser.parse_args()
+    if given.memory:
+        print_memory(given.memory, given.schemes)
+        return
     cfg = load_config("llama-3.1-8b")
     sizes = [step_bytes(cfg, scheme, given.context) for scheme in given.schemes]
     print(f"| card | GB/s | {' | '.join(given.schemes)} |")
