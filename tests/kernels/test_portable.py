@@ -69,6 +69,16 @@ def test_a_target_on_a_newer_card_is_what_both_have():
     assert both.clusters and both.bulk_copies and not both.wgmma and not both.tcgen05
 
 
+def test_costs_are_scaled_to_a_card(monkeypatch):
+    own = gpu().costs["row int4"]
+    monkeypatch.setenv(TARGET, "sm_80")
+    scaled = gpu().costs["row int4"]
+    assert scaled.start == own.start and scaled.serial == own.serial
+    np.testing.assert_allclose(scaled.shared[0] / own.shared[0], 4800 / 2039)
+    np.testing.assert_allclose(scaled.shared[1] / own.shared[1], 132 / 108)
+    assert gpu().costs["experts mosaic int4"].serial == (1.52,)
+
+
 def test_an_unknown_card_is_the_nearest_below():
     assert nearest("8.9").name == "sm_89" and nearest("11.0").name == "sm_103"
     assert nearest("7.5") is None and nearest("13.0").name == "sm_121"
