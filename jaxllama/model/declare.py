@@ -52,9 +52,9 @@ class Declared:
         """Draw the values, float32, in their box."""
         lead = (self.count,) if self.count else ()
         param, axes = self.param, (None,) * len(lead) + self.axes
-        normal = nn.initializers.normal(param.std)
-        draw = normal if param.std else nn.initializers.constant(param.mean)
-        return nn.Partitioned(draw(key, (*lead, *param.shape), jnp.float32), axes)
+        draw = nn.initializers.normal(param.std)
+        drawn = param.mean + draw(key, (*lead, *param.shape), jnp.float32)
+        return nn.Partitioned(drawn, axes)
 
 
 @functools.lru_cache(maxsize=64)

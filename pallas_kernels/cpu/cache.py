@@ -78,6 +78,31 @@ def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason
     return CacheForm(name, heads, width, groups)
 
 
+@dataclasses.dataclass(frozen=True)
+class AttendForm:
+    """What a program of attention computes.
+
+    group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
+    norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
+    """
+
+    cache: CacheForm
+    group: int
+    paged: bool
+    new: bool = False
+    norm: bool = False
+    sinks: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.group * self.cache.heads
+
+    @property
+    def arguments(self) -> int:
+        before = 2 + 2 * self.cache.arrays + self.paged
+        return before + 2 * self.new + 2 * self.norm + self.sinks
+
+
 class CachePlaces:
     """Where the tokens of rows are in a cache: rows one behind the other, or pages by a table.
 
