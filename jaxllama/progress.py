@@ -18,11 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 QUIET, EVERY = 2.0, 30.0  # seconds
 _UNITS = ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
-_display: Any = None  # the one live rich Progress of this process
+_display: Progress | None = None  # the one live rich Progress of this process
 
 
 def write(line: str) -> None:
@@ -34,7 +37,7 @@ def write(line: str) -> None:
 class Working:
     """The progress of a piece of work; this class shows nothing."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: object) -> None:
         pass
 
     def __call__(self, count: int = 1) -> None:
@@ -146,7 +149,7 @@ class _Bar(Working):
             _display = None
 
 
-def _new_display() -> Any:
+def _new_display() -> Progress:
     # rich takes 0.1 s to import, so only a shown bar imports it.
     from rich.console import Console
     from rich.progress import (

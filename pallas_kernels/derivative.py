@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,12 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.jax_internals import Primitive
 
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
+
 Leaves = Sequence[jax.Array]
 _Dims = Sequence[int | None]  # of the mapped axes
+_Types = tuple["ShapedArray", ...]
 
 
 def is_float(x: jax.Array) -> bool:
@@ -33,7 +37,7 @@ def is_codes(x: jax.Array) -> bool:
 class LinearFunction(Protocol):
     """A function of (what was kept, linear operands), hashable. ``transform.Derivative`` is one."""
 
-    def __call__(self, *args: jax.Array) -> Any: ...
+    def __call__(self, *args: jax.Array) -> list[jax.Array]: ...
 
     def smoothed(self) -> LinearFunction:
         """Return the same function in jax.numpy alone, for the derivative of a derivative."""
@@ -47,7 +51,7 @@ class _Mapped:
     f: LinearFunction
     axes: tuple[int | None, ...]
 
-    def __call__(self, *args: jax.Array) -> Any:
+    def __call__(self, *args: jax.Array) -> list[jax.Array]:
         return jax.vmap(self.f, in_axes=self.axes)(*args)
 
     def smoothed(self) -> _Mapped:
@@ -59,23 +63,28 @@ linear_p.multiple_results = True
 
 
 @linear_p.def_impl
-def _linear_impl(*args: jax.Array, f: LinearFunction, **_: Any) -> Any:
+def _linear_impl(*args: jax.Array, f: LinearFunction, **_: object) -> list[jax.Array]:
     return _run(f, *args)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(f: LinearFunction, *args: jax.Array) -> Any:
+def _run(f: LinearFunction, *args: jax.Array) -> list[jax.Array]:
     return f(*args)
 
 
 @linear_p.def_abstract_eval
-def _linear_types(*args: Any, out_types: tuple[Any, ...], **_: Any) -> list[Any]:
+def _linear_types(*args: object, out_types: _Types, **_: object) -> list[ShapedArray]:
     return list(out_types)
 
 
 def _linear_jvp(
-    primals: Leaves, tangents: Sequence[Any], *, f: LinearFunction, n_kept: int, **params: Any
-) -> Any:
+    primals: Leaves,
+    tangents: Sequence[jax.Array | ad.Zero],
+    *,
+    f: LinearFunction,
+    n_kept: int,
+    **params: object,
+) -> tuple[list[jax.Array], list[jax.Array]]:
     bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
     out = bind(*primals)
     moves = [
@@ -84,7 +93,7 @@ def _linear_jvp(
     if not any(moves[:n_kept]):
         return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))
 
-    def form(*moving: jax.Array) -> Any:
+    def form(*moving: jax.Array) -> list[jax.Array]:
         each = iter(moving)
         return f.smoothed()(*(next(each) if m else x for x, m in zip(primals, moves, strict=True)))
 
@@ -94,13 +103,13 @@ def _linear_jvp(
 
 
 def _linear_transpose(
-    d_outs: Sequence[Any],
-    *args: Any,
+    d_outs: Sequence[jax.Array | ad.Zero],
+    *args: jax.Array | ad.UndefinedPrimal,
     f: LinearFunction,
     transpose: LinearFunction,
     n_kept: int,
-    out_types: tuple[Any, ...],
-) -> list[Any]:
+    out_types: _Types,
+) -> list[jax.Array | None]:
     kept, linear = args[:n_kept], args[n_kept:]
     back = linear_p.bind(
         *kept,
@@ -120,8 +129,8 @@ def _linear_batching(
     f: LinearFunction,
     transpose: LinearFunction,
     n_kept: int,
-    out_types: tuple[Any, ...],
-) -> Any:
+    out_types: _Types,
+) -> tuple[list[jax.Array], list[int]]:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     linear = [
@@ -140,7 +149,7 @@ def _linear_batching(
     return outs, [0] * len(outs)
 
 
-def _mapped_type(t: Any, size: int) -> Any:
+def _mapped_type(t: ShapedArray, size: int) -> ShapedArray:
     spec = PartitionSpec(None, *t.sharding.spec)
     return t.update(shape=(size, *t.shape), sharding=t.sharding.update(spec=spec))
 

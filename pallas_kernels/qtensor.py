@@ -2,11 +2,14 @@
 
 Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is the contraction):
 
-* ``q[..., K]`` holds the codes: int8, int4 (signed, -8..7) or float8_e4m3fn.
+* ``q[..., K]`` holds the codes: int8, int4 (signed, -8..7), float8_e4m3fn or float4_e2m1fn
+  (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives).
 * ``scale[..., n_groups]`` is floating; group ``g`` covers ``K // n_groups`` consecutive columns.
   ``n_groups == 1`` is one scale for a whole row: per output channel of a weight, per token of an
-  activation.  Or it is int8, and multiplies ``unit[..., 1]`` (float32): scales in two levels, so
-  that (q - zero) * scale of int4 codes is int8, and a product with int8 codes exact.
+  activation.
+* ``unit[..., 1]`` (float32, or None) multiplies the scales of a row: scales in two levels.  The
+  scales are int8 beside int4 codes, so that (q - zero) * scale is int8, and a product with int8
+  codes exact.  They are float8_e4m3fn beside float4_e2m1fn codes.
 * ``zero`` has the shape of ``scale`` or is None.  Its dtype says which of the two affine forms the
   format uses, so that either imports without rounding:
   integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned codes are stored as ``code - 8``),
@@ -18,25 +21,37 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
   w.  The groups of GPTQ's act-order are not consecutive in w, so columns are stored sorted by
   group.  A matmul takes its other operand's features in that order; ``dequantize`` undoes it.
 
-A row of zeros has scale 0 and codes 0, and dequantizes to zeros.
+A row of zeros has codes 0, and dequantizes to zeros.  Its scale is 0, or 1 in float8_e8m0fnu, which
+has no 0.
+
+The named formats of ``quantize`` are these:
+
+    mxfp4      float4_e2m1fn codes, a float8_e8m0fnu scale (a power of two) for 32 columns
+    nvfp4      float4_e2m1fn codes, a float8_e4m3fn scale for 16 columns; ``unit`` is the tensor's
+               float32 scale, once a row, so that weights with other scales can share an array
+    fp8-block  float8_e4m3fn codes, one scale for 128 x 128 weights, which each of the rows repeats
 
 Sources: LLM.int8 (arXiv 2208.07339) for absmax rows, AWQ (2306.00978) and GPTQ (2210.17323) for
-grouped codes with zero points, GGUF for minima, QServe (2405.04532) for scales in two levels.
+grouped codes with zero points, GGUF for minima, QServe (2405.04532) for scales in two levels, the
+OCP Microscaling specification (v1.0) for MXFP4, NVIDIA's TensorRT documentation for NVFP4,
+DeepSeek-V3 (2412.19437) for blocks of FP8.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
+from pallas_kernels.formats import FORMATS, format_group, format_scales, whole_scale
 from pallas_kernels.operands import FLOATS, check, check_parts
-from pallas_kernels.rounding import CODES, codes, grid, multiples
+from pallas_kernels.rounding import CODES, NIBBLES, codes, grid, multiples
+
+FLOAT4 = jnp.dtype("float4_e2m1fn")
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +61,11 @@ class QTensor:
 
     Parameters
     ----------
-    q : int8, int4 or float8_e4m3fn [..., K]
+    q : int8, int4, float8_e4m3fn or float4_e2m1fn [..., K]
         The codes.
     scale : float [..., n_groups]
         ``K // n_groups`` consecutive columns share a scale. A weight with one scale a row has
-        ``[out, 1]``. Scales of int8 multiply ``unit``.
+        ``[out, 1]``. Scales of int8 and float8_e4m3fn multiply ``unit``.
     zero : [..., n_groups], optional
         Integer: ``w = (q - zero) * scale``. Floating: ``w = q * scale + zero``.
     activations : str, optional
@@ -60,7 +75,7 @@ class QTensor:
     input_scale : float32 scalar, optional
         Scale of every token of the other operand, with ``activations``.
     unit : float32 [..., 1], optional
-        Factor of int8 scales.
+        Factor of a row's int8 or float8_e4m3fn scales.
 
     Notes
     -----
@@ -111,10 +126,10 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on an accelerator, where int4 is packed two to a byte."""
+        """Bytes on an accelerator, where 4-bit codes lie two to a byte."""
         return tree_bytes(self)
 
-    def rows(self, index: Any) -> QTensor:
+    def rows(self, index: jax.Array) -> QTensor:
         """The same with its leading axes indexed: rows of a weight, or a slice of them."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
@@ -177,12 +192,12 @@ class RowBlocks:
 
 
 def packed_bytes(size: int, dtype: DTypeLike) -> int:
-    """Bytes of ``size`` elements on an accelerator, where int4 is packed two to a byte."""
+    """Bytes of ``size`` elements on an accelerator, where 4-bit codes lie two to a byte."""
     dtype = jnp.dtype(dtype)
-    return -(-size // 2) if dtype == jnp.int4 else size * dtype.itemsize
+    return -(-size // 2) if dtype.name in NIBBLES else size * dtype.itemsize
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: object) -> int:
     """Bytes of a tree of arrays, or of their shapes, on an accelerator."""
     return sum(packed_bytes(leaf.size, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
@@ -197,20 +212,24 @@ def quantize(
 ) -> QTensor:
     """Round-to-nearest quantization of ``w[..., K]`` along its last axis.
 
-    group_size: columns per scale; None is the whole row.
+    dtype: of the codes, or one of the formats "mxfp4", "nvfp4" and "fp8-block".
+    group_size: columns per scale; None is the whole row, or the format's own.
     symmetric: False adds an integer zero point per group (int8, int4 only).
     scale_dtype: defaults to w's dtype.  A scale is rounded up to it, and codes are computed against
         the stored scale, so the error stays within half a step.  int8, of int4 codes: in two levels
         (``QTensor.unit``); these scales are rounded to nearest, so a group's ends may be clipped.
     Plain jax.numpy: every transformation.  Gradients reach w through the scales alone (and through
     8-bit floats, whose rounding passes them on).
-    Raises ValueError for another dtype than int8, int4, float8_e4m3fn, a group that does not
-    divide K, or a ``w`` that is not floating or has no columns.
+    A format's tensor scale is that of the last two axes; each expert of ``[E, out, in]`` has one.
+    Raises ValueError for an unknown dtype, a group that does not divide K, an option that a format
+    fixes, or a ``w`` that is not floating or has no columns.
     """
     check("quantize", {"w": "float [..., K+]"}, w=w)
-    name = jnp.dtype(dtype).name
-    if name not in CODES:
-        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(CODES)}")
+    if isinstance(dtype, str) and dtype in FORMATS:
+        return _quantize_format(w, dtype, group_size, symmetric, scale_dtype)
+    name, known = jnp.dtype(dtype).name, [name for name in CODES if name != "float4_e2m1fn"]
+    if name not in known:
+        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join((*known, *FORMATS))}")
     k = w.shape[-1]
     group_size = k if group_size is None else group_size
     if group_size <= 0 or k % group_size:
@@ -222,6 +241,26 @@ def quantize(
         raise ValueError(f"quantize: scale_dtype {scale_dtype} is not a float")
     scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
     return QTensor.on_grid(codes(w, scale, zero, name), scale, zero, scale_dtype)
+
+
+def _quantize_format(
+    w: jax.Array,
+    name: str,
+    group_size: int | None,
+    symmetric: bool,
+    scale_dtype: DTypeLike | None,
+) -> QTensor:
+    """Return ``quantize`` to a named format, whose group and scales are fixed."""
+    group = format_group(name, w.shape[-1])
+    if group_size not in (None, group, FORMATS[name].group):
+        raise ValueError(f"quantize: {name} has groups of {group}, not {group_size}")
+    if not symmetric:
+        raise ValueError(f"quantize: {name} has no zero points; use symmetric=True")
+    if scale_dtype is not None and name != "fp8-block":
+        raise ValueError(f"quantize: the scales of {name} have a dtype of their own")
+    scale, unit = format_scales(w, name, scale_dtype or w.dtype)
+    q = codes(w, whole_scale(scale, unit), None, FORMATS[name].codes)
+    return QTensor(q, scale, unit=unit)
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -243,7 +282,7 @@ def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTen
     return jnp.take(x, columns, axis=-1, mode="clip")
 
 
-def stacked(weights: Sequence[jax.Array | QTensor]) -> Any:
+def stacked(weights: Sequence[jax.Array | QTensor]) -> jax.ShapeDtypeStruct | QTensor:
     """The shapes of the one weight that these are the rows of, one after the other."""
     rows = sum(w.shape[0] for w in weights)
     return jax.tree.map(

@@ -20,7 +20,13 @@ Shrink = jax.Array | float | tuple[jax.Array, jax.Array]
 
 # Lowest and highest code.  A symmetric scale maps the largest magnitude to the highest, so that +w
 # and -w round alike.
-CODES = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "float8_e4m3fn": (-448.0, 448.0)}
+CODES = {
+    "int8": (-128.0, 127.0),
+    "int4": (-8.0, 7.0),
+    "float8_e4m3fn": (-448.0, 448.0),
+    "float4_e2m1fn": (-6.0, 6.0),
+}
+NIBBLES = ("int4", "float4_e2m1fn")  # codes that lie two to a byte
 
 
 def grid(
@@ -102,9 +108,23 @@ def codes(w: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: str) ->
 def to_codes(steps: jax.Array, dtype: str) -> jax.Array:
     """Multiples of a scale, rounded and clipped to codes of ``dtype``."""
     low, high = CODES[dtype]
-    if dtype != "float8_e4m3fn":
+    if dtype in ("int8", "int4"):
         steps = jnp.round(steps)
+    elif dtype == "float4_e2m1fn":
+        steps = on_float(steps, 1, 0)
     return jnp.clip(steps, low, high).astype(dtype)
+
+
+def on_float(x: jax.Array, mantissa: int, least: int) -> jax.Array:
+    """Return float32 x rounded to floats of so many mantissa bits, ties to even.
+
+    least: the exponent of the smallest normal number.  There is no largest number.  A cast of the
+    result is exact; XLA's own cast may round to float16 first, and ends wrong near some ties.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = jnp.maximum(((bits >> 23) & 255) - 127, least)
+    step = lax.bitcast_convert_type((exponent - mantissa + 127) << 23, jnp.float32)
+    return jnp.round(x / step) * step
 
 
 def reciprocal(scale: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -20,11 +20,11 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.kept import KeptPrograms
 from jaxllama.model.records import Hidden
+from jaxllama.typing import Params
 
 
 class DraftSource(NamedTuple):
@@ -132,8 +132,8 @@ class Executor(Protocol):
         ...
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
-    ) -> tuple[Any, int | None]:
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike
+    ) -> tuple[DTypeLike, int | None]:
         """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 
         Raises JaxLlamaError if the executor has fixed values and the user's differ from them.

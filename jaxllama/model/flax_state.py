@@ -27,7 +27,12 @@ from pallas_kernels.qtensor import QTensor, RowBlocks
 Stored = QTensor | RowBlocks | CpuWeight | Cache | KVCache | RecurrentState
 
 # numpy has no names for these, by which flax stores a dtype.
-_STORED_AS = {"int4": np.int8, "float8_e4m3fn": np.uint8}
+_STORED_AS = {
+    "int4": np.int8,
+    "float8_e4m3fn": np.uint8,
+    "float4_e2m1fn": np.uint8,
+    "float8_e8m0fnu": np.uint8,
+}
 
 
 def register() -> None:

@@ -9,7 +9,7 @@ to three pieces. Vectors (norms, biases) stay on the device, because they are ne
 small. Pieces are immutable: to change a tensor, put it again and ``free`` the old one.
 
 Pinned host memory is jax's memory kind "pinned_host", which CPUs have too, so the tests run the
-same code as a GPU. int4 codes are moved and stored packed, two to a byte.
+same code as a GPU. 4-bit codes are moved and stored packed, two to a byte.
 
 Source: FlexGen's TorchMixedDevice (arXiv 2303.06865), which splits at head or batch borders; rows
 make every percentage exact. Left out: more than one device.
@@ -18,12 +18,13 @@ make every percentage exact. Left out: more than one device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
+from jaxllama.typing import ArrayOrNumpy, Leaf, Tree
 from pallas_kernels.qtensor import packed_bytes
-
-Leaf = jax.Array | np.ndarray
+from pallas_kernels.rounding import NIBBLES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,16 +66,16 @@ class StoredTensor:
         return self.host is not None or self.disk is not None
 
 
-def is_stored(leaf: Any) -> bool:
+def is_stored(leaf: object) -> TypeGuard[StoredTensor]:
     return isinstance(leaf, StoredTensor)
 
 
-def moves(tree: Any) -> bool:
+def moves(tree: Tree) -> bool:
     """Return whether getting the tree moves anything."""
     return any(is_stored(x) and x.moves for x in jax.tree.leaves(tree, is_leaf=is_stored))
 
 
-def on_device(tree: Any) -> int:
+def on_device(tree: Tree) -> int:
     """Return the number of first rows of each tensor that are on the device.
 
     It is the same for the whole tree.
@@ -86,7 +87,7 @@ def on_device(tree: Any) -> int:
     return rows
 
 
-def wait(tree: Any) -> Any:
+def wait(tree: Tree) -> Tree:
     """Return the tree when its transfers are done."""
     for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
         parts = (leaf.device, leaf.host) if is_stored(leaf) else leaf
@@ -104,8 +105,8 @@ class Pending:
     def array(self) -> jax.Array:
         if self._whole is None:
             stored, moved = self._stored, self.moved
-            if stored.dtype == jnp.int4:
-                moved = [_unpack(part) for part in moved]
+            if stored.dtype.name in NIBBLES:
+                moved = [_unpack(part, stored.dtype) for part in moved]
             parts = moved if stored.device is None else [stored.device, *moved]
             whole = parts[0] if len(parts) == 1 else _join(parts)
             self._whole = whole if whole.shape == stored.shape else whole.reshape(stored.shape)
@@ -113,7 +114,7 @@ class Pending:
         return self._whole
 
 
-def is_pending(leaf: Any) -> bool:
+def is_pending(leaf: object) -> TypeGuard[Pending]:
     return isinstance(leaf, Pending)
 
 
@@ -139,7 +140,7 @@ class Store:
                 self._disk = DiskFile(self._directory)
             return self._disk
 
-    def put(self, tree: Any, shares: Shares, *, pinned: bool = True) -> Any:
+    def put(self, tree: Tree, shares: Shares, *, pinned: bool = True) -> Tree:
         """Return a tree with a StoredTensor for every leaf of two axes or more.
 
         pinned: False keeps the host's part in memory that ``take`` can read. Raises JaxLlamaError
@@ -147,7 +148,7 @@ class Store:
         """
         return jax.tree.map(lambda leaf: self._put(leaf, shares, pinned), tree)
 
-    def take(self, tree: Any, rows: np.ndarray) -> Any:
+    def take(self, tree: Tree, rows: np.ndarray) -> Tree:
         """Return some rows of every StoredTensor on the device, ``[n, columns]``.
 
         rows: int32 in increasing order, none of them on the device. Rows past the end may hold
@@ -156,22 +157,23 @@ class Store:
         rows = rows - on_device(tree)
 
         def one(leaf: StoredTensor) -> jax.Array:
-            width = leaf.shape[-1] // 2 if leaf.dtype == jnp.int4 else leaf.shape[-1]
-            dtype = np.dtype(np.int8) if leaf.dtype == jnp.int4 else leaf.dtype
+            is_packed = leaf.dtype.name in NIBBLES
+            width = leaf.shape[-1] // 2 if is_packed else leaf.shape[-1]
+            dtype = np.dtype(np.int8) if is_packed else leaf.dtype
             host = np.empty((0, width), dtype) if leaf.host is None else leaf.host
             moved = jax.device_put(_read_rows(self, host, leaf.disk, rows), self.on_device)
-            return _unpack(moved) if leaf.dtype == jnp.int4 else moved
+            return _unpack(moved, leaf.dtype) if is_packed else moved
 
         return jax.tree.map(one, tree, is_leaf=is_stored)
 
-    def get(self, tree: Any) -> Any:
+    def get(self, tree: Tree) -> Tree:
         """Return the tree on the device.
 
         Raises JaxLlamaError when the disk's data is not what was written.
         """
         return self.finish(self.begin(tree))
 
-    def begin(self, tree: Any, known: dict[int, Pending] | None = None) -> Any:
+    def begin(self, tree: Tree, known: dict[int, Pending] | None = None) -> Tree:
         """Begin the transfers; return the tree with a Pending for every StoredTensor.
 
         known: transfers that have begun already, by the id of the StoredTensor; they are reused.
@@ -189,7 +191,7 @@ class Store:
             found[id(leaf)] = Pending(leaf, moved)
         return treedef.unflatten([found[id(leaf)] if is_stored(leaf) else leaf for leaf in leaves])
 
-    def finish(self, pending: Any) -> Any:
+    def finish(self, pending: Tree) -> Tree:
         """Return the tree of ``begin`` as arrays.
 
         Pieces are joined only when all have arrived: a join that waits would delay the computations
@@ -210,13 +212,13 @@ class Store:
                 yield ahead()
             ahead = following
 
-    def free(self, tree: Any) -> None:
+    def free(self, tree: Tree) -> None:
         """Allow the disk's part of the tree to be overwritten."""
         for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
             if is_stored(leaf) and leaf.disk is not None:
                 self.disk.free(leaf.disk)
 
-    def _put(self, leaf: Leaf, shares: Shares, pinned: bool) -> StoredTensor | jax.Array:
+    def _put(self, leaf: ArrayOrNumpy, shares: Shares, pinned: bool) -> StoredTensor | jax.Array:
         if leaf.ndim < 2:
             return jax.device_put(leaf, self.on_device)
         dtype = np.dtype(leaf.dtype)
@@ -228,7 +230,7 @@ class Store:
         flat = leaf.reshape(rows, columns)
         first, second = counts[0], counts[0] + counts[1]
         device = jax.device_put(flat[:first], self.on_device) if first else None
-        if dtype == jnp.int4:
+        if dtype.name in NIBBLES:
             assert columns % 2 == 0, leaf.shape
             flat = _pack(jnp.asarray(flat))
         host = disk = None
@@ -296,14 +298,14 @@ def _join(parts: list[jax.Array]) -> jax.Array:
 
 @jax.jit
 def _pack(codes: jax.Array) -> jax.Array:
-    """Convert int4 ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
+    """Convert 4-bit ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
     rows, columns = codes.shape
     return lax.bitcast_convert_type(codes.reshape(rows, columns // 2, 2), jnp.int8)
 
 
-@jax.jit
-def _unpack(packed: jax.Array) -> jax.Array:
-    codes = lax.bitcast_convert_type(packed, jnp.int4)
+@functools.partial(jax.jit, static_argnums=1)
+def _unpack(packed: jax.Array, dtype: np.dtype) -> jax.Array:
+    codes = lax.bitcast_convert_type(packed, dtype)
     return codes.reshape(packed.shape[0], 2 * packed.shape[1])
 
 

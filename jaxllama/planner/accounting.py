@@ -3,9 +3,9 @@
     model_bytes(cfg, dtype, scheme)      bytes of the weights (``executors.offloaded.room``: caches)
     footprint(cfg, policy, ...) -> Footprint      device, host and disk, with its terms
 
-``model_bytes`` is exact for every dtype: int4 takes half a byte, and scales and zero points count.
-FlexGen's numbers are the same but for grouped heads: here a cache holds ``n_kv_heads * head_dim``
-features a token, not ``d_model``.
+``model_bytes`` is exact for every dtype: a 4-bit code takes half a byte, and scales and zero points
+count. FlexGen's numbers are the same but for grouped heads: here a cache holds ``n_kv_heads *
+head_dim`` features a token, not ``d_model``.
 
 ``footprint`` adds the device memory of a running unit: three units' weights, two batches' caches,
 the pieces being joined, and XLA's own need for each program. It also adds the host memory of data
@@ -36,6 +36,7 @@ from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from pallas_kernels.qtensor import packed_bytes, tree_bytes
+from pallas_kernels.rounding import NIBBLES
 
 
 def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def loading_bytes(tree: Any, shares: Shares) -> int:
         return 0
     whole = sum(packed_bytes(leaf.size, leaf.dtype) for leaf in moved)
     one_tier = 100 in (shares.host, shares.disk)
-    if one_tier and not any(leaf.dtype == jnp.int4 for leaf in moved):
+    if one_tier and not any(leaf.dtype.name in NIBBLES for leaf in moved):
         return whole
     parts = max(packed_bytes(leaf.size, leaf.dtype) for leaf in moved)
     return whole + 2 * parts

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.executors.offloaded.room import split_bytes
 from jaxllama.offload.policy import Shares
 from pallas_kernels.qtensor import packed_bytes
+from pallas_kernels.rounding import NIBBLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
     joined = sum(
         packed_bytes(leaf.size, leaf.dtype)
         for leaf in jax.tree.leaves(tree)
-        if leaf.ndim >= 2 and (not pure or leaf.dtype == jnp.int4)
+        if leaf.ndim >= 2 and (not pure or leaf.dtype.name in NIBBLES)
     )
     return part.host, part.disk, float(joined)
 

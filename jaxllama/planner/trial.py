@@ -82,6 +82,10 @@ def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         values = noise
     elif dtype == jnp.int4:
         values = noise >> 4
+    elif dtype.name == "float4_e2m1fn":
+        values = noise.astype(np.float32) * (2.0 / 74)
+    elif dtype.name == "float8_e8m0fnu":
+        values = np.full(1, 2.0**-6, np.float32)
     else:
         values = noise.astype(np.float32) * (0.02 / 74)
     return jnp.asarray(np.resize(values.astype(dtype), shape))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -42,7 +43,14 @@ from jaxllama.quantization.calibration import DEFAULT_TEXT, windows
 from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
-from jaxllama.quantization.scheme import Recipe, check_experts, is_packed, parse, untie
+from jaxllama.quantization.scheme import (
+    Recipe,
+    check_experts,
+    is_packed,
+    parse,
+    round_weight,
+    untie,
+)
 from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
@@ -157,6 +165,10 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> d
         if scheme is None:
             return filled(0, leaf.shape, leaf.dtype)
         check_experts(leaf, scheme, name)
+        if scheme.is_format:
+            options = {"scheme": scheme, "name": name, "scale_dtype": request.scale_dtype}
+            like = jax.eval_shape(functools.partial(round_weight, **options), leaf)
+            return jax.tree.map(lambda part: filled(1, part.shape, part.dtype), like)
         *rows, width = leaf.shape
         groups = (*rows, width // scheme.group_of(width, name))
         return QTensor(

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import Grid
+from pallas_kernels.formats import FORMATS, format_scales, whole_scale
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import Shrink, reciprocal, to_codes
 from pallas_kernels.rounding import grid as make_grid
@@ -61,12 +62,16 @@ def gptq(
             f"gptq: the inputs' second moments [{k}, {k}] are not positive definite even with "
             f"{100 * DAMPING:g} of their mean added: calibrate with more text"
         )
+    # A format's scales are shared by rows beyond those rounded at a time.
+    fixed = format_scales(weight, grid[0], name) if grid[0] in FORMATS else None
     done = []
     for first in range(0, n, _ROWS):
         rows = slice(first, first + _ROWS)
         part = jax.tree.map(lambda one, rows=rows: one[rows] if jnp.ndim(one) else one, shrink)
-        done.append(_rounded(weight[rows], upper, order, part, grid=grid, scale_dtype=name))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
+        own = None if fixed is None else whole_scale(*fixed)[rows]
+        done.append(_rounded(weight[rows], upper, order, part, own, grid=grid, scale_dtype=name))
+    found = jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
+    return found if fixed is None else QTensor(found.q, fixed[0], unit=fixed[1])
 
 
 @jax.jit
@@ -83,14 +88,19 @@ def _rounded(
     upper: jax.Array,
     order: jax.Array,
     shrink: Shrink,
+    fixed: jax.Array | None,
     *,
     grid: Grid,
     scale_dtype: str,
 ) -> QTensor:
+    """fixed: the float32 scales of a format, or None."""
     dtype, group, zeros = grid
     w = weight.astype(jnp.float32)
     n, k = w.shape
-    scale, zero = make_grid(w, dtype, group, zeros, shrink, scale_dtype)
+    if fixed is None:
+        scale, zero = make_grid(w, dtype, group, zeros, shrink, scale_dtype)
+    else:
+        dtype, scale, zero = FORMATS[dtype].codes, fixed, None
 
     # All arrays are [K, N], so that a column of the weight is a row in memory.
     columns_of = order // group
@@ -129,6 +139,7 @@ def _rounded(
     start = (w[:, order].T, jnp.zeros((k, n), jnp.float32))
     _, chosen = lax.fori_loop(0, k // block, one_block, start)
     q = jnp.zeros((n, k), jnp.float32).at[:, order].set(chosen.T)
+    scale_dtype = scale_dtype if fixed is None else "float32"
     return QTensor.on_grid(q.astype(dtype), scale, zero, scale_dtype)
 
 

@@ -12,7 +12,7 @@ nearest, or by GPTQ); measure the error of each weight. The head follows if it i
                  smoothquant's scales for w8a8
     smoothquant  quantized activations (w8a8, fp8, fp8-static, w4a8, w4a8-fp8): scales
 
-AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``).
+AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``), if no format fixes them.
 
 If a method does not apply to a weight's scheme (a mixed recipe), that weight is rounded to nearest.
 Experts are rounded to nearest under each method, on grids weighted by the inputs of each expert. A
@@ -315,7 +315,7 @@ class _Run:
                 out = gptq(weight, seen.hessian, shrink, grid=grid, scale_dtype=dtype)
             else:
                 out = nearest(weight, shrink, grid=grid, scale_dtype=dtype)
-            if out.unit is None:
+            if out.unit is None and not scheme.is_format:
                 out = fit_scales(weight, out, seen.hessian)
             out = dataclasses.replace(out, activations=scheme.activations)
         else:

@@ -4,7 +4,7 @@
 
 The values are distributed as in ``init_params`` (normal, 0.02; norms 1; biases 0). With a scheme
 the tree has the form of ``quantize_params``, but no floats are drawn for it. Codes are drawn
-uniformly over their range (float8: normal), with one constant scale that gives the same deviation.
+uniformly over their bits (float8: normal), with one constant scale that gives the same deviation.
 So a model whose floats fit nowhere can be measured, such as a 70B shape in w4a16 on one GPU.
 Weights of one shape share one program. On a mesh every device draws the whole weight and keeps its
 part, so the model equals the model of one device, split.
@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.generation import Params
 from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.shardings import computed_leaf
@@ -35,11 +34,12 @@ from jaxllama.model.split import check_shards
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
-from pallas_kernels.qtensor import QTensor, tree_bytes
+from jaxllama.typing import Params
+from pallas_kernels.qtensor import FLOAT4, QTensor, tree_bytes
 
 # Standard deviations of random codes.
 _MULTIPLE = 12  # multiple in the scales of two levels
-_DEVIATIONS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0}
+_DEVIATIONS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0, "float4_e2m1fn": 2.93}
 
 
 def random_params(
@@ -160,6 +160,8 @@ def _floats(key: jax.Array, shape: tuple[int, ...], dtype: Any, mean: float, std
 
 
 def _words(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if dtype == FLOAT4:
+        return lax.bitcast_convert_type(_words(key, shape, jnp.int4), dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         values = _DEVIATIONS[dtype.name] * jax.random.normal(key, shape, jnp.float32)
         most = float(jnp.finfo(dtype).max)

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.formats import FORMATS
+from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rounding import CODES, Shrink, codes, kept, reciprocal
 from pallas_kernels.rounding import grid as make_grid
 
-# A weight's (dtype of the codes, columns per scale, whether it has zero points).
+# A weight's (dtype of the codes or format, columns per scale, whether it has zero points).
 Grid = tuple[str, int, bool]
 # Shares of one end's range. A share above 1 moves the grid within its step.
 SHARES = tuple(1.06 - 0.03 * step for step in range(9))
@@ -35,14 +36,22 @@ def rounded(
     scale_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Return ``w`` after rounding, as float32."""
+    if dtype in FORMATS:
+        return dequantize(quantize(w, dtype))
     scale, zero = make_grid(w, dtype, group_size, zeros, shrink, scale_dtype)
     return dequantize(QTensor(codes(w, scale, zero, dtype), scale, zero))
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
 def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) -> QTensor:
-    """Round ``weight[..., K]`` to nearest on its grid, which covers ``shrink`` of each range."""
+    """Round ``weight[..., K]`` to nearest on its grid, which covers ``shrink`` of each range.
+
+    A format of ``quantize`` chooses its own range.
+    """
     dtype, group, zeros = grid
+    if dtype in FORMATS:
+        own = scale_dtype if FORMATS[dtype].rows > 1 else None
+        return quantize(weight, dtype, scale_dtype=own)
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
     return QTensor.on_grid(codes(weight, scale, zero, dtype), scale, zero, scale_dtype)
 

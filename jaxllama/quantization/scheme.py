@@ -14,6 +14,9 @@ floats. The others also quantize activations, inside the matmul's input.
     w4a8        w4a16's weights, their groups' scales int8 multiples of one a row (two levels, as in
                 QServe, arXiv 2405.04532), activations int8 with one scale per token: exact sums
     w4a8-fp8    w4a16's weights, activations float8_e4m3fn with one scale per token
+    mxfp4       float4_e2m1fn weights, a power of two as the scale of 32 inputs
+    nvfp4       float4_e2m1fn weights, a float8_e4m3fn scale for 16 inputs, a float32 one for all
+    fp8-block   float8_e4m3fn weights, one scale for 128 x 128 of them; activations in floats
     none        floats
 
 ``-gN`` after w8a16 or a scheme of 4 bits fixes its group (``w4a16-g32``, ``w8a16-g128``). ``-zero``
@@ -47,9 +50,21 @@ from jax.typing import DTypeLike
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import fitted, nearest
 from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.formats import FORMATS, format_group
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
-SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static", "w4a8", "w4a8-fp8")
+SCHEMES = (
+    "w8a16",
+    "w4a16",
+    "w8a8",
+    "fp8",
+    "fp8-static",
+    "w4a8",
+    "w4a8-fp8",
+    "mxfp4",
+    "nvfp4",
+    "fp8-block",
+)
 # Parents of a "weight" that is a matmul.
 _EXPERTS = ("experts_gate_up", "experts_down")  # [E, out, in]
 MATMULS = frozenset(("qkv", "qkvz", "q", "k", "v", "g", "o", "gate_up", "down", "head", *_EXPERTS))
@@ -61,10 +76,10 @@ _GROUPS = (128, 64, 32)
 class Scheme:
     """How one weight is quantized.
 
-    weights: dtype of the codes. group_size: columns per scale; None is a whole row, 0 the widest of
-    128, 64, 32 that divides. zeros: whether there are integer zero points beside the scales.
-    activations: dtype of the other operand, or None for floats. static: whether activations have
-    one calibrated scale instead of one per token.
+    weights: dtype of the codes, or a format of ``quantize``. group_size: columns per scale; None is
+    a whole row, 0 the widest of 128, 64, 32 that divides. zeros: whether there are integer zero
+    points beside the scales. activations: dtype of the other operand, or None for floats. static:
+    whether activations have one calibrated scale instead of one per token.
     """
 
     weights: str
@@ -77,6 +92,11 @@ class Scheme:
         """Return the columns per scale for ``width`` inputs; JaxLlamaError if none divides."""
         if self.group_size is None:
             return width
+        if self.is_format:
+            try:
+                return format_group(self.weights, width)
+            except ValueError as error:
+                raise JaxLlamaError(f"{name}: {error}") from None
         if self.group_size:
             if width % self.group_size:
                 raise JaxLlamaError(
@@ -87,6 +107,11 @@ class Scheme:
         if group is None:
             raise JaxLlamaError(f"{name}: no group of 128, 64 or 32 divides its {width} inputs")
         return group
+
+    @property
+    def is_format(self) -> bool:
+        """Whether a format fixes the groups and their scales (``pallas_kernels.formats``)."""
+        return self.weights in FORMATS
 
     @property
     def is_fitted(self) -> bool:
@@ -118,6 +143,7 @@ _BASES = {
     "fp8-static": Scheme("float8_e4m3fn", activations="float8_e4m3fn", static=True),
     "w4a8": Scheme("int4", group_size=0, zeros=True, activations="int8"),
     "w4a8-fp8": Scheme("int4", group_size=0, zeros=True, activations="float8_e4m3fn"),
+    **{name: Scheme(name, group_size=found.group) for name, found in FORMATS.items()},
 }
 
 
@@ -213,6 +239,8 @@ def _scheme(text: str) -> Scheme | None:
     if base is None:
         raise JaxLlamaError(f"scheme {text!r} is not one of {', '.join(SCHEMES)}, none")
     scheme = _BASES[base]
+    if scheme.is_format and text != base:
+        raise JaxLlamaError(f"scheme {text!r}: {base} fixes its groups and has no zero points")
     for option in text[len(base) :].split("-")[1:]:
         if re.fullmatch(r"g[1-9]\d*", option):
             scheme = dataclasses.replace(scheme, group_size=int(option[1:]))

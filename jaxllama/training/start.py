@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxllama.checkpoints.hf.config import config_to_hf
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params
 from jaxllama.loading import load
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
@@ -21,6 +20,7 @@ from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
+from jaxllama.typing import Params
 from pallas_kernels.qtensor import QTensor
 
 

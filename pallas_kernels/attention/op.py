@@ -21,8 +21,6 @@ Left out: a prompt's many query tokens (``attention.blockwise`` serves those).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,7 @@ from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
-_Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
+_Static = tuple[int | None, float, Plan | None]  # window, scale, the kernel's plan
 _OPERANDS = {
     "q": "float [B, N, H]",
     "k": "float|QTensor [B, S, K+, H]",

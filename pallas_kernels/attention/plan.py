@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import jax
+
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather
 from pallas_kernels.attention.ring import ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, TILE
 from pallas_kernels.device import gpu
+from pallas_kernels.qtensor import QTensor
 
+AttentionCall = tuple[
+    jax.Array, jax.Array | jax.ShapeDtypeStruct | QTensor, int
+]  # q, the keys' rows, query heads
 CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
@@ -38,7 +44,7 @@ class AttentionPlan:
     fuls: int = 1
 
 
-def plan(call) -> AttentionPlan:
+def plan(call: AttentionCall) -> AttentionPlan:
     """Return the fastest measured division for any (q, k, query heads) that fits shared memory.
 
     Chunks are as long as possible under two conditions: every SM has a team, and rows of unequal

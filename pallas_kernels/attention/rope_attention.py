@@ -29,7 +29,8 @@ from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, d
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
-_Static = tuple[int | None, float, float | None, Any]  # window, scale, eps, the kernel's plan
+# Window, scale, eps, the kernel's plan.
+_Static = tuple[int | None, float, float | None, Plan | None]
 _Weights = tuple[jax.Array, jax.Array]  # of the norm of q's heads, of k's
 _Result = tuple[jax.Array, Cached, Cached]
 

@@ -33,6 +33,8 @@ from pallas_kernels.cpu.weight import TILE, CpuWeight, block_size
 from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
+    from llvmlite import ir
+
     from pallas_kernels.cpu.emit import Emitter, Value
     from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
@@ -98,7 +100,15 @@ def shared_rows(m: int, bits: int, target: Target) -> int:
     return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
 
 
-def run(call: MatmulCall, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
+def run(
+    call: MatmulCall,
+    plan: CpuPlan,
+    x: jax.Array,
+    w: CpuWeight,
+    bias: jax.Array | None,
+    gamma: jax.Array | None,
+    residual: jax.Array | None,
+) -> jax.Array:
     """x ``[R, K]`` -> ``[R, N]`` of the call's dtype."""
     program = plan.program
     operands = [x, w.q, w.scale]
@@ -139,7 +149,9 @@ class Matmul(Program):
     swiglu: bool = False
     residual: bool = False
 
-    results = 2
+    @property
+    def results(self) -> int:
+        return 2
 
     @property
     def fused(self) -> int:
@@ -591,7 +603,7 @@ class TilesOfRows(_Body):
             made.append(e.fma(found, e.splat(self._word(row.x_scales, block)), total))
         return made
 
-    def _word(self, pointer: Value, index: Value, kind: object = None) -> Value:
+    def _word(self, pointer: Value, index: Value, kind: ir.Type | None = None) -> Value:
         return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
 
     def _numbers(self, argument: int, dtype: str, index: Value, lanes: int = TILE) -> Value:

@@ -36,13 +36,14 @@ from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, i
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.operands import check
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 
 Weight = jax.Array | QTensor | CpuWeight
-_Static = tuple[int, Gate | None, Any]  # experts of a row of x, the gate, the plan
+_Static = tuple[int, Gate | None, Plan | None]  # experts of a row of x, the gate, the plan
+_Operands = tuple[jax.Array, jax.Array | QTensor, jax.Array]
 _OPERANDS = {
     "w": "float|QTensor [E+, out, in]",
     "experts": "int32 [T, k+]",
@@ -140,7 +141,7 @@ def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
 
 
 def _weight_only(op: str, w: Weight) -> Weight:
-    """w with one level of scales and without the QTensor's optional fields; checks them first."""
+    """Return w without notes, and int4 codes with one level of scales; checks them first."""
     if not isinstance(w, QTensor | CpuWeight):
         return w
     activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
@@ -150,8 +151,8 @@ def _weight_only(op: str, w: Weight) -> Weight:
         raise ValueError(f"{op}: w has columns in another order, which experts have not")
     if isinstance(w, CpuWeight):
         return w
-    w = w.in_one_level
-    return QTensor(w.q, w.scale, w.zero)
+    w = w if w.dtype == FLOAT4 else w.in_one_level
+    return QTensor(w.q, w.scale, w.zero, unit=w.unit)
 
 
 def _composed(
@@ -207,8 +208,8 @@ def _sums_xla(fan: int, x: jax.Array, w: jax.Array | QTensor, experts: jax.Array
 
 
 def _sums_backward(
-    choice: OpChoice, fan: int, operands: Any, saved: Any, dy: jax.Array
-) -> tuple[Any, ...]:
+    choice: OpChoice, fan: int, operands: _Operands, saved: object, dy: jax.Array
+) -> tuple[jax.Array, jax.Array | QTensor, None]:
     x, w, experts = operands
     return *xla.backward(x, w, experts, dy, fan), None
 

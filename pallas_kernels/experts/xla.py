@@ -24,18 +24,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivative import is_codes
 from pallas_kernels.experts import predict
 from pallas_kernels.experts.blocks import blocks_of
 from pallas_kernels.experts.predict import XlaForm
-from pallas_kernels.matmul.weight_only import WORD, dot
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.matmul.weight_only import WORD, dot, float4_values
+from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
+from pallas_kernels.rounding import NIBBLES
 
 Weight = jax.Array | QTensor
 # Rows of a block on a CPU: what few pairs waste beside what many read again.
@@ -52,6 +53,9 @@ def sums(
 
     form: on an accelerator; None is the one that is predicted to be the shortest.
     """
+    if isinstance(w, QTensor) and w.unit is not None:
+        plain = dataclasses.replace(w, unit=None)
+        return sums(x, plain, experts, fan, form) * w.unit[..., 0][experts]
     n_pairs = experts.shape[0]
     form = form or predict.shortest_form(w, n_pairs, x.shape[0])
     elsewhere = functools.partial(
@@ -96,23 +100,28 @@ def _expert(w: Weight, dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
     """A function from an expert's index to its floats ``[out, in]``."""
     if not isinstance(w, QTensor):
         return lambda e: lax.dynamic_index_in_dim(w, e, keepdims=False).astype(dtype)
-    if w.dtype != jnp.int4 or w.shape[-1] % 2:
+    if w.dtype.name not in NIBBLES or w.shape[-1] % 2:
         return lambda e: dequantize(_pick(w, e), dtype)
-    # XLA's CPU backend unpacks a whole int4 array before it slices it; it slices bytes as they are.
+    # XLA's CPU backend unpacks a whole array of 4-bit codes before it slices it; it slices bytes as
+    # they are.
     packed = lax.bitcast_convert_type(w.q.reshape(*w.shape[:-1], -1, 2), jnp.int8)
     outer = dataclasses.replace(w, q=packed)
 
     def floats(e: jax.Array) -> jax.Array:
         own = _pick(outer, e)
-        codes = jnp.stack([(own.q << 4) >> 4, own.q >> 4], axis=-1)
-        return dequantize(dataclasses.replace(own, q=codes.reshape(w.shape[1:])), dtype)
+        if w.dtype == FLOAT4:
+            codes = jnp.stack([float4_values(own.q), float4_values(own.q >> 4)], axis=-1)
+        else:
+            codes = jnp.stack([(own.q << 4) >> 4, own.q >> 4], axis=-1)
+        return dataclasses.replace(own, q=codes.reshape(w.shape[1:])).floats(dtype)
 
     return floats
 
 
 def _pick(w: QTensor, e: jax.Array) -> QTensor:
     pick = functools.partial(lax.dynamic_index_in_dim, index=e, keepdims=False)
-    return QTensor(pick(w.q), pick(w.scale), None if w.zero is None else pick(w.zero))
+    zero, unit = (None if v is None else pick(v) for v in (w.zero, w.unit))
+    return QTensor(pick(w.q), pick(w.scale), zero, unit=unit)
 
 
 # --- the forms ------------------------------------------------------------------------------------
@@ -139,14 +148,18 @@ def _by_gather(
     rows = jnp.repeat(x, fan, axis=0).astype(jnp.float32)[:, None]
     if not isinstance(w, QTensor):
         return jnp.sum(w[experts].astype(jnp.float32) * rows, axis=-1)
-    if w.dtype != jnp.int4 or w.group_size % WORD:
+    if w.dtype.name not in NIBBLES or w.group_size % WORD:
         return jnp.sum(dequantize(w.rows(experts)) * rows, axis=-1)
     words = lax.bitcast_convert_type(w.q.reshape(*w.shape[:-1], -1, WORD), jnp.int32)[experts]
-    # A code is shifted to the upper end of its word and back, which extends its sign.
-    codes = jnp.stack([(words << shift) >> 28 for shift in range(28, -1, -4)], axis=-1)
+    if w.dtype == FLOAT4:
+        codes = jnp.stack([float4_values(words >> shift) for shift in range(0, 32, 4)], axis=-1)
+    else:
+        # A code is shifted to the upper end of its word and back, which extends its sign.
+        codes = jnp.stack([(words << shift) >> 28 for shift in range(28, -1, -4)], axis=-1)
+        codes = codes.astype(jnp.int8)
     zero = None if w.zero is None else w.zero[experts]
-    plain = QTensor(codes.reshape(*words.shape[:-1], -1).astype(jnp.int8), w.scale[experts], zero)
-    return jnp.sum(dequantize(plain) * rows, axis=-1)
+    plain = QTensor(codes.reshape(*words.shape[:-1], -1), w.scale[experts], zero)
+    return jnp.sum(plain.floats(jnp.float32) * rows, axis=-1)
 
 
 def _by_every(
@@ -167,7 +180,14 @@ BY_FORM: dict[XlaForm, Callable[..., jax.Array]] = {
 
 
 def _d_x(
-    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, *, fan: int, size: int, dtype: Any
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    dy: jax.Array,
+    *,
+    fan: int,
+    size: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     floats, at = _expert(w, dtype), blocks_of(experts, w.shape[0], size)
     rows = jnp.minimum(at.pairs, experts.shape[0] - 1)
@@ -182,7 +202,14 @@ def _d_x(
 
 
 def _d_w(
-    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, *, fan: int, size: int, dtype: Any
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    dy: jax.Array,
+    *,
+    fan: int,
+    size: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """float32 ``[E, out, in]``."""
     at, n_pairs = blocks_of(experts, w.shape[0], size), experts.shape[0]
@@ -200,7 +227,7 @@ def _d_w(
     return lax.scan(add, zero, (at.experts, at.pairs))[0]
 
 
-def _of_weight(w: Weight, dw: jax.Array) -> Any:
+def _of_weight(w: Weight, dw: jax.Array) -> Weight:
     """The gradient of an array, or of a QTensor's scales and floating zeros."""
     if not isinstance(w, QTensor):
         return dw.astype(w.dtype)
@@ -211,5 +238,10 @@ def _of_weight(w: Weight, dw: jax.Array) -> Any:
         codes = codes - w.zero.astype(jnp.float32)[..., None]
     elif w.zero is not None:
         d_zero = jnp.sum(by_group, axis=-1).astype(w.zero.dtype)
-    d_scale = jnp.sum(by_group * codes, axis=-1).astype(w.scale.dtype)
-    return dataclasses.replace(w, q=None, scale=d_scale, zero=d_zero)
+    d_scale: jax.Array | None = jnp.sum(by_group * codes, axis=-1)
+    d_unit = None
+    if w.unit is not None:
+        by_scale = d_scale * w.scale.astype(jnp.float32)
+        d_unit = jnp.sum(by_scale, axis=-1, keepdims=True).astype(w.unit.dtype)
+    d_scale = None if is_codes(w.scale) else d_scale.astype(w.scale.dtype)
+    return dataclasses.replace(w, q=None, scale=d_scale, zero=d_zero, unit=d_unit)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -120,7 +121,12 @@ def segment_starts(
     return jnp.stack(states, axis=2)
 
 
-def _starts(operands, start, lengths, segments):
+def _starts(
+    operands: Sequence[jax.Array],
+    start: jax.Array | None,
+    lengths: jax.Array | None,
+    segments: int,
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Return (the argument ``start`` of ``scan``, the segments' transitions)."""
     if segments == 1:
         return None if start is None else start[:, :, None], None

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from pallas_kernels.gated_delta.token_registers import (
     ROWS,
     DeltaTokenOperands,
     DeltaTokenShape,
+    Operand,
     Token,
 )
 from pallas_kernels.launch import in_place, launch
@@ -58,8 +59,12 @@ class DeltaTokenPlan:
 
 
 def _launched(
-    shape: DeltaTokenShape, operands: DeltaTokenOperands, rows: int, out: Any, refs: Any
-) -> Any:
+    shape: DeltaTokenShape,
+    operands: DeltaTokenOperands,
+    rows: int,
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    refs: tuple[Operand | tuple[Operand, ...], Operand | tuple[Operand, ...]],
+) -> tuple[jax.Array, ...]:
     """Launch the kernel and return results of the types ``out``.
 
     The last five results may be the operands for a later commit.  rows: number of rows of the

@@ -3,6 +3,7 @@
 The scheme is read off the operands:
 
     x float  x  w int4 | int8 | float8_e4m3fn   weight-only: groups or rows, zeros of both kinds
+    x float  x  w float4_e2m1fn                 weight-only: MXFP4 and NVFP4
     x float  x  w float                         plain
     x int8   x  w int8                          W8A8: int32 accumulation, exact
     x fp8    x  w fp8                           FP8: float32 accumulation
@@ -27,11 +28,11 @@ model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own lay
 ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
 of 32.
 
-Gradients: for float x, with respect to x, bias, w.scale, a floating w.zero (or a plain w) and the
-fused operands; for QTensor x, with respect to both scales and bias.  Codes get none.  On an
-accelerator, the gradient of x is one product with the dequantized weight, in blocks of 512 MiB if
-it is larger.  Its operands have x's dtype and its sums are float32.  On a CPU it goes by tiles, in
-float32.
+Gradients: for float x, with respect to x, bias, w.scale of floats of 16 bits or more, w.unit, a
+floating w.zero (or a plain w) and the fused operands; for QTensor x, with respect to both scales
+and bias.  Codes get none.  On an accelerator, the gradient of x is one product with the dequantized
+weight, in blocks of 512 MiB if it is larger.  Its operands have x's dtype and its sums are float32.
+On a CPU it goes by tiles, in float32.
 
 Leaves out: mixed pairs of dtypes other than with int4; scales that vary along K for quantized x; a
 residual after SwiGLU in one kernel.
@@ -65,7 +66,7 @@ from pallas_kernels.matmul import choice, operands, xla
 from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.xla import finish, low_rank_sums
 from pallas_kernels.operands import FLOATS, check
-from pallas_kernels.qtensor import QTensor, take_columns
+from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.transform import Op, chosen
@@ -265,7 +266,9 @@ def product_plan(
 
 def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
     """Return w without notes, and for floats of x in one level of scales."""
-    w = w if isinstance(x, QTensor) else w.in_one_level
+    # An accelerator reads NVFP4's scales as they are stored, and applies ``unit`` to the sums.
+    keeps_levels = isinstance(x, QTensor) or w.dtype == FLOAT4
+    w = w if keeps_levels else w.in_one_level
     return QTensor(w.q, w.scale, w.zero, unit=w.unit)
 
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
-from pallas_kernels.dispatch import named_plan
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.matmul.call import N_SM, MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
@@ -32,6 +32,8 @@ from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.weight_only import Form, forms
 from pallas_kernels.qtensor import QTensor, tree_bytes
+from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.types import HasShape
 
 FITTED_ROWS = 256
 
@@ -58,8 +60,9 @@ _Plan = RowPlan | TilePlan | PairTile | WeightTile
 def kernel_us(plan: _Plan, call: MatmulCall) -> float:
     fitted, times = _fitted(call)
     if times > 1:
-        found: Any = named_plan(many_rows.plan(fitted))
-        plan = plan if found is None else found
+        found = many_rows.plan(fitted)
+        found = found.plan if isinstance(found, Reason) else found
+        plan = found if isinstance(found, PairTile | WeightTile) else plan
     return times * predicted_us(kernel_work(plan, fitted))
 
 
@@ -80,8 +83,7 @@ def _row(plan: RowPlan, call: MatmulCall) -> MatmulWork:
 
 def _tile(plan: TilePlan, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
-    w: Any = call.w
-    fold = " fold" if not call.plain and FewRowsScheme.of(w, "bf16").fold else ""
+    fold = " fold" if not call.plain and FewRowsScheme.of(call.codes, "bf16").fold else ""
     busiest = plan.per * plan.k_warp / 1e3  # thousands of columns of a warp
     x = call.m * call.k / 1e3
     serial = normed, normed * x, x, float(plan.split > 1)
@@ -108,8 +110,7 @@ def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
     tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
     rounds = math.ceil(tiles / (N_SM // (plan.cluster * plan.split)))
     slots = rounds * call.k / plan.block / plan.split / 100
-    w: Any = call.w
-    groups = w.scale.shape[1]
+    groups = call.codes.scale.shape[1]
     ordered = float(not plan.stored and groups > 1)  # XLA transposes scales first
     widened = slots * plan.rows / plan.parts / 64
     serial = (
@@ -148,32 +149,32 @@ def around_work(call: MatmulCall) -> tuple[float, ...]:
 
 def product_us(call: MatmulCall) -> float:
     """XLA's form of the product alone."""
-    w: Any = call.w
-    as_floats = w.dtype == jnp.int4 and (w.unit is None or call.x != jnp.int8)
+    w = call.w
+    is_int4 = isinstance(w, QTensor) and w.dtype == jnp.int4
+    as_floats = is_int4 and (call.codes.unit is None or call.x != jnp.int8)
     if as_floats or not (call.plain or call.quantized_x):
-        return min(form_us(form, call) for form in forms(w.q, w.group_size))
+        return min(form_us(form, call) for form in forms(call.codes.q, call.codes.group_size))
     us = predicted_us(product_work(call))
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
         us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))
     return us
 
 
-def shortest_form(x: Any, w: QTensor) -> Form:
+def shortest_form(x: HasShape, w: QTensor) -> Form:
     """Return the form of XLA's that a weight-only product takes; x: ``[M, K]``."""
     call, _ = _fitted(MatmulCall.of(x, QTensor(w.q, w.scale, w.zero), x.dtype))
     return min(forms(w.q, w.group_size), key=functools.partial(form_us, call=call))
 
 
 def form_us(form: Form, call: MatmulCall) -> float:
-    w: Any = call.w
     us = predicted_us(form_work(form, call))
-    if form == "words" and w.zero is not None:
+    if form == "words" and call.codes.zero is not None:
         us += gpu().costs["xla zeros"].start
     return us
 
 
 def form_work(form: Form, call: MatmulCall) -> MatmulWork:
-    w: Any = call.w
+    w = call.codes
     m, n, k, groups = call.m, call.n, call.k, w.scale.shape[1]
     stored, multiplied = _megabytes(call), m * n * k / 1e9
     if form == "words":
@@ -185,8 +186,8 @@ def form_work(form: Form, call: MatmulCall) -> MatmulWork:
         return MatmulWork("xla copy", (k / 1e3, min(m, 128) * k * 2 / 1e6), (moved, multiplied))
     if groups > 1:
         sums = 2 * groups * m * n * 4 / 1e6
-        is_int4, zeros = float(w.dtype == jnp.int4), float(w.zero is not None)
-        serial = sums, is_int4, n * groups / 1e6, zeros * n * groups / 1e6, zeros
+        is_packed, zeros = float(w.dtype.name in NIBBLES), float(w.zero is not None)
+        serial = sums, is_packed, n * groups / 1e6, zeros * n * groups / 1e6, zeros
         return MatmulWork("xla sums", serial, (stored, multiplied))
     serial = float(m == 1), min(m, 128) * k * 2 / 1e6, k / 1e3
     return MatmulWork("xla row sums", serial, (stored, _rounds(m, n, 128) * k / 1e3, multiplied))

@@ -2,7 +2,7 @@
 
 Three forms give the same float32 sums.  They differ in what they write beside the result:
 
-    words  int4: multiply and reduce, one kernel that reads the codes once; for a row or two
+    words  4-bit codes: multiply and reduce, one kernel that reads them once; for a row or two
     sums   a product with the codes themselves, then the scales; writes one float32 sum for each
            group, row of x and row of w.  With one scale a row these sums are the result
     copy   dequantize, then a product; writes a copy of the weight in x's dtype, because XLA does
@@ -24,23 +24,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.rounding import NIBBLES
 
 Form = Literal["words", "sums", "copy"]
-WORD = 8  # int4 codes in the 32 bits that a thread of the first form reads at a time
+WORD = 8  # 4-bit codes in the 32 bits that a thread of the first form reads at a time
 
 
 def forms(q: jax.Array, group_size: int) -> tuple[Form, ...]:
     """The forms that exist for codes in groups of ``group_size`` columns."""
-    has_words = q.dtype == jnp.int4 and group_size % WORD == 0
+    has_words = q.dtype.name in NIBBLES and group_size % WORD == 0
     return ("words", "sums", "copy") if has_words else ("sums", "copy")
 
 
 def by_words(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array) -> jax.Array:
     n, groups = scale.shape
     words = lax.bitcast_convert_type(q.reshape(n, groups, -1, WORD), jnp.int32)
-    # A code is shifted to the upper end of its word and back, which extends its sign.
-    codes = [((words << shift) >> 28).astype(jnp.float32) for shift in range(28, -1, -4)]
+    if q.dtype == FLOAT4:
+        codes = [float4_values(words >> shift) for shift in range(0, 32, 4)]
+    else:
+        # A code is shifted to the upper end of its word and back, which extends its sign.
+        codes = [((words << shift) >> 28).astype(jnp.float32) for shift in range(28, -1, -4)]
     # Neighbouring threads are to read neighbouring values of x, as they do of the words.
     by_code = x.astype(jnp.float32).reshape(-1, *words.shape[1:], WORD)
     by_code = lax.optimization_barrier(jnp.moveaxis(by_code, -1, 1))
@@ -78,6 +82,18 @@ def by_sums(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
 def by_copy(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array) -> jax.Array:
     w = QTensor(q, scale, zero).floats(x.dtype)
     return dot(x, w, (((1,), (1,)), ((), ())), x.dtype)
+
+
+def float4_values(bits: jax.Array) -> jax.Array:
+    """Return the float32 values of the float4_e2m1fn codes in the lowest four bits of integers.
+
+    The code's exponent and mantissa are the same fields of a float16 of 2^-14 times the value.
+    """
+    bits = bits.astype(jnp.int32)
+    halves = ((bits & 8) << 12) | ((bits & 7) << 9)
+    return lax.bitcast_convert_type(halves.astype(jnp.int16), jnp.float16).astype(jnp.float32) * (
+        2.0**14
+    )
 
 
 BY_FORM = {"words": by_words, "sums": by_sums, "copy": by_copy}

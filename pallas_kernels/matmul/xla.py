@@ -16,19 +16,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.derivative import is_codes
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.predict import shortest_form
-from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot, float4_values
+from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.transform import OpChoice
+from pallas_kernels.types import Device
 
+Tree = TypeVar("Tree", bound=jax.Array | QTensor | tuple[jax.Array, ...])
+_Operands = tuple[jax.Array, QTensor, jax.Array | None]
 _LAST: Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
 _EXACT_BLOCK = 1024
@@ -41,22 +46,26 @@ _WHOLE_BYTES = 1 << 29
 def weight_only(static: Static, x: jax.Array, w: QTensor, bias: jax.Array | None) -> jax.Array:
     """``x[M, K]`` times ``w[N, K]`` transposed.
 
-    w has scales in one level, and its columns are in order.
+    w's columns are in order.  ``unit`` multiplies the sums.
     """
+    if w.unit is not None:
+        alone = Static(jnp.dtype(jnp.float32))
+        sums = weight_only(alone, x, dataclasses.replace(w, unit=None), None)
+        return finish(sums * w.unit[:, 0], bias, static.out)
 
     def on_accelerator(x: jax.Array, w: QTensor) -> jax.Array:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
         form = _form(device_of(()), x.shape, x.dtype, shapes)
         return BY_FORM[form](x, w.scale, w.zero, w.q)
 
-    is_packed = w.dtype == jnp.int4 and w.group_size % 2 == 0
+    is_packed = w.dtype.name in NIBBLES and w.group_size % 2 == 0
     tiled = _packed_tiled if is_packed else _weight_only_tiled
     sums = lax.platform_dependent(x, w, default=on_accelerator, cpu=tiled)
     return finish(sums, bias, static.out)
 
 
 @functools.lru_cache(maxsize=1024)
-def _form(device: Any, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> Form:
+def _form(device: Device, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> Form:
     """Return ``shortest_form``, which layers that are alike ask for again and again.
 
     device: whose costs are compared. w: the weight's shapes.
@@ -66,8 +75,8 @@ def _form(device: Any, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> 
 
 
 def weight_only_gradients(
-    choice: OpChoice, static: Static, operands: Any, saved: Any, dy: jax.Array
-) -> tuple[Any, ...]:
+    choice: OpChoice, static: Static, operands: _Operands, saved: object, dy: jax.Array
+) -> tuple[jax.Array, QTensor, jax.Array | None]:
     """Return the cotangents of ``weight_only``'s operands; codes have none."""
     x, w, bias = operands
     dy = dy.astype(jnp.float32)
@@ -75,14 +84,18 @@ def weight_only_gradients(
     # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
     dw = outer_sums(dy, x).reshape(*w.scale.shape, -1)
     codes = w.q.astype(jnp.float32).reshape(dw.shape)
-    dzero = None
+    dzero = dunit = None
     if w.zero is not None and jnp.issubdtype(w.zero.dtype, jnp.integer):
         codes = codes - w.zero.astype(jnp.float32)[..., None]
     elif w.zero is not None:
         dzero = jnp.sum(dw, axis=-1).astype(w.zero.dtype)
-    dscale = jnp.sum(dw * codes, axis=-1).astype(w.scale.dtype)
+    dscale: jax.Array | None = jnp.sum(dw * codes, axis=-1)
+    if w.unit is not None:
+        by_scale = dscale * w.scale.astype(jnp.float32)
+        dunit = jnp.sum(by_scale, axis=-1, keepdims=True).astype(w.unit.dtype)
+    dscale = None if is_codes(w.scale) else dscale.astype(w.scale.dtype)
     dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
-    return dx, dataclasses.replace(w, q=None, scale=dscale, zero=dzero), dbias
+    return dx, dataclasses.replace(w, q=None, scale=dscale, zero=dzero, unit=dunit), dbias
 
 
 def codes(
@@ -136,17 +149,21 @@ def _weight_only_tiled(x: jax.Array, w: QTensor) -> jax.Array:
 
 
 def _packed_tiled(x: jax.Array, w: QTensor) -> jax.Array:
-    """``_weight_only_tiled`` of int4 codes in groups of an even number of columns.
+    """``_weight_only_tiled`` of 4-bit codes in groups of an even number of columns.
 
-    Slices of int4 arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
+    Slices of 4-bit arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
     """
     columns = x.astype(jnp.float32).T
     pairs = lax.bitcast_convert_type(w.q.reshape(-1, w.shape[1] // 2, 2), jnp.int8)
     even, odd = columns[0::2], columns[1::2]
     dot = functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
+    is_float4 = w.dtype == FLOAT4
 
     def product(tile: QTensor) -> jax.Array:
-        codes = (tile.q << 4) >> 4, tile.q >> 4
+        if is_float4:
+            codes = float4_values(tile.q), float4_values(tile.q >> 4)
+        else:
+            codes = (tile.q << 4) >> 4, tile.q >> 4
         low, high = (dataclasses.replace(tile, q=q) for q in codes)
         return dot(low.floats(jnp.float32), even) + dot(high.floats(jnp.float32), odd)
 
@@ -235,7 +252,7 @@ def _fp8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return _map_tiles(one, wq).T
 
 
-def _map_tiles(f: Callable[[Any], jax.Array], w: Any) -> jax.Array:
+def _map_tiles(f: Callable[[Tree], jax.Array], w: Tree) -> jax.Array:
     """``f`` over tiles of rows of ``w`` (any pytree of ``[N, ...]``), results concatenated."""
     n = jax.tree.leaves(w)[0].shape[0]
     tile = min(n, _CPU_TILE)

@@ -4,7 +4,7 @@ block's sums, store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
@@ -92,7 +92,7 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
 class RowShare:
     """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
 
-    def __init__(self, gmem: Any, smem: Any, plan: RowsPlan):
+    def __init__(self, gmem: SimpleNamespace, smem: SimpleNamespace, plan: RowsPlan):
         op = plan.op
         self.op, self.plan = op, plan
         self.thread = p.register("tid.x")
@@ -106,13 +106,13 @@ class RowShare:
             self.rank = p.register("cluster_ctarank")
             column = p.add(column, p.mul(self.rank, 8 * chunks))
 
-        def start(ref: Any) -> p.Value | None:
+        def start(ref: p.Value | None) -> p.Value | None:
             return None if ref is None else p.address(ref)
 
-        def mine(ref: Any, size: int) -> p.Value | None:
+        def mine(ref: p.Value | None, size: int) -> p.Value | None:
             return None if ref is None else p.offset(p.address(ref), column, size)
 
-        def shared(ref: Any) -> p.Value | None:
+        def shared(ref: p.Value | None) -> p.Value | None:
             return None if ref is None else p.shared_address(ref)
 
         self.x_start, self.x = start(gmem.x), mine(gmem.x, 2)

@@ -68,7 +68,7 @@ def test_a_plan_is_a_scheme_and_exceptions_of_which_the_last_counts():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("w1a1", "'w1a1' is not one of w8a16, w4a16, w8a8, fp8, fp8-static, w4a8, w4a8-fp8, none"),
+        ("w1a1", "'w1a1' is not one of w8a16, w4a16, w8a8, fp8, fp8-static, w4a8, w4a8-fp8, mxfp4"),
         ("w4a16,downn=w8a16", "'downn' is not one of"),
         ("w4a16,down", "'down' is not PATTERN=SCHEME"),
         ("down=w8a16", "begins with a scheme"),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 INT4 = np.dtype(ml_dtypes.int4)
 INT8 = np.dtype(np.int8)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _INT32 = np.dtype("<i4")
 
 

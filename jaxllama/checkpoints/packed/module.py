@@ -143,7 +143,8 @@ def _storage(w: QTensor | np.ndarray) -> tuple[Any, ...]:
         return (w.dtype,)
     beside = [None if leaf is None else leaf.tobytes() for leaf in (w.columns, w.input_scale)]
     floating = w.zero is not None and w.zero.dtype != np.int8
-    return (w.q.dtype, w.scale.dtype, w.scale.shape[1], floating, w.activations, *beside)
+    forms = w.q.dtype, w.scale.dtype, w.scale.shape[1], w.unit is None
+    return (*forms, floating, w.activations, *beside)
 
 
 @dataclasses.dataclass(frozen=True)

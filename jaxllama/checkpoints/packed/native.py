@@ -1,6 +1,7 @@
 """jaxllama's own packed checkpoints: every parameter under its path, QTensors by their leaves.
 
-    layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 codes + 8 a byte
+    layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 codes + 8, or two
+                                          float4_e2m1fn codes, a byte
                             .scale  .zero  .columns  .input_scale  .unit as the QTensor has them
     layer_0.mixer.qkv.weight.0.q ...      RowBlocks, by index (a block in floats has no ".q")
     norm.weight                           anything that is not quantized
@@ -23,6 +24,7 @@ import numpy as np
 
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed.codes import (
+    FP4,
     INT4,
     INT8,
     check_scale,
@@ -39,12 +41,14 @@ if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
 _VERSION = 1
-_STORED = {"int4": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
+_STORED = {"int4": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float4_e2m1fn": "U8"}
+_PACKED = ("int4", "float4_e2m1fn")
 _BESIDE = ("scale", "zero", "columns", "input_scale", "unit")
 _ACTIVATIONS = {
     "int4": ("int8", "float8_e4m3fn"),
     "int8": ("int8",),
     "float8_e4m3fn": ("float8_e4m3fn",),
+    "float4_e2m1fn": (),
 }
 
 
@@ -115,17 +119,19 @@ def _quantized(name: str, entry: Any, shape: tuple[int, ...], files: Tensors) ->
         raise _wrong(name, f"activations {str(activations)[:80]!r} with words {words!r}")
     module = Module(name, shape, files)
     (*out, width), beside = shape, [leaf for leaf in _BESIDE if module.has(leaf)]
-    module.expect("q", (_STORED[words],), (*out, -(-width // 2)) if words == "int4" else shape)
+    module.expect("q", (_STORED[words],), (*out, -(-width // 2)) if words in _PACKED else shape)
     groups = module.shape_of("scale")[-1:] if module.has("scale") else (1,)
-    module.expect("scale", ("I8",) if "unit" in beside else FLOATS, (*out, *groups))
+    module.expect("scale", _scale_dtypes(words, "unit" in beside), (*out, *groups))
     if not groups[0] or width % groups[0]:
         raise module.error("scale", f"{groups[0]} groups do not divide {width} columns")
     if "unit" in beside:
         module.expect("unit", ("F32",), (*out, 1))
-        if words != "int4":
+        if words not in _PACKED:
             raise module.error("unit", f"beside {words} codes")
     if activations is not None and words != "int4" and (groups != (1,) or module.has("zero")):
         raise _wrong(name, "quantized activations need one scale a row and no zeros")
+    if "zero" in beside and words == "float4_e2m1fn":
+        raise module.error("zero", f"beside {words} codes")
     if "zero" in beside:
         module.expect("zero", ("I8", *FLOATS), (*out, *groups))
     if "columns" in beside:
@@ -135,12 +141,21 @@ def _quantized(name: str, entry: Any, shape: tuple[int, ...], files: Tensors) ->
     return module.part(lambda: _read(module, words, activations), "q", *beside)
 
 
+def _scale_dtypes(words: str, has_unit: bool) -> tuple[str, ...]:
+    """Return the types that the scales of such codes may have."""
+    if words == "float4_e2m1fn":
+        return ("F8_E4M3",) if has_unit else ("F8_E8M0", "F8_E4M3", *FLOATS)
+    return ("I8",) if has_unit else FLOATS
+
+
 def _read(module: Module, words: str, activations: str | None) -> QTensor:
     from pallas_kernels.qtensor import QTensor
 
     q, width = module.read("q"), module.shape[-1]
     if words == "int4":
         q = signed(nibbles(q)[..., :width], 4)
+    elif words == "float4_e2m1fn":
+        q = nibbles(q)[..., :width].view(FP4)
     leaves = {name: module.read(name) if module.has(name) else None for name in _BESIDE}
     w = QTensor(q, activations=activations, **leaves)
     columns, input_scale = w.columns, w.input_scale
@@ -162,7 +177,8 @@ def _check(w: QTensor, name: str) -> None:
         if not np.isfinite(w.scale.astype(np.float32)).all():
             raise JaxLlamaError(f"{name}: scales that are NaN or infinite")
         return
-    check_scale(QTensor(w.q, abs(w.scale), w.zero, unit=w.unit), name)
+    scale = w.scale if w.q.dtype == FP4 else abs(w.scale)
+    check_scale(QTensor(w.q, scale, w.zero, unit=w.unit), name)
 
 
 def to_tensors(
@@ -176,12 +192,18 @@ def to_tensors(
             yield from to_tensors(f"{name}.{index}", block)
     elif isinstance(value, QTensor):
         _check(value, name)
-        yield f"{name}.q", from_nibbles(unsigned(value.q, 4)) if value.q.dtype == INT4 else value.q
+        yield f"{name}.q", _stored(value.q)
         for leaf in _BESIDE:
             if getattr(value, leaf) is not None:
                 yield f"{name}.{leaf}", getattr(value, leaf)
     else:
         yield name, value
+
+
+def _stored(q: np.ndarray) -> np.ndarray:
+    if q.dtype == FP4:
+        return from_nibbles(q.view(np.uint8))
+    return from_nibbles(unsigned(q, 4)) if q.dtype == INT4 else q
 
 
 def layout(
@@ -195,7 +217,7 @@ def layout(
             yield from layout(f"{name}.{index}", block)
     elif isinstance(value, QTensor):
         *out, width = value.shape
-        packed = value.q.dtype == INT4
+        packed = value.q.dtype in (INT4, FP4)
         shape = (*out, -(-width // 2)) if packed else (*out, width)
         yield f"{name}.q", shape, np.dtype(np.uint8) if packed else np.dtype(value.q.dtype)
         for leaf in _BESIDE:

@@ -11,13 +11,12 @@ import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Predicted, Reason, named_plan
+from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import N_SM, MatmulCall
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.types import HasShape
 
 WARPS = 16
 THREADS = 32 * WARPS
@@ -95,7 +94,7 @@ class RowPlan(Predicted):
         return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
-def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
+def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
     n, k = w.shape
     bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
     # Two rows share what is read of x; one round of short rows is better than two.
@@ -118,10 +117,10 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     if call.plain:
         if w.dtype != jnp.bfloat16:
             return Reason(f"plain weights {w.dtype.name}")
-    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
+    elif (w.dtype, call.codes.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
         return Reason("codes other than int8 with one scale a row and int4 in groups of 128")
-    elif w.zero is not None and (w.dtype, w.zero.dtype) != (jnp.int4, jnp.int8):
-        return Reason(f"{w.dtype.name} codes with zeros of {w.zero.dtype.name}")
+    elif (zero := call.codes.zero) is not None and (w.dtype, zero.dtype) != (jnp.int4, jnp.int8):
+        return Reason(f"{w.dtype.name} codes with zeros of {zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
     wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
     if k % wanted or k > MAX_K:
@@ -247,7 +246,7 @@ def _straddles(split: int, warps: int, k_warp: int, resident: bool, scheme: FewR
 
 def divide_tiles(
     m: int,
-    w: jax.Array | QTensor,
+    w: HasShape,
     *,
     bias: bool = False,
     residual: bool = False,
@@ -305,13 +304,15 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
     divided = whole if call.bias else divide_tiles(m, w, **fused)
+    assert divided is not None
     if call.plain:
         return divided
+    w = call.codes
     if scheme.bits == 8 and w.zero is not None:
         return Reason("w has int8 codes with zero points")
-    if scheme.zero == "float" and w.zero.dtype != w.scale.dtype:
+    if scheme.zero == "float" and w.zero is not None and w.zero.dtype != w.scale.dtype:
         return Reason(f"w.zero is {w.zero.dtype} where w.scale is {w.scale.dtype}")
-    if scheme.zero == "int" and w.zero.dtype != jnp.int8:
+    if scheme.zero == "int" and w.zero is not None and w.zero.dtype != jnp.int8:
         return Reason(f"w.zero is {w.zero.dtype}; the kernel reads int8")
     if scheme.fold:
         if scheme.kind != "bf16":
@@ -360,10 +361,12 @@ def divide_blocks(
     group leaves SMs to the others where that costs it no time."""
     plans = []
     for call in calls:
-        found = named_plan(divided := tile_plan(call))
-        if found is None:
-            return divided
-        plans.append(found)
+        divided = tile_plan(call)
+        if isinstance(divided, Reason):
+            if not isinstance(divided.plan, TilePlan):
+                return divided
+            divided = divided.plan
+        plans.append(divided)
     if len(plans) > 1:
         if any(found.split > 1 for found in plans):
             return Reason("weights that are stored differently, and K divided among blocks")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.types import HasShape
 
 KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -26,7 +26,7 @@ class FewRowsScheme:
     zero_bytes: int = 0
 
     @classmethod
-    def of(cls, w: jax.Array | QTensor, kind: str) -> FewRowsScheme:
+    def of(cls, w: HasShape, kind: str) -> FewRowsScheme:
         if not isinstance(w, QTensor):
             return cls(kind, 16, w.shape[1])
         zero = None

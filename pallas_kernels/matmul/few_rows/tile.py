@@ -48,7 +48,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
@@ -104,7 +104,7 @@ class TileProgram:
         scheme: FewRowsScheme,
         n: int,
         operands: FewRowsOperands,
-        smem: Any,
+        smem: SimpleNamespace,
         several: Several | None = None,
     ):
         normed = operands.gamma is not None

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import N_SM, MatmulCall
@@ -181,7 +182,9 @@ def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
     return -(-m_tiles * n_tiles // (N_SM // cluster))
 
 
-def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] = ()) -> PairTile:
+def pair_tile(
+    m: int, n: int, k: int, dtype: DTypeLike = jnp.int8, sources: tuple[int, ...] = ()
+) -> PairTile:
     """The tile for int8 or e4m3 operands x [m, k], w [n, k]; sources: multiples of 32 rows of w, of
     which a tile of few rows of x has only one's."""
     fp8 = dtype != jnp.int8
@@ -191,7 +194,7 @@ def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] =
         alone = tile.split > 1 or tile.n < 128 or sources
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
-    def cost(option):
+    def cost(option: tuple[PairTile, float]) -> float:
         tile, us = option
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
@@ -242,7 +245,7 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
     if m <= 64:
         return _few_tokens_tile(m, n, k)
 
-    def cost(option):
+    def cost(option: tuple[WeightTile, float]) -> float:
         tile, us = option
         n_tiles = -(-n // (tile.rows * tile.cluster))
         return _rounds(-(-m // tile.tokens), n_tiles, tile.cluster) * us
@@ -258,7 +261,7 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
 def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
     """Return the tile, for one tile of tokens, that gives the busiest block the least work."""
 
-    def cost(option):
+    def cost(option: tuple[WeightTile, float]) -> float:
         tile, us = option
         rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
         return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
@@ -310,7 +313,7 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
 
     tile: overrides the tile of the table.
     """
-    w, n, k = call.w, call.n, call.k
+    w, n, k = call.codes, call.n, call.k
     if call.low_rank is not None:
         return Reason("a low-rank term beside int4 codes")
     as_floats = dataclasses.replace(call, x=jnp.dtype(jnp.bfloat16))
@@ -338,7 +341,7 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
 
     tile: overrides the tile of the table.
     """
-    w, n, k = call.w, call.n, call.k
+    w, n, k = call.codes, call.n, call.k
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")
     if call.x not in (jnp.bfloat16, jnp.float16):
@@ -369,7 +372,7 @@ def _stored_bytes(w: QTensor, split: int) -> int:
     return sum(part_groups(v, split) * v.dtype.itemsize for v in held)
 
 
-def part_groups(v, split: int) -> int:
+def part_groups(v: jax.Array, split: int) -> int:
     """Groups of v [N, groups] that each of ``split`` parts of K copies: its own, or all where they
     are no multiple of 16 bytes."""
     groups, rest = divmod(v.shape[1] * v.dtype.itemsize, 16 * split)
@@ -379,5 +382,5 @@ def part_groups(v, split: int) -> int:
 def _as_stored(call: MatmulCall) -> bool:
     """Whether the kernel multiplies by scales and zeros as they are: bfloat16 (f16 needs its rows
     divided by their largest)."""
-    kinds = [v.dtype for v in (call.w.scale, call.w.zero) if v is not None]
+    kinds = [v.dtype for v in (call.codes.scale, call.codes.zero) if v is not None]
     return call.x == kinds[0] == jnp.bfloat16 and kinds[-1] in (jnp.bfloat16, jnp.int8)
