@@ -26,6 +26,9 @@ from jaxllama.kept import KeptPrograms
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params
 
+# Rows of the program that decodes every batch of a deterministic model.
+DETERMINISTIC_ROWS = 32
+
 
 class DraftSource(NamedTuple):
     """The plan of drafts, and the draft model's parameters (None for n-grams)."""
