@@ -31,7 +31,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 import jax
 from jax.core import Tracer
 
-from pallas_kernels.types import Device, has_shape
+from pallas_kernels.operands import has_shape
+from pallas_kernels.types import Device
 
 Implementation = Literal["xla", "mosaic", "cpu"]
 _IMPLEMENTATIONS = ("xla", "mosaic", "cpu", None)

@@ -13,7 +13,7 @@ first; sums over such heads are permuted back by ``in_order`` at the end.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -78,29 +78,25 @@ def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason
     return CacheForm(name, heads, width, groups)
 
 
-@dataclasses.dataclass(frozen=True)
-class AttendForm:
-    """What a program of attention computes.
-
-    group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
-    norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
-    """
-
-    cache: CacheForm
-    group: int
-    paged: bool
-    new: bool = False
-    norm: bool = False
-    sinks: bool = False
+class AttendForm(Protocol):
+    """What the parts of an attention program read of it; ``attention.Attend`` is one."""
 
     @property
-    def heads(self) -> int:
-        return self.group * self.cache.heads
-
+    def cache(self) -> CacheForm: ...
     @property
-    def arguments(self) -> int:
-        before = 2 + 2 * self.cache.arrays + self.paged
-        return before + 2 * self.new + 2 * self.norm + self.sinks
+    def group(self) -> int: ...
+    @property
+    def paged(self) -> bool: ...
+    @property
+    def new(self) -> bool: ...
+    @property
+    def norm(self) -> bool: ...
+    @property
+    def sinks(self) -> bool: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def arguments(self) -> int: ...
 
 
 class CachePlaces:

@@ -17,10 +17,11 @@ import pytest
 import jaxllama as jl
 from jaxllama.model import linear
 from jaxllama.model.declare import Declared
-from jaxllama.model.decoder import embed_tokens, forward, logits, whole_rows
+from jaxllama.model.decoder import embed_tokens, forward, logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import one
+from jaxllama.model.records import whole_rows
 from jaxllama.model.shardings import specs
 from jaxllama.model.stacked import runs
 from jaxllama.modules import (

@@ -16,7 +16,7 @@ from pallas_kernels.gated_delta.commit import _xla as xla_commit
 from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
