@@ -200,7 +200,12 @@ def token_batch(tokens: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, 
         bad = valid[(valid < 0) | (valid >= vocab_size)]
         if bad.size:
             raise JaxLlamaError(f"token id {bad[0]} is outside the vocabulary of {vocab_size}")
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    # numpy converts: ``jnp.asarray`` would compile a program for each shape.
+    tokens, lengths = (
+        x.astype(jnp.int32) if isinstance(x, Tracer) else jax.device_put(x.astype(np.int32))
+        for x in given
+    )
+    return tokens, lengths
 
 
 def ids_of(index: int, prompt: Any) -> list[int]:
@@ -245,6 +250,6 @@ def sampling_of(
     ]
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -81,6 +81,9 @@ def _leaves(params: Params) -> list:
 def _check(setup: TrainingSetup, data: TokenFile) -> None:
     config, model, teacher = setup.config, setup.model, setup.teacher
     config_to_hf(model)  # a model that cannot be saved is not trained
+    for one in (model, teacher):
+        if one is not None and one.head_bias:
+            raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
     if data.vocab_size > model.vocab_size:
         raise JaxLlamaError(
             f"data.tokens = {config.data.tokens!r}: ids up to {data.vocab_size - 1}, but "
