@@ -238,6 +238,8 @@ class ExpertsConfig:
         for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
+        limit = self.gate_limit
+        _require(limit is None or limit > 0, "experts.gate_limit", limit, "must be positive")
         _require(self.shared >= 0, "experts.shared", self.shared, "must not be negative")
         _require(
             self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
@@ -305,7 +307,7 @@ class ModelConfig:
 
     Its layers are attention, GLA, the gated delta rule, or another kind of ``model.mixers``. Sizes
     are counts of features, heads or tokens. ``load_config`` makes one from a preset or a TOML file,
-    and ``replace`` changes fields of one. rope is a ``jaxllama.config.RopeConfig``.
+    and ``replace`` changes fields of one. rope is a ``RopeConfig``.
 
     layer_types: "attention", "gla", "delta" or a key of ``mixers`` for each layer. sliding_window:
     number of keys that a query sees, itself included; None for all of them. window_layers: indices
@@ -371,6 +373,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_literals(self)
+        _require(isinstance(self.rope, RopeConfig), "rope", self.rope, "must be a RopeConfig")
         object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
