@@ -26,7 +26,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model import decoder, linear
 from jaxllama.model.cache import Cache, cache_specs
 from jaxllama.model.linear import Stream
-from jaxllama.model.records import Draft, Hidden, new_tokens
+from jaxllama.model.records import Draft, Hidden, new_tokens, places_of, positions_of
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.mesh import traced_mesh
 from jaxllama.typing import Params, Tree
@@ -95,10 +95,10 @@ def forward(
     ]
     x = linear.linear(jnp.concatenate(pair, axis=-1), own["fc"], dtype)
     if is_prompt or width == 1:
-        positions, rope = decoder.positions_of(layer, start, start + lengths, width)
+        positions, rope = positions_of(layer, start, start + lengths, width)
         at = new_tokens(positions, lengths, rope, False, cache.table, fresh, cached=True)
     else:
-        positions, is_new, rope = decoder.places_of(layer, start, lengths, width)
+        positions, is_new, rope = places_of(layer, start, lengths, width)
         at = Draft(positions, is_new, rope, width, cache.table, sparse=False)
         x = x.reshape(batch * width, 1, -1)
     stream, state = decoder.block(layer, kind, own["layer_0"], Stream(x), cache.layers[0], at)
