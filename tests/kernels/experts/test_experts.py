@@ -15,7 +15,7 @@ from pallas_kernels.cpu import CpuWeight, prepare, restore, unavailable
 from pallas_kernels.experts import predict, xla
 from pallas_kernels.experts.blocks import blocks_of, most_blocks
 from pallas_kernels.experts.op import grouped_matmul_reference
-from tests.helpers.cases import pairwise
+from tests.helpers.cases import pairwise, slow
 
 E, OUT, IN = 5, 24, 64
 SCHEMES = {
@@ -176,9 +176,16 @@ handler = pytest.mark.skipif(unavailable() is not None, reason="no handler on th
 
 @handler
 @pytest.mark.parametrize(
-    "scheme,group,zeros", [("int4", 32, True), ("int4", None, False), ("int8", None, False)]
+    "scheme,group,zeros,gated",
+    [
+        *(
+            (*scheme, gated)
+            for scheme in (("int4", 32, True), ("int4", None, False), ("int8", None, False))
+            for gated in (None, "silu", "gelu_tanh")
+        ),
+        *slow(("nvfp4", None, False, "silu")),
+    ],
 )
-@pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])
 def test_a_cpu_s_handler(scheme, group, zeros, gated) -> None:
     """Within the rounding of x to 8 bits; the same bits for a token in any batch."""
     plain, w = prepared(scheme, group, zeros)
