@@ -225,7 +225,10 @@ def _rounds(m: int, n: int, tile: int) -> int:
 
 
 def _codes(call: MatmulCall) -> str:
-    return "float" if call.plain else jnp.dtype(call.w.dtype).name
+    if call.plain:
+        return "float"
+    name = jnp.dtype(call.w.dtype).name
+    return "int4" if name in NIBBLES else name  # as many bytes, measured for int4
 
 
 def _megabytes(call: MatmulCall) -> float:

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Predicted, Reason, named_plan
+from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.matmul.call import N_SM, MatmulCall
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.rounding import NIBBLES
 
 WARPS = 16
 THREADS = 32 * WARPS
@@ -95,9 +97,17 @@ class RowPlan(Predicted):
         return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
+def _is_format(w: jax.ShapeDtypeStruct | QTensor) -> bool:
+    """Whether w is MXFP4 or NVFP4."""
+    if not isinstance(w, QTensor) or w.dtype != FLOAT4:
+        return False
+    kind = w.scale.dtype.name, w.group_size, w.unit is None
+    return kind in ((E8M0, 32, True), (E4M3, 16, False))
+
+
 def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     n, k = w.shape
-    bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
+    bits = 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
     rows = 2 if swiglu or bits == 4 or one_round else 1
@@ -110,7 +120,8 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
     """The one-row kernel's plan, or why it has none.
 
-    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K.
+    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K.  Rows of
+    float4 may always.
     """
     w, n, k = call.w, call.n, call.k
     if call.m != 1 or call.x != jnp.bfloat16:
@@ -118,19 +129,20 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     if call.plain:
         if w.dtype != jnp.bfloat16:
             return Reason(f"plain weights {w.dtype.name}")
-    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
-        return Reason("codes other than int8 with one scale a row and int4 in groups of 128")
+    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)) and not _is_format(w):
+        return Reason("codes other than int8 with one scale a row, int4 in groups of 128, MXFP4")
     elif w.zero is not None and (w.dtype, w.zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {w.zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
     wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
+    wanted = 32 if _is_format(w) else wanted
     if k % wanted or k > MAX_K:
         return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
     if call.norm is not None and KIND.get(call.norm.name) not in ("bf16", "f32"):
         return Reason(f"a norm with weights {call.norm.name}")
     if call.residual is not None and (call.swiglu or call.residual != jnp.bfloat16):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
-    if n % 2 and (call.swiglu or w.dtype == jnp.int4):
+    if n % 2 and (call.swiglu or divided.bits == 4):
         return Reason(f"N = {n} is odd")
     if call.alone and not call.plain and n % (16 if call.out == jnp.float32 else 8):
         return Reason(f"N = {n} with nothing around the product is left to XLA", divided)

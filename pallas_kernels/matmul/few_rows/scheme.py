@@ -7,14 +7,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.rounding import NIBBLES
 
 KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+SCALE_KIND = {**KIND, E8M0: "e8m0", E4M3: "e4m3"}
 
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsScheme:
-    """int4 or int8 codes with scales, or plain 16-bit floats, beside activations of ``kind``."""
+    """Codes with scales, or plain 16-bit floats, beside activations of ``kind``.
+
+    float4: the codes are float4_e2m1fn, and ``scale_kind`` is "e8m0" (MXFP4) or "e4m3" (NVFP4).
+    """
 
     kind: str
     bits: int
@@ -24,6 +30,7 @@ class FewRowsScheme:
     scale_bytes: int = 0
     zero: str | None = None  # "int" or "float"
     zero_bytes: int = 0
+    float4: bool = False
 
     @classmethod
     def of(cls, w: jax.Array | QTensor, kind: str) -> FewRowsScheme:
@@ -34,13 +41,14 @@ class FewRowsScheme:
             zero = "int" if jnp.issubdtype(w.zero.dtype, jnp.integer) else "float"
         return cls(
             kind,
-            bits=4 if w.dtype == jnp.int4 else 8,
+            bits=4 if w.dtype.name in NIBBLES else 8,
             group=w.group_size,
             n_groups=w.scale.shape[1],
-            scale_kind=KIND[jnp.dtype(w.scale.dtype).name],
+            scale_kind=SCALE_KIND[jnp.dtype(w.scale.dtype).name],
             scale_bytes=w.scale.dtype.itemsize,
             zero=zero,
             zero_bytes=0 if w.zero is None else w.zero.dtype.itemsize,
+            float4=w.dtype == FLOAT4,
         )
 
     @property

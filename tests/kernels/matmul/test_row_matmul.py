@@ -38,6 +38,10 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 128, 2048, "", {}),
     ("w4-g128-zero", 96, 2048, "nsb", {}),
     ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
+    ("mxfp4", 96, 1024, "nsb", {}),
+    ("mxfp4", 80, 2880, "nr", {"loads": 4}),
+    ("nvfp4", 128, 2048, "", {}),
+    ("nvfp4", 80, 1056, "nsb", {}),
 ]
 
 
