@@ -89,7 +89,7 @@ def parts_of(w: Weight) -> dict[str, jax.Array | None]:
         jax.lax.bitcast_convert_type(v, dtype)
         for v, dtype in ((w.q, jnp.int4), (w.scale, jnp.int8))
     )
-    return {"w": q, "scale": scale, "zero": None, "unit": w.unit}
+    return {"w": q, "scale": scale, "zero": w.unit}
 
 
 def kinds_of(arrays: Mapping[str, jax.Array | None]) -> dict[str, str]:

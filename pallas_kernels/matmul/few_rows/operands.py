@@ -26,7 +26,6 @@ class FewRowsOperands:
     out: Value
     scale: Value | None = None
     zero: Value | None = None
-    unit: Value | None = None
     bias: Value | None = None
     gamma: Value | None = None
     residual: Value | None = None

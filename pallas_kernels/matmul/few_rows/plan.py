@@ -270,7 +270,7 @@ def divide_tiles(
     parts = 2 if pairs else 1
     tiles = n // 16 // parts
     scheme = FewRowsScheme.of(w, "bf16")
-    param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
+    param_bytes = 16 * (scheme.scale_row + scheme.zero_row)
     param_bytes += (64 if bias else 0) + (32 * m if residual else 0)
     cuts = slices(k, scheme.bits, m)
     cuts.sort(key=lambda cut: _straddles(*cut, scheme))
@@ -293,8 +293,8 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
-    if not call.plain and w.dtype not in (jnp.int4, jnp.int8):
-        return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4 and int8")
+    if not call.plain and w.dtype not in (jnp.int4, jnp.int8) and not _is_format(w):
+        return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4, int8, MXFP4, NVFP4")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")
     if not 1 <= m <= TOKENS:
@@ -328,7 +328,7 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     if scheme.fold:
         if scheme.kind != "bf16":
             return Reason(f"w has groups of {scheme.group} or floating zeros where x is float16")
-        if scheme.group % (scheme.columns // 4):
+        if scheme.group % (scheme.columns // 4) and not scheme.float4:
             return Reason(
                 f"w has groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
             )

@@ -1,8 +1,9 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
 Contract.  w is bfloat16, int8 with one scale a row, int4 in groups of 128, MXFP4 or NVFP4, in the
-plain layout; x is bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction,
-into registers, and multiplies them there: one row needs no tile in shared memory.
+plain layout; x is bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with
+every instruction, into registers, and multiplies them there: one row needs no tile in shared
+memory.
 
 A row of int4 may end inside the last read, at a multiple of 128 columns, one of float4 at a
 multiple of 32 (``plan.row_plan``).
@@ -149,9 +150,8 @@ class WeightRows:
         row_bytes = plan.k * plan.bits // 8
         runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * len(plan.groups[0])))]
         if self.loop.in_groups:
-            groups = plan.k // scheme.group
-            parts = (self.operands.scale, scheme.scale_bytes), (self.operands.zero, 1)
-            runs += [(base, groups * b, groups * b) for base, b in parts if base is not None]
+            parts = (self.operands.scale, scheme.scale_row), (self.operands.zero, scheme.zero_row)
+            runs += [(base, row, row) for base, row in parts if base is not None]
 
         def one(base: Value, row: Value, apart: int, size: int) -> None:
             p.prefetch(p.offset(base, row, apart), size)
@@ -191,7 +191,9 @@ class WeightRows:
         """Request the operands of ``finish`` in device memory, before the product."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
-            names["scales"] = "unit"  # of NVFP4
+            del names["scales"]
+        if self.scheme.zero == "unit":
+            names["scales"] = "zero"
         rows, operands = self.of(unit), self.operands
         return {
             key: [self.number(name, row) for row in rows]

@@ -20,6 +20,7 @@ class FewRowsScheme:
     """Codes with scales, or plain 16-bit floats, beside activations of ``kind``.
 
     float4: the codes are float4_e2m1fn, and ``scale_kind`` is "e8m0" (MXFP4) or "e4m3" (NVFP4).
+    zero: "int", "float", or "unit" for NVFP4's, which take the place of zeros, one a row.
     """
 
     kind: str
@@ -28,7 +29,7 @@ class FewRowsScheme:
     n_groups: int = 0
     scale_kind: str | None = None
     scale_bytes: int = 0
-    zero: str | None = None  # "int" or "float"
+    zero: str | None = None
     zero_bytes: int = 0
     float4: bool = False
 
@@ -39,6 +40,8 @@ class FewRowsScheme:
         zero = None
         if w.zero is not None:
             zero = "int" if jnp.issubdtype(w.zero.dtype, jnp.integer) else "float"
+        if w.dtype == FLOAT4 and w.unit is not None:
+            zero = "unit"
         return cls(
             kind,
             bits=4 if w.dtype.name in NIBBLES else 8,
@@ -50,6 +53,16 @@ class FewRowsScheme:
             zero_bytes=0 if w.zero is None else w.zero.dtype.itemsize,
             float4=w.dtype == FLOAT4,
         )
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of a row's scales."""
+        return self.n_groups * self.scale_bytes
+
+    @property
+    def zero_row(self) -> int:
+        """Bytes of a row's zeros, or of its unit."""
+        return 4 if self.zero == "unit" else self.n_groups * self.zero_bytes
 
     @property
     def plain(self) -> bool:
