@@ -97,7 +97,7 @@ class RowPlan(Predicted):
         return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
-def _is_format(w: jax.ShapeDtypeStruct | QTensor) -> bool:
+def is_format(w: jax.ShapeDtypeStruct | QTensor) -> bool:
     """Whether w is MXFP4 or NVFP4."""
     if not isinstance(w, QTensor) or w.dtype != FLOAT4:
         return False
@@ -129,13 +129,13 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     if call.plain:
         if w.dtype != jnp.bfloat16:
             return Reason(f"plain weights {w.dtype.name}")
-    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)) and not _is_format(w):
+    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)) and not is_format(w):
         return Reason("codes other than int8 with one scale a row, int4 in groups of 128, MXFP4")
     elif w.zero is not None and (w.dtype, w.zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {w.zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
     wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
-    wanted = 32 if _is_format(w) else wanted
+    wanted = 32 if is_format(w) else wanted
     if k % wanted or k > MAX_K:
         return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
     if call.norm is not None and KIND.get(call.norm.name) not in ("bf16", "f32"):
@@ -293,7 +293,7 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
-    if not call.plain and w.dtype not in (jnp.int4, jnp.int8) and not _is_format(w):
+    if not call.plain and w.dtype not in (jnp.int4, jnp.int8) and not is_format(w):
         return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4, int8, MXFP4, NVFP4")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")

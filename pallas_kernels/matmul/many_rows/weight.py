@@ -5,10 +5,11 @@
 
 Contract.  x [M, K] bfloat16 or float16, any M.  w [N, K] int4 (packed) or int8 in the plain layout.
 8 divides N, 64 divides K, and a group has 32 columns or a multiple of 64.  ``a`` is rounded to x's
-dtype, and sums are float32.  Or x has 8-bit codes and w is int4; then 128 divides K and the columns
-of a group.  Beside scales in two levels (``QTensor.unit`` is ``row``) int8 codes meet int8 ``a``,
-and int32 sums are exact.  Else the operand is q - zero in x's dtype, which is exact, and the sum of
-every 128 columns times its scale is added in float32 (``unpack``).
+dtype, and sums are float32.  Or w is MXFP4 or NVFP4 beside bfloat16; then ``a`` is exact.  Or x has
+8-bit codes and w is int4; then 128 divides K and the columns of a group.  Beside scales in two
+levels (``QTensor.unit`` is ``row``) int8 codes meet int8 ``a``, and int32 sums are exact.  Else the
+operand is q - zero in x's dtype, which is exact, and the sum of every 128 columns times its scale
+is added in float32 (``unpack``).
 
 Operands are swapped.  64 rows of w are wgmma's register operand and the tokens are its N, so the
 kernel dequantizes a weight once per 256 tokens and never writes it back.  The output tile is
@@ -49,7 +50,7 @@ from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "tile"))
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -62,6 +63,7 @@ def weight_matmul(
     *,
     group: int,
     float_zero: bool = False,
+    float4: str | None = None,
     tile: WeightTile,
 ) -> jax.Array:
     """Multiply ``x`` by quantized weights; see the module's docstring.
@@ -83,6 +85,8 @@ def weight_matmul(
         Columns that share a scale.
     float_zero : bool
         zero is added after the scale, not subtracted before it.
+    float4 : "e8m0", "e4m3" or None
+        The bits of w are float4_e2m1fn codes, and scale holds the bytes of such scales as int8.
 
     Returns
     -------
@@ -104,7 +108,8 @@ def weight_matmul(
         zero=None if zero is None else "float" if float_zero else "int",
         codes=codes,
         scaled=codes and (x.dtype != jnp.int8 or row is None),
-        unpacked=bits == 4 and tile.stored and group % tile.block == 0,
+        unpacked=float4 is not None or (bits == 4 and tile.stored and group % tile.block == 0),
+        float4=float4,
     )
     operands = {
         "x": x,

@@ -40,7 +40,8 @@ class WeightScheme:
     zero: str | None  # "int": subtracted before the scale; "float": added after it
     codes: bool  # x has 8 bits, and so have the weights that it is multiplied by
     scaled: bool  # scales multiply sums of 128 columns, not weights
-    unpacked: bool  # int4 becomes the operand byte by byte (``unpack``)
+    unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
+    float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
 
     @property
     def groups_per_slot(self) -> int:
@@ -223,6 +224,9 @@ class _Multiplier:
     def dequantized(self, t, j, at):
         """The slot's weights as wgmma's register operand, in x's dtype."""
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
+        if scheme.float4 is not None:
+            groups = [smem.scale.at[at, g, self.rows] for g in range(scheme.groups_per_slot)]
+            return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
         if scheme.unpacked:
             codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)
