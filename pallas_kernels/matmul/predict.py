@@ -228,7 +228,9 @@ def _codes(call: MatmulCall) -> str:
     if call.plain:
         return "float"
     name = jnp.dtype(call.w.dtype).name
-    return "int4" if name in NIBBLES else name  # as many bytes, measured for int4
+    if name == "float8_e4m3fn":
+        return "int8"
+    return "int4" if name in NIBBLES else name  # as many bytes, measured for int4 and int8
 
 
 def _megabytes(call: MatmulCall) -> float:

@@ -97,6 +97,12 @@ class RowPlan(Predicted):
         return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
+def _has_row_codes(w: QTensor) -> bool:
+    """Whether the one-row kernel reads such codes and groups."""
+    groups = {"int8": (w.shape[1],), "int4": (128,), "float8_e4m3fn": (128, 64)}
+    return is_format(w) or w.group_size in groups.get(w.dtype.name, ())
+
+
 def is_format(w: jax.ShapeDtypeStruct | QTensor) -> bool:
     """Whether w is MXFP4 or NVFP4."""
     if not isinstance(w, QTensor) or w.dtype != FLOAT4:
@@ -110,7 +116,8 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     bits = 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
-    rows = 2 if swiglu or bits == 4 or one_round else 1
+    in_pairs = bits == 4 or w.dtype == jnp.float8_e4m3fn
+    rows = 2 if swiglu or in_pairs or one_round else 1
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.
     warps = 8 if k <= 2048 else WARPS
@@ -129,20 +136,21 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     if call.plain:
         if w.dtype != jnp.bfloat16:
             return Reason(f"plain weights {w.dtype.name}")
-    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)) and not is_format(w):
+    elif not _has_row_codes(w):
         return Reason("codes other than int8 with one scale a row, int4 in groups of 128, MXFP4")
     elif w.zero is not None and (w.dtype, w.zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {w.zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
     wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
-    wanted = 32 if is_format(w) else wanted
+    if not call.plain and w.dtype.name not in ("int4", "int8"):
+        wanted = 64 if w.dtype == jnp.float8_e4m3fn else 32
     if k % wanted or k > MAX_K:
         return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
     if call.norm is not None and KIND.get(call.norm.name) not in ("bf16", "f32"):
         return Reason(f"a norm with weights {call.norm.name}")
     if call.residual is not None and (call.swiglu or call.residual != jnp.bfloat16):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
-    if n % 2 and (call.swiglu or divided.bits == 4):
+    if n % 2 and divided.rows == 2:
         return Reason(f"N = {n} is odd")
     if call.alone and not call.plain and n % (16 if call.out == jnp.float32 else 8):
         return Reason(f"N = {n} with nothing around the product is left to XLA", divided)
@@ -293,7 +301,8 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
-    if not call.plain and w.dtype not in (jnp.int4, jnp.int8) and not is_format(w):
+    known = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
+    if not call.plain and w.dtype not in known and not is_format(w):
         return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4, int8, MXFP4, NVFP4")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")

@@ -1,12 +1,12 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-Contract.  w is bfloat16, int8 with one scale a row, int4 in groups of 128, MXFP4 or NVFP4, in the
-plain layout; x is bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with
-every instruction, into registers, and multiplies them there: one row needs no tile in shared
-memory.
+Contract.  w is bfloat16, int8 with one scale a row, int4 in groups of 128, MXFP4, NVFP4 or float8
+in groups of 64 or 128, in the plain layout; x is bfloat16.  A warp reads 512 bytes of one row of w
+that lie side by side with every instruction, into registers, and multiplies them there: one row
+needs no tile in shared memory.
 
-A row of int4 may end inside the last read, at a multiple of 128 columns, one of float4 at a
-multiple of 32 (``plan.row_plan``).
+A row of int4 may end inside the last read, at a multiple of 128 columns, one of float4 or float8
+at a multiple of 32 or 64 (``plan.row_plan``).
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
@@ -40,7 +40,7 @@ from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowPlan
-from pallas_kernels.matmul.few_rows.row_loops import Float4, Floats, Nibbles
+from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -237,7 +237,8 @@ def run(
     block = p.register("ctaid.x") if block is None else block
     first = p.add(p.mul(block, plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
-    kind = Float4 if scheme.float4 else Nibbles if plan.bits == 4 else Floats
+    kind = Nibbles if plan.bits == 4 else Floats
+    kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
     make_loop = functools.partial(kind.of, plan, scheme)
     loop = last_loop = make_loop(operands, xs, lane)
     last_w = w

@@ -20,6 +20,7 @@ class FewRowsScheme:
     """Codes with scales, or plain 16-bit floats, beside activations of ``kind``.
 
     float4: the codes are float4_e2m1fn, and ``scale_kind`` is "e8m0" (MXFP4) or "e4m3" (NVFP4).
+    float8: the codes are float8_e4m3fn.
     zero: "int", "float", or "unit" for NVFP4's, which take the place of zeros, one a row.
     """
 
@@ -32,6 +33,7 @@ class FewRowsScheme:
     zero: str | None = None
     zero_bytes: int = 0
     float4: bool = False
+    float8: bool = False
 
     @classmethod
     def of(cls, w: jax.Array | QTensor, kind: str) -> FewRowsScheme:
@@ -52,6 +54,7 @@ class FewRowsScheme:
             zero=zero,
             zero_bytes=0 if w.zero is None else w.zero.dtype.itemsize,
             float4=w.dtype == FLOAT4,
+            float8=w.dtype == jnp.float8_e4m3fn,
         )
 
     @property

@@ -1,8 +1,8 @@
 """The matmul of a decode step on Hopper: ``x[M, K] w[N, K]^T``, M <= 16, and what stands around it.
 
-Contract.  w is int4 or int8 in groups or whole rows, MXFP4, NVFP4, or 16-bit floats, in the plain
-layout, so that loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights are the
-16-row operand of mma.m16n8k16, so 8 tokens cost one instruction.
+Contract.  w is int4, int8 or float8 in groups or whole rows, MXFP4, NVFP4, or 16-bit floats, in the
+plain layout, so that loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights
+are the 16-row operand of mma.m16n8k16, so 8 tokens cost one instruction.
 
 Division of work.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
 cluster walks over tiles of 16 rows of w.  A warp owns the same run of columns of every tile and

@@ -25,6 +25,10 @@ nothing.  The product with the scale is rounded once.
 float4_e2m1fn to bfloat16.  The same product with 0x1001 brings a byte's two codes to where their
 fields are bfloat16's (``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.
 
+float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields go to the lower end
+of bfloat16's exponent (``few_rows.widen``).  The value is exact, and its product with the scale is
+rounded once.
+
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
 arithmetic.
 """
@@ -221,6 +225,38 @@ def float4_to_bfloat16(codes, scales, kind: str) -> jax.Array:
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
 
     return unpacked(codes, *scales)
+
+
+def float8_to_bfloat16(codes, scales) -> jax.Array:
+    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
+
+    codes: bytes ``[64, 64]``, swizzled by 64.  scales: ``[64]`` bfloat16 of the rows, strided; None
+    multiplies by none.
+    """
+    layout = plgpu.Layout.WGMMA
+    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+    refs = (codes,) if scales is None else (codes, scales)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
+    def unpacked(ctx, codes, *scales):
+        del ctx
+        row, in_eight, quad = _place()
+        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
+        swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
+        places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
+        rows = []
+        for half in range(2):
+            factors = [_twice(_of_row(v, p.add(row, 8 * half))) for v in scales]
+            words = []
+            for place in places:
+                for at in (0, 8):
+                    both = p.load_shared_narrow(place, "u16", 8 * _PITCH * half + at)
+                    pair = few_rows.float8_pair(p.permute(both, p.ci(0), 0x4140))
+                    words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
+            rows.append(words)
+        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+
+    return unpacked(*refs)
 
 
 def _place() -> tuple[Value, Value, Value]:

@@ -73,7 +73,7 @@ def weight_matmul(
     x : [M, K]
         bfloat16 or float16; or int8 or e4m3 codes, beside int4 weights.
     w : [N, K]
-        int4 or int8.
+        int4 or int8; or float8_e4m3fn beside bfloat16, in one group of scales a slot.
     scale, zero : [K / group, N] or None
         In x's dtype; with ``tile.stored`` they are [N, K / group].  Beside 8-bit x both are stored,
         zero is int8 and scale is int8 or floats.
@@ -102,14 +102,16 @@ def weight_matmul(
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     codes = x.dtype.itemsize == 1
     bits = 4 if w.dtype == jnp.int4 else 8
+    is_float = float4 is not None or w.dtype == jnp.float8_e4m3fn
     scheme = WeightScheme(
         group=group,
         block=tile.block,
         zero=None if zero is None else "float" if float_zero else "int",
         codes=codes,
         scaled=codes and (x.dtype != jnp.int8 or row is None),
-        unpacked=float4 is not None or (bits == 4 and tile.stored and group % tile.block == 0),
+        unpacked=is_float or (bits == 4 and tile.stored and group % tile.block == 0),
         float4=float4,
+        float8=w.dtype == jnp.float8_e4m3fn,
     )
     operands = {
         "x": x,

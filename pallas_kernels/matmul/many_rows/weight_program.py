@@ -42,6 +42,7 @@ class WeightScheme:
     scaled: bool  # scales multiply sums of 128 columns, not weights
     unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
     float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
+    float8: bool = False  # the codes are float8_e4m3fn
 
     @property
     def groups_per_slot(self) -> int:
@@ -227,6 +228,9 @@ class _Multiplier:
         if scheme.float4 is not None:
             groups = [smem.scale.at[at, g, self.rows] for g in range(scheme.groups_per_slot)]
             return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
+        if scheme.float8:
+            scales = smem.scale.at[at, 0, self.rows] if gmem.scale is not None else None
+            return unpack.float8_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
             codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)

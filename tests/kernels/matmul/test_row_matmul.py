@@ -42,6 +42,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("mxfp4", 80, 2880, "nr", {"loads": 4}),
     ("nvfp4", 128, 2048, "", {}),
     ("nvfp4", 80, 1056, "nsb", {}),
+    ("fp8-block", 96, 1024, "nsb", {}),
+    ("fp8-block", 80, 896, "nr", {"loads": 4}),
 ]
 
 
