@@ -158,6 +158,7 @@ CASES = {
     "product 16 fp8-block": lambda: product(16, "fp8-block"),
     "product 8 mxfp4": lambda: product(8, "mxfp4"),
     "product 16 nvfp4": lambda: product(16, "nvfp4"),
+    "product 64 nvfp4": lambda: product(64, "nvfp4"),
     "product 64 fp8-block": lambda: product(64, "fp8-block"),
     "product 2048 fp8-block": lambda: product(2048, "fp8-block"),
     "product 64 mxfp4": lambda: product(64, "mxfp4"),

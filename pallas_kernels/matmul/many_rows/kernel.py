@@ -83,7 +83,8 @@ def _float4(x: jax.Array, w: QTensor, bias: jax.Array | None, out_dtype, plan: W
     parts = parts_of(w)
     unit = jnp.ones((w.shape[0],), jnp.float32) if w.unit is None else w.unit.reshape(-1)
     kind = FewRowsScheme.of(w, "bf16").scale_kind
-    vectors = parts["scale"].T, None, unit * FLOAT4_REST, bias
+    scale = parts["scale"] if plan.stored else parts["scale"].T
+    vectors = scale, None, unit * FLOAT4_REST, bias
     how = {"group": w.group_size, "float4": kind, "tile": plan}
     return weight_matmul(x, parts["w"], *vectors, out_dtype, **how)
 

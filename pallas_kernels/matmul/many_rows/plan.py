@@ -354,12 +354,8 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
     if w.group_size != 32 and w.group_size % BLOCK_K and not is_format(w):
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
     tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype.name in NIBBLES else 8
-    if (
-        call.m <= 64
-        and not is_float
-        and _as_stored(call)
-        and (row_bytes := _stored_bytes(w, tile.split))
-    ):
+    is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
+    if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
             return stored

@@ -205,6 +205,12 @@ class _Multiplier:
         j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
         return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
 
+    def scales_of(self, t, j, at, g):
+        """Slot j's g-th group of scales, from the tile's vectors or from the ring."""
+        if self.tile.stored:
+            return self.stored_at(self.smem.scale, t, j, g)
+        return self.smem.scale.at[at, g, self.rows]
+
     def per_column(self, ref, t, j, at):
         """The groups' vectors, spread over the slot's weights: [64, columns]."""
         scheme, shape = self.scheme, (64, self.scheme.block)
@@ -226,10 +232,10 @@ class _Multiplier:
         """The slot's weights as wgmma's register operand, in x's dtype."""
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
         if scheme.float4 is not None:
-            groups = [smem.scale.at[at, g, self.rows] for g in range(scheme.groups_per_slot)]
+            groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
             return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
         if scheme.float8:
-            scales = smem.scale.at[at, 0, self.rows] if gmem.scale is not None else None
+            scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.float8_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
             codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
