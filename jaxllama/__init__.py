@@ -7,7 +7,7 @@ Public names, in the order data meets them.  They are imported on first use, so 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
@@ -59,7 +59,7 @@ __all__ = list(_HOME)  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunde
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'jaxllama' has no attribute {name!r}")
     home = importlib.import_module(f"jaxllama.{_HOME[name]}")

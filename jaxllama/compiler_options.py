@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +39,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxllama.typing import Jitted, Tree
 from pallas_kernels.dispatch import untested_jax
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 
@@ -82,7 +82,7 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
     return next((options for options in choices if _adds_up(mesh, options)), None)
 
 
-def compiled_for(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
+def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Tree) -> Jitted:
     """Return the jitted ``program`` with the options for its devices.
 
     Without options it is ``program`` itself. There is one function per program and options.
@@ -96,7 +96,7 @@ def compiled_for(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
     return _jit(program.__wrapped__, tuple(options.items()), tuple(jit.items()))
 
 
-def compiled_here(lowered: Any) -> Any:
+def compiled_here(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compile a lowered program in this thread, past jax's cache, so that it can be serialized.
 
     A CPU program that jax read from its cache loses functions when it is serialized again.
@@ -109,8 +109,10 @@ def compiled_here(lowered: Any) -> Any:
 
 @functools.cache
 def _jit(
-    function: Callable[..., Any], options: tuple[tuple[str, Any], ...], jit: tuple[tuple, ...]
-) -> Any:
+    function: Callable[..., Tree],
+    options: tuple[tuple[str, object], ...],
+    jit: tuple[tuple[str, Tree], ...],
+) -> Jitted:
     return jax.jit(function, compiler_options=dict(options), **dict(jit))
 
 

@@ -201,7 +201,8 @@ class ExpertsConfig:
     A router scores ``n_experts`` experts of width ``d_ff`` for each token. The token passes the
     ``n_active`` best ones, and their outputs are summed with weights.
 
-    scores: the router's scores are the "softmax" or "sigmoid" of its logits. normalize: whether a
+    scores: the router's scores are the "softmax" or "sigmoid" of its logits, or "sparsemixer"'s
+    (arXiv 2409.12136), of logits at most 2 ``jitter`` below the best. normalize: whether a
     token's weights sum to 1; with softmax that is the softmax over the chosen experts. scale:
     multiplies the weights. router_bias: whether the logits have a bias. choice_bias: whether a bias
     is added to the scores for the choice only. n_groups, n_active_groups: the choice is among the
@@ -216,7 +217,7 @@ class ExpertsConfig:
     n_experts: int
     n_active: int
     d_ff: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
     router_bias: bool = False
@@ -228,6 +229,7 @@ class ExpertsConfig:
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.702
+    jitter: float = 0.01
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -257,6 +259,12 @@ class ExpertsConfig:
             "experts.n_active",
             self.n_active,
             f"must not exceed the {most} experts that a token chooses among",
+        )
+        _require(
+            self.scores != "sparsemixer" or not (self.choice_bias or self.n_groups > 1),
+            "experts.scores",
+            self.scores,
+            "has neither groups nor a bias of the choice",
         )
 
     @property
@@ -332,6 +340,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     sliding_window: int | None = None
     window_layers: tuple[int, ...] = ()
     embedding_scale: bool = False

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import (
-    Params,
     all_logits,
     check_room,
     donated,
@@ -48,6 +46,8 @@ from jaxllama.executors.resident import loop_for, start
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -292,11 +292,11 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
 
 
 @donated(0)
-def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> Cache:
+def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Array) -> Cache:
     return decoder.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
 
 
-def check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
+def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:
     """Raise JaxLlamaError unless tokens and lengths are integer arrays ``[B, T]`` and ``[B]``."""
     _check_ints("tokens", tokens, "[B, T]")
     _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
@@ -307,7 +307,7 @@ def check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
         )
 
 
-def _check_ints(name: str, x: Any, axes: str, batch: int | None = None) -> None:
+def _check_ints(name: str, x: ArrayOrNumpy, axes: str, batch: int | None = None) -> None:
     """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of integers {axes}")
@@ -319,7 +319,7 @@ def _check_ints(name: str, x: Any, axes: str, batch: int | None = None) -> None:
         raise JaxLlamaError(f"{name}{list(x.shape)}: expected {batch}, one for each row")
 
 
-def _check_cache(cfg: ModelConfig, cache: Any, batch: int) -> None:
+def _check_cache(cfg: ModelConfig, cache: Tree, batch: int) -> None:
     """Raise JaxLlamaError unless ``cache`` is a cache of ``batch`` rows of this model."""
     if not isinstance(cache, Cache):
         raise JaxLlamaError(f"cache: {type(cache).__name__}: expected a Cache (init_cache)")
@@ -393,7 +393,7 @@ def generate(
         given = [sampling] * tokens.shape[0] if isinstance(sampling, Sampling) else list(sampling)
         sampling = SamplingParams.stack(given, cfg.vocab_size, key)
     stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
-    stop_ids = jnp.asarray(tuple(stops), jnp.int32)
+    stop_ids = jax.device_put(np.asarray(tuple(stops), np.int32))  # jnp would compile a program
     rows = start(
         cfg,
         params,
@@ -410,7 +410,7 @@ def generate(
     return rows
 
 
-def _is_on_host(x: Any) -> bool:
+def _is_on_host(x: object) -> bool:
     """Return whether this process can read the values; it cannot read a trace's or another
     process's.
     """

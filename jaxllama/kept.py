@@ -33,10 +33,12 @@ from jax.experimental import serialize_executable
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from jaxllama.typing import Jitted, Tree
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
 FILES = 4  # one per model and way of loading it
+Serialized = tuple[bytes, object, object]  # as ``serialize_executable`` returns it
 PROGRAMS = 12  # per file: a cache, a prefill and a loop for each of four shapes
 EARLY = 4  # programs prepared while the weights are read: the last process's newest
 LEAST_LAYERS = 8
@@ -48,22 +50,22 @@ class KeptPrograms:
     facts: facts of how the model is loaded. Their repr tells the model from others.
     """
 
-    def __init__(self, facts: Any) -> None:
+    def __init__(self, facts: object) -> None:
         self._settings = _settings()
         self._path: Path | None = None
-        self._made: dict[str, Future[Any]] = {}
-        self._later: dict[str, Any] = {}  # serialized, for a call that asks
+        self._made: dict[str, Future[jax.stages.Compiled]] = {}
+        self._later: dict[str, Serialized] = {}  # serialized, for a call that asks
         self._pool = ThreadPoolExecutor(1, "jaxllama-kept")
         self._index = self._pool.submit(self._read, facts)
 
     def call(
         self,
-        key: Any,
-        function: Any,
-        arguments: tuple[Any, ...] = (),
+        key: object,
+        function: Jitted,
+        arguments: tuple[Tree, ...] = (),
         cfg: ModelConfig | None = None,
-        static: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Any:
+        static: Mapping[str, object] = MappingProxyType({}),
+    ) -> Tree:
         """Return the result of a jitted ``function(cfg, *arguments, **static)``.
 
         cfg: the function's first argument, if it takes one.
@@ -89,7 +91,7 @@ class KeptPrograms:
         self._index.result()
         wait(self._made.values())
 
-    def _ready(self, name: str) -> Any:
+    def _ready(self, name: str) -> jax.stages.Compiled | None:
         blob = self._later.pop(name, None)
         if blob is not None:
             self._made[name] = self._pool.submit(_loaded, blob)
@@ -99,7 +101,7 @@ class KeptPrograms:
             return None
         return made.result()
 
-    def _read(self, facts: Any) -> None:
+    def _read(self, facts: object) -> None:
         """Read the programs' names and start to prepare the newest ones."""
         self._path = _path(facts)
         if self._path is None:
@@ -112,14 +114,14 @@ class KeptPrograms:
             self._made[name] = self._pool.submit(_loaded, blob)
         self._later = dict(newest[EARLY:])
 
-    def _serialize(self, name: str, compiled: Any) -> None:
+    def _serialize(self, name: str, compiled: jax.stages.Compiled) -> None:
         try:
             blob = serialize_executable.serialize(compiled)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             return  # the next process compiles it, as this one did
         self._keep(name, blob)
 
-    def _keep(self, name: str, blob: Any) -> None:
+    def _keep(self, name: str, blob: Serialized) -> None:
         """Write the program into the file, as the newest one there."""
         assert self._path is not None
         _, programs = _stored(self._path)
@@ -128,12 +130,12 @@ class KeptPrograms:
         _write(self._path, (jit.registered(), dict(list(programs.items())[-PROGRAMS:])))
 
 
-def _compiled(lowered: Any) -> Any:
+def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Return a program that can be serialized."""
     return compiler_options.compiled_here(lowered)
 
 
-def signature(tree: Any) -> str:
+def signature(tree: Tree) -> str:
     """Return a hash of the structure, shapes and dtypes of a tree of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     kinds = [
@@ -148,12 +150,12 @@ def signature(tree: Any) -> str:
     return hashlib.sha256(f"{structure}{kinds}".encode()).hexdigest()
 
 
-def _settings() -> tuple[Any, ...]:
+def _settings() -> tuple[object, ...]:
     """Return all settings of jax, except those of its own cache."""
     return tuple(item for item in jax.config.values.items() if "_cache_" not in item[0])
 
 
-def _path(facts: Any) -> Path | None:
+def _path(facts: object) -> Path | None:
     """Return the file of a model's programs, or None if they are not kept.
 
     The file's name is a hash of everything that determines the programs.
@@ -184,7 +186,7 @@ def _sources(folder: str) -> Iterator[str]:
                 yield from _sources(entry.path)
 
 
-def _stored(path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _stored(path: Path) -> tuple[tuple[jit.Program, ...], dict[str, Serialized]]:
     """Return the file's contents: the CPU's handlers that programs call, and the programs.
 
     The second value maps names to serialized programs, oldest first.
@@ -200,10 +202,10 @@ def _stored(path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {}
 
 
-def _loaded(blob: tuple[Any, ...]) -> Any:
+def _loaded(blob: Serialized) -> jax.stages.Compiled:
     device = jax.local_devices()[0]
     return serialize_executable.deserialize_and_load(*blob, execution_devices=[device])
 
 
-def _write(path: Path, kept: Any) -> None:
+def _write(path: Path, kept: object) -> None:
     sealed.keep(path, pickle.dumps(kept), "model-*.pickle", FILES)

@@ -29,7 +29,6 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import Sampling, SamplingParams, whole
 from jaxllama.errors import JaxLlamaError
@@ -51,6 +50,7 @@ from jaxllama.text.rows import (
     stops_of,
 )
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import Leaf, Params
 from pallas_kernels.brief import brief, size_text
 from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -219,7 +219,7 @@ class LanguageModel:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         max_new_tokens: int = 512,
         sampling: Sampling | None = None,
         seed: int = 0,
@@ -497,7 +497,7 @@ class LanguageModel:
             count = len(rows)
             size = self.executor.block_size or count
             return [list(range(at, min(at + size, count))) for at in range(0, count, size)]
-        alike: dict[tuple[Any, ...], list[int]] = {}
+        alike: dict[tuple[object, ...], list[int]] = {}
         for index, row in enumerate(rows):
             shapes = shapes_of([row], options.max_new_tokens)
             alike.setdefault((*shapes[:2], _pieces(len(row))), []).append(index)
@@ -733,7 +733,12 @@ class LanguageModel:
                 raise JaxLlamaError(
                     f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}"
                 )
-        return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        # numpy converts: ``jnp.asarray`` would compile a program for each shape.
+        tokens, lengths = (
+            x.astype(jnp.int32) if isinstance(x, Tracer) else jax.device_put(x.astype(np.int32))
+            for x in given
+        )
+        return tokens, lengths
 
     def encode(self, prompts: str | Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -776,7 +781,7 @@ class LanguageModel:
                 rows.append(ids_of(index, prompt))
         return rows
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Return the token ids of the prompt for a conversation.
 
         The chat template writes the special tokens. Special tokens that a message spells are plain
@@ -926,7 +931,7 @@ class _Answer:
         return Generation(self.text, self.tokens, known, reason, drafted, accepted)
 
 
-def _weights(params: Params) -> list[Any]:
+def _weights(params: Params) -> list[Leaf]:
     """Return every parameter; a quantized parameter is one leaf."""
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
 

@@ -49,6 +49,7 @@ from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import Leaf
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def _has_handlers(place: Placement | None, grid: Mesh | None, dtype: jnp.dtype) 
     return place is None and grid is None and handles(dtype)
 
 
-def _laid_out(_: Any, leaf: Any) -> Any:
+def _laid_out(_: object, leaf: Leaf) -> Leaf:
     """Return a leaf in the layout that one CPU's kernels read.
 
     Leaves are laid out one at a time, so that no weight is held twice. A leaf without such a layout

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
@@ -29,6 +29,7 @@ from jaxllama.offload.store import RowTable, Store, wait
 from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import Leaf, Params, ParamsDict, Tree
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor
 
@@ -58,7 +59,7 @@ class Placement:
     def __init__(
         self,
         policy: Policy,
-        dtype: Any,
+        dtype: DTypeLike,
         scheme: str | None = None,
         deterministic: bool = False,
         directory: str | Path | None = None,
@@ -78,7 +79,7 @@ class Placement:
         self.store = Store(directory)
         self.lays_out = not exact and handles(self.dtype)
 
-    def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
+    def __call__(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         """Return the leaf at ``path``, an array or a quantized weight, stored where the policy puts
         it.
         """
@@ -86,18 +87,18 @@ class Placement:
             return np.asarray(leaf)  # ``model`` places it, when it knows the head
         return self._put(path, leaf)
 
-    def _put(self, path: tuple[str, ...], leaf: Any) -> Any:
+    def _put(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         leaf = quantize_leaf(path, leaf, self.recipe)
         if self.lays_out:  # as the resident model's weights are
             leaf = prepare_tree(leaf)
         return wait(self.store.put(leaf, self.policy.weights))
 
-    def tree(self, params: dict[str, Any]) -> dict[str, Any]:
+    def tree(self, params: ParamsDict) -> ParamsDict:
         """Return a whole tree, stored leaf by leaf. Each leaf is removed from ``params`` on the
         way.
         """
 
-        def walk(node: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        def walk(node: ParamsDict, path: tuple[str, ...]) -> ParamsDict:
             return {
                 name: walk(node.pop(name), (*path, name))
                 if isinstance(node[name], dict)
@@ -107,9 +108,7 @@ class Placement:
 
         return walk(params, ())
 
-    def model(
-        self, cfg: ModelConfig, params: dict[str, Any], tokenizer: Tokenizer | None
-    ) -> LanguageModel:
+    def model(self, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None) -> LanguageModel:
         """Return the LanguageModel of placed parameters."""
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):

@@ -17,8 +17,11 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 QUIET, EVERY = 2.0, 30.0  # seconds
 _UNITS = ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
@@ -34,7 +37,7 @@ def write(line: str) -> None:
 class Working:
     """The progress of a piece of work; this class shows nothing."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: object) -> None:
         pass
 
     def __call__(self, count: int = 1) -> None:
@@ -53,7 +56,7 @@ class Working:
 @contextlib.contextmanager
 def working(
     what: str, total: int | None = None, show: bool = True, *, unit: str = "bytes", done: int = 0
-) -> Iterator[Working]:
+) -> Generator[Working]:
     """Show the progress of the work inside of the ``with`` block.
 
     Parameters
@@ -146,7 +149,7 @@ class _Bar(Working):
             _display = None
 
 
-def _new_display() -> Any:
+def _new_display() -> Progress:
     # rich takes 0.1 s to import, so only a shown bar imports it.
     from rich.console import Console
     from rich.progress import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,16 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.jax_internals import Primitive
+from pallas_kernels.types import TreeDef
 
 if TYPE_CHECKING:
+    from jax.core import ShapedArray
+
     from pallas_kernels.transform import OpCall
 
 Leaves = Sequence[jax.Array]
 _Dims = Sequence[int | None]  # of the mapped axes
+_Types = tuple["ShapedArray", ...]
 
 
 def is_float(x: jax.Array) -> bool:
@@ -41,13 +45,13 @@ class Derivative:
     float results.  Transposed, it returns the cotangents of the operands that move.
     """
 
-    call: OpCall
+    call: OpCall[object]
     moves: tuple[bool, ...]
-    saved: Any
+    saved: TreeDef
     transposed: bool = False
     smooth: bool = False  # uses only jax.numpy, for the derivative of a derivative
 
-    def __call__(self, *args: jax.Array) -> Any:
+    def __call__(self, *args: jax.Array) -> list[jax.Array]:
         op, call, n = self.call.op, self.call, len(self.moves)
         primals, n_kept = args[:n], n + self.saved.num_leaves
         saved, moved = args[n:n_kept], args[n_kept:]
@@ -57,12 +61,14 @@ class Derivative:
             back = op.backward(call.choice, call.static, operands, saved, *moved)
             back = call.tree.flatten_up_to(back)
             return [d for d, m in zip(back, self.moves, strict=True) if m]
+        differentiated = op.derivative or op.xla
+        assert differentiated is not None
         moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
 
         def form(*moving: jax.Array) -> list[jax.Array]:
             each = iter(moving)
             leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
-            outs = jax.tree.leaves(call.run(op.derivative or op.xla, leaves))
+            outs = jax.tree.leaves(call.run(differentiated, leaves))
             return [x for x in outs if is_float(x)]
 
         if self.transposed:
@@ -80,7 +86,7 @@ class _Mapped:
     f: Derivative | _Mapped
     axes: tuple[int | None, ...]
 
-    def __call__(self, *args: jax.Array) -> Any:
+    def __call__(self, *args: jax.Array) -> list[jax.Array]:
         return jax.vmap(self.f, in_axes=self.axes)(*args)
 
     def smoothed(self) -> _Mapped:
@@ -93,23 +99,28 @@ linear_p.multiple_results = True
 
 
 @linear_p.def_impl
-def _linear_impl(*args: jax.Array, f: _Linear, **_: Any) -> Any:
+def _linear_impl(*args: jax.Array, f: _Linear, **_: object) -> list[jax.Array]:
     return _run(f, *args)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(f: _Linear, *args: jax.Array) -> Any:
+def _run(f: _Linear, *args: jax.Array) -> list[jax.Array]:
     return f(*args)
 
 
 @linear_p.def_abstract_eval
-def _linear_types(*args: Any, out_types: tuple[Any, ...], **_: Any) -> list[Any]:
+def _linear_types(*args: object, out_types: _Types, **_: object) -> list[ShapedArray]:
     return list(out_types)
 
 
 def _linear_jvp(
-    primals: Leaves, tangents: Sequence[Any], *, f: _Linear, n_kept: int, **params: Any
-) -> Any:
+    primals: Leaves,
+    tangents: Sequence[jax.Array | ad.Zero],
+    *,
+    f: _Linear,
+    n_kept: int,
+    **params: object,
+) -> tuple[list[jax.Array], list[jax.Array]]:
     bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
     out = bind(*primals)
     moves = [
@@ -118,7 +129,7 @@ def _linear_jvp(
     if not any(moves[:n_kept]):
         return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))
 
-    def form(*moving: jax.Array) -> Any:
+    def form(*moving: jax.Array) -> list[jax.Array]:
         each = iter(moving)
         return f.smoothed()(*(next(each) if m else x for x, m in zip(primals, moves, strict=True)))
 
@@ -128,13 +139,13 @@ def _linear_jvp(
 
 
 def _linear_transpose(
-    d_outs: Sequence[Any],
-    *args: Any,
+    d_outs: Sequence[jax.Array | ad.Zero],
+    *args: jax.Array | ad.UndefinedPrimal,
     f: _Linear,
     transpose: _Linear,
     n_kept: int,
-    out_types: tuple[Any, ...],
-) -> list[Any]:
+    out_types: _Types,
+) -> list[jax.Array | None]:
     kept, linear = args[:n_kept], args[n_kept:]
     back = linear_p.bind(
         *kept,
@@ -154,8 +165,8 @@ def _linear_batching(
     f: _Linear,
     transpose: _Linear,
     n_kept: int,
-    out_types: tuple[Any, ...],
-) -> Any:
+    out_types: _Types,
+) -> tuple[list[jax.Array], list[int]]:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     linear = [
@@ -174,7 +185,7 @@ def _linear_batching(
     return outs, [0] * len(outs)
 
 
-def _mapped_type(t: Any, size: int) -> Any:
+def _mapped_type(t: ShapedArray, size: int) -> ShapedArray:
     spec = PartitionSpec(None, *t.sharding.spec)
     return t.update(shape=(size, *t.shape), sharding=t.sharding.update(spec=spec))
 

@@ -4,8 +4,8 @@
 handler that is generated for this machine's CPU (``pallas_kernels.cpu``).  If one of the latter two
 cannot run, NotImplementedError names the fact that rules it out.  None chooses one of three:
 
-    the kernel    the operands are on Hopper, the version of jax was tested, and the op returns a
-                  ``Plan`` for the call, not a ``Reason`` against it
+    the kernel    the operands are on an NVIDIA GPU from compute capability 8.0 on, the version of
+                  jax was tested, and the op returns a ``Plan`` for the call, not a ``Reason``
     the handler   the operands are on a CPU, and the op returns a ``Plan`` for it
     XLA           everywhere else
 
@@ -26,10 +26,13 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.core import Tracer
+
+from pallas_kernels.architecture import TARGET, asked_target, nearest
+from pallas_kernels.types import Device, has_shape
 
 Implementation = Literal["xla", "mosaic", "cpu"]
 _IMPLEMENTATIONS = ("xla", "mosaic", "cpu", None)
@@ -37,6 +40,7 @@ _NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
+OTHER_JAX = 0, 12, 0  # the first that assembles kernels for other GPUs than Hopper's
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
 
 
@@ -50,6 +54,10 @@ class Plan(Protocol):
     kernel: ClassVar[str]  # the kernel's name
 
 
+P = TypeVar("P", bound=Plan)
+C = TypeVar("C")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
     """Predicted times of a call, which a plan carries if its op has a table of costs.
@@ -57,8 +65,12 @@ class Predicted:
     predicted_us, xla_us: predicted microseconds of the kernel, and of XLA's form of the call.
     """
 
+    kernel: ClassVar[str]
     predicted_us: float | None = dataclasses.field(default=None, compare=False, repr=False)
     xla_us: float | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+T = TypeVar("T", bound=Predicted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +99,26 @@ def untested_jax() -> str | None:
     )
 
 
-def hopper_reason(*operands: Any) -> str | None:
+def hopper_reason(*operands: object) -> str | None:
     """Return why Mosaic kernels cannot run natively where these operands are, or None if they can.
 
     Without operands the question is about new arrays.
     """
     device = device_of(operands)
-    elsewhere = f"the operands are on {device.platform!r}, not a Hopper GPU"
+    elsewhere = f"the operands are on {device.platform!r}, not an NVIDIA GPU"
     return _gpu_reason(device) if device.platform == "gpu" else elsewhere
 
 
-def _gpu_reason(gpu: Any) -> str | None:
+def _gpu_reason(gpu: Device) -> str | None:
     """Return why Mosaic kernels cannot run on this GPU with this jax, or None."""
-    capability = getattr(gpu, "compute_capability", "?")
-    if capability != "9.0":
-        return f"compute capability {capability} is not Hopper's 9.0"
+    capability = str(getattr(gpu, "compute_capability", "?"))
+    arch = nearest(capability) if capability[:1].isdigit() else None
+    if arch is None:
+        return f"compute capability {capability} is below 8.0, of the first GPUs with kernels"
     if reason := untested_jax():
+        _say_once(reason)
+    elif arch.name != "sm_90" and jax.__version_info__ < OTHER_JAX:
+        reason = f"kernels of {arch.name} need jax {'.'.join(map(str, OTHER_JAX))}"
         _say_once(reason)
     return reason
 
@@ -112,7 +128,7 @@ def _say_once(reason: str) -> None:
     logging.getLogger("pallas_kernels").warning("no Mosaic kernel is used: %s", reason)
 
 
-def device_of(operands: Any) -> Any:
+def device_of(operands: object) -> Device:
     """Return the device, or one of the devices, where a pytree of arrays, tracers or shapes is.
 
     A device has a ``platform`` and, if it is a GPU, a ``compute_capability``.
@@ -133,15 +149,15 @@ def device_of(operands: Any) -> Any:
     return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 
-def _device_of_array(x: Any) -> Any | None:
+def _device_of_array(x: object) -> Device | None:
     """Return a device that an array or a shape is bound to, or None if it may be anywhere."""
-    sharding: Any = getattr(x, "sharding", None)
+    sharding: jax.sharding.Sharding | None = getattr(x, "sharding", None)
     if sharding is None or (isinstance(x, jax.Array) and not x.committed):
         return None
     return next(iter(sharding.device_set))
 
 
-def _like(abstract: Any) -> Any:
+def _like(abstract: Device) -> Device:
     """Return a device of this machine of the abstract device's kind.
 
     If the machine has none, the program is for another machine. The abstract device then says as
@@ -154,7 +170,7 @@ def _like(abstract: Any) -> Any:
     return next((d for d in here if d.device_kind == abstract.device_kind), abstract)
 
 
-def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
+def wants_kernel(implementation: Implementation | None, *operands: object) -> bool:
     """Can ``choose_plan`` come to a Mosaic kernel?"""
     if implementation is None:
         return hopper_reason(*operands) is None
@@ -168,7 +184,7 @@ def choose_plan(
     op: str,
     implementation: Implementation | None,
     find: Find,
-    *operands: Any,
+    *operands: object,
     has_xla: bool = True,
     cpu: Find | None = None,
 ) -> Plan | None:
@@ -214,12 +230,18 @@ def choose_plan(
     return plan
 
 
-def _own_kind(cpu: Find | None, operands: Any) -> Implementation:
+def _own_kind(cpu: Find | None, operands: object) -> Implementation:
     """Return the kind of kernels that can run where the operands are."""
     return "cpu" if cpu is not None and device_of(operands).platform == "cpu" else "mosaic"
 
 
-def _find(kind: str, is_named: bool, find: Find, cpu: Find | None, operands: Any) -> Plan | Reason:
+def _find(
+    kind: str,
+    is_named: bool,
+    find: Callable[[], P | Reason],
+    cpu: Callable[[], P | Reason] | None,
+    operands: tuple[object, ...],
+) -> P | Reason:
     """Ask the planner of this kind of kernels."""
     if kind == "cpu":
         return Reason("the op has none") if cpu is None else cpu()
@@ -227,7 +249,9 @@ def _find(kind: str, is_named: bool, find: Find, cpu: Find | None, operands: Any
     return find() if reason is None else Reason(reason)
 
 
-def own_plan(find: Find, *operands: Any, cpu: Find | None = None) -> Any:
+def own_plan(
+    find: Callable[[], P | Reason], *operands: object, cpu: Callable[[], P | Reason] | None = None
+) -> P | None:
     """Return the plan that ``choose_plan`` with None comes to, or None.
 
     It serves a caller who does something else if there is no kernel, and otherwise gives the op
@@ -243,7 +267,7 @@ def named_plan(found: Plan | Reason) -> Plan | None:
     return found.plan if isinstance(found, Reason) else found
 
 
-def _faster_plan(found: Plan | Reason) -> Plan | None:
+def _faster_plan(found: P | Reason) -> P | None:
     """Return the plan for a caller who names nothing."""
     return None if isinstance(found, Reason) else found
 
@@ -252,7 +276,7 @@ def _text(found: Plan | Reason) -> str | None:
     return found.text if isinstance(found, Reason) else None
 
 
-def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
+def first_plan(call: C, *planners: Callable[[C], Plan | Reason]) -> Plan | Reason:
     """Return the answer of the first planner that has a plan, or a Reason that joins all reasons.
 
     A planner's Reason that holds a plan (another form is faster) also counts as an answer.
@@ -267,23 +291,23 @@ def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | R
 
 
 def shortest(
-    found: Sequence[Plan | Reason], us: Callable[[Any], float], xla: Callable[[], float]
-) -> Any:
+    found: Sequence[T | Reason], us: Callable[[T], float], xla: Callable[[], float]
+) -> T | Reason:
     """The plan with the shortest predicted time, or a Reason: no planner has a plan, or XLA's form
     is predicted to be shorter.
 
     found: what each planner says of a call.
     us, xla: predicted microseconds of a plan, and of XLA's form.
     """
-    plans: list[Any] = [one for one in found if not isinstance(one, Reason)]
+    plans = [one for one in found if not isinstance(one, Reason)]
     if not plans:
         reasons = [one for one in found if isinstance(one, Reason)]
         named = (reason for reason in reasons if reason.plan is not None)
         return next(named, Reason("; ".join(reason.text for reason in reasons if reason.text)))
     xla_us = xla()
     timed = [dataclasses.replace(one, predicted_us=us(one), xla_us=xla_us) for one in plans]
-    best = min(timed, key=lambda one: one.predicted_us)
-    if best.predicted_us <= xla_us:
+    best = min(timed, key=_predicted_us)
+    if _predicted_us(best) <= xla_us:
         return best
     times = (
         f"XLA's form is predicted to take {xla_us:.1f} us, {best.kernel} {best.predicted_us:.1f}"
@@ -291,7 +315,12 @@ def shortest(
     return Reason(times, best)
 
 
-def is_empty(*operands: Any) -> bool:
+def _predicted_us(plan: Predicted) -> float:
+    assert plan.predicted_us is not None
+    return plan.predicted_us
+
+
+def is_empty(*operands: object) -> bool:
     """Has one of the arrays no elements?"""
     return any(0 in x.shape for x in jax.tree.leaves(operands))
 
@@ -322,7 +351,11 @@ class Choice:
 
 
 def _record(
-    op: str, operands: Any, implementation: Implementation, found: Plan | Reason, plan: Plan | None
+    op: str,
+    operands: object,
+    implementation: Implementation,
+    found: Plan | Reason,
+    plan: Plan | None,
 ) -> None:
     """Tell ``choices`` of a choice."""
     recorder = _recorder.get()
@@ -333,13 +366,13 @@ def _record(
     recorder.choices.append(choice)
 
 
-def _times(plan: Any) -> str:
+def _times(plan: Plan) -> str:
     us, xla_us = getattr(plan, "predicted_us", None), getattr(plan, "xla_us", None)
     return "" if us is None else f"{us:.1f} us predicted (XLA {xla_us:.1f})"
 
 
 class _Recorder(NamedTuple):
-    device: Any
+    device: Device
     choices: list[Choice]
 
 
@@ -351,7 +384,7 @@ def is_recording() -> bool:
     return _recorder.get() is not None
 
 
-def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:
+def explain(op: str | Callable[..., object], *operands: object, **options: object) -> str:
     """Which implementation ``op(*operands, **options)`` would use, with which kernel and plan, or
     why it has none: a line for each choice that is made.  Nothing is computed.
 
@@ -363,27 +396,29 @@ def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str
     >>> print(explain("rms_norm", x, weight, 1e-5))
     rms_norm bfloat16[1,4096] bfloat16[4096]: mosaic, rowwise_mosaic, Plan(threads=256, ...)
     """
-    function: Any = op
-    if isinstance(op, str):
+    if not isinstance(op, str):
+        function = op
+    else:
         package = importlib.import_module("pallas_kernels")
         if op not in package.__all__ or not callable(getattr(package, op)):
             raise ValueError(f"explain: {op!r} is no op of pallas_kernels")
         function = getattr(package, op)
     made = choices(function, *operands, **options)
+    if (target := asked_target()) is not None:
+        note = f"kernels use only what {target.name} has ({TARGET})"
+        return "\n".join([*map(str, made), note])
     return "\n".join(map(str, made)) or f"{function.__name__}: xla (it has no kernel)"
 
 
-def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> list[Choice]:
+def choices(function: Callable[..., object], *operands: object, **options: object) -> list[Choice]:
     """Return the choices made in ``function(*operands, **options)``, which is traced, not run.
 
     If the function asks for a kernel that does not cover its call, that is the last choice.
     """
     leaves, tree = jax.tree.flatten((operands, options))
-    traced = [
-        hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type) for x in leaves
-    ]
+    traced = [has_shape(x) and not isinstance(x, type) for x in leaves]
 
-    def call(arrays: list[jax.Array]) -> Any:
+    def call(arrays: list[jax.Array]) -> object:
         taken = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
         args, options = jax.tree.unflatten(tree, [next(taken) if t else x for x, t in pairs])
@@ -402,7 +437,7 @@ def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> lis
     return recorder.choices
 
 
-def _described(operands: Any) -> str:
+def _described(operands: object) -> str:
     return " ".join(
         f"{x.dtype.name}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(operands)
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
@@ -27,7 +26,7 @@ def packed(values: Sequence[Value], kind: str = "bf16") -> list[Value]:
     return [p.pack(*values[i : i + 2], kind) for i in range(0, len(values), 2)]
 
 
-def layer_address(ref: Any, layer: Value | None) -> Value | None:
+def layer_address(ref: Value | tuple[Value, ...] | None, layer: Value | None) -> Value | None:
     """Return the address of an operand in device memory, or None if ``ref`` is None.
 
     If ``ref`` is a tuple with one operand per layer, return the address of ``layer``'s operand.

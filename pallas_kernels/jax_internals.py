@@ -15,8 +15,12 @@ from jax._src.config import persistent_cache_min_compile_time_secs
 from jax._src.core import Primitive, get_opaque_trace_state, jaxpr_as_fun
 
 if TYPE_CHECKING:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType
+    from jax._src.distributed import State
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
+
+    Value = ir.Value[ir.Type]
 
 __all__ = [
     "Primitive",
@@ -38,7 +42,7 @@ __all__ = [
 _DIALECTS = ("arith", "gpu", "llvm", "memref", "scf", "vector")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """``ir`` or a dialect, at its first use."""
     if name != "ir" and name not in _DIALECTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -47,14 +51,14 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def cudnn_attention() -> tuple[Callable[..., Any], Any]:
+def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:
     """cuDNN's fused attention and the enumeration of its masks."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     return dot_product_attention, MaskType
 
 
-def distributed_state() -> Any:
+def distributed_state() -> State:
     """The state of ``jax.distributed``, whose client is the processes' key-value store."""
     from jax._src.distributed import global_state
 

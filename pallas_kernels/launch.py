@@ -13,14 +13,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+Arrays = TypeVar("Arrays")  # a pytree of arrays, or of references to them
+R = TypeVar("R")
 
-class Views(dict[str, Any]):
+
+class Views(dict[str, object]):
     """One piece of shared memory under several names, each with a type of its own.
 
     ``Views(rows=plgpu.SMEM(...), tiles=plgpu.SMEM(...))`` in a scratch table gives a body
@@ -31,11 +34,13 @@ class Views(dict[str, Any]):
 class _Table:
     """The leaves of a table in order, and the way back from references to names."""
 
-    def __init__(self, named: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None):
+    def __init__(
+        self, named: Mapping[str, object], is_leaf: Callable[[object], bool] | None = None
+    ):
         self.named = named
         self.leaves, self.tree = jax.tree.flatten(list(named.values()), is_leaf=is_leaf)
 
-    def take(self, refs: Iterator[Any]) -> dict[str, Any]:
+    def take(self, refs: Iterator[object]) -> dict[str, object]:
         """Return the next references by name."""
         values = self.tree.unflatten(itertools.islice(refs, len(self.leaves)))
         return dict(zip(self.named, values, strict=True))
@@ -43,17 +48,17 @@ class _Table:
 
 def launch(
     body: Callable[..., None],
-    operands: Mapping[str, Any],
-    out: Mapping[str, Any],
+    operands: Mapping[str, object],
+    out: Mapping[str, object],
     *,
     name: str,
     grid: int | Mapping[str, int],
     cluster: int | Mapping[str, int] = 1,
     warpgroups: int | None = None,
-    scratch: Mapping[str, Any] | None = None,
+    scratch: Mapping[str, object] | None = None,
     registers: bool = False,
     **compiler: Any,
-) -> list[Any]:
+) -> list[jax.Array]:
     """Launch a kernel.
 
     Parameters
@@ -91,7 +96,7 @@ def launch(
     inputs, results = _Table(operands), _Table(out)
     memory = _Table(scratch or {}, is_leaf=lambda x: x is not None and not isinstance(x, list))
 
-    def named(*refs: Any) -> None:
+    def named(*refs: object) -> None:
         rest = iter(refs)
         gmem = SimpleNamespace(**inputs.take(rest), **results.take(rest))
         held = {key: _by_view(memory.named[key], x) for key, x in memory.take(rest).items()}
@@ -104,11 +109,11 @@ def launch(
         )
         return body(gmem, smem, barrier)
 
-    def emit(ctx: Any, *refs: Any) -> None:
+    def emit(ctx: object, *refs: object) -> None:
         del ctx
         named(*refs)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: object) -> None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
     grid = grid if isinstance(grid, Mapping) else {"block": grid}
@@ -141,18 +146,18 @@ def _memory(kind: Any) -> Any:
     return plgpu.RefUnion(*kind.values()) if isinstance(kind, Views) else kind
 
 
-def _is_barrier(kind: Any) -> bool:
+def _is_barrier(kind: object) -> bool:
     """Return whether an entry of a scratch table is a barrier, or a list of them."""
     first = kind[0] if isinstance(kind, list) and kind else kind
     return isinstance(first, plgpu.Barrier | plgpu.ClusterBarrier)
 
 
-def _by_view(kind: Any, ref: Any) -> Any:
+def _by_view(kind: object, ref: Any) -> object:
     """Return the references of ``Views`` by name, and any other reference as it is."""
     return SimpleNamespace(**dict(zip(kind, ref, strict=True))) if isinstance(kind, Views) else ref
 
 
-def in_place(kernel: Callable[[Any], Any], arrays: Any) -> tuple[Any, Any]:
+def in_place(kernel: Callable[[Arrays], R], arrays: Arrays) -> tuple[R, Arrays]:
     """Update arrays in place.
 
     Parameters

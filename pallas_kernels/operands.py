@@ -16,12 +16,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 
 from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.rounding import CODES, NIBBLES
+from pallas_kernels.types import HasShape, has_shape
+
+if TYPE_CHECKING:
+    import jax
+
+    from pallas_kernels.qtensor import QTensor
 
 FLOATS = ("float32", "bfloat16", "float16")
 _Sizes = dict[str, tuple[Any, str]]  # by axis: its size, and the operand that it was read off
@@ -34,7 +40,7 @@ class _Line(NamedTuple):
     optional: bool
 
 
-def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
+def check(op: str, lines: Mapping[str, str], **operands: HasShape | None) -> dict[str, int]:
     """Return the sizes of the axes by name.
 
     Raises ValueError that names the op and the operand.
@@ -42,31 +48,31 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
     sizes: _Sizes = {}
     for name, text in lines.items():
         line = _parsed(text)
-        x: Any = operands[name]
+        x = operands[name]
         if line.optional and x is None:
             continue
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        if not has_shape(x):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")
         if _is_quantized(x) and not line.quantized:
             raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(line.dtypes)}")
         if _is_quantized(x):
             check_parts(op, name, x)
-        if line.dtypes[0] in operands:
-            _check_same_dtype(op, name, x, line.dtypes[0], operands[line.dtypes[0]])
+        if (other := operands.get(line.dtypes[0])) is not None:
+            _check_same_dtype(op, name, x, line.dtypes[0], other)
         elif not _is_quantized(x):
             _check_dtype(op, name, x, line.dtypes)
         _check_axes(op, name, x.shape, line.axes, sizes)
     return {axis: size for axis, (size, _) in sizes.items()}
 
 
-def _check_same_dtype(op: str, name: str, x: Any, other_name: str, other: Any) -> None:
+def _check_same_dtype(op: str, name: str, x: HasShape, other_name: str, other: HasShape) -> None:
     if x.dtype != other.dtype or _is_quantized(x) != _is_quantized(other):
         raise ValueError(
             f"{op}: {name} is {x.dtype} and {other_name} is {other.dtype}; give them one dtype"
         )
 
 
-def check_parts(op: str, name: str, x: Any) -> None:
+def check_parts(op: str, name: str, x: QTensor) -> None:
     """Raise ValueError if a QTensor's parts do not fit together."""
     q, scale = x.q, x.scale
     _check_dtype(op, f"{name}.q", q, tuple(CODES))
@@ -83,18 +89,18 @@ def check_parts(op: str, name: str, x: Any) -> None:
             _check_part(op, name, x, part)
 
 
-def _are_groups(q: Any, scale: Any) -> bool:
+def _are_groups(q: jax.Array, scale: jax.Array) -> bool:
     """Whether scales have the codes' axes, the last of which divides the codes' last one."""
     has_axes = q.ndim >= 1 and scale.ndim >= 1 and scale.shape[:-1] == q.shape[:-1]
     return has_axes and scale.shape[-1] >= 1 and q.shape[-1] % scale.shape[-1] == 0
 
 
-def _no_groups(name: str, q: Any) -> str:
+def _no_groups(name: str, q: jax.Array) -> str:
     codes = f"the codes {q.shape} of {name}"
     return f"does not fit {codes}: an axis of groups that divides its last one"
 
 
-def _check_part(op: str, name: str, x: Any, part: str) -> None:
+def _check_part(op: str, name: str, x: QTensor, part: str) -> None:
     """Raise ValueError if a part that a QTensor may lack does not fit its codes and scales."""
     array, *lead, k = getattr(x, part), *x.shape
     if part == "zero":
@@ -114,19 +120,19 @@ def _check_part(op: str, name: str, x: Any, part: str) -> None:
 
 
 def _check_array(
-    op: str, name: str, x: Any, dtypes: tuple[str, ...], shape: tuple[int, ...]
+    op: str, name: str, x: jax.Array, dtypes: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:
     _check_dtype(op, name, x, dtypes)
     if x.shape != shape:
         raise ValueError(f"{op}: {name} {x.shape} is not {shape}")
 
 
-def _check_dtype(op: str, name: str, x: Any, dtypes: tuple[str, ...]) -> None:
+def _check_dtype(op: str, name: str, x: HasShape, dtypes: tuple[str, ...]) -> None:
     if x.dtype.name not in dtypes:
         raise ValueError(f"{op}: {name} is {x.dtype}, not {_either(dtypes)}")
 
 
-def _is_quantized(x: Any) -> bool:
+def _is_quantized(x: HasShape) -> TypeGuard[QTensor]:
     """A QTensor; its module imports this one."""
     return hasattr(x, "scale")
 
@@ -143,7 +149,7 @@ def _parsed(line: str) -> _Line:
 def _check_axes(
     op: str, name: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: _Sizes
 ) -> None:
-    values: tuple[Any, ...] = shape
+    values: tuple[int | tuple[int, ...], ...] = shape
     if axes and axes[0] == "...":
         last = max(len(shape) - len(axes) + 1, 0)
         values = (shape[:last], *shape[last:])
@@ -160,7 +166,7 @@ def _wanted(op: str, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -
     return f"{op}: {name} {shape} is not [{', '.join(axes).replace('+', '')}]"
 
 
-def _axis_reason(axis: str, value: Any, sizes: _Sizes) -> str:
+def _axis_reason(axis: str, value: object, sizes: _Sizes) -> str:
     axis = axis.removesuffix("+")
     size, other = sizes[axis]
     return f"{axis} is 0" if value == size else f"{axis} is {size} in {other}"
@@ -170,7 +176,7 @@ def _either(names: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def half_reason(**operands: Any) -> str | None:
+def half_reason(**operands: HasShape) -> str | None:
     """Return why a kernel of 16-bit floats cannot read the operands, or None if it can."""
     first, known = next(iter(operands.items()))
     for name, x in operands.items():

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +129,7 @@ class QTensor:
         """Bytes on an accelerator, where 4-bit codes lie two to a byte."""
         return tree_bytes(self)
 
-    def rows(self, index: Any) -> QTensor:
+    def rows(self, index: jax.Array) -> QTensor:
         """The same with its leading axes indexed: rows of a weight, or a slice of them."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
@@ -198,7 +197,7 @@ def packed_bytes(size: int, dtype: DTypeLike) -> int:
     return -(-size // 2) if dtype.name in NIBBLES else size * dtype.itemsize
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: object) -> int:
     """Bytes of a tree of arrays, or of their shapes, on an accelerator."""
     return sum(packed_bytes(leaf.size, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
@@ -283,7 +282,7 @@ def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTen
     return jnp.take(x, columns, axis=-1, mode="clip")
 
 
-def stacked(weights: Sequence[jax.Array | QTensor]) -> Any:
+def stacked(weights: Sequence[jax.Array | QTensor]) -> jax.ShapeDtypeStruct | QTensor:
     """The shapes of the one weight that these are the rows of, one after the other."""
     rows = sum(w.shape[0] for w in weights)
     return jax.tree.map(

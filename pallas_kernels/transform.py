@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,18 @@ from jax.sharding import PartitionSpec
 from pallas_kernels.derivative import Derivative, is_codes, is_float, linear_p
 from pallas_kernels.dispatch import KERNELS, Implementation, Plan
 from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
+from pallas_kernels.types import TreeDef
+
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
+    from jax.extend.core import ClosedJaxpr
+
+    from pallas_kernels.jax_internals import Value
 
 Leaves = Sequence[jax.Array]
-Form = Callable[..., Any]
+# The results of an op, a pytree.
+Out = TypeVar("Out")
+Out_co = TypeVar("Out_co", covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +67,7 @@ def chosen(plan: Plan | None, implementation: Implementation | None) -> OpChoice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op:
+class Op(Generic[Out_co]):
     """``op(choice, static, *operands)``: operands are pytrees of arrays, static is hashable.
 
     xla, kernel: the two forms, ``f(static, *operands)``.  An op without an XLA form has no
@@ -71,14 +80,14 @@ class Op:
     """
 
     name: str
-    xla: Form | None
-    kernel: Form | None = None
-    derivative: Form | None = None
-    at: Form | None = None
-    backward: Form | None = None
-    forward: Form | None = None
+    xla: Callable[..., Out_co] | None
+    kernel: Callable[..., Out_co] | None = None
+    derivative: Callable[..., Out_co] | None = None
+    at: Callable[..., tuple[object, ...]] | None = None
+    backward: Callable[..., tuple[object, ...]] | None = None
+    forward: Callable[..., tuple[Out_co, object]] | None = None
 
-    def __call__(self, choice: OpChoice, static: Hashable, *operands: Any) -> Any:
+    def __call__(self, choice: OpChoice, static: Hashable, *operands: object) -> Out_co:
         leaves, tree = jax.tree.flatten(operands)
         if choice.implementation != "xla" and any(map(_is_explicitly_sharded, leaves)):
             choice = self.unsharded(choice)
@@ -102,30 +111,30 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpCall:
-    op: Op
+class OpCall(Generic[Out_co]):
+    op: Op[Out_co]
     choice: OpChoice
     static: Hashable
-    tree: Any  # of the operands
+    tree: TreeDef  # of the operands
 
-    def run(self, form: Any, leaves: Leaves) -> Any:
+    def run(self, form: Callable[..., Out], leaves: Leaves) -> Out:
         return form(self.static, *jax.tree.unflatten(self.tree, leaves))
 
-    def kernel(self, *leaves: jax.Array) -> Any:
+    def kernel(self, *leaves: jax.Array) -> Out_co:
         """Compute the op's kernel of the operands' leaves."""
         assert self.op.kernel is not None
         return self.op.kernel(self.static, *self.tree.unflatten(leaves))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _apply(call: OpCall, *leaves: jax.Array) -> Any:
+def _apply(call: OpCall[Out], *leaves: jax.Array) -> Out:
     if call.choice.implementation != "xla":
         return _launch(call, leaves)
     assert call.op.xla is not None
     return call.op.xla(call.static, *call.tree.unflatten(leaves))
 
 
-def _launch(call: OpCall, leaves: Leaves) -> Any:
+def _launch(call: OpCall[Out], leaves: Leaves) -> Out:
     """Trace the kernel as if on one device; its results vary over the axes that operands do."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     jaxpr, out = jax.make_jaxpr(call.kernel, return_shape=True)(*shapes)
@@ -133,7 +142,9 @@ def _launch(call: OpCall, leaves: Leaves) -> Any:
 
 
 @functools.partial(_apply.defjvp, symbolic_zeros=True)
-def _apply_jvp(call: OpCall, primals: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+def _apply_jvp(
+    call: OpCall[Out], primals: Leaves, tangents: Sequence[jax.Array | SymbolicZero]
+) -> tuple[Out, object]:
     op, saved = call.op, ()
     if op.xla is None:
         raise NotImplementedError(
@@ -184,9 +195,9 @@ def _equally_varying(leaves: Leaves) -> Leaves:
     return _varying(leaves, axes) if len(set(axes)) > 1 else leaves
 
 
-def _varying(leaves: Leaves, axes: Sequence[frozenset[Any]]) -> Leaves:
+def _varying(leaves: Leaves, axes: Sequence[frozenset[Hashable]]) -> Leaves:
     """Cast each operand that varies over ``axes[i]`` to vary over the axes of all."""
-    union = frozenset[Any]().union(*axes)
+    union = frozenset[Hashable]().union(*axes)
     missing = [tuple(union - own) for own in axes]
     return [
         jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)
@@ -207,25 +218,29 @@ kernel_p.multiple_results = True
 
 
 @kernel_p.def_impl
-def _kernel_impl(*args: jax.Array, **params: Any) -> Any:
+def _kernel_impl(*args: jax.Array, **params: object) -> list[jax.Array]:
     return jax.jit(functools.partial(kernel_p.bind, **params))(*args)
 
 
 @kernel_p.def_abstract_eval
-def _kernel_types(*args: Any, jaxpr: Any, call: OpCall) -> list[Any]:
+def _kernel_types(
+    *args: ShapedArray, jaxpr: ClosedJaxpr, call: OpCall[object]
+) -> list[ShapedArray]:
     return [_result_type(args[0], x) for x in jaxpr.out_avals]
 
 
-def _result_type(operand: Any, x: Any) -> Any:
+def _result_type(operand: ShapedArray, x: ShapedArray) -> ShapedArray:
     """Return the type of a result: on the operand's mesh, and varying as all operands do."""
     sharding = operand.sharding.update(spec=PartitionSpec(*(None,) * len(x.shape)))
     return operand.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding)
 
 
-def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
+def _kernel_batching(
+    args: Leaves, dims: _Dims, **params: object
+) -> tuple[list[jax.Array], list[int]]:
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
-    def one(mapped: list[jax.Array]) -> Any:
+    def one(mapped: list[jax.Array]) -> list[jax.Array]:
         rest = iter(mapped)
         each = (x if d is None else next(rest) for x, d in zip(args, dims, strict=True))
         return kernel_p.bind(*each, **params)
@@ -234,7 +249,9 @@ def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
     return outs, [0] * len(outs)
 
 
-def _kernel_lowering(ctx: Any, *args: Any, jaxpr: Any, call: OpCall) -> Any:
+def _kernel_lowering(
+    ctx: mlir.LoweringRuleContext, *args: Value, jaxpr: ClosedJaxpr, call: OpCall[object]
+) -> Sequence[Value | Sequence[Value]]:
     obstacle = _obstacle(call, ctx.module_context)
     if obstacle is not None:
         return _xla_lowering(ctx, args, call, obstacle)
@@ -242,7 +259,7 @@ def _kernel_lowering(ctx: Any, *args: Any, jaxpr: Any, call: OpCall) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
 
 
-def _obstacle(call: OpCall, module: Any) -> tuple[str, ...] | None:
+def _obstacle(call: OpCall[object], module: mlir.ModuleContext) -> tuple[str, ...] | None:
     """Return why the kernel cannot be part of this module, and a remedy if it is an own one."""
     platform, device = _PLATFORMS[call.choice.implementation]
     if _partitions(module.axis_context) > 1:
@@ -253,11 +270,17 @@ def _obstacle(call: OpCall, module: Any) -> tuple[str, ...] | None:
     return (f"for {', '.join(module.platforms)}", f"run it on {device}") if is_elsewhere else None
 
 
-def _xla_lowering(ctx: Any, args: Any, call: OpCall, obstacle: tuple[str, ...]) -> Any:
+def _xla_lowering(
+    ctx: mlir.LoweringRuleContext,
+    args: Sequence[Value],
+    call: OpCall[object],
+    obstacle: tuple[str, ...],
+) -> Sequence[Value | Sequence[Value]]:
     """Lower the op's XLA form; ValueError if it has none, or the caller named the kernel."""
-    if call.choice.named or call.op.xla is None:
+    xla = call.op.xla
+    if call.choice.named or xla is None:
         raise ValueError(call.op.no_kernel(call.choice, *obstacle))
-    form = lambda *leaves: jax.tree.leaves(call.run(call.op.xla, leaves))  # noqa: E731
+    form = lambda *leaves: jax.tree.leaves(call.run(xla, leaves))  # noqa: E731
     return mlir.lower_fun(form, multiple_results=True)(ctx, *args)
 
 

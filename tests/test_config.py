@@ -43,6 +43,8 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "gemma-3-4b": 3_880_263_168,  # without the image encoder
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllama.model.param import TensorSource
+from jaxllama.model.param import Stacked, TensorSource
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -21,13 +21,30 @@ if TYPE_CHECKING:
 
 def fold(source: TensorSource, value: Any) -> Any:
     """Return a tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
+    if isinstance(source.turned, Stacked):
+        return _stacked(source, value, inverse=False)
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 
 def unfold(source: TensorSource, value: Any) -> Any:
     """The inverse of ``fold``."""
+    if isinstance(source.turned, Stacked):
+        return _stacked(source, value, inverse=True)
     order = source.row_order(inverse=True)
     return _moved(value, order, 1.0 / source.scale, -source.offset / source.scale)
+
+
+def _stacked(source: TensorSource, value: np.ndarray, inverse: bool) -> np.ndarray:
+    """``fold`` and its inverse of all experts' matrices."""
+    scale = np.float32(1.0 / source.scale if inverse else source.scale)
+    if source.is_transposed and not inverse:
+        value = value.swapaxes(-1, -2)
+    order = source.row_order(inverse)
+    assert order is not None
+    value = value.reshape(source.n_rows, -1)[order].reshape(source.shape)
+    if scale != 1.0:
+        value = (value.astype(np.float32) * scale).astype(value.dtype)
+    return value.swapaxes(-1, -2) if source.is_transposed and inverse else value
 
 
 def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) -> Any:

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.forward import Params, fill_rows, prefill_chunk
+from jaxllama.decoding.forward import fill_rows, prefill_chunk
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
 from jaxllama.errors import JaxLlamaError
@@ -45,7 +45,9 @@ from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
+from jaxllama.typing import Params, Tree
 
+_Carry = tuple[jax.Array, jax.Array, Cache, History | None]  # tokens drafted, tokens, cache
 MOST = 15  # drafted tokens of a pass
 ADAPTIVE = 7  # most drafted tokens of a row that adapts
 FEW = 3  # most drafted tokens after a match that is short
@@ -61,7 +63,7 @@ class Drafted(NamedTuple):
 
     tokens: jax.Array
     lengths: jax.Array
-    kept: Any
+    kept: Tree
 
     def following(self, width: int) -> jax.Array:
         """Proposed successor of each of the ``width`` tokens that a pass reads, ``[B, width]``."""
@@ -101,7 +103,7 @@ class NGram:
     least: int = 2
     unsure: bool = False
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         """Return None: an n-gram draft has no state."""
 
     def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
@@ -178,14 +180,14 @@ class ModelDraft:
         most = jnp.max(ask.wanted)
 
         def drafted(
-            tokens: jax.Array, index: Any, hidden: Hidden, history: History | None
+            tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
             scores = self._scores(params, hidden)
             token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)
 
-        def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def one_more(carry: _Carry) -> _Carry:
             index, tokens, cache, history = carry
             newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
             goes_on = (index < ask.wanted).astype(jnp.int32)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.records import Hidden
+from jaxllama.typing import Params, Tree
 from pallas_kernels.jax_internals import get_opaque_trace_state
 
-Params = dict[str, Any]
 # Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
 # products at full speed, and 3 GB of activations for Llama-3.1-8B, 6 GB for 70B.
 PREFILL_TOKENS = 32768
@@ -34,29 +34,29 @@ PREFILL_TOKENS = 32768
 CPU_PREFILL_TOKENS = 512
 
 
-def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
+def donated(at: int, **static: Tree) -> Callable[[Callable[..., Tree]], jax.stages.Wrapped]:
     """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
     static: keyword arguments of ``jax.jit``.  ``lower`` and ``trace`` are the donating program's.
     """
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate(function: Callable[..., Tree]) -> jax.stages.Wrapped:
         keeping = jax.jit(function, **static)
         donating = jax.jit(function, donate_argnums=at, **static)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Tree, **kwargs: Tree) -> Tree:
             is_traced = get_opaque_trace_state() != _untraced()
             return (keeping if is_traced else donating)(*args, **kwargs)
 
         vars(call).update(lower=donating.lower, trace=donating.trace)
-        return call
+        return cast(jax.stages.Wrapped, call)
 
     return decorate
 
 
 @functools.cache
-def _untraced() -> Any:
+def _untraced() -> object:
     """Return jax's state outside of any trace, which a new thread has.
 
     Comparing states is one check a step.  Looking for tracers among the parameters takes hundreds.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from jaxllama.decoding.drafts import Drafted
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.turn import Draw, Forward, Inputs, TurnReport, finish, start
+from jaxllama.typing import Tree
 
 Carry = TypeVar("Carry")
 
@@ -46,9 +47,9 @@ def run(
     limit: jax.Array | int | None = None,
     drafting: Drafting | None = None,
     ignores_stops: jax.Array | None = None,
-    extra: Any = (),
-    collect: Callable[[Any, Inputs, TurnReport], Any] | None = None,
-) -> tuple[Rows, Any]:
+    extra: Tree = (),
+    collect: Callable[[Tree, Inputs, TurnReport], Tree] | None = None,
+) -> tuple[Rows, Tree]:
     """Take turns while ``unfinished(rows)``, a bool scalar.
 
     forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
@@ -60,7 +61,7 @@ def run(
     """
     adapts_to = None if drafting is None else drafting.adapts_to
 
-    def one_pass(draft: Drafted | None, width: int, carry: tuple[Rows, Any]) -> tuple[Rows, Any]:
+    def one_pass(draft: Drafted | None, width: int, carry: tuple[Rows, Tree]) -> tuple[Rows, Tree]:
         rows, extra = carry
         inputs = start(rows, draft, width, limit)
         passed = forward(rows, inputs)
@@ -78,7 +79,7 @@ def run(
             extra = collect(extra, inputs, report)
         return rows, extra
 
-    def turn(carry: tuple[Rows, Any]) -> tuple[Rows, Any]:
+    def turn(carry: tuple[Rows, Tree]) -> tuple[Rows, Tree]:
         if drafting is None:
             return one_pass(None, 1, carry)
         rows, draft = drafting.propose(carry[0])

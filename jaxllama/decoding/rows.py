@@ -11,7 +11,7 @@ host may read it while the device works on the next step.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jax import lax
 
 from jaxllama.decoding.sampling import History
 from jaxllama.model.cache import Cache
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
 
 
@@ -36,16 +38,16 @@ class Fields(NamedTuple):
     ask, wait, pause: the fields of ``drafts.Pace``; ask is its ``tokens``.
     """
 
-    newest: Any
-    done: Any
-    count: Any
-    length: Any
-    step: Any
-    drafted: Any = None
-    accepted: Any = None
-    ask: Any = None
-    wait: Any = None
-    pause: Any = None
+    newest: jax.Array
+    done: jax.Array
+    count: Tree
+    length: jax.Array
+    step: jax.Array
+    drafted: Tree = None
+    accepted: Tree = None
+    ask: Tree = None
+    wait: Tree = None
+    pause: Tree = None
 
     def packed(self) -> jax.Array:
         """Return the fields as one int32 array ``[5, B]``, or ``[10, B]`` with drafts."""
@@ -63,8 +65,8 @@ class Report(NamedTuple):
     The properties are for a fetched report and return numpy arrays.
     """
 
-    ints: Any
-    written: Any
+    ints: Tree
+    written: Tree
 
     @property
     def tokens(self) -> np.ndarray:
@@ -110,11 +112,11 @@ class Rows:
 
     ints: jax.Array
     written: jax.Array
-    layers: tuple[Any, ...]
+    layers: tuple[LayerState, ...]
     table: jax.Array | None = None
     history: History | None = None
     text: jax.Array | None = None
-    kept: Any = None
+    kept: Tree = None
 
     __repr__ = short_repr
 

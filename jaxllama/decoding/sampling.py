@@ -37,8 +37,8 @@ import dataclasses
 import math
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ from jax import lax
 
 from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
 
 
@@ -122,8 +123,10 @@ _NUMBERS = (
     "presence_penalty",
 )
 
+BiasPairs = tuple[Any, ...]  # (token, what is added to its logit); a Mapping until it is checked
 
-def _check(key: str, value: Any, low: float, high: float, above: bool = False) -> None:
+
+def _check(key: str, value: float, low: float, high: float, above: bool = False) -> None:
     """Raise JaxLlamaError unless ``low <= value <= high``, or ``low < value`` with ``above``.
 
     NaN is never in range.
@@ -134,7 +137,7 @@ def _check(key: str, value: Any, low: float, high: float, above: bool = False) -
         raise JaxLlamaError(f"{key} = {value!r}: must be a number {start} {low:g} to {high:g}")
 
 
-def whole(key: str, value: Any) -> int:
+def whole(key: str, value: SupportsIndex) -> int:
     """Return any kind of whole number as an int. Raises JaxLlamaError naming the key."""
     try:
         if isinstance(value, bool):
@@ -144,7 +147,9 @@ def whole(key: str, value: Any) -> int:
         raise JaxLlamaError(f"{key} = {value!r}: must be a whole number") from None
 
 
-def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
+def _bias_pairs(
+    bias: Mapping[int, float] | Iterable[tuple[int, float]] | None,
+) -> tuple[tuple[int, float], ...] | None:
     if bias is None:
         return None
     try:
@@ -201,7 +206,7 @@ class SamplingParams:
     ) -> SamplingParams:
         """``stack`` into numpy arrays."""
         shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
-        keys: list[Any] = [shared if row.seed is None else _key_data(row.seed) for row in rows]
+        keys: list[Tree] = [shared if row.seed is None else _key_data(row.seed) for row in rows]
         drawn = [row for row in rows if row.temperature > 0]
         wanted = {
             "draw": bool(drawn),
@@ -216,7 +221,7 @@ class SamplingParams:
         def floats(name: str) -> np.ndarray:
             return np.array([getattr(row, name) for row in rows], np.float32)
 
-        arrays: tuple[Any, ...] = (
+        arrays: tuple[Tree, ...] = (
             floats("temperature"),
             np.array([min(row.top_k or vocab_size, vocab_size) for row in rows], np.int32),
             floats("top_p"),
@@ -251,7 +256,7 @@ def _key_data(seed: int | jax.Array) -> np.ndarray:
 
 
 def _stack_bias(rows: Sequence[Sampling], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    biases: list[tuple[Any, ...]] = [tuple(row.logit_bias or ()) for row in rows]
+    biases: list[BiasPairs] = [tuple(row.logit_bias or ()) for row in rows]
     # A power of two, so that few widths are ever compiled.
     width = 1 << (max(len(bias) for bias in biases) - 1).bit_length()
     ids = np.full((len(rows), width), vocab_size, np.int32)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -309,5 +309,5 @@ def sampled(
     return tokens.reshape(batch, width), logprobs.reshape(batch, width)
 
 
-def _places(width: int) -> Any:
+def _places(width: int) -> jax.Array:
     return jnp.arange(width, dtype=jnp.int32)[None, :]

@@ -27,8 +27,9 @@ import itertools
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,14 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.lora import for_rows
 from jaxllama.text.rows import pad_rows, shapes_of
+from jaxllama.typing import Jitted, Options, Tree
 
 GATHER = 0.05
 PAGE = 64  # unit of tokens in which the cache's use is counted
 OPTIONS = ("max_len", "kv_dtype", "prefill_chunk", "max_queue")
 
 
-def options_of(lm: LanguageModel, asked: dict[str, Any]) -> ResolvedOptions:
+def options_of(lm: LanguageModel, asked: Options) -> ResolvedOptions:
     """Return the resolved options. Raises JaxLlamaError naming an option that blocks lack."""
     executor, cfg = offloaded(lm.executor), lm.config
     policy = executor.policy
@@ -195,12 +197,12 @@ class BlockRunner:
         self._run: OffloadRun | None = None
         self._thread = ThreadPoolExecutor(1, "jaxllama-blocks")
 
-    def run(self, plan: TurnPlan, masks: Any) -> Running:
+    def run(self, plan: TurnPlan, masks: Mapping[Sequence, object]) -> Running:
         """Queue one step of the block.  masks is empty: ``BlockScheduler.check`` refuses masks."""
         handed = threading.Event()
         handed.set()  # no caller waits for a device
         rows = {sequence: sequence.own_slot for sequence in plan.budgets}
-        drawn: Future[Any] = self._thread.submit(self._do, plan.admitted, rows)
+        drawn: Future[Tree] = self._thread.submit(self._do, plan.admitted, rows)
         return Running(drawn, handed)
 
     def _do(
@@ -275,7 +277,7 @@ class BlockRunner:
             written[sequence] = Written(tokens.tolist(), logprobs.tolist())
         return written
 
-    def read(self, drawn: Any) -> dict[Sequence, Written]:
+    def read(self, drawn: Tree) -> dict[Sequence, Written]:
         return drawn
 
     def drop(self, sequence: Sequence) -> None:
@@ -285,7 +287,7 @@ class BlockRunner:
         self._thread.submit(lambda: None).result()
 
     def compiled_programs(self) -> int:
-        programs: tuple[Any, ...] = (
+        programs: tuple[Jitted, ...] = (
             units.run_layer,
             units.embed,
             units.last_hidden,
@@ -297,7 +299,7 @@ class BlockRunner:
     def warm_up(self) -> None:
         """Do nothing: the shapes follow from the requests."""
 
-    def warm_up_behind(self, is_busy: Any) -> None:
+    def warm_up_behind(self, is_busy: Callable[[], bool]) -> None:
         """Do nothing, as ``warm_up``."""
 
     def stop(self) -> None:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import final_norm, forward
+from jaxllama.typing import Params
 
 SMALLEST = 64
 

@@ -41,7 +41,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from jaxllama.engine import blocks
 from jaxllama.engine.admission import Admission
@@ -57,6 +56,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.reader import Reader
+from jaxllama.typing import Options, Tree
 
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
@@ -67,7 +67,7 @@ Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | N
 
 
 def _of_slots(
-    lm: LanguageModel, draft: str | LanguageModel | None, asked: dict[str, Any]
+    lm: LanguageModel, draft: str | LanguageModel | None, asked: Options
 ) -> tuple[ResolvedOptions, Scheduler, Runner]:
     """Return options, scheduler and runner of a model on a device or a mesh."""
     mesh = mesh_of(lm.params)
@@ -127,7 +127,7 @@ class Engine:
         *,
         draft: Draft = None,
         observe: Callable[[str, float], None] | None = None,
-        **options: Any,
+        **options: Tree,
     ) -> None:
         checked_names(options)
         self.lm = lm
@@ -322,7 +322,7 @@ class Engine:
         live.error = error
         self.cancel(live.sequence.request.id)
 
-    def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
+    def _end(self, request_id: str, reason: FinishReason, **event: Tree) -> None:
         live = self.live[request_id]
         self.scheduler.finish(live.sequence)
         self.runner.drop(live.sequence)
@@ -336,7 +336,7 @@ class Engine:
         self._observe("e2e", time.monotonic() - live.sequence.submitted)
         self._tell_end(live, reason, **event)
 
-    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
+    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Tree) -> None:
         """Send the last event and forget the request."""
         self.counts[f"finished {reason}"] += 1
         self.counts["ended"] += 1

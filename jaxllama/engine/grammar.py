@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from jaxllama import extras
 from jaxllama.engine.request import Grammar
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
 
 # Largest number of forced tokens that are looked up before any of them is written.
 _AHEAD = 64
@@ -47,7 +51,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_ids)
 
     @functools.cached_property
-    def _library(self) -> Any:
+    def _library(self) -> ModuleType:
         try:
             import llguidance
         except ImportError:
@@ -55,7 +59,7 @@ class GrammarCompiler:
         return llguidance
 
     @functools.cached_property
-    def _vocabulary(self) -> Any:
+    def _vocabulary(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None or not self._eos:
             raise JaxLlamaError("constrained output needs a tokenizer and a stop token")
         return self._library.LLTokenizer(
@@ -95,7 +99,7 @@ class Matcher:
     library builds its automaton as tokens come.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher, self._all = matcher, _everything(vocab_size)
         self._forced: list[int] = []  # the library's matcher has consumed these already
         self._mask: np.ndarray | None = None  # of the token after the forced ones

@@ -14,12 +14,13 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from jaxllama.engine.request import EngineClosed, FinishReason
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import Tree
 
-Entry = tuple[Literal["submit", "end"], Any]
+Entry = tuple[Literal["submit", "end"], Tree]
 
 
 class Inbox:
@@ -33,7 +34,7 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def submit(self, request_id: str, entry: Any, room: int) -> bool:
+    def submit(self, request_id: str, entry: object, room: int) -> bool:
         """Queue a request; return False if ``room`` entries wait already.
 
         Raises EngineClosed after ``close``, and JaxLlamaError for an id in flight.

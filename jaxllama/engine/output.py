@@ -7,13 +7,13 @@ listener.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from jaxllama.engine import scheduler
 from jaxllama.engine.grammar import Matcher
 from jaxllama.engine.request import Event, FinishReason
 from jaxllama.engine.runner import Written
 from jaxllama.text.reader import Reader
+from jaxllama.typing import Options, Tree
 
 OnEvent = Callable[[Event], None]
 
@@ -40,11 +40,11 @@ class RequestOutput:
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
 
-    def read(self, written: Written) -> dict[str, Any]:
+    def read(self, written: Written) -> Options:
         """Return the new tokens, logprobs and text of a row, as fields of an Event."""
         sequence = self.sequence
         kept, text = self.reader.read(written.tokens)
-        news: dict[str, Any] = {
+        news: Options = {
             "tokens": tuple(written.tokens[:kept]),
             "logprobs": tuple(written.logprobs[:kept]),
         }
@@ -65,7 +65,7 @@ class RequestOutput:
             self.reason = self.reason or ("stop" if self.reader.stopped else "length")
         return {**news, "text": text}
 
-    def emit(self, **news: Any) -> None:
+    def emit(self, **news: Tree) -> None:
         """Call the listener with an Event; the listener may raise."""
         sequence = self.sequence
         self.on_event(

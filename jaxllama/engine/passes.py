@@ -13,8 +13,7 @@ scans, must stay out of the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,8 @@ from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import commit, forward, logits, propose
+from jaxllama.typing import Params
 
-Params = dict[str, Any]
 # Branches of the sampler: greedy, greedy with edited logits, and all features.
 _EDITS = ("bias", "penalties")
 _LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
@@ -193,7 +192,7 @@ def _draw_with(
     def draw(
         scores: jax.Array, inputs: Inputs, history: History | None
     ) -> tuple[jax.Array, jax.Array]:
-        def branch(features: tuple[str, ...]) -> Any:
+        def branch(features: tuple[str, ...]) -> Callable[..., tuple[jax.Array, jax.Array]]:
             params = dataclasses.replace(sampling, features=features)
 
             def run(scores: jax.Array, seen: History | None) -> tuple[jax.Array, jax.Array]:
@@ -220,7 +219,9 @@ def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Ar
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def _top_collector(wants_top: jax.Array, drafts_here: bool) -> Any:
+def _top_collector(
+    wants_top: jax.Array, drafts_here: bool
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return the ``collect`` of ``loop.run``, which adds the likeliest tokens of a turn."""
 
     def collect(
@@ -292,13 +293,13 @@ def _draft(
     return dataclasses.replace(rows, kept=kept), draft
 
 
-def _draw_at(level: jax.Array) -> Any:
+def _draw_at(level: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return a function that samples by the sampler's branch."""
 
     def draw(
         scores: jax.Array, sampling: SamplingParams, positions: jax.Array, history: History
     ) -> tuple[jax.Array, jax.Array]:
-        def branch(features: tuple[str, ...]) -> Any:
+        def branch(features: tuple[str, ...]) -> Callable[..., tuple[jax.Array, jax.Array]]:
             params = dataclasses.replace(sampling, features=features)
             return lambda scores, history: sample(
                 scores, params, positions, history if features else None

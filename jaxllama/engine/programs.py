@@ -42,6 +42,7 @@ import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from jaxllama.typing import Device, Jitted, Tree
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
@@ -58,21 +59,21 @@ class Wanted(NamedTuple):
     cfg: its first argument, if it takes a ModelConfig. static: its static keyword arguments.
     """
 
-    jitted: Any
-    arguments: tuple[Any, ...]
+    jitted: Jitted
+    arguments: tuple[Tree, ...]
     cfg: ModelConfig | None = None
-    static: Mapping[str, Any] = MappingProxyType({})
+    static: Mapping[str, object] = MappingProxyType({})
 
-    def lower(self) -> Any:
+    def lower(self) -> jax.stages.Lowered:
         return self.jitted.lower(*self._positional(), **self.static)
 
-    def run(self) -> Any:
+    def run(self) -> Tree:
         return self.jitted(*self._positional(), **self.static)
 
-    def _positional(self) -> tuple[Any, ...]:
+    def _positional(self) -> tuple[Tree, ...]:
         return self.arguments if self.cfg is None else (self.cfg, *self.arguments)
 
-    def facts(self) -> tuple[Any, ...]:
+    def facts(self) -> tuple[object, ...]:
         leaves, structure = jax.tree.flatten(self.arguments)
         kinds = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None)) for leaf in leaves]
         return self.jitted.__name__, str(structure), kinds, self.cfg, dict(self.static)
@@ -94,8 +95,8 @@ class Kept(NamedTuple):
     program.
     """
 
-    handlers: tuple[Any, ...]
-    programs: list[tuple[bytes, Any, Any]]
+    handlers: tuple[jit.Program, ...]
+    programs: list[tuple[bytes, object, object]]
 
 
 class Programs:
@@ -112,9 +113,9 @@ class Programs:
         The jax.Device that the kept programs run on.
     """
 
-    def __init__(self, folder: Path | None, device: Any) -> None:
+    def __init__(self, folder: Path | None, device: Device) -> None:
         self._folder, self._device = folder, device
-        self._made: dict[Hashable, Future[Any]] = {}
+        self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._claimed: set[Hashable] = set()
         self._lock = threading.Lock()  # of the claims
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
@@ -127,7 +128,7 @@ class Programs:
         """Return the number of programs that are compiled."""
         return sum(made.done() for made in self._made.values())
 
-    def call(self, key: Hashable, wanted: Wanted) -> Any:
+    def call(self, key: Hashable, wanted: Wanted) -> Tree:
         """Run a program. If it is not compiled yet, wait for this program alone."""
         made = self._made.get(key)
         if made is None:
@@ -224,7 +225,7 @@ class Programs:
             self._claimed.add(key)
             return is_free
 
-    def _lowered(self, key: Hashable, wanted: Wanted) -> Any:
+    def _lowered(self, key: Hashable, wanted: Wanted) -> jax.stages.Lowered | Exception | None:
         """Return the lowered program or the exception of lowering it.
 
         Returns None if another key has the same program.
@@ -244,7 +245,7 @@ class Programs:
         self._made[twin].add_done_callback(lambda made: _copy(made, self._made[key]))
         return None
 
-    def _compile(self, key: Hashable, lowered: Any) -> None:
+    def _compile(self, key: Hashable, lowered: jax.stages.Lowered | Exception | None) -> None:
         if lowered is None:
             return
         is_cpu = self._device.platform == "cpu"
@@ -285,7 +286,7 @@ class Programs:
         for key in wanted:
             self._made[key].result()
 
-    def _kept(self, path: Path) -> list[Any] | None:
+    def _kept(self, path: Path) -> list[jax.stages.Compiled] | None:
         """Return the kept programs.  None if there are none, or, with a warning, if they are
         unusable."""
         load = functools.partial(
@@ -320,7 +321,7 @@ class Programs:
             self._is_kept = True
 
 
-def _copy(made: Future[Any], to: Future[Any]) -> None:
+def _copy(made: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) -> None:
     error = made.exception()
     if error is None:
         to.set_result(made.result())
@@ -338,7 +339,7 @@ def _tell_where_kernels_are() -> None:
         importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
-def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
+def name(wanted: Mapping[Hashable, Wanted], device: Device) -> str:
     """Return the file name of these programs on a jax.Device: a hash of all that they depend on."""
     digest = hashlib.sha256()
     for package in (jaxllama, pallas_kernels):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 # OpenAI's largest top_logprobs.
@@ -161,13 +162,13 @@ class Request:
         """Requests with the same key may share cached prompt prefixes."""
         return self.adapter, self.cache_salt
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Request:
+    def from_json(cls, data: JsonObject) -> Request:
         grammar = data["grammar"]
-        parts: dict[str, Any] = {
+        parts: JsonObject = {
             "sampling": Sampling(**data["sampling"]),
             "grammar": None if grammar is None else Grammar(**grammar),
         }

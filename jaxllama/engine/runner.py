@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -30,7 +30,9 @@ from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.language_model import DraftSource
 from jaxllama.model.lora import for_rows
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.parallel.mesh import mesh_of
+from jaxllama.typing import Jitted, Tree
 
 
 class Written(NamedTuple):
@@ -324,7 +326,7 @@ class Runner:
             row[:3] = sequence.own_slot, budget, told
             row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
-        allowed: Any = self._no_masks[n]
+        allowed: Tree = self._no_masks[n]
         if masks:
             allowed = self._masks(n)
             for sequence, known in masks.items():
@@ -388,7 +390,11 @@ class Runner:
 
     def compiled_programs(self) -> int:
         """Return the number of programs compiled outside of the warm-up."""
-        programs: tuple[Any, ...] = (device.admit, self._fill_program, self._decode_program)
+        programs: tuple[Jitted, ...] = (
+            device.admit,
+            self._fill_program,
+            self._decode_program,
+        )
         return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
@@ -478,7 +484,7 @@ class Runner:
         return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
 
 
-def _with_layers(slots: device.BatchState, layers: Any) -> device.BatchState:
+def _with_layers(slots: device.BatchState, layers: tuple[LayerState, ...]) -> device.BatchState:
     cache = dataclasses.replace(slots.cache, layers=layers)
     return dataclasses.replace(slots, cache=cache)
 
@@ -487,9 +493,13 @@ def _without_layers(slots: device.BatchState) -> device.BatchState:
     return _with_layers(slots, ())
 
 
-def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
+Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+def _groups(items: list[Item], kind: Callable[[Item], Kind]) -> Iterator[tuple[Kind, list[Item]]]:
     """Group items by kind, in the order in which the kinds first occur."""
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[Kind, list[Item]] = {}
     for item in items:
         groups.setdefault(kind(item), []).append(item)
     return iter(groups.items())

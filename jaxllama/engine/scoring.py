@@ -20,11 +20,11 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.engine.request import MAX_LOGPROBS
-from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.lora import for_rows
 from jaxllama.model.records import Hidden
+from jaxllama.typing import Params
 
 SMALLEST = 64
 BLOCK = 256

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +39,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import ADAPTIVE, ModelDraft, NGram, Pace
-from jaxllama.decoding.sampling import History, Sampling, SamplingParams
+from jaxllama.decoding.sampling import BiasPairs, History, Sampling, SamplingParams
 from jaxllama.engine import passes
 from jaxllama.engine.batch import BatchState, SlotDrafts
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.parallel.mesh import traced_mesh
+from jaxllama.typing import Params, Tree
 
-Params = dict[str, Any]
 NOBODY = 2**30  # an index past the last slot, page or snapshot
 MAX_BIAS = 320  # largest number of logit_bias entries of a row; OpenAI takes up to 300
 _NGRAM = NGram()
@@ -112,17 +112,17 @@ def _constrained(slots: BatchState, like: BatchState) -> BatchState:
     return jax.lax.with_sharding_constraint(slots, slots_shardings(slots, mesh))
 
 
-def _take(rows: jax.Array, tree: Any) -> Any:
+def _take(rows: jax.Array, tree: Tree) -> Tree:
     """Return these rows of every array. Indices past the last row give any row."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
 
 
-def _put(rows: jax.Array, old: Any, new: Any) -> Any:
+def _put(rows: jax.Array, old: Tree, new: Tree) -> Tree:
     """Write ``new`` to these rows of ``old``. Indices past the last row are dropped."""
     return jax.tree.map(lambda o, n: o.at[rows].set(n, mode="drop"), old, new)
 
 
-def _by_row(function: Any, rows: jax.Array, cache: Cache, *others: Cache) -> Cache:
+def _by_row(function: Callable[..., Tree], rows: jax.Array, cache: Cache, *others: Cache) -> Cache:
     """Apply ``function(rows, ...)`` to the per-row parts of the caches.
 
     All rows share the pages, which are taken from the last cache.
@@ -372,17 +372,17 @@ class AdmittedRows:
     the history, which is the prompt and then the output; n_prompt and n_tokens count them.
     """
 
-    slot: Any  # numpy arrays on the host, jax arrays inside of ``admit``
-    table: Any
-    length: Any
-    snapshot: Any
-    token: Any
-    prompted: Any
-    tokens: Any
-    n_prompt: Any
-    n_tokens: Any
-    remaining: Any
-    ignore_eos: Any
+    slot: Tree  # numpy arrays on the host, jax arrays inside of ``admit``
+    table: Tree
+    length: Tree
+    snapshot: Tree
+    token: Tree
+    prompted: Tree
+    tokens: Tree
+    n_prompt: Tree
+    n_tokens: Tree
+    remaining: Tree
+    ignore_eos: Tree
     sampling: SamplingParams
 
 
@@ -456,7 +456,7 @@ def stack_sampling(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
     ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
     values = np.zeros((len(rows), MAX_BIAS), np.float32)
     for row, sampling in enumerate(rows):
-        pairs: tuple[Any, ...] = tuple(sampling.logit_bias or ())
+        pairs: BiasPairs = tuple(sampling.logit_bias or ())
         for column, (token, value) in enumerate(pairs):
             ids[row, column], values[row, column] = token, value
     return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())

@@ -17,7 +17,6 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from jaxllama import extras
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import predictions, summary, tokens_of, window_and_stride
-from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import (
     activation_dtype,
@@ -40,7 +38,9 @@ from jaxllama.model.decoder import (
     whole_rows,
 )
 from jaxllama.model.linear import Stream
-from jaxllama.model.records import Hidden
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.records import At, Hidden
+from jaxllama.typing import JsonObject, Params
 
 WORST = 10  # number for each kind
 LENS = 128
@@ -56,7 +56,7 @@ def damage(
     reference: LanguageModel | None = None,
     kv_dtype: DTypeLike | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the report of a model.
 
     Parameters
@@ -76,7 +76,7 @@ def damage(
         if both models are on one device.
     """
     window, stride = window_and_stride(lm, window, stride, reference)
-    report: dict[str, Any] = {"window": window, "stride": stride, "kinds": {}}
+    report: JsonObject = {"window": window, "stride": stride, "kinds": {}}
     worst, layers = {}, {}
     for kind, text in texts.items():
         ids = tokens_of(lm, text)
@@ -92,7 +92,7 @@ def damage(
     return report if reference is None else {**report, "worst": worst, "layers": layers}
 
 
-def _worst(lm: LanguageModel, ids: np.ndarray, rows: np.ndarray) -> list[dict[str, Any]]:
+def _worst(lm: LanguageModel, ids: np.ndarray, rows: np.ndarray) -> list[JsonObject]:
     assert lm.tokenizer is not None
     read, found = lm.tokenizer.decode, []
     for at in np.argsort(-rows[:, 2], kind="stable")[:WORST]:
@@ -133,7 +133,9 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """Return the residual stream after every layer, ``[L, T, D]``."""
     seen = []
 
-    def each(cfg: ModelConfig, kind: str, layer: Any, stream: Stream, state: Any, at: Any) -> Any:
+    def each(
+        cfg: ModelConfig, kind: str, layer: Params, stream: Stream, state: LayerState, at: At
+    ) -> tuple[Stream, LayerState]:
         stream, state = block(cfg, kind, layer, stream, state, at)
         seen.append(stream.total[0])
         return stream, state
@@ -164,7 +166,7 @@ def _lens(
     return lax.map(one, (own, other)).T
 
 
-def table(report: Mapping[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return a line for each kind, and with a reference its worst predictions."""
     kinds = report["kinds"]
     width = max(map(len, kinds))
@@ -187,13 +189,11 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _with(
-    one: Mapping[str, Any], name: str, times: float = 1.0, sign: str = "", digits: int = 2
-) -> str:
+def _with(one: JsonObject, name: str, times: float = 1.0, sign: str = "", digits: int = 2) -> str:
     return f"{times * one[name]:{sign}.{digits}f} ± {times * one[name + '_se']:.{digits}f}"
 
 
-def write(report: Mapping[str, Any], path: str | Path) -> None:
+def write(report: JsonObject, path: str | Path) -> None:
     """Write the report as JSON, or the layers' KL and top-1 as a picture, by the file's suffix.
 
     Raises JaxLlamaError if matplotlib is not installed.

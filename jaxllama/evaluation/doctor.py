@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import preset_names
@@ -32,7 +33,10 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.mix import has_cudnn
+from jaxllama.typing import Device, JsonObject, Tree
+from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
+from pallas_kernels.device import nearest_card
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -45,17 +49,18 @@ _D = 4096  # the width of the typical calls
 _ROWS, _PROMPT, _CONTEXT = 16, 512, 1024  # sizes of a model's own calls
 
 
-def examine(model: str | None = None, **source: Any) -> dict[str, Any]:
+def examine(model: str | None = None, **source: Any) -> JsonObject:
     """Return versions, devices, caches and ops; with ``model`` also its dtypes and bytes.
 
     source: further arguments of ``load``. Raises JaxLlamaError for a model that does not load.
     """
     enable_compilation_cache()
-    report: dict[str, Any] = {
+    report: JsonObject = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "packages": {name: _version(name) for name in PACKAGES},
         "backend": jax.default_backend(),
+        "target": None if (target := asked_target()) is None else target.name,
         "devices": [_device(device) for device in jax.devices()],
         "default_dtype": default_dtype().name,
         "caches": {
@@ -85,18 +90,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(device: jax.Device) -> dict[str, Any]:
+def _device(device: Device) -> JsonObject:
     stats = device.memory_stats() or {}
     return {
         "id": device.id,
         "kind": device.device_kind,
         "compute_capability": getattr(device, "compute_capability", None),
+        "planned_as": nearest_card(device) if device.platform == "gpu" else None,
         "memory_bytes": stats.get("bytes_limit"),
         "memory_in_use_bytes": stats.get("bytes_in_use"),
     }
 
 
-def _folder(path: str | Path | None) -> dict[str, Any]:
+def _folder(path: str | Path | None) -> JsonObject:
     if path is None:
         return {"path": None, "bytes": 0}
     files = (Path(root, name) for root, _, names in os.walk(path) for name in names)
@@ -105,13 +111,13 @@ def _folder(path: str | Path | None) -> dict[str, Any]:
 
 # Ops
 
-Call = Callable[..., Any]
+Call = Callable[..., Tree]
 
 
-def _typical_calls() -> list[tuple[str, Call, tuple[Any, ...]]]:
+def _typical_calls() -> list[tuple[str, Call, tuple[Tree, ...]]]:
     """Return (description, op, operands) of calls of a model of width 4096; shapes, not arrays."""
 
-    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Tree:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     groups = array(_D, _D // 128)
@@ -136,12 +142,12 @@ def _typical_calls() -> list[tuple[str, Call, tuple[Any, ...]]]:
     ]
 
 
-def _op(call: str, function: Call, operands: tuple[Any, ...]) -> dict[str, Any]:
+def _op(call: str, function: Call, operands: tuple[Tree, ...]) -> JsonObject:
     (choice,) = choices(function, *operands)
     return {"call": call} | dataclasses.asdict(choice)
 
 
-def _model_calls(lm: LanguageModel) -> list[dict[str, Any]]:
+def _model_calls(lm: LanguageModel) -> list[JsonObject]:
     """Return the calls of decode steps of one row and of several, and of a prefill.
 
     Equal calls are counted. The programs themselves are traced.
@@ -150,7 +156,7 @@ def _model_calls(lm: LanguageModel) -> list[dict[str, Any]]:
     capacity = min(cfg.max_position, _CONTEXT)
     width = min(capacity, _PROMPT)
 
-    def ints(*shape: int) -> Any:
+    def ints(*shape: int) -> Tree:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     found = []
@@ -170,12 +176,12 @@ def _model_calls(lm: LanguageModel) -> list[dict[str, Any]]:
     return found
 
 
-def _counted(call: str, made: list[Choice]) -> list[dict[str, Any]]:
+def _counted(call: str, made: list[Choice]) -> list[JsonObject]:
     counts = Counter(tuple(dataclasses.asdict(choice).items()) for choice in made)
     return [{"call": call, "count": n} | dict(items) for items, n in counts.items()]
 
 
-def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: DTypeLike) -> JsonObject:
     """Return attention's choice between cuDNN and XLA."""
     q = jax.ShapeDtypeStruct((1, tokens, heads, head_dim), dtype)
     reason = None if has_cudnn(q) else "cuDNN's kernel needs a GPU and 16-bit operands"
@@ -185,7 +191,7 @@ def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: Any) -> di
     return {"call": f"prefill, {tokens} tokens"} | dataclasses.asdict(choice)
 
 
-def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
+def _model(name: str, source: JsonObject) -> JsonObject:
     lm = load(name, progress=True, **source)
     by_dtype: dict[str, int] = {}
     kinds = QTensor | CpuWeight
@@ -211,7 +217,7 @@ def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
 # Text for people
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     versions = ", ".join(f"{k} {v or 'missing'}" for k, v in report["packages"].items())
     lines = [
         f"python    {report['python']} on {report['system']}",
@@ -223,6 +229,10 @@ def table(report: dict[str, Any]) -> str:
         limit = device["memory_bytes"]
         memory = "" if limit is None else f", {limit / 2**30:.1f} GiB for jax"
         lines.append(f"device    {device['id']}: {device['kind']}{memory}")
+        if device["planned_as"]:
+            lines.append(f"          not in the table of cards; planned as {device['planned_as']}")
+    if report["target"]:
+        lines.append(f"target    kernels use only what {report['target']} has ({TARGET})")
     for name, cache in report["caches"].items():
         size = f", {cache['bytes'] / 1e6:.1f} MB" if cache["path"] else ""
         lines.append(f"cache     {name}: {cache['path'] or 'off'}{size}")
@@ -245,15 +255,15 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _op_line(op: dict[str, Any]) -> str:
+def _op_line(op: JsonObject) -> str:
     count = f"{op['count']} x " if op.get("count", 1) > 1 else ""
     choice = Choice(**{f.name: op[f.name] for f in dataclasses.fields(Choice)})
     return f"op        {op['call']}: {count}{choice}"
 
 
-def _buffer_lines(rows: list[dict[str, Any]]) -> list[str]:
+def _buffer_lines(rows: list[JsonObject]) -> list[str]:
     """Return one line for the buffers that are equal in every layer."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[Tree, ...], list[int]] = {}
     for row in rows:
         name = re.sub(r"layer_\d+", "layer_*", row["path"])
         alike.setdefault((name, row["dtype"], tuple(row["shape"])), []).append(row["bytes"])
@@ -263,7 +273,7 @@ def _buffer_lines(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _program_lines(program: dict[str, Any]) -> list[str]:
+def _program_lines(program: JsonObject) -> list[str]:
     largest = program["largest_temporary"]
     if not program["quantized_weights"] or largest is None:
         return []

@@ -26,7 +26,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +35,11 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.records import Hidden
 from jaxllama.progress import working
+from jaxllama.typing import JsonObject, Params, Tree
 
 BLOCK = 128
 BATCH = 64  # number of predictions whose mean is one observation of a standard error
@@ -58,7 +57,7 @@ def perplexity(
     kv_dtype: DTypeLike | None = None,
     max_tokens: int | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Score a text.
 
     Parameters
@@ -172,7 +171,7 @@ def predictions(
     return np.concatenate(rows)
 
 
-def summary(rows: np.ndarray, has_reference: bool) -> dict[str, Any]:
+def summary(rows: np.ndarray, has_reference: bool) -> JsonObject:
     """Return the report of ``perplexity`` from ``predictions``, without its window and stride."""
     nll, reference_nll, kl, token, other = np.asarray(rows, np.float64).T
     mean = nll.mean()
@@ -212,7 +211,7 @@ def _standard_error(x: np.ndarray) -> float:
 
 
 def _read(
-    lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: Any
+    lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: DTypeLike | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, jax.Array, tuple[Params, ...]]]:
     """Yield window, scored positions, its length, hidden states ``[T, D]`` and parameters."""
     size = lm.executor.block_size or 1
@@ -245,7 +244,7 @@ def _windows(ids: np.ndarray, window: int, stride: int) -> Iterator[tuple[np.nda
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Any
+    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Tree
 ) -> Hidden:
     """Return the hidden states ``[T, D]`` of one window."""
     return forward(cfg, params, tokens, lengths, cache, sparse=cache is not None)[0][0]
@@ -266,7 +265,7 @@ def _score(
         pad = ((0, blocks * BLOCK - length),) + ((0, 0),) * (x.ndim - 1)
         return jnp.pad(x, pad).reshape(blocks, BLOCK, *x.shape[1:])
 
-    def one(block: Any) -> jax.Array:
+    def one(block: Tree) -> jax.Array:
         hidden, targets = block
         logs = [
             jax.nn.log_softmax(logits(cfg, p, x))

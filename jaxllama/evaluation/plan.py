@@ -23,11 +23,11 @@ import json
 import shutil
 import statistics
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
@@ -52,6 +52,7 @@ from jaxllama.planner.cost import (
 from jaxllama.planner.fitting import Calibration
 from jaxllama.planner.solve import solve
 from jaxllama.planner.trial import Watch, start_run, timed_step
+from jaxllama.typing import JsonObject
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # number of decode steps that are timed
@@ -64,9 +65,9 @@ def run(
     *,
     policy: Policy | None = None,
     base: Policy | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     scheme: str | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: DTypeLike | None = None,
     rows: int = 8,
     prompt_tokens: int = 512,
     new_tokens: int = 32,
@@ -78,7 +79,7 @@ def run(
     timeline: Path | None = None,
     recalibrate: bool = False,
     progress: Progress = lambda _: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Plan a task and measure it; see the module docstring.
 
     policy: the policy to measure, by default the solver's. base: fields that the solver does not
@@ -220,7 +221,7 @@ def resident(
 
 def measure(
     lm: LanguageModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
-) -> tuple[dict[str, Any], list[TimelineBar]]:
+) -> tuple[JsonObject, list[TimelineBar]]:
     """Measure a block of the task.
 
     Returns (report, events of a step). The report has seconds of the prefill, of a step and of its
@@ -286,10 +287,10 @@ def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:
     )
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text."""
 
-    def row(name: str, pair: dict[str, Any], unit: float, words: str) -> str:
+    def row(name: str, pair: JsonObject, unit: float, words: str) -> str:
         both = [
             f"{pair[key] / unit:12.2f}" if pair[key] is not None else f"{'':>12}"
             for key in ("predicted", "measured")

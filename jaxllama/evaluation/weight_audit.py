@@ -12,7 +12,6 @@ the backend on which it runs; another compiler may differ.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,14 @@ from jaxllama import generation
 from jaxllama.config import ModelConfig
 from jaxllama.evaluation.speed.hlo import stored_results
 from jaxllama.model.cache import init_cache
+from jaxllama.typing import JsonObject, Params
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
 _CAPACITY = 128  # capacity of the cache in that program, in tokens
 
 
-def buffers(params: Any) -> list[dict[str, Any]]:
+def buffers(params: Params) -> list[JsonObject]:
     """Return every array of the tree, QTensor parts by name, with its bytes on this device."""
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -48,7 +48,7 @@ def buffers(params: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
+def decode_program(cfg: ModelConfig, params: Params) -> JsonObject:
     """Compile ``decode_step`` for one row and read it; see the module docstring.
 
     Sizes are in bytes. ``temporary_bytes`` is None if the backend does not report it.
@@ -75,9 +75,9 @@ def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     }
 
 
-def _size(row: dict[str, Any]) -> int:
+def _size(row: JsonObject) -> int:
     return math.prod(row["shape"]) * row["bits"] // 8
 
 
-def _named(row: dict[str, Any]) -> dict[str, Any]:
+def _named(row: JsonObject) -> JsonObject:
     return {**{key: row[key] for key in ("name", "type", "shape", "op")}, "bytes": _size(row)}

@@ -20,11 +20,11 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.kept import KeptPrograms
 from jaxllama.model.records import Hidden
+from jaxllama.typing import Params
 
 
 class DraftSource(NamedTuple):
@@ -135,7 +135,7 @@ class Executor(Protocol):
         ...
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
     ) -> tuple[Any, int | None]:
         """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 

@@ -27,7 +27,6 @@ from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts, loop
 from jaxllama.decoding.forward import (
-    Params,
     all_logits,
     check_room,
     donated,
@@ -50,6 +49,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
+from jaxllama.typing import Jitted, Params, Tree
 from pallas_kernels.rows import greedy
 
 
@@ -86,7 +86,7 @@ class Resident:
         return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: Any
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
     ) -> tuple[Any, int | None]:
         return dtype if kv_dtype is None else kv_dtype, chunk
 
@@ -196,11 +196,11 @@ class ResidentDecoding:
 def _run(
     call: Call,
     name: str,
-    program: Any,
+    program: Jitted,
     cfg: ModelConfig,
-    arguments: tuple[Any, ...],
-    static: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
+    arguments: tuple[Tree, ...],
+    static: Mapping[str, object] = MappingProxyType({}),
+) -> Tree:
     """Return ``program(cfg, *arguments, **static)``, from an earlier process's compiled program if
     kept.
     """
@@ -227,11 +227,11 @@ def _prefill_alone(
     padded = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
     firsts = np.cumsum([0, *alone.widths]).tolist()
 
-    def one(row: tuple[Any, ...]) -> Cache:
+    def one(row: tuple[Tree, ...]) -> Cache:
         tokens, length, cache, adapter = jax.tree.map(lambda leaf: leaf[None], row)
         own = params if adapter is None else for_rows(params, adapter)
 
-        def read(cache: Cache, first: Any, width: int, fresh: bool = False) -> Cache:
+        def read(cache: Cache, first: jax.Array | int, width: int, fresh: bool = False) -> Cache:
             piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
             n_new = jnp.clip(length - 1 - first, 0, width)
             _, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)

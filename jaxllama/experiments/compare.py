@@ -16,10 +16,10 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.table import Row, by_point, is_number, number
+from jaxllama.typing import JsonObject
 
 _SAME = 1e-6
 # Student's t at 99%, two-sided, for 1, 2, ... degrees of freedom; the last serves all beyond.
@@ -60,7 +60,7 @@ def _points(directory: Path) -> dict[str, list[Row]]:
     """Return a run's rows by their settings."""
     path = directory / "results.json"
     try:
-        rows: list[Any] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows: list[JsonObject] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     except OSError as error:
         raise JaxLlamaError(f"{path}: {error.strerror}: not a finished run") from None
     except (ValueError, KeyError):

@@ -35,10 +35,12 @@ from jaxllama.experiments.settings import (
     BIBLE,
     FACTS,
     SETTINGS,
+    Settings,
     TrainSettings,
     Workload,
     flatten,
 )
+from jaxllama.typing import JsonObject, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,8 @@ class Point:
     file names.
     """
 
-    settings: Any
-    flat: dict[str, Any]
+    settings: Any  # one of ``settings.Settings``, by the workload
+    flat: JsonObject
     name: str
 
 
@@ -107,7 +109,7 @@ class Experiment:
     pictures: tuple[Picture, ...]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """The settings that the numbers depend on, in JSON's types.
 
         Titles, tables and pictures may change.
@@ -145,10 +147,10 @@ def load_experiment(name: str | Path, text: str | Path | None = None) -> Experim
         raise JaxLlamaError(f"{path}: {error}") from None
 
 
-def _replace_texts(data: dict[str, Any], text: str) -> None:
+def _replace_texts(data: JsonObject, text: str) -> None:
     """Replace the texts in the settings and the pictures of a file's unchecked data."""
 
-    def replaced(old: Any) -> Any:
+    def replaced(old: Tree) -> Tree:
         if isinstance(old, list):
             return list(dict.fromkeys(map(replaced, old)))
         return old if old == FACTS else text
@@ -164,7 +166,7 @@ def _replace_texts(data: dict[str, Any], text: str) -> None:
         table["text"] = replaced(table["text"])
 
 
-def _experiment(path: Path, data: dict[str, Any]) -> Experiment:
+def _experiment(path: Path, data: JsonObject) -> Experiment:
     file = from_dict(_File, data)
     if not file.seeds or len(set(file.seeds)) < len(file.seeds):
         raise JaxLlamaError(f"seeds = {list(file.seeds)}: one or more different whole numbers")
@@ -221,7 +223,7 @@ def _settings_class(workload: str) -> type:
     return SETTINGS[workload]
 
 
-def _read(workload: str, table: dict[str, Any], path: Path, models: dict[str, ModelConfig]) -> Any:
+def _read(workload: str, table: JsonObject, path: Path, models: dict[str, ModelConfig]) -> Settings:
     """Return the typed settings of one point."""
     if workload != "train":
         return from_dict(SETTINGS[workload], table, "settings.")
@@ -244,7 +246,7 @@ def _read(workload: str, table: dict[str, Any], path: Path, models: dict[str, Mo
     return TrainSettings(config=train_config_from_dict(table, "settings", path.parent), **own)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: JsonObject, over: JsonObject) -> JsonObject:
     """Merge two tables recursively; ``over`` has priority."""
     merged = dict(base)
     for key, value in over.items():
@@ -254,7 +256,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _grid(table: dict[str, Any], cls: type) -> Iterator[dict[str, Any]]:
+def _grid(table: JsonObject, cls: type) -> Iterator[JsonObject]:
     """Yield every combination of the axes, the first axis slowest."""
     axes = list(_axes(table, cls, ()))
     for path, values in axes:
@@ -272,8 +274,8 @@ def _grid(table: dict[str, Any], cls: type) -> Iterator[dict[str, Any]]:
 
 
 def _axes(
-    table: dict[str, Any], cls: Any, path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+    table: JsonObject, cls: type, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], list[object]]]:
     hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     for key, value in table.items():
         hint = hints.get(key)
@@ -287,7 +289,7 @@ def _axes(
                 yield (*path, key), value
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Return ten hex digits of a JSON value's hash."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]

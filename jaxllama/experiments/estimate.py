@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +30,13 @@ from jaxllama.experiments.settings import (
     LearnSettings,
     OffloadSettings,
     QualitySettings,
+    Settings,
     SpeedSettings,
     TrainSettings,
 )
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import enable_compilation_cache
+from jaxllama.typing import Tree
 
 STEPS = 2  # decode or training steps that are timed
 WARM = 2  # uncounted runs of ``bench.decode`` for each measurement
@@ -55,7 +56,7 @@ class Duration:
         return self.first + (seeds - 1) * self.later
 
 
-def measured(experiment: Experiment, settings: Any) -> Duration:
+def measured(experiment: Experiment, settings: Settings) -> Duration:
     """Run a piece of the point's work, and extrapolate its time."""
     enable_compilation_cache()
     return _DURATIONS[type(settings)](experiment, settings)
@@ -78,7 +79,7 @@ def text_tokens(experiment: Experiment, settings: QualitySettings) -> int:
     return min(size, settings.max_tokens or size)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     """Return the wall time of a call, until its arrays are ready."""
     begun = time.perf_counter()
     jax.block_until_ready(call())
@@ -153,7 +154,7 @@ def _bench(
         compiling = decoding.compile(state).compile_seconds
         return prompt, compiling, decoding.run(state, 1 + steps) / steps * (new_tokens - 1)
 
-    def prefill() -> Any:
+    def prefill() -> Tree:
         return decoding.prefilled(prompt_tokens, 1)[0]
 
     first = _seconds(lambda: decoding.prefilled(SHORT, 1)[0])
@@ -240,7 +241,7 @@ def _learn(experiment: Experiment, settings: LearnSettings) -> Duration:
     return Duration(seconds, 0.0)
 
 
-_DURATIONS: dict[type, Callable[[Experiment, Any], Duration]] = {
+_DURATIONS: dict[type, Callable[..., Duration]] = {
     QualitySettings: _quality,
     SpeedSettings: _speed,
     OffloadSettings: _offload,

@@ -23,7 +23,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,6 @@ import optax
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import LearnSettings
-from jaxllama.generation import Params
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import capped, head
 from jaxllama.model.flops import parameters
@@ -43,6 +41,7 @@ from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.optimizer import learning_rate, optimizer
+from jaxllama.typing import JsonObject, Params, Tree
 
 VOCABULARY = 256
 SYMBOLS = 112  # number of keys, and of values
@@ -57,7 +56,7 @@ Parts = tuple[Iterator[Rows], Rows, Rows]  # for training, for choosing a rate, 
 
 def learn(
     cfg: ModelConfig, text: bytes | None, settings: LearnSettings, seeds: Sequence[int]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the results of each seed.
 
     cfg: config of a model of bytes. Raises JaxLlamaError for a text that is too short.
@@ -87,7 +86,7 @@ def learn(
     results = []
     for i, (to_choose, to_report) in enumerate(zip(*held_losses, strict=True)):
         best = int(np.nanargmin(to_choose))
-        recall: list[Any] = [None, None]
+        recall: list[Tree] = [None, None]
         if text is None:
             chosen = jax.tree.map(lambda leaf, i=i, best=best: leaf[i, best], state[0])
             recall = [by(cfg, chosen, settings) for by in (recalled_of, recalled_over)]
@@ -228,7 +227,7 @@ def _rule() -> optax.GradientTransformation:
     return optimizer(_config(1, final_share=1.0))
 
 
-def _config(count: int, **options: Any) -> TrainConfig:
+def _config(count: int, **options: Tree) -> TrainConfig:
     """Return a config with the options that the optimizer reads."""
     return TrainConfig(
         data=DataConfig(""),
@@ -242,7 +241,7 @@ def _config(count: int, **options: Any) -> TrainConfig:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def first_state(params: Params, rates: int) -> Any:
+def first_state(params: Params, rates: int) -> Tree:
     """Return the state of ``steps`` for ``params [seeds, ...]``, with moments for each rate."""
     at_all_rates = jax.vmap(lambda p, _: (p, _rule().init(p)), in_axes=(None, 0))
     return jax.vmap(at_all_rates, in_axes=(0, None))(params, jnp.arange(rates))
@@ -268,14 +267,14 @@ def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def steps(cfg: ModelConfig, state: Any, rates: jax.Array, batches: Rows) -> tuple[Any, jax.Array]:
+def steps(cfg: ModelConfig, state: Tree, rates: jax.Array, batches: Rows) -> tuple[Tree, jax.Array]:
     """Train for some steps.
 
     rates: ``[steps, rates]``. batches: ``[steps, seeds, B, T + 1]``. Returns (state, losses
     ``[steps, seeds, rates]``).
     """
 
-    def one(state: Any, rate: jax.Array, rows: Any) -> tuple[Any, jax.Array]:
+    def one(state: Tree, rate: jax.Array, rows: Rows) -> tuple[Tree, jax.Array]:
         params, moments = state
         loss, gradients = jax.value_and_grad(functools.partial(_loss, cfg))(params, *rows)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers

@@ -11,13 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllama import extras
 from jaxllama.experiments.config import Experiment, Picture
 from jaxllama.experiments.table import Row, by_point, is_number, value
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +78,7 @@ def _series(picture: Picture, rows: Sequence[Row]) -> dict[str, list[Group]]:
 
 
 def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number: int) -> None:
-    style: dict[str, Any] = {"label": label, "color": f"C{number}"}
+    style: JsonObject = {"label": label, "color": f"C{number}"}
     first = value(groups[0][0], picture.x)
     if isinstance(first, list):
         for group in groups:

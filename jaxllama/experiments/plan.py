@@ -38,6 +38,7 @@ from jaxllama.offload.store import available_memory
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import parse
+from jaxllama.typing import Tree
 from pallas_kernels.qtensor import tree_bytes
 
 _LONGEST = 10.0  # seconds: largest lower bound of a piece that a dry run still measures
@@ -176,7 +177,7 @@ def _training(cfg: ModelConfig, config: Any, models: int) -> PointCost:
     return PointCost(shape, n, state, 0, float(state * config.steps), float(work), config.steps)
 
 
-def _weights(cfg: ModelConfig, settings: Any) -> Any:
+def _weights(cfg: ModelConfig, settings: Any) -> Tree:
     """Return the shapes of the parameters under the point's scheme."""
     dtype = default_dtype() if settings.dtype is None else settings.dtype
     floats = param_shapes(cfg, dtype)
@@ -188,7 +189,7 @@ def _weights(cfg: ModelConfig, settings: Any) -> Any:
     return jax.eval_shape(functools.partial(quantize_params, scheme=chosen), floats)
 
 
-def _cache(cfg: ModelConfig, batch: int, room: int, settings: Any) -> Any:
+def _cache(cfg: ModelConfig, batch: int, room: int, settings: Any) -> Tree:
     dtype = kv_dtype(settings.kv_dtype) or settings.dtype or default_dtype()
     return jax.eval_shape(functools.partial(init_cache, cfg, batch, room, dtype))
 

@@ -25,7 +25,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -37,6 +36,7 @@ from jaxllama.experiments.settings import FILES, NO_FILES
 from jaxllama.experiments.table import check_columns, markdown
 from jaxllama.experiments.workloads import OF_SEEDS, WORKLOADS, check
 from jaxllama.progress import working, write
+from jaxllama.typing import JsonObject
 
 RUNS = Path("runs")
 _MACHINE = ("jax", "backend", "device", "devices")  # facts that must not change inside a run
@@ -114,7 +114,7 @@ def _at_once(
 
 def _measure(
     experiment: Experiment, point: Point, seeds: list[int], directory: Path
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     begun = time.perf_counter()
     try:
         if experiment.workload in OF_SEEDS:
@@ -198,7 +198,7 @@ def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
             raise JaxLlamaError(f"{experiment.path}: {path}: {error.strerror}") from None
 
 
-def machine() -> dict[str, Any]:
+def machine() -> JsonObject:
     """Return the facts of this machine."""
     device = jax.devices()[0]
     return {
@@ -226,7 +226,7 @@ def _commit() -> str | None:
     return None
 
 
-def _write(path: Path, value: Any) -> None:
+def _write(path: Path, value: object) -> None:
     _write_text(path, json.dumps(value, indent=1) + "\n")
 
 

@@ -10,13 +10,17 @@ anything. Messages name the key.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization.pipeline import check_method
 from jaxllama.quantization.scheme import parse
+from jaxllama.typing import JsonObject
+
+if TYPE_CHECKING:
+    from jaxllama.training.config import TrainConfig
 
 Method = Literal["rtn", "awq", "gptq", "smoothquant"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -133,7 +137,7 @@ class TrainSettings:
     whose tokenizer splits the text.
     """
 
-    config: Any
+    config: TrainConfig
     text: str | None = None
     tokenizer: str = "bytes"
 
@@ -181,11 +185,14 @@ class LearnSettings:
             raise JaxLlamaError(f"facts = {list(self.facts)}: must be at most {most}")
 
 
+Settings: TypeAlias = (
+    QualitySettings | SpeedSettings | OffloadSettings | LearnSettings | TrainSettings
+)
 FACTS = "facts"
 BIBLE = "bible"
 NO_FILES = BIBLE, FACTS  # values of text that are no files
 FILES = ("text", "calibration")  # settings that are files, on whose contents the numbers depend
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, type] = {
     "quality": QualitySettings,
     "speed": SpeedSettings,
     "offload": OffloadSettings,
@@ -193,7 +200,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(settings: object, prefix: str = "") -> JsonObject:
     """Return the settings by dotted name; a model's configuration becomes its name."""
     if isinstance(settings, TrainSettings):
         config = flatten(settings.config)
@@ -202,7 +209,7 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
             return config
         config.pop("data.tokens")
         return {"text": settings.text, "tokenizer": settings.tokenizer, **config}
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, ModelConfig):
@@ -214,7 +221,7 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def at_least(settings: Any, key: str, least: int) -> None:
+def at_least(settings: object, key: str, least: int) -> None:
     value = getattr(settings, key)
     if value is not None and value < least:
         raise JaxLlamaError(f"{key} = {value!r}: must be at least {least}")

@@ -9,13 +9,13 @@ smallest. A cell of one seed is its value.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment
+from jaxllama.typing import JsonObject, Tree
 
-Row = Mapping[str, Any]  # an entry of results.json: point, settings, seed, seconds, results
+Row = JsonObject  # an entry of results.json: point, settings, seed, seconds, results
 
 
 def markdown(experiment: Experiment, rows: Sequence[Row]) -> str:
@@ -44,7 +44,7 @@ def columns(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
     return [*experiment.axes, *(key for key, entry in results.items() if is_number(entry))]
 
 
-def check_columns(experiment: Experiment, results: Mapping[str, Any]) -> None:
+def check_columns(experiment: Experiment, results: JsonObject) -> None:
     """Raise JaxLlamaError if table or pictures name neither a setting nor a result."""
     known = [*experiment.points[0].flat, *results]
     wanted = [("table.columns", name) for name in experiment.columns]
@@ -63,17 +63,17 @@ def by_point(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def value(row: Row, name: str) -> Any:
+def value(row: Row, name: str) -> Tree:
     """Return a result of this name, or else a setting."""
     results = row["results"]
     return results[name] if name in results else row["settings"].get(name)
 
 
-def is_number(entry: Any) -> bool:
+def is_number(entry: object) -> bool:
     return isinstance(entry, (int, float)) and not isinstance(entry, bool)
 
 
-def cell(entries: Sequence[Any]) -> str:
+def cell(entries: Sequence[Tree]) -> str:
     """Return the cell of one point's values, one a seed."""
     if all(is_number(entry) for entry in entries) and len(set(entries)) > 1:
         spread = max(entries) - min(entries)

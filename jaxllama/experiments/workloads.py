@@ -15,10 +15,11 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig, load_config, preset_names
@@ -36,6 +37,7 @@ from jaxllama.experiments.settings import (
     ModelSettings,
     OffloadSettings,
     QualitySettings,
+    Settings,
     SpeedSettings,
     TrainSettings,
 )
@@ -52,6 +54,7 @@ from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.quantization.scheme import parse
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import JsonObject
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ if TYPE_CHECKING:
     from jaxllama.planner.accounting import Footprint
     from jaxllama.training import TrainConfig
 
-Results = dict[str, Any]
+Results = JsonObject
 # Results of the whole process or its caches, which mean nothing if it measures many points.
 _PROCESS = (
     "peak_rss_bytes",
@@ -218,7 +221,7 @@ def offload_need(experiment: Experiment, settings: OffloadSettings) -> Footprint
     return _offload_bytes(cfg, settings, settings.dtype or default_dtype())
 
 
-def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> Footprint:
+def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: DTypeLike) -> Footprint:
     from jaxllama.offload.policy import Policy
     from jaxllama.placement import scheme_of
     from jaxllama.planner.accounting import footprint
@@ -295,7 +298,7 @@ def learned_text(experiment: Experiment, settings: LearnSettings) -> bytes | Non
     return bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
 
 
-Function = Callable[[Experiment, Any, int, Path], Results]
+Function = Callable[..., Results]  # (experiment, settings, seed, folder)
 WORKLOADS: dict[str, Function] = {
     "quality": quality,
     "speed": speed,
@@ -323,7 +326,7 @@ def check(experiment: Experiment) -> None:
             raise JaxLlamaError(f"{experiment.path}: {point.name}: {error}") from None
 
 
-def _models(experiment: Experiment, settings: Any) -> list[str]:
+def _models(experiment: Experiment, settings: Settings) -> list[str]:
     """Return the names to load, with paths relative to the file."""
     if isinstance(settings, TrainSettings):
         config = settings.config
@@ -344,7 +347,7 @@ def _models(experiment: Experiment, settings: Any) -> list[str]:
     return [str(path) if (path := experiment.find(name)).exists() else name for name in names]
 
 
-def _check_files(experiment: Experiment, settings: Any) -> None:
+def _check_files(experiment: Experiment, settings: Settings) -> None:
     if getattr(settings, "text", None) == BIBLE:
         from jaxllama.training.corpus import find_bible
 
@@ -372,7 +375,7 @@ def is_random(experiment: Experiment, settings: ModelSettings) -> bool:
     return settings.random or settings.model in experiment.models
 
 
-def model_config(experiment: Experiment, settings: Any) -> ModelConfig | None:
+def model_config(experiment: Experiment, settings: Settings) -> ModelConfig | None:
     """Return a model's configuration if it is known without its checkpoint."""
     if isinstance(settings, TrainSettings):
         return settings.config.model

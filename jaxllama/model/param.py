@@ -73,15 +73,37 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stacked:
+    """The matrices ``[rows, width]`` of all experts in one tensor, or their biases ``[rows]``.
+
+    alternate: whether gate and up rows take turns; ours are gate, then up.  transposed: whether the
+    checkpoint has each matrix as ``[width, rows]``.
+    """
+
+    count: int
+    block: int  # rows of a matrix
+    alternate: bool = False
+    transposed: bool = False
+
+    def rows(self) -> np.ndarray:
+        one = np.arange(self.block)
+        one = one.reshape(-1, 2).T.reshape(-1) if self.alternate else one
+        return (np.arange(self.count)[:, None] * self.block + one).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class TensorSource:
     """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
-    our order of what RoPE turns, or of what is fused in groups."""
+    our order of what RoPE turns, or of what is fused in groups.
+
+    shape: in the parameter; ``stored_shape`` is the checkpoint's.
+    """
 
     name: str
     shape: Shape
     scale: float = 1.0
     offset: float = 0.0
-    turned: Turned | Grouped | None = None
+    turned: Turned | Grouped | Stacked | None = None
 
     @property
     def size(self) -> int:
@@ -91,12 +113,29 @@ class TensorSource:
     def is_folded(self) -> bool:
         return (self.scale, self.offset) != (1.0, 0.0) or self.turned is not None
 
+    @property
+    def is_transposed(self) -> bool:
+        return isinstance(self.turned, Stacked) and self.turned.transposed
+
+    @property
+    def stored_shape(self) -> Shape:
+        if not self.is_transposed:
+            return self.shape
+        *lead, rows, width = self.shape
+        return (*lead, width, rows)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that ``row_order`` orders: the first axis, or all experts' one after the other."""
+        stack = self.turned
+        return stack.count * stack.block if isinstance(stack, Stacked) else self.shape[0]
+
     def row_order(self, inverse: bool = False) -> np.ndarray | None:
         """For each row of the parameter the tensor's (inverse: the other way), None where they are
         the same."""
         if self.turned is None:
             return None
-        rows, turned = np.arange(self.shape[0]), self.turned.rows()
+        rows, turned = np.arange(self.n_rows), self.turned.rows()
         rows[: turned.size] = turned
         return np.argsort(rows) if inverse else rows
 

@@ -52,6 +52,10 @@ _GRANITE = ExpertNames(
     fused=("input_linear.weight", "output_linear.weight"),
     is_fused=True,
 )
+_ERNIE = ExpertNames(
+    shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
+)
+_GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     "gla": FLA,
@@ -81,8 +85,11 @@ FAMILIES = {
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
+    "phimoe": Names(mixers={"experts": _MIXTRAL}),
+    "ernie4_5_moe": Names(mixers={"experts": _ERNIE}),
     "mixtral": Names(mixers={"experts": _MIXTRAL}),
     "granitemoe": Names(mixers={"experts": _GRANITE}),
+    "gpt_oss": Names(mixers={"experts": _GPT_OSS}),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "glm": Names(gate_up=("gate_up_proj",)),
     "glm4": Names(gate_up=("gate_up_proj",)),
@@ -136,6 +143,8 @@ def param_table(
     table |= _norm(cfg, ("norm",), names.norm, scale)
     if not cfg.tie_embeddings:
         table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
+        if cfg.head_bias:
+            table["head", "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
     return table
 
 

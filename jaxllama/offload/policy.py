@@ -13,9 +13,10 @@ Left out: percentages for each layer, and compression that differs between tiers
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import Options, Tree
 
 PERCENTAGES = (
     "weights_device",
@@ -147,7 +148,7 @@ class Policy:
         shares = self.weights, self.cache, self.activations
         return self.cpu_attention or any(share.device < 100 for share in shares)
 
-    def also(self, **asked: Any) -> Policy:
+    def also(self, **asked: Tree) -> Policy:
         """Return the policy with further options; None changes nothing.
 
         Raises JaxLlamaError if the policy has another value that is not the default.
@@ -183,7 +184,7 @@ class Policy:
                 f"the device and in host memory), found {len(numbers)}"
             )
         named = zip(PERCENTAGES, numbers, strict=True)
-        values: dict[str, Any] = {name: _number(name, word) for name, word in named}
+        values: Options = {name: _number(name, word) for name, word in named}
         fields = {field.name: field for field in dataclasses.fields(cls)}
         options = [name for name in fields if name not in PERCENTAGES]
         for word in (word for word in words if "=" in word):

@@ -20,13 +20,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
 from jaxllama.offload.units import ModelUnit
+from jaxllama.typing import Tree
 
 LANES = ("weights", "cache", "hidden", "store")
+Key = int | tuple[ModelUnit, int]  # hidden states of a batch, or the cache of a unit and a batch
 AHEAD = 2  # computations that are dispatched and not known to be done
 
 
@@ -42,15 +44,15 @@ class StepWork(Protocol):
     moves: dict[str, bool]  # whether "cache" and "hidden" ever leave the device
 
     def active_batches(self) -> list[int]: ...
-    def load_weights(self, unit: ModelUnit) -> Any: ...
-    def finish_weights(self, pending: Any) -> Any: ...
-    def load_cache(self, unit: ModelUnit, batch: int) -> Any: ...
-    def load_hidden(self, batch: int) -> Any: ...
+    def load_weights(self, unit: ModelUnit) -> Tree: ...
+    def finish_weights(self, pending: Tree) -> Tree: ...
+    def load_cache(self, unit: ModelUnit, batch: int) -> Tree: ...
+    def load_hidden(self, batch: int) -> Tree: ...
     def compute(
-        self, unit: ModelUnit, batch: int, weights: Any, cache: Any, hidden: Any
-    ) -> Any: ...
-    def store_cache(self, unit: ModelUnit, batch: int, cache: Any) -> None: ...
-    def store_hidden(self, batch: int, hidden: Any) -> None: ...
+        self, unit: ModelUnit, batch: int, weights: Tree, cache: Tree, hidden: Tree
+    ) -> Tree: ...
+    def store_cache(self, unit: ModelUnit, batch: int, cache: Tree) -> None: ...
+    def store_hidden(self, batch: int, hidden: Tree) -> None: ...
 
 
 def serial(work: StepWork) -> None:
@@ -74,8 +76,8 @@ class Overlapped:
 
     def __init__(self, lanes: dict[str, ThreadPoolExecutor]) -> None:
         self._lanes = lanes
-        self._weights: Future[Any] | _Now | None = None
-        self._stored: dict[Any, Future[Any] | _Now] = {}  # the last store of each key
+        self._weights: Future[Tree] | _Now | None = None
+        self._stored: dict[Key, Future[Tree] | _Now] = {}  # the last store of each key
 
     def step(self, work: StepWork, last: bool) -> None:
         """Do one step. last: no step follows, so nothing is loaded ahead."""
@@ -86,7 +88,7 @@ class Overlapped:
         cache = self._load_cache(work, None, *slots[0])
         hidden = self._load_hidden(work, slots[0][1])
         previous, stores = None, []
-        dispatched: deque[Any] = deque()
+        dispatched: deque[Tree] = deque()
         for index, (unit, batch) in enumerate(slots):
             following = slots[index + 1] if index + 1 < len(slots) else None
             if batch == batches[0]:
@@ -123,25 +125,25 @@ class Overlapped:
             store.result()
 
     def _load_cache(
-        self, work: StepWork, previous: Any, unit: ModelUnit, batch: int
-    ) -> Future[Any] | _Now:
+        self, work: StepWork, previous: Tree, unit: ModelUnit, batch: int
+    ) -> Future[Tree] | _Now:
         if not work.moves["cache"] or not unit.has_cache:
             return _Now(work.load_cache(unit, batch))
         stored = self._stored.get((unit, batch))
 
-        def load() -> Any:
+        def load() -> Tree:
             if stored is not None:
                 stored.result()
             return work.load_cache(unit, batch)
 
         return self._load("cache", previous, load)
 
-    def _load_hidden(self, work: StepWork, batch: int) -> Future[Any] | _Now:
+    def _load_hidden(self, work: StepWork, batch: int) -> Future[Tree] | _Now:
         stored = self._stored.get(batch)
         if not work.moves["hidden"]:
             return _Now(work.load_hidden(batch))
 
-        def load() -> Any:
+        def load() -> Tree:
             if stored is not None:
                 stored.result()
             return work.load_hidden(batch)
@@ -149,21 +151,21 @@ class Overlapped:
         return self._load("hidden", None, load)
 
     def _load(
-        self, lane: str, previous: Any, load: Callable[..., Any], *arguments: Any
-    ) -> Future[Any]:
+        self, lane: str, previous: Tree, load: Callable[..., Tree], *arguments: Tree
+    ) -> Future[Tree]:
         """Load when ``previous``, the computation that used the memory, is done."""
 
-        def job() -> Any:
+        def job() -> Tree:
             jax.block_until_ready(previous)
             return load(*arguments)
 
         return self._lanes[lane].submit(job)
 
     def _store(
-        self, work: StepWork, what: str, key: Any, store: Callable[..., None], *arguments: Any
-    ) -> Future[Any] | _Now:
+        self, work: StepWork, what: str, key: Key, store: Callable[..., None], *arguments: Tree
+    ) -> Future[Tree] | _Now:
         if work.moves[what]:
-            done: Future[Any] | _Now = self._lanes["store"].submit(store, *arguments)
+            done: Future[Tree] | _Now = self._lanes["store"].submit(store, *arguments)
         else:
             done = _Now(store(*arguments))
         self._stored[key] = done
@@ -173,8 +175,8 @@ class Overlapped:
 class _Now:
     """A result that exists already: data that does not move needs no thread."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Tree) -> None:
         self._value = value
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         return self._value

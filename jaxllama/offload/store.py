@@ -24,7 +24,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
+from jaxllama.typing import ArrayOrNumpy, Leaf, Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
-
-Leaf = jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,16 +66,16 @@ class StoredTensor:
         return self.host is not None or self.disk is not None
 
 
-def is_stored(leaf: Any) -> bool:
+def is_stored(leaf: object) -> TypeGuard[StoredTensor]:
     return isinstance(leaf, StoredTensor)
 
 
-def moves(tree: Any) -> bool:
+def moves(tree: Tree) -> bool:
     """Return whether getting the tree moves anything."""
     return any(is_stored(x) and x.moves for x in jax.tree.leaves(tree, is_leaf=is_stored))
 
 
-def on_device(tree: Any) -> int:
+def on_device(tree: Tree) -> int:
     """Return the number of first rows of each tensor that are on the device.
 
     It is the same for the whole tree.
@@ -88,7 +87,7 @@ def on_device(tree: Any) -> int:
     return rows
 
 
-def wait(tree: Any) -> Any:
+def wait(tree: Tree) -> Tree:
     """Return the tree when its transfers are done."""
     for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
         parts = (leaf.device, leaf.host) if is_stored(leaf) else leaf
@@ -115,7 +114,7 @@ class Pending:
         return self._whole
 
 
-def is_pending(leaf: Any) -> bool:
+def is_pending(leaf: object) -> TypeGuard[Pending]:
     return isinstance(leaf, Pending)
 
 
@@ -141,7 +140,7 @@ class Store:
                 self._disk = DiskFile(self._directory)
             return self._disk
 
-    def put(self, tree: Any, shares: Shares, *, pinned: bool = True) -> Any:
+    def put(self, tree: Tree, shares: Shares, *, pinned: bool = True) -> Tree:
         """Return a tree with a StoredTensor for every leaf of two axes or more.
 
         pinned: False keeps the host's part in memory that ``take`` can read. Raises JaxLlamaError
@@ -149,7 +148,7 @@ class Store:
         """
         return jax.tree.map(lambda leaf: self._put(leaf, shares, pinned), tree)
 
-    def take(self, tree: Any, rows: np.ndarray) -> Any:
+    def take(self, tree: Tree, rows: np.ndarray) -> Tree:
         """Return some rows of every StoredTensor on the device, ``[n, columns]``.
 
         rows: int32 in increasing order, none of them on the device. Rows past the end may hold
@@ -167,14 +166,14 @@ class Store:
 
         return jax.tree.map(one, tree, is_leaf=is_stored)
 
-    def get(self, tree: Any) -> Any:
+    def get(self, tree: Tree) -> Tree:
         """Return the tree on the device.
 
         Raises JaxLlamaError when the disk's data is not what was written.
         """
         return self.finish(self.begin(tree))
 
-    def begin(self, tree: Any, known: dict[int, Pending] | None = None) -> Any:
+    def begin(self, tree: Tree, known: dict[int, Pending] | None = None) -> Tree:
         """Begin the transfers; return the tree with a Pending for every StoredTensor.
 
         known: transfers that have begun already, by the id of the StoredTensor; they are reused.
@@ -192,7 +191,7 @@ class Store:
             found[id(leaf)] = Pending(leaf, moved)
         return treedef.unflatten([found[id(leaf)] if is_stored(leaf) else leaf for leaf in leaves])
 
-    def finish(self, pending: Any) -> Any:
+    def finish(self, pending: Tree) -> Tree:
         """Return the tree of ``begin`` as arrays.
 
         Pieces are joined only when all have arrived: a join that waits would delay the computations
@@ -213,13 +212,13 @@ class Store:
                 yield ahead()
             ahead = following
 
-    def free(self, tree: Any) -> None:
+    def free(self, tree: Tree) -> None:
         """Allow the disk's part of the tree to be overwritten."""
         for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
             if is_stored(leaf) and leaf.disk is not None:
                 self.disk.free(leaf.disk)
 
-    def _put(self, leaf: Leaf, shares: Shares, pinned: bool) -> StoredTensor | jax.Array:
+    def _put(self, leaf: ArrayOrNumpy, shares: Shares, pinned: bool) -> StoredTensor | jax.Array:
         if leaf.ndim < 2:
             return jax.device_put(leaf, self.on_device)
         dtype = np.dtype(leaf.dtype)

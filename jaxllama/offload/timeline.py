@@ -15,15 +15,15 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxllama import extras
 from jaxllama.offload.units import ModelUnit
+from jaxllama.typing import Tree
 
 LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
 
@@ -58,16 +58,18 @@ class Recorder:
     @contextlib.contextmanager
     def __call__(
         self, lane: str, unit: ModelUnit | None, batch: int | None = None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         begin = time.perf_counter()
         yield
         self._add(lane, unit, batch, begin, time.perf_counter())
 
     @contextlib.contextmanager
-    def watching(self, lane: str, unit: ModelUnit, batch: int | None = None) -> Iterator[list[Any]]:
+    def watching(
+        self, lane: str, unit: ModelUnit, batch: int | None = None
+    ) -> Generator[list[Tree]]:
         """Yield a list, into which the caller puts the dispatched arrays."""
         begin = time.perf_counter()
-        out: list[Any] = []
+        out: list[Tree] = []
         yield out
         self._watchers[lane].submit(self._watch, lane, unit, batch, begin, out)
 
@@ -78,7 +80,7 @@ class Recorder:
         return sorted(self.events, key=lambda event: event.begin)
 
     def _watch(
-        self, lane: str, unit: ModelUnit, batch: int | None, begin: float, out: list[Any]
+        self, lane: str, unit: ModelUnit, batch: int | None, begin: float, out: list[Tree]
     ) -> None:
         with contextlib.suppress(RuntimeError):  # donated meanwhile, so it was done
             jax.block_until_ready(out)
@@ -98,15 +100,16 @@ class _NoRecord:
     """Records nothing."""
 
     @contextlib.contextmanager
-    def __call__(self, *_: Any) -> Iterator[None]:
+    def __call__(self, *_: object) -> Generator[None]:
         yield
 
     @contextlib.contextmanager
-    def watching(self, *_: Any) -> Iterator[list[Any]]:
+    def watching(self, *_: object) -> Generator[list[Tree]]:
         yield []
 
 
 NO_RECORD = _NoRecord()
+Recording = Recorder | _NoRecord
 
 
 def draw(events: Sequence[TimelineBar], path: str | Path, title: str = "") -> None:

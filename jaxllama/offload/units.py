@@ -8,11 +8,12 @@ A unit is the part of the model whose weights are on the device together.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.policy import Policy
+from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 _HALVES = {
@@ -32,7 +33,7 @@ class ModelUnit:
     def has_cache(self) -> bool:
         return self.kind in ("layer", "mix")
 
-    def weights(self, params: dict[str, Any]) -> dict[str, Any]:
+    def weights(self, params: Params) -> ParamsDict:
         """Return this unit's part of the parameter tree."""
         if self.kind == "embed":
             return {"embed": params["embed"]}

@@ -21,7 +21,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import Tree
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
 AXES = (DATA_AXIS, MODEL_AXIS)
@@ -97,14 +97,14 @@ def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
     return np.array(devices[:wanted])
 
 
-def mesh_of(params: Any) -> Mesh | None:
+def mesh_of(params: Tree) -> Mesh | None:
     """Return the mesh that (concrete) arrays are on, or None."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     is_ours = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == AXES
     return sharding.mesh if is_ours else None
 
 
-def traced_mesh(params: Any) -> AbstractMesh | None:
+def traced_mesh(params: Tree) -> AbstractMesh | None:
     """The same from the arrays' types, so inside ``jit`` too; None inside a shard_map, where arrays
     are one shard's."""
     mesh = jax.typeof(jax.tree.leaves(params)[0]).sharding.mesh
@@ -129,7 +129,7 @@ def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> str | None:
 # Data-parallel functions
 
 
-def data_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+def data_parallel(function: Callable[..., Tree]) -> Callable[..., Tree]:
     """Return ``function`` with its rows split over the data axis of the mesh of ``params``.
 
     function: ``function(params, *others, rows)`` returns means over the rows, such as a loss and
@@ -140,7 +140,7 @@ def data_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
     mesh with "model" above 1, or rows that "data" does not divide.
     """
 
-    def run(params: Any, *args: Any) -> Any:
+    def run(params: Tree, *args: Tree) -> Tree:
         mesh = traced_mesh(params)
         if mesh is None:
             return function(params, *args)

@@ -9,11 +9,11 @@ the background, several hosts.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxllama import extras
+from jaxllama.typing import Tree
 
 
 class Checkpoints:
@@ -33,10 +33,10 @@ class Checkpoints:
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Tree) -> None:
         self._manager.save(step, args=self._args.StandardSave(state))
 
-    def restore(self, step: int, like: Any) -> Any:
+    def restore(self, step: int, like: Tree) -> Tree:
         """Return the state of a step.
 
         like: a state with the same shapes, dtypes and devices, of arrays or ShapeDtypeStructs.

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jaxllama.config import ModelConfig, from_dict, load_config, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,9 +289,7 @@ def load_train_config(path: str | Path) -> TrainConfig:
     return train_config_from_dict(read_toml(path), str(path), path.parent)
 
 
-def train_config_from_dict(
-    data: dict[str, Any], where: str, folder: str | Path = "."
-) -> TrainConfig:
+def train_config_from_dict(data: JsonObject, where: str, folder: str | Path = ".") -> TrainConfig:
     """Return the TrainConfig of a parsed table.
 
     where: beginning of error messages. folder: the folder to which a model's .toml is relative.
@@ -308,6 +307,6 @@ def train_config_from_dict(
         raise JaxLlamaError(f"{where}: {error}") from None
 
 
-def _require(condition: bool, key: str, value: Any, why: str) -> None:
+def _require(condition: bool, key: str, value: object, why: str) -> None:
     if not condition:
         raise JaxLlamaError(f"{key} = {value!r}: {why}")

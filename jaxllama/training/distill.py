@@ -19,7 +19,6 @@ this converges in a small part of the tokens.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +26,12 @@ import jax.numpy as jnp
 from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params
 from jaxllama.model.decoder import block, walk, whole_rows
 from jaxllama.model.linear import Observer, columns, linear
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.forward import embed
+from jaxllama.typing import Params, Tree
 
 # Gate biases of a head's channels, evenly spaced. A decay of sigmoid(bias) ** (1 / 16) a token is a
 # half-life of 5 tokens at the lower end and of 600 at the upper one.
@@ -195,11 +194,11 @@ def _teacher_layers(
     return seen
 
 
-def learned(student: ModelConfig, params: Params) -> Any:
+def learned(student: ModelConfig, params: Params) -> Tree:
     """Return a tree of booleans that is True at the GLA mixers, which objective "mixers" trains."""
     mixers = [f"layer_{i}" for i, kind in enumerate(student.layer_types) if kind == "gla"]
 
-    def one(path: tuple[Any, ...], _: Any) -> bool:
+    def one(path: tuple[Tree, ...], _: object) -> bool:
         keys = [key.key for key in path]
         return keys[0] in mixers and keys[1] == "mixer"
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.generation import Params
 from jaxllama.model.decoder import block, embed_tokens, final_norm, whole_rows
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
 from jaxllama.model.stacked import recomputed_block, walk
+from jaxllama.typing import Params
 
 
 def hidden_states(

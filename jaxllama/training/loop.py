@@ -25,9 +25,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +35,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params
 from jaxllama.loading import enable_compilation_cache
 from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import DATA_AXIS, make_mesh
@@ -56,6 +54,7 @@ from jaxllama.training.step import (
     update,
     validation_loss,
 )
+from jaxllama.typing import JsonObject, Params, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,8 @@ class TrainResult:
     """
 
     directory: Path
-    metrics: list[dict[str, Any]]
-    validation: list[dict[str, Any]]
+    metrics: list[JsonObject]
+    validation: list[JsonObject]
 
     @property
     def model(self) -> Path:
@@ -197,7 +196,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _interruptible(bar: Working) -> Iterator[threading.Event]:
+def _interruptible(bar: Working) -> Generator[threading.Event]:
     """Yield an event that Ctrl-C sets, so that the current step is not lost.
 
     A second Ctrl-C, or one outside of the main thread, raises as usual.
@@ -207,7 +206,7 @@ def _interruptible(bar: Working) -> Iterator[threading.Event]:
         yield asked
         return
 
-    def ask(*_: Any) -> None:
+    def ask(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
         asked.set()
         bar.say("stopping after this step; Ctrl-C again stops at once and loses it")
@@ -238,8 +237,8 @@ def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
 
 
 def run_step(
-    setup: TrainingSetup, state: State, teacher: Any, data: TokenFile, step: int, mesh: Mesh | None
-) -> tuple[State, Any]:
+    setup: TrainingSetup, state: State, teacher: Tree, data: TokenFile, step: int, mesh: Mesh | None
+) -> tuple[State, Tree]:
     """Return (state after the step, its metrics); ``state`` is donated."""
     batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
     return update(setup, state, teacher, batch)

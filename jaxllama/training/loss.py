@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.model.decoder import softcap
+from jaxllama.typing import Tree
 
 CHUNK = 4096  # tokens
 
 # chunk(logits [C, V], valid [C], per-token operands, others)
 #   -> (sum of losses, other sums, gradient of the former by the logits)
-ChunkLoss = Callable[..., tuple[jax.Array, Any, jax.Array]]
+ChunkLoss = Callable[..., tuple[jax.Array, Tree, jax.Array]]
 
 
 def cross_entropy(
     x: jax.Array, w: jax.Array, targets: jax.Array, cap: float | None = None
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Tree]:
     """Return (mean, {"ce": mean}) of the negative natural log-probability of the targets.
 
     x ``[B, T, D]``: states. w ``[V, D]``: float32 head. targets ``[B, T]``: token ids. cap:
@@ -50,7 +50,7 @@ def distillation(
     temperature: float,
     cap: float | None = None,
     teacher_cap: float | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Tree]:
     """Return (loss, {"ce", "kl"}), means over tokens, in nats.
 
     ``loss = kl_weight * temperature^2 * kl + ce_weight * ce``, where kl = KL(teacher || student) of
@@ -93,7 +93,7 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _mean_over_tokens(
     chunk: ChunkLoss, cap: float | None, x, w, tokens, others
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Tree]:
     """Return the chunks' sums over all of x's ``[B, T]``, divided by their number."""
     count = x.shape[0] * x.shape[1]
     size = min(CHUNK, count)

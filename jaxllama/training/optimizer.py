@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,11 @@ import numpy as np
 import optax
 
 from jaxllama.config import ModelConfig
-from jaxllama.generation import Params
 from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.stacked import one_layer_path
 from jaxllama.training.config import TrainConfig
+from jaxllama.typing import Params, Tree
 from pallas_kernels.fake_quantize import RANGES
 
 
@@ -51,7 +50,7 @@ def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
     """
     multipliers = _multipliers(cfg)
 
-    def one(keys: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
         path, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
         rows = multipliers.get(path)
         if rows is None:
@@ -73,7 +72,7 @@ def _multipliers(cfg: ModelConfig) -> dict[Path, np.ndarray]:
     }
 
 
-def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransformation:
+def optimizer(config: TrainConfig, learned: Tree = True) -> optax.GradientTransformation:
     """Return the update rule.
 
     learned: a tree prefix of booleans, or True for all. Other parameters never change, not even by
@@ -107,10 +106,10 @@ def _slow_scales(changes: Params) -> Params:
     A grid is a leaf with ``code_dtype`` and a ``scale``.
     """
 
-    def is_grid(leaf: Any) -> bool:
+    def is_grid(leaf: object) -> bool:
         return hasattr(leaf, "code_dtype")
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Tree) -> Tree:
         if not is_grid(leaf):
             return leaf
         return dataclasses.replace(leaf, scale=leaf.scale / RANGES[leaf.code_dtype][1])
@@ -118,10 +117,10 @@ def _slow_scales(changes: Params) -> Params:
     return jax.tree.map(one, changes, is_leaf=is_grid)
 
 
-def decays(params: Params) -> Any:
+def decays(params: Params) -> Tree:
     """Return True at matrices: not at norms and biases, nor at a grid's scales and zeros."""
 
-    def one(keys: tuple[Any, ...], leaf: Any) -> bool:
+    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> bool:
         _, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
         return leaf.ndim - lead >= 2 and getattr(keys[-1], "name", "w") == "w"
 

@@ -12,14 +12,14 @@ Left out: quantized activations (w8a8, fp8).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jaxllama.generation import Params
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.training.config import QuantizeConfig
+from jaxllama.typing import Params, Tree
 from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor
 
@@ -47,7 +47,7 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
     # A tied head is trained as the embedding.
     found = quantize_params(params, scheme if "head" in params else f"{scheme},head=none")
 
-    def one(grid: Any, w: jax.Array) -> Any:
+    def one(grid: jax.Array | QTensor, w: jax.Array) -> jax.Array | GridWeight:
         if not isinstance(grid, QTensor):
             return w
         scale, zero = grid.scale.astype(jnp.float32), None
@@ -77,8 +77,8 @@ def quantized(params: Params) -> Params:
     return _map(lambda g: to_qtensor(g.w, g.scale, g.zero, g.code_dtype), params)
 
 
-def _map(change: Any, params: Params) -> Params:
-    def one(leaf: Any) -> Any:
+def _map(change: Callable[[GridWeight], Tree], params: Params) -> Params:
+    def one(leaf: Tree) -> Tree:
         return change(leaf) if isinstance(leaf, GridWeight) else leaf
 
     return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, GridWeight))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxllama import extras
+from jaxllama.typing import JsonObject
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = JsonObject
 
 
 def told(row: Row) -> str:
@@ -40,7 +44,7 @@ def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def new_figure() -> Any:
+def new_figure() -> Figure:
     """Return a matplotlib Figure without pyplot, whose state is global."""
     try:
         from matplotlib.figure import Figure

@@ -22,12 +22,12 @@ import platform
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training.config import TrainConfig
+from jaxllama.typing import JsonObject, Tree
 
 RUN, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
 
@@ -56,7 +56,7 @@ class RunDirectory:
         except OSError as error:
             raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
 
-    def _check(self, identity: dict[str, Any]) -> None:
+    def _check(self, identity: JsonObject) -> None:
         try:
             document = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             stored = document["config"]
@@ -82,7 +82,7 @@ class RunDirectory:
     def model(self) -> Path:
         return self.path / "model"
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """Return the lines of metrics.jsonl, without a last line that a kill cut short."""
         path = self.path / METRICS
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -93,7 +93,7 @@ class RunDirectory:
         lines = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
         _write_whole(self.path / METRICS, "".join(lines))
 
-    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+    def append(self, rows: Iterable[JsonObject]) -> None:
         with open(self.path / METRICS, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -127,12 +127,12 @@ def _part(name: str) -> str:
     return f".{name}.part"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Tree) -> Tree:
     """Return a value as it comes back from JSON."""
     return json.loads(json.dumps(value))
 
 
-def _differences(a: Any, b: Any, key: str = ""):
+def _differences(a: Tree, b: Tree, key: str = ""):
     """Yield (key, in a, in b) wherever two JSON values differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in [*a, *(name for name in b if name not in a)]:
@@ -141,7 +141,7 @@ def _differences(a: Any, b: Any, key: str = ""):
         yield key, a, b
 
 
-def _environment() -> dict[str, Any]:
+def _environment() -> JsonObject:
     import jaxllama
 
     return {

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxllama.checkpoints.hf.config import config_to_hf
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params
 from jaxllama.loading import load
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
@@ -21,6 +20,7 @@ from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
+from jaxllama.typing import Params
 from pallas_kernels.qtensor import QTensor
 
 
@@ -81,6 +81,9 @@ def _leaves(params: Params) -> list:
 def _check(setup: TrainingSetup, data: TokenFile) -> None:
     config, model, teacher = setup.config, setup.model, setup.teacher
     config_to_hf(model)  # a model that cannot be saved is not trained
+    for one in (model, teacher):
+        if one is not None and one.head_bias:
+            raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
     if data.vocab_size > model.vocab_size:
         raise JaxLlamaError(
             f"data.tokens = {config.data.tokens!r}: ids up to {data.vocab_size - 1}, but "

@@ -11,14 +11,12 @@ gradients are averaged once a step, and all devices make the same update.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxllama.generation import Params
 from jaxllama.model.decoder import head
 from jaxllama.model.stacked import stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
@@ -28,8 +26,9 @@ from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
 from jaxllama.training.start import TrainingSetup
+from jaxllama.typing import Params, ParamsDict
 
-State = dict[str, Any]
+State = ParamsDict  # params, optimizer, step
 
 
 def init_state(setup: TrainingSetup, params: Params) -> State:

@@ -13,7 +13,7 @@ Source: FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.qtensor import QTensor, dequantize
+
+Kv = TypeVar("Kv", bound=jax.Array | QTensor)
 
 KEY_BLOCK = 512
 # A GPU decodes short contexts in one block: a loop inside the loop over tokens costs more.
@@ -184,7 +186,7 @@ def load(
     return floats(part_of(kv, begin, size, table), dtype)
 
 
-def part_of(kv: Any, begin: jax.Array | int, size: int, table: jax.Array | None = None) -> Any:
+def part_of(kv: Kv, begin: jax.Array | int, size: int, table: jax.Array | None = None) -> Kv:
     """``load`` as the cache has them."""
     if table is None:
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size, axis=1), kv)
@@ -192,7 +194,7 @@ def part_of(kv: Any, begin: jax.Array | int, size: int, table: jax.Array | None 
     return joined(kv, lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1))
 
 
-def joined(pools: Any, table: jax.Array) -> Any:
+def joined(pools: Kv, table: jax.Array) -> Kv:
     """The pages of a table one behind the other, ``[B, M * page, ...]`` of every leaf ``[P, page,
     ...]``; an entry outside of the pool is another page."""
 

@@ -21,8 +21,6 @@ Left out: a prompt's many query tokens (``attention.blockwise`` serves those).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,7 @@ from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
-_Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
+_Static = tuple[int | None, float, Plan | None]  # window, scale, the kernel's plan
 _OPERANDS = {
     "q": "float [B, N, H]",
     "k": "float|QTensor [B, S, K+, H]",
@@ -115,8 +113,9 @@ def _kernel(
 ) -> jax.Array:
     window, scale, plan = call
     if isinstance(plan, cpu.CpuPlan):
-        options = {"sinks": sinks, "window": window, "scale": scale, "plan": plan}
-        out = cpu.decode_attention(q, k, v, lengths, table, **options)
+        out = cpu.decode_attention(
+            q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
+        )
         return from_cache_basis(v, out)
     from pallas_kernels.attention import direct, kernel
 
@@ -179,8 +178,9 @@ def attend_at_once(
     seen = jnp.any(is_visible(lengths - 1, position, window), axis=1)[:, :, None, None]
     cache = v
     k, v = (jnp.where(seen, load(x, 0, capacity, q.dtype, table), 0) for x in (k, v))
-    options = {"window": window, "scale": scale, "block": capacity, "sinks": sinks}
-    out = blockwise_attention(rows, k, v, lengths - 1, **options)
+    out = blockwise_attention(
+        rows, k, v, lengths - 1, window=window, scale=scale, block=capacity, sinks=sinks
+    )
     return from_cache_basis(cache, out.reshape(q.shape))
 
 

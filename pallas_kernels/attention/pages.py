@@ -7,13 +7,15 @@ entry of the table, which kernels load one step before the copy that uses it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.jax_internals import arith
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.types import HasShape
 
 STEP = 32  # the longest of a kernel's steps, tokens
 
@@ -26,7 +28,7 @@ class Paging(NamedTuple):
     entries: int
 
     @classmethod
-    def of(cls, k: Any, table: jax.Array | None) -> Paging | None:
+    def of(cls, k: HasShape, table: jax.Array | None) -> Paging | None:
         return None if table is None else cls(*k.shape[:2], table.shape[1])
 
 
@@ -57,7 +59,9 @@ class BlockTable:
         return p.less(entry, self.paging.pool)
 
 
-def as_rows(k: Any, table: jax.Array | None) -> Any | Reason:
+def as_rows(
+    k: jax.Array | QTensor, table: jax.Array | None
+) -> jax.Array | jax.ShapeDtypeStruct | QTensor | Reason:
     """The shapes of the rows that pages stand for, by which kernels are planned."""
     if table is None:
         return k

@@ -19,7 +19,7 @@ More than one token per row: ``rope_tokens``.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -265,7 +265,7 @@ def unusual(kv: QTensor) -> str | None:
     return "a cache whose scales are not float32 without zero points"
 
 
-def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Any:
+def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Cached:
     """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots outside of [0, S) are
     dropped.  table: as ``rope_and_write`` takes it."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

@@ -6,7 +6,7 @@ a team takes a chunk of tokens.  Everything is emitted while the kernel is trace
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
@@ -15,22 +15,23 @@ from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, t
 from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.tile import TILE
 from pallas_kernels.jax_internals import arith
+from pallas_kernels.ptx import Value
 
 
 class TeamPlace(NamedTuple):
     """The place of a thread in the grid, and of its warp in the team."""
 
-    thread: Any
-    warp: Any
-    lane: Any
-    g: Any  # lane / 4
-    quad: Any  # lane % 4
-    row: Any  # of the batch
-    in_row: Any  # block of the row
-    team: Any  # of the block
-    member: Any  # warp of the team
-    sub: Any  # which query rows of the kv head, ``fuls`` times eight
-    own: Any  # kv head of the team
+    thread: Value
+    warp: Value
+    lane: Value
+    g: Value  # lane / 4
+    quad: Value  # lane % 4
+    row: Value  # of the batch
+    in_row: Value  # block of the row
+    team: Value  # of the block
+    member: Value  # warp of the team
+    sub: Value  # which query rows of the kv head, ``fuls`` times eight
+    own: Value  # kv head of the team
 
 
 class TeamShare:

@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +165,7 @@ def rope_and_attend(
     tokens = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
     qkv, *turns, slots = tokens
     caches, tree = jax.tree.flatten((k, v))
-    made: list[Any] = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
+    made = [jax.ShapeDtypeStruct((len(qkv), program.heads, h), jnp.float32)]
     if isinstance(program, Attend):
         made = _results(program, len(qkv), k, table)
     first = len(made)
@@ -177,17 +177,19 @@ def rope_and_attend(
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 
-def _floats(operands: Any) -> list[jax.Array]:
+def _floats(operands: object) -> list[jax.Array]:
     return [x.astype(jnp.float32) for x in jax.tree.leaves(operands)]
 
 
-def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, Any]:
+def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, np.generic]:
     """The attributes (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
     seen = np.int32(2**31 - 1 if window is None else window)
     return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
-def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) -> list[Any]:
+def _results(
+    program: Attend, batch: int, k: Cached, table: jax.Array | None
+) -> list[jax.ShapeDtypeStruct]:
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     heads, width = program.heads, program.cache.width
     parts = batch * -(-capacity // PART) * heads * (width + LANES)  # a window takes no more

@@ -10,7 +10,6 @@ never unpacked, which takes a fourth of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,17 +47,18 @@ def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight |
         return None
     zero = None
     if has_minimum:
-        if not _has_exact_zero(*heads):
+        if not _has_exact_zero(heads[0], heads[1]):
             return None
         heads[1][heads[1] == 0x8000] = 0  # -0, as a difference of equal numbers
         rows = (slice(first, first + _ROWS) for first in range(0, n, _ROWS))
-        if any(_zero(*(head[at] for head in heads), np.float32).any() for at in rows):
+        if any(_zero(heads[0][at], heads[1][at], np.float32).any() for at in rows):
             zero = by_tile(heads[1]).view(np.float16)
     q = _tiled(blocks[..., 2 * len(heads) :], bits)
     dtype, zero_dtype = "int4" if bits == 4 else "int8", None if zero is None else "float32"
     form = WeightForm(n, 32 * groups, dtype, "float32", zero_dtype, zero is not None, None)
     scale = by_tile(heads[0]).view(np.float16)
-    return CpuWeight(q, scale, zero, None, None, None, form)
+    # numpy's arrays, as a QTensor of a file has.
+    return CpuWeight(q, scale, zero, None, None, None, form)  # pyright: ignore[reportArgumentType]
 
 
 def _has_exact_zero(scale: np.ndarray, minimum: np.ndarray) -> bool:
@@ -74,7 +74,7 @@ def _has_exact_zero(scale: np.ndarray, minimum: np.ndarray) -> bool:
     return bool((_zero(scale, minimum, np.float32) == _zero(scale, minimum, np.float64)).all())
 
 
-def _zero(scale: np.ndarray, minimum: np.ndarray, dtype: Any) -> np.ndarray:
+def _zero(scale: np.ndarray, minimum: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
     floats = (head.view(np.float16).astype(dtype) for head in (minimum, scale))
     return next(floats) + dtype(8) * next(floats)
 

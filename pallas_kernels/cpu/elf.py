@@ -16,7 +16,6 @@ import dataclasses
 import mmap
 import platform
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -77,7 +76,7 @@ class Image:
     """Machine code.  symbols: name -> address.  memory: holds the code while it is kept."""
 
     symbols: dict[str, int]
-    memory: Any
+    memory: mmap.mmap
 
 
 def load(data: bytes) -> Image | None:

@@ -28,7 +28,7 @@ F16, F32, PTR = ir.HalfType(), ir.FloatType(), ir.PointerType()
 _MAGIC = 12582912.0
 
 
-def vector(element: Any, lanes: int = LANES) -> Any:
+def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, lanes)
 
 
@@ -84,7 +84,7 @@ class Emitter:
         """Lanes of two vectors, those of b after those of a."""
         return self.b.shuffle_vector(a, b, ir.Constant(vector(I32, len(lanes)), list(lanes)))
 
-    def call(self, name: str, result: Any, *args: Value) -> Value:
+    def call(self, name: str, result: ir.Type, *args: Value) -> Value:
         """An intrinsic or an outer function, declared where it is not."""
         module = self.b.module
         function = module.globals.get(name)
@@ -93,7 +93,7 @@ class Emitter:
             function = ir.Function(module, kind, name)
         return self.b.call(function, args)
 
-    def call_at(self, pointer: Value, kind: Any, *args: Value) -> Value:
+    def call_at(self, pointer: Value, kind: ir.Type, *args: Value) -> Value:
         """A call of a function by its address."""
         # Through an integer, because llvmlite reads the function's type off the pointer's.
         function = self.b.inttoptr(self.b.ptrtoint(pointer, I64), kind.as_pointer())
@@ -259,7 +259,7 @@ class Emitter:
         offset = self.i64(offset) if isinstance(offset, int) else offset
         return self.b.gep(pointer, [offset], source_etype=I8)
 
-    def load(self, pointer: Value, kind: Any, offset: Value | int = 0, align: int = 1) -> Value:
+    def load(self, pointer: Value, kind: ir.Type, offset: Value | int = 0, align: int = 1) -> Value:
         value = self.b.load(self.at(pointer, offset), typ=kind)
         value.align = align
         return value

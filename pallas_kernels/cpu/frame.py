@@ -14,14 +14,16 @@ import ctypes
 import functools
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 if TYPE_CHECKING:
+    from llvmlite import ir
+
     from pallas_kernels.cpu.emit import Emitter, Value
 
 MAJOR = 0
@@ -73,7 +75,7 @@ class CallFrame:
     def result_dim(self, i: int, axis: int) -> Value:
         return self.e.load(self._buffer(RESULTS, i, DIMS), self.e.I64, 8 * axis, align=8)
 
-    def attribute(self, i: int, kind: Any) -> Value:
+    def attribute(self, i: int, kind: ir.Type) -> Value:
         """The i-th attribute in the order of their names, a number of LLVM's type ``kind``."""
         scalar = self._at(self._at(self.pointer, ATTRIBUTES), 8 * i)
         return self.e.load(self._at(scalar, SCALAR), kind, align=4)
@@ -87,7 +89,8 @@ class CallFrame:
 
 # --- a call by hand ------------------------------------------------------------------------------
 
-_Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int64
 _TYPES = {
     "float32": 11,
     "int8": 2,
@@ -102,7 +105,7 @@ _Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
 _Task = ctypes.CFUNCTYPE(None, _Pointer)
 
 
-def _array(kind: Any, values: Sequence[Any]) -> Any:
+def _array(kind: type[_Int], values: Sequence[int]) -> ctypes.Array[_Int]:
     return (kind * max(1, len(values)))(*values)
 
 
@@ -123,17 +126,19 @@ class _Api:
             self.table[offset // 8] = ctypes.cast(function, _Pointer).value or 0
 
     def _create(self, args: int) -> int:
-        self.errors.append(ctypes.cast(_Pointer.from_address(args + 16), ctypes.c_char_p).value)
+        self.errors.append(
+            ctypes.cast(_Pointer.from_address(args + 16), ctypes.c_char_p).value or b""
+        )
         return 1
 
     def _num_threads(self, args: int) -> int:
-        _Int.from_address(_Pointer.from_address(args + 24).value).value = self.threads
+        _Int.from_address(_Pointer.from_address(args + 24).value or 0).value = self.threads
         return 0 if self.threads else 1
 
     def _schedule(self, args: int) -> int:
         if self.threads > 64:
             return 1
-        task = _Task(_Pointer.from_address(args + 24).value)
+        task = _Task(_Pointer.from_address(args + 24).value or 0)
         data = _Pointer.from_address(args + 32).value
         thread = threading.Thread(target=task, args=(data,))
         self.started.append(thread)
@@ -159,10 +164,15 @@ def call(
 
 
 @contextlib.contextmanager
-def _frame(arguments, results, attributes, api) -> Iterator[tuple[Any, _Api]]:
-    keep: list[Any] = [api]
+def _frame(
+    arguments: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    attributes: Mapping[str, np.ndarray],
+    api: _Api,
+) -> Generator[tuple[ctypes.Array[_Int], _Api]]:
+    keep: list[object] = [api]
 
-    def address(thing: Any) -> int:
+    def address(thing: ctypes.Array[_Int]) -> int:
         keep.append(thing)
         return ctypes.addressof(thing)
 

@@ -75,8 +75,13 @@ class GlaStepProgram(Program):
     d_k: int
     d_v: int
 
-    arguments = 5
-    results = 2
+    @property
+    def arguments(self) -> int:
+        return 5
+
+    @property
+    def results(self) -> int:
+        return 2
 
     @property
     def columns(self) -> int:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pallas_kernels.cpu import frame as ffi
 
 if TYPE_CHECKING:
+    from llvmlite import ir
+
     from pallas_kernels.cpu.emit import Emitter, Value
     from pallas_kernels.cpu.target import Target
 
@@ -84,7 +86,7 @@ class CpuPlan:
         return f"{self.isa}, {self.program}"
 
 
-def emit(program: Program, target: Target, triple: str) -> Any:
+def emit(program: Program, target: Target, triple: str) -> ir.Module:
     """llvmlite's module, for the system that LLVM calls ``triple``."""
     from llvmlite import ir
 
@@ -97,7 +99,7 @@ def emit(program: Program, target: Target, triple: str) -> Any:
     slots.align = 64
     chunk_type = ir.FunctionType(ir.VoidType(), [PTR, I64])
 
-    def function(kind: Any, name: str) -> tuple[Any, Emitter]:
+    def function(kind: ir.FunctionType, name: str) -> tuple[ir.Function, Emitter]:
         made = ir.Function(module, kind, name)
         made.linkage = "internal"
         return made, Emitter(ir.IRBuilder(made.append_basic_block("start")), target)
@@ -121,7 +123,11 @@ def emit(program: Program, target: Target, triple: str) -> Any:
 
 
 def _emit_entry(
-    e: Emitter, frame: Value, program: Program, phases: Sequence[Any], parallel: Any
+    e: Emitter,
+    frame: Value,
+    program: Program,
+    phases: Sequence[tuple[ir.Function, ir.Function]],
+    parallel: ir.Function,
 ) -> None:
     from llvmlite import ir
 
@@ -129,7 +135,7 @@ def _emit_entry(
 
     b, null = e.b, ir.Constant(PTR, None)
 
-    def word(pointer: Value, offset: int, kind: Any = PTR) -> Value:
+    def word(pointer: Value, offset: int, kind: ir.Type = PTR) -> Value:
         return e.load(pointer, kind, offset, align=4)
 
     extension = word(frame, ffi.EXTENSION)
@@ -173,7 +179,7 @@ def _struct(e: Emitter, size: int, fields: dict[int, Value]) -> Value:
     return made
 
 
-def _emit_take(take: Any, e: Emitter, chunk_type: Any) -> Any:
+def _emit_take(take: ir.Function, e: Emitter, chunk_type: ir.FunctionType) -> ir.Function:
     """take(slot, count): chunks, several that follow each other at a time, until there is none."""
     from pallas_kernels.cpu.emit import I64, PTR
 
@@ -204,7 +210,7 @@ def _emit_take(take: Any, e: Emitter, chunk_type: Any) -> Any:
     return take
 
 
-def _emit_helper(helper: Any, e: Emitter, take: Any) -> Any:
+def _emit_helper(helper: ir.Function, e: Emitter, take: ir.Function) -> ir.Function:
     from pallas_kernels.cpu.emit import I64
 
     slot = helper.args[0]
@@ -215,8 +221,13 @@ def _emit_helper(helper: Any, e: Emitter, take: Any) -> Any:
 
 
 def _emit_parallel(
-    parallel: Any, e: Emitter, slots: Any, take: Any, helper: Any, chunk_type: Any
-) -> Any:
+    parallel: ir.Function,
+    e: Emitter,
+    slots: ir.GlobalVariable,
+    take: ir.Function,
+    helper: ir.Function,
+    chunk_type: ir.FunctionType,
+) -> ir.Function:
     """parallel(frame, count, chunk)."""
     from llvmlite import ir
 

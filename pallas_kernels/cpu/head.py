@@ -89,8 +89,13 @@ class Head(Program):
 
     rows: int
 
-    arguments = 3
-    results = 2
+    @property
+    def arguments(self) -> int:
+        return 3
+
+    @property
+    def results(self) -> int:
+        return 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def count_rows(e: Emitter, call: CallFrame) -> Value:

@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import numpy as np
@@ -36,6 +36,9 @@ from pallas_kernels.cpu.handler import Program
 from pallas_kernels.cpu.self_test import fault
 from pallas_kernels.cpu.target import VARIABLE, Target, host_cpu, target
 from pallas_kernels.dispatch import Reason
+
+if TYPE_CHECKING:
+    from llvmlite.binding import TargetMachine
 
 # Programs are traced by several threads, and XLA takes a name once.
 _one_at_a_time = threading.RLock()
@@ -82,7 +85,7 @@ class Compiled:
 
     name: str
     address: int
-    keep: Any
+    keep: object
 
 
 def register(program: Program) -> str:
@@ -132,7 +135,7 @@ def _compiled(program: Program, on: Target) -> Compiled:
     return Compiled(f"pallas_kernels.{name}", address, keep)
 
 
-def _loaded(data: bytes, on: Target) -> tuple[int, Any]:
+def _loaded(data: bytes, on: Target) -> tuple[int, object]:
     """Return (the address of an object file's ``entry``, the object that keeps its code alive)."""
     image = elf.load(data)
     if image is not None:
@@ -145,7 +148,11 @@ def _loaded(data: bytes, on: Target) -> tuple[int, Any]:
     return engine.get_function_address("entry"), engine
 
 
-def build(program: Program, on: Target, assembly: bool = False) -> Any:
+@overload
+def build(program: Program, on: Target) -> bytes: ...
+@overload
+def build(program: Program, on: Target, assembly: Literal[True]) -> str: ...
+def build(program: Program, on: Target, assembly: bool = False) -> bytes | str:
     """The object file's bytes, or its assembly's text, for any target that this LLVM has."""
     from llvmlite import binding
 
@@ -163,7 +170,7 @@ def build(program: Program, on: Target, assembly: bool = False) -> Any:
     return machine.emit_assembly(parsed) if assembly else machine.emit_object(parsed)
 
 
-def _machine(on: Target) -> Any:
+def _machine(on: Target) -> TargetMachine:
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -207,6 +214,8 @@ def _sources(module: str) -> bytes:
     return digest.digest()
 
 
-def run(program: Program, arguments: list[np.ndarray], results: list[np.ndarray], **more: Any):
+def run(
+    program: Program, arguments: list[np.ndarray], results: list[np.ndarray], **more: Any
+) -> None:
     """One call by hand, ``frame.call``."""
     frame.call(compiled(program, host()).address, arguments, results, **more)

@@ -37,6 +37,8 @@ from pallas_kernels.dispatch import Reason
 from pallas_kernels.formats import E4M3, E8M0
 
 if TYPE_CHECKING:
+    from llvmlite import ir
+
     from pallas_kernels.cpu.emit import Emitter, Value
     from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
@@ -108,7 +110,15 @@ def shared_rows(m: int, form: WeightForm, target: Target) -> int:
     return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
 
 
-def run(call: MatmulCall, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
+def run(
+    call: MatmulCall,
+    plan: CpuPlan,
+    x: jax.Array,
+    w: CpuWeight,
+    bias: jax.Array | None,
+    gamma: jax.Array | None,
+    residual: jax.Array | None,
+) -> jax.Array:
     """x ``[R, K]`` -> ``[R, N]`` of the call's dtype."""
     program = plan.program
     operands = [x, w.q, w.scale]
@@ -153,7 +163,9 @@ class Matmul(Program):
     float4: bool = False
     unit: bool = False
 
-    results = 2
+    @property
+    def results(self) -> int:
+        return 2
 
     @property
     def fused(self) -> int:
@@ -620,7 +632,7 @@ class TilesOfRows(_Body):
             made.append(e.fma(found, e.splat(self._word(row.x_scales, block)), total))
         return made
 
-    def _word(self, pointer: Value, index: Value, kind: object = None) -> Value:
+    def _word(self, pointer: Value, index: Value, kind: ir.Type | None = None) -> Value:
         return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
 
     def _numbers(self, argument: int, dtype: str, index: Value, lanes: int = TILE) -> Value:

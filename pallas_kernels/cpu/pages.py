@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 PAGE = 1 << 21
 REGION = 16 * PAGE  # what small arrays share
@@ -48,7 +48,7 @@ _lock = threading.Lock()
 _shared: _Region | None = None
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """An array of any content, from a multiple of 64 bytes on, in large pages where there are."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     taken = _taken(size) if size and hasattr(mmap, "MADV_HUGEPAGE") else None

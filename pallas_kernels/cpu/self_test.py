@@ -27,8 +27,13 @@ class SelfTest(Program):
 
     bits: int
 
-    arguments = 2
-    results = 2
+    @property
+    def arguments(self) -> int:
+        return 2
+
+    @property
+    def results(self) -> int:
+        return 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def count(e: Emitter, call: frame.CallFrame) -> Value:

@@ -22,12 +22,16 @@ One layout serves all targets.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from types import UnionType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
 from pallas_kernels.cpu import pages
@@ -36,6 +40,8 @@ from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.qtensor import FLOAT4, QTensor, RowBlocks, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
+Params = TypeVar("Params")  # a tree of parameters
+AnyArray = Any  # jax's or numpy's array, or its shape: no type has the methods of all
 TILE = 16
 _INT4 = np.dtype(ml_dtypes.int4)
 _ROWS = 1 << 10  # of a weight that are laid out at a time
@@ -125,7 +131,7 @@ class CpuWeight:
     def outline(self) -> QTensor:
         """The shapes of the QTensor that this was."""
 
-        def like(last: int, dtype: Any) -> Any:
+        def like(last: int, dtype: DTypeLike) -> AnyArray:
             return jax.ShapeDtypeStruct((*self.shape[:-1], last), dtype)
 
         form = self.form
@@ -133,15 +139,16 @@ class CpuWeight:
         unit = None if self.unit is None else like(1, self.unit.dtype)
         return QTensor(like(form.k, self.dtype), like(self.groups, form.scale), zero, unit=unit)
 
-    def rows(self, index: Any) -> QTensor:
+    def rows(self, index: jax.Array) -> QTensor:
         """Rows of a table ``[n, k]``, in int8 or float4 codes; ``dequantize`` makes floats."""
         tile, lane = index // TILE, index % TILE
         q = _unpacked(self.q.reshape(*self.q.shape[:-1], -1, TILE, 4)[tile, :, lane], self.form)
-        scale, zero = (None if v is None else v[tile, :, lane] for v in (self.scale, self.zero))
+        scale, zero = self.scale[tile, :, lane], None
         q = q[..., : self.form.k]
         if self.form.is_float4:
             unit = None if self.unit is None else self.unit[index]
             return QTensor(_float4(q), scale, columns=self.columns, unit=unit)
+        zero = None if self.zero is None else self.zero[tile, :, lane]
         return _affine(q, scale, zero, self)
 
 
@@ -157,16 +164,15 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     q, scale, zero = (None if v is None else _rows(np.asarray(v)) for v in arrays)
     assert q is not None and scale is not None
     form, kept_scale, kept_zero = _numbers(w, scale, zero)
-    parts: list[Any] = [_packed(q, form, scale.shape[-1])]
+    parts: list[AnyArray] = [_packed(q, form, scale.shape[-1])]
     parts += [None if v is None else by_tile(v) for v in (kept_scale, kept_zero)]
     parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
         parts = [None if v is None else jax.device_put(v) for v in parts]
     q, scale, zero, unit = parts
     if len(w.shape) == 3:
-        q, scale, zero = (
-            None if v is None else v.reshape(w.shape[0], -1, *v.shape[1:]) for v in (q, scale, zero)
-        )
+        q, scale = (v.reshape(w.shape[0], -1, *v.shape[1:]) for v in (q, scale))
+        zero = None if zero is None else zero.reshape(w.shape[0], -1, *zero.shape[1:])
         form = dataclasses.replace(form, n=w.shape[1])
     return CpuWeight(q, scale, zero, w.columns, w.input_scale, unit, form)
 
@@ -179,14 +185,14 @@ def restore(w: CpuWeight) -> QTensor:
     """The QTensor that was prepared.  Plain jax.numpy (numpy, of numpy's arrays)."""
     form, lead = w.form, w.q.shape[:-2]
 
-    def by_row(v: Any) -> Any:
+    def by_row(v: AnyArray) -> AnyArray:
         return v.swapaxes(-1, -2).reshape(*lead, -1, w.groups)[..., : form.n, :]
 
     q = w.q.reshape(*w.q.shape[:-1], -1, TILE, 4).swapaxes(-2, -3)
     q = _unpacked(q, form).reshape(*lead, -1, w.padded_k)[..., : form.n, : form.k]
-    scale, zero = (None if v is None else by_row(v) for v in (w.scale, w.zero))
+    scale, zero = by_row(w.scale), None if w.zero is None else by_row(w.zero)
     if form.is_float4:
-        return QTensor(_float4(q), by_row(w.scale), None, form.activations, w.columns, unit=w.unit)
+        return QTensor(_float4(q), scale, None, form.activations, w.columns, unit=w.unit)
     if form.bits == 4:
         q = q - np.int8(8)
     q = q.astype(form.dtype)
@@ -203,14 +209,14 @@ def restore(w: CpuWeight) -> QTensor:
     return QTensor(q, scale, zero, form.activations, w.columns, w.input_scale, w.unit)
 
 
-def prepare_tree(params: Any) -> Any:
+def prepare_tree(params: Params) -> Params:
     """A tree of parameters with every QTensor prepared that has a form; others stay.
 
     Float arrays of at least a large page are copied to large pages: XLA's product with a tied
     embedding of 113 MB takes 8% less time from there.
     """
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> AnyArray:
         if isinstance(leaf, RowBlocks):
             return RowBlocks(tuple(one(block) for block in leaf.blocks))
         if not isinstance(leaf, QTensor):
@@ -221,10 +227,10 @@ def prepare_tree(params: Any) -> Any:
     return _map(one, params, QTensor | RowBlocks)
 
 
-def restore_tree(params: Any) -> Any:
+def restore_tree(params: Params) -> Params:
     """A tree of parameters as it was before ``prepare_tree``."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> AnyArray:
         if isinstance(leaf, RowBlocks):
             return RowBlocks(tuple(one(block) for block in leaf.blocks))
         return restore(leaf) if isinstance(leaf, CpuWeight) else leaf
@@ -232,7 +238,7 @@ def restore_tree(params: Any) -> Any:
     return _map(one, params, CpuWeight | RowBlocks)
 
 
-def _map(one: Any, params: Any, kinds: Any) -> Any:
+def _map(one: Callable[[object], object], params: Params, kinds: UnionType) -> Params:
     return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
@@ -253,7 +259,8 @@ def _reason(w: QTensor) -> str | None:
         return f"w has groups of {w.group_size} columns, not a multiple of 16"
     if w.zero is not None and np.issubdtype(w.zero.dtype, np.integer):
         low, high = (-8, 119) if w.q.dtype == _INT4 else (-128, 127)
-        if not low <= int(w.zero.min()) <= int(w.zero.max()) <= high:
+        zero = np.asarray(w.zero)  # jax would compile a program for each shape
+        if not low <= int(zero.min()) <= int(zero.max()) <= high:
             return f"w has zero points outside of {low} to {high}"
     if w.scale.dtype.name in (E4M3, E8M0):
         least = 255 if w.scale.dtype.name == E8M0 else 127  # the first code that is negative or NaN
@@ -273,6 +280,7 @@ def _numbers(
         if w.q.dtype == _INT4:
             kept += np.int8(8)
     elif zero is not None:
+        kept = zero
         if w.q.dtype == _INT4:
             below = zero.astype(np.float32) - np.float32(8) * scale.astype(np.float32)
             back = (below + np.float32(8) * scale.astype(np.float32)).astype(zero.dtype)
@@ -296,9 +304,9 @@ def _narrow(v: np.ndarray) -> np.ndarray:
     return half if np.array_equal(_bits(half.astype(v.dtype)), _bits(v)) else v
 
 
-def _on_large_pages(leaf: Any) -> Any:
+def _on_large_pages(leaf: object) -> object:
     """Copy a large float array to large pages; return any other leaf unchanged."""
-    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, np.ndarray | jax.Array):
+    if isinstance(leaf, Tracer) or not isinstance(leaf, np.ndarray | jax.Array):
         return leaf
     if leaf.nbytes < pages.PAGE or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
@@ -357,7 +365,7 @@ def _eights(v: np.ndarray, is_float4: bool) -> np.ndarray:
     return found.astype(np.uint32)
 
 
-def _unpacked(q: Any, form: WeightForm) -> Any:
+def _unpacked(q: AnyArray, form: WeightForm) -> AnyArray:
     """``[..., units, 4]`` bytes as codes ``[..., columns]``, int8; of 4 bits code + 8."""
     if form.bits == 4:
         stack = np.stack if isinstance(q, np.ndarray) else jnp.stack
@@ -367,14 +375,14 @@ def _unpacked(q: Any, form: WeightForm) -> Any:
     return q.reshape(*q.shape[:-2], -1)
 
 
-def _float4(q: Any) -> Any:
+def _float4(q: AnyArray) -> AnyArray:
     """int8 0..15 as the float4_e2m1fn codes of these bits."""
     if isinstance(q, np.ndarray):
         return q.view(FLOAT4)
     return jax.lax.bitcast_convert_type(q.astype(jnp.uint4), FLOAT4)
 
 
-def _affine(q: Any, scale: Any, zero: Any, w: CpuWeight) -> QTensor:
+def _affine(q: AnyArray, scale: AnyArray, zero: AnyArray, w: CpuWeight) -> QTensor:
     """Return the QTensor of stored codes, with their scales and zero points."""
     form = w.form
     if form.bits == 4 and not (form.minimum or (zero is not None and zero.dtype == np.int8)):

@@ -42,7 +42,8 @@ from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 
 Weight = jax.Array | QTensor | CpuWeight
-_Static = tuple[int, Gate | None, Any]  # experts of a row of x, the gate, the plan
+_Static = tuple[int, Gate | None, Plan | None]  # experts of a row of x, the gate, the plan
+_Operands = tuple[jax.Array, jax.Array | QTensor, jax.Array]
 _OPERANDS = {
     "w": "float|QTensor [E+, out, in]",
     "experts": "int32 [T, k+]",
@@ -207,8 +208,8 @@ def _sums_xla(fan: int, x: jax.Array, w: jax.Array | QTensor, experts: jax.Array
 
 
 def _sums_backward(
-    choice: OpChoice, fan: int, operands: Any, saved: Any, dy: jax.Array
-) -> tuple[Any, ...]:
+    choice: OpChoice, fan: int, operands: _Operands, saved: object, dy: jax.Array
+) -> tuple[jax.Array, jax.Array | QTensor, None]:
     x, w, experts = operands
     return *xla.backward(x, w, experts, dy, fan), None
 

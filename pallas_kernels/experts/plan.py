@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Predicted, Reason, named_plan, shortest
 from pallas_kernels.experts import predict
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
 
 MOST_PAIRS = 512
@@ -31,7 +32,9 @@ class GroupedRowPlan(Predicted):
     pairs: int
 
 
-def plan(x: jax.Array, w: Any, n_pairs: int, activation: str | None) -> GroupedRowPlan | Reason:
+def plan(
+    x: jax.Array, w: predict.Weight, n_pairs: int, activation: str | None
+) -> GroupedRowPlan | Reason:
     """The kernel's plan for ``x[..., K]`` and ``w[E, N, K]``, or why it has none.
 
     A Reason carries the plan if XLA's form is predicted to be shorter.
@@ -41,13 +44,15 @@ def plan(x: jax.Array, w: Any, n_pairs: int, activation: str | None) -> GroupedR
         return Reason(f"{n_pairs} pairs; the kernel takes up to {MOST_PAIRS}")
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
-    gate = {} if activation is None else {"swiglu": True, "activation": activation}
-    divided = row_plan(MatmulCall.of(row, one, jnp.float32, **gate), short_chunk=True)
+    swiglu, activation = activation is not None, activation or "silu"
+    call = MatmulCall.of(row, one, jnp.float32, swiglu=swiglu, activation=activation)
+    divided = row_plan(call, short_chunk=True)
     found = named_plan(divided)
     if found is None:
+        assert isinstance(divided, Reason)
         return divided
     assert isinstance(found, RowPlan)
-    found = dataclasses.replace(found, sms=max(1, N_SM // n_pairs))
+    found = dataclasses.replace(found, sms=max(1, gpu().sms // n_pairs))
     n_rows = math.prod(x.shape[:-1])
     return shortest(
         [GroupedRowPlan(found, n_pairs)],

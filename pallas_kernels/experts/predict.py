@@ -11,13 +11,16 @@ costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import jax
 
 from pallas_kernels.device import gpu
 from pallas_kernels.experts.blocks import most_blocks
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
+Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 XlaForm = Literal["gather", "blocks", "every"]
 XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "every")
 MOST_SUMS = 1 << 28  # bytes of the sums of all rows with all experts that "every" holds
@@ -38,7 +41,7 @@ def block_rows(n_pairs: int, n_experts: int) -> int:
     return min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (mean - 1).bit_length()))
 
 
-def shortest_form(w: Any, n_pairs: int, n_rows: int) -> XlaForm:
+def shortest_form(w: Weight, n_pairs: int, n_rows: int) -> XlaForm:
     """XLA's form with the shortest predicted time, of those whose arrays are not too large.
 
     Parameters
@@ -55,25 +58,25 @@ def shortest_form(w: Any, n_pairs: int, n_rows: int) -> XlaForm:
     return min(forms, key=lambda form: form_us(form, w, n_pairs, n_rows))
 
 
-def has_every(w: Any, n_rows: int) -> bool:
+def has_every(w: Weight, n_rows: int) -> bool:
     """Whether the float32 sums of all rows with all experts are within the limit."""
     n_experts, out, _ = w.shape
     return 4 * n_rows * n_experts * out <= MOST_SUMS
 
 
-def xla_us(w: Any, n_pairs: int, n_rows: int) -> float:
+def xla_us(w: Weight, n_pairs: int, n_rows: int) -> float:
     """Predicted microseconds of XLA's shortest form."""
     return form_us(shortest_form(w, n_pairs, n_rows), w, n_pairs, n_rows)
 
 
-def form_us(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int, n_rows: int) -> float:
+def form_us(form: XlaForm | Literal["mosaic"], w: Weight, n_pairs: int, n_rows: int) -> float:
     """Predicted microseconds of a form; "mosaic" is the kernel of few pairs."""
     family, amounts = form_work(form, w, n_pairs, n_rows)
     cost = gpu().costs[family]
     return cost.start + sum(c * amount for c, amount in zip(cost.serial, amounts, strict=True))
 
 
-def form_work(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int, n_rows: int) -> FormWork:
+def form_work(form: XlaForm | Literal["mosaic"], w: Weight, n_pairs: int, n_rows: int) -> FormWork:
     """The amounts of a form's work, for ``w[E, out, in]``, so many pairs and rows of x.
 
     The kernel and "gather" read an expert for each pair.  "blocks" writes an expert's floats and
@@ -101,7 +104,7 @@ def form_work(form: XlaForm | Literal["mosaic"], w: Any, n_pairs: int, n_rows: i
     return FormWork(f"experts blocks {_codes(w)}", (count, _read_us(w, count * moved), around))
 
 
-def _codes(w: Any) -> str:
+def _codes(w: Weight) -> str:
     """The family's name for the weight's values, by their bits."""
     if not isinstance(w, QTensor):
         return "float"
@@ -112,7 +115,7 @@ def _copy_us(size: float) -> float:
     return 1e6 * size / gpu().copy_rate
 
 
-def _read_us(w: Any, size: float) -> float:
+def _read_us(w: Weight, size: float) -> float:
     """Of the bytes of chosen experts."""
     return 1e6 * size / _UNPACK_RATE if _codes(w) == "int4" else _copy_us(size)
 

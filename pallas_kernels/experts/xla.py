@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +180,14 @@ BY_FORM: dict[XlaForm, Callable[..., jax.Array]] = {
 
 
 def _d_x(
-    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, *, fan: int, size: int, dtype: Any
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    dy: jax.Array,
+    *,
+    fan: int,
+    size: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     floats, at = _expert(w, dtype), blocks_of(experts, w.shape[0], size)
     rows = jnp.minimum(at.pairs, experts.shape[0] - 1)
@@ -196,7 +202,14 @@ def _d_x(
 
 
 def _d_w(
-    x: jax.Array, w: Weight, experts: jax.Array, dy: jax.Array, *, fan: int, size: int, dtype: Any
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    dy: jax.Array,
+    *,
+    fan: int,
+    size: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """float32 ``[E, out, in]``."""
     at, n_pairs = blocks_of(experts, w.shape[0], size), experts.shape[0]
@@ -214,7 +227,7 @@ def _d_w(
     return lax.scan(add, zero, (at.experts, at.pairs))[0]
 
 
-def _of_weight(w: Weight, dw: jax.Array) -> Any:
+def _of_weight(w: Weight, dw: jax.Array) -> Weight:
     """The gradient of an array, or of a QTensor's scales and floating zeros."""
     if not isinstance(w, QTensor):
         return dw.astype(w.dtype)

@@ -103,7 +103,9 @@ def chunked_backward(
     grouping = _grouping(q, v)
     groups = DeltaChunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
 
-    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, DeltaChunks]:
+    def one_group(
+        d_final: jax.Array, inputs: tuple[DeltaChunks, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, DeltaChunks]:
         group, state, d_out = inputs
         _, pull = jax.vjp(lambda x, s: _group(x, s, scale, normalize_qk), group, state)
         d_group, d_initial = pull((d_out.astype(jnp.float32), d_final))
@@ -133,7 +135,9 @@ def _group(
     w = _dot("...ij,...jd->...id", inverse, beta * (k * since_start))
     k_end = k * jnp.exp(suffix)
 
-    def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+    def step(
+        state: jax.Array, chunk: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         own, w, k_end, whole = chunk
         u = own - _dot("...cd,...de->...ce", w, state)
         after = whole[..., None] * state + _dot("...cd,...ce->...de", k_end, u)

@@ -9,6 +9,7 @@ place.  The XLA form is a chain of steps for each layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from pallas_kernels.gated_delta.step import step
 from pallas_kernels.gated_delta.token import MOST
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, chosen
+
+if TYPE_CHECKING:
+    from pallas_kernels.gated_delta.token_kernel import DeltaTokenPlan
 
 LAYERS = 64  # their addresses are the kernel's arguments
 _OPERANDS = {
@@ -65,6 +69,7 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
 
     if not 0 < len(layers) <= LAYERS:
         return Reason(f"{len(layers)} layers, not 1 to {LAYERS}")
+    sizes: dict[str, int] = {}
     for layer in layers:
         named = _named(layer, count)
         sizes = check("gated_delta_commit", _OPERANDS, **named)
@@ -86,17 +91,29 @@ def own_commit(layers: Layers, count: jax.Array) -> Plan | None:
     return own_plan(lambda: plan(layers, count), *layers[0]) if layers else None
 
 
-def _kernel(found, *operands):
+def _kernel(
+    found: DeltaTokenPlan, *operands: jax.Array | tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     from pallas_kernels.gated_delta import token_kernel
 
     return token_kernel.gated_delta_commit(*operands, plan=found)
 
 
-def _xla(found, *operands):
+def _xla(
+    found: Plan | None, *operands: *tuple[*tuple[tuple[jax.Array, ...], ...], jax.Array]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     del found
     *layers, count = operands
 
-    def after(state, last, k, v, log_decay, beta, read):
+    def after(
+        state: jax.Array,
+        last: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        read: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         for t in range(k.shape[1]):
             now = (x[:, t] for x in (k, v, log_decay, beta))
             k_t, v_t, g_t, b_t = (

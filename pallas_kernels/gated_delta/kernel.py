@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.device import gpu
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta import gradients_channels
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
@@ -68,7 +69,7 @@ class DeltaPlan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> DeltaPlan | Reason:
     """How ``gated_delta_forward`` computes ``gated_delta``."""
-    if reason := operands_reason(q, k, v, 64):
+    if reason := lacking("wgmma") or operands_reason(q, k, v, 64):
         return Reason(reason)
     dk, by_channel = q.shape[-1], log_decay.ndim == q.ndim
     if dk > (128 if by_channel else 256):
@@ -120,7 +121,12 @@ def segment_starts(
     return jnp.stack(states, axis=2)
 
 
-def _starts(operands, start, lengths, segments):
+def _starts(
+    operands: Sequence[jax.Array],
+    start: jax.Array | None,
+    lengths: jax.Array | None,
+    segments: int,
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Return (the argument ``start`` of ``scan``, the segments' transitions)."""
     if segments == 1:
         return None if start is None else start[:, :, None], None

@@ -25,7 +25,7 @@ Sources: arXiv 2406.06484 (delta rule), 2412.06464 (Gated DeltaNet), 2510.26692 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,21 @@ from pallas_kernels.operands import check
 from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.transform import Op, OpChoice, chosen
 
+if TYPE_CHECKING:
+    from pallas_kernels.gated_delta.kernel import DeltaPlan
+    from pallas_kernels.gated_delta.step_kernel import DeltaStepPlan
+
 _Pair = tuple[jax.Array, jax.Array]
-_Static = tuple[float, bool, Any]  # scale, normalize_qk, the kernel's plan
+_Operands = tuple[
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    jax.Array | None,
+    jax.Array | None,
+]
+_Static = tuple[float, bool, Plan | None]  # scale, normalize_qk, the kernel's plan
 _OPERANDS = {
     "q": "float [B, T, Hk+, Dk]",
     "k": "q [B, T, Hk, Dk]",
@@ -170,11 +183,17 @@ def gated_delta_step(
     return _gated_delta_step(choice, call, *operands)
 
 
-def _check(op: str, lines: dict[str, str], **operands: Any) -> None:
-    g = operands["log_decay"]
-    if getattr(g, "ndim", 0) == operands["q"].ndim:
+def _check(
+    op: str,
+    lines: dict[str, str],
+    *,
+    q: jax.Array,
+    log_decay: jax.Array,
+    **operands: jax.Array | None,
+) -> None:
+    if getattr(log_decay, "ndim", 0) == q.ndim:
         lines = lines | {"log_decay": lines["log_decay"].replace("]", ", Dk]")}
-    sizes = check(op, lines, **operands)
+    sizes = check(op, lines, q=q, log_decay=log_decay, **operands)
     if sizes["H"] % sizes["Hk"]:
         raise ValueError(f"{op}: v has {sizes['H']} heads, no multiple of the {sizes['Hk']} of q")
 
@@ -194,7 +213,9 @@ def _step_plan(
     return step_kernel.plan(q, k, v)
 
 
-def _kernel(static: _Static, q: jax.Array, k: jax.Array, *operands: Any) -> _Pair:
+def _kernel(
+    static: tuple[float, bool, DeltaPlan], q: jax.Array, k: jax.Array, *operands: jax.Array
+) -> _Pair:
     from pallas_kernels.gated_delta import kernel
 
     scale, normalize_qk, plan = static
@@ -217,7 +238,7 @@ def _normalized(x: jax.Array) -> jax.Array:
     return normalized(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _xla(static: _Static, *operands: Any) -> _Pair:
+def _xla(static: _Static, *operands: jax.Array) -> _Pair:
     *inputs, initial_state, lengths = operands
     return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)[0]
 
@@ -248,7 +269,9 @@ def _columns(q: jax.Array, g: jax.Array, beta: jax.Array) -> _Pair:
     return (g[..., None] if g.ndim < q.ndim else g), beta[..., None]
 
 
-def _forward(choice: OpChoice, static: _Static, *operands: Any) -> tuple[_Pair, Any]:
+def _forward(
+    choice: OpChoice, static: _Static, *operands: jax.Array
+) -> tuple[_Pair, jax.Array | tuple[()]]:
     if choice.implementation == "mosaic":  # which keeps no states
         return _gated_delta(choice, static, *operands), ()
     *inputs, initial_state, lengths = operands
@@ -256,7 +279,12 @@ def _forward(choice: OpChoice, static: _Static, *operands: Any) -> tuple[_Pair, 
 
 
 def _backward(
-    choice: OpChoice, static: _Static, operands: Any, saved: Any, d_o: jax.Array, d_state: jax.Array
+    choice: OpChoice,
+    static: _Static,
+    operands: _Operands,
+    saved: jax.Array,
+    d_o: jax.Array,
+    d_state: jax.Array,
 ) -> tuple[jax.Array | None, ...]:
     *inputs, initial_state, lengths = operands
     q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
@@ -296,14 +324,14 @@ def _chunked_gradients(
     return d_q, d_k, d_v, d_g.reshape(g.shape), d_beta.reshape(beta.shape), d_initial
 
 
-def _gradients_from_inputs(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
+def _gradients_from_inputs(static: _Static, *operands: jax.Array) -> tuple[jax.Array, ...]:
     q, k, v, g, beta, initial_state, d_o, d_state = operands
     borders = _chunked(static, q, k, v, g, beta, initial_state)[1]
     return _chunked_gradients(static, q, k, v, g, beta, borders, d_o, d_state)
 
 
 def _gradients(
-    static: _Static, q: jax.Array, k: jax.Array, *operands: Any
+    static: tuple[float, bool, DeltaPlan], q: jax.Array, k: jax.Array, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
     from pallas_kernels.gated_delta import kernel
 
@@ -336,7 +364,9 @@ def _step_xla(static: _Static, *operands: jax.Array) -> _Pair:
     return step(*operands, scale=scale, normalize_qk=normalize_qk)
 
 
-def _step_kernel(static: _Static, q: jax.Array, k: jax.Array, *operands: jax.Array) -> _Pair:
+def _step_kernel(
+    static: tuple[float, bool, DeltaStepPlan], q: jax.Array, k: jax.Array, *operands: jax.Array
+) -> _Pair:
     from pallas_kernels.gated_delta import step_kernel
 
     scale, normalize_qk, plan = static

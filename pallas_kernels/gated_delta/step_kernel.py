@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
@@ -202,7 +202,7 @@ def gated_delta_step(
     *,
     scale: float,
     plan: DeltaStepPlan,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """Compute one step, and update the state in place: donate it and no copy is made.
 
     Parameters

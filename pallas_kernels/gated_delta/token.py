@@ -12,6 +12,7 @@ no XLA form of it.  ``plan`` says which calls the kernel does not take.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,22 @@ from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_pla
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, OpChoice
+
+if TYPE_CHECKING:
+    from pallas_kernels.gated_delta.token_kernel import DeltaTokenPlan
+
+P = TypeVar("P")
+# Columns where the streams begin; eps, beta_max, is there z; the kernel's plan.
+_Call = tuple[tuple[int, ...], tuple[float, float, bool], P]
+_Operands = tuple[
+    Sequence[Columns],
+    jax.Array,
+    tuple[jax.Array, jax.Array],
+    jax.Array,
+    jax.Array | None,
+    jax.Array,
+    jax.Array,
+]
 
 CLUSTER = 8  # value heads of a key head
 MOST = 16  # tokens of a row
@@ -53,7 +70,7 @@ def gated_delta_token(
     eps: float,
     beta_max: float,
     planned: Plan | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(y ``[B, H, Dv]``, new state, new last inputs): donate the latter two.
 
     streams: qkvz, ``F = 2 Hk Dk + H Dv`` columns of q, k and v and, where the layer has a gate,
@@ -102,17 +119,23 @@ def gated_delta_tokens(
     return _gated_delta_tokens(OpChoice("mosaic"), call, rows, conv, decay, norm, state, last)
 
 
-def _call(op, found, operands, eps, beta_max):
+def _call(
+    op: str, found: Plan | Reason, operands: _Operands, eps: float, beta_max: float
+) -> tuple[_Call[Plan | None], tuple[jax.Array, ...]]:
     streams, conv, *_ = operands
     rows = tuple(x.rows for x in streams)
-    found = choose_plan(
+    plan = choose_plan(
         op, "mosaic", lambda: found, rows, *operands[1:4], *operands[5:], has_xla=False
     )
     gated = streams[0].width > conv.shape[0]
-    return (tuple(x.start for x in streams), (float(eps), float(beta_max), gated), found), rows
+    return (tuple(x.start for x in streams), (float(eps), float(beta_max), gated), plan), rows
 
 
-def _kernel(call, *operands, keeps=False):
+def _kernel(
+    call: _Call[DeltaTokenPlan],
+    *operands: jax.Array | tuple[jax.Array, ...] | None,
+    keeps: bool = False,
+) -> tuple[jax.Array, ...]:
     from pallas_kernels.gated_delta import token_kernel
 
     starts, options, plan = call
@@ -121,7 +144,15 @@ def _kernel(call, *operands, keeps=False):
     )
 
 
-def _kernel_of_several(call, rows, conv, decay, norm, state, last):
+def _kernel_of_several(
+    call: _Call[DeltaTokenPlan],
+    rows: tuple[jax.Array, ...],
+    conv: jax.Array,
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    state: jax.Array,
+    last: jax.Array,
+) -> tuple[jax.Array, ...]:
     return _kernel(call, rows, conv, decay, norm, None, state, last, keeps=True)
 
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.ptx import LOG2E
+from pallas_kernels.ptx import LOG2E, Value
+
+if TYPE_CHECKING:
+    import jax
+
+# An array of a call; inside of the kernel its memref, or its address.
+Operand: TypeAlias = "jax.Array | jax.ShapeDtypeStruct | Value"
 
 ROWS = 16  # of the state that a lane holds, four columns of each
 COLUMNS = 128  # value channels of a head
@@ -65,28 +72,38 @@ class DeltaTokenShape:
 class DeltaTokenOperands(NamedTuple):
     """Device memory of a call; an array that the call lacks is None."""
 
-    qkvz: Any = None
-    ba: Any = None
-    conv: Any = None
-    a_log: Any = None
-    dt: Any = None
-    norm: Any = None
-    lengths: Any = None
-    state: Any = None  # from here on also tuples, of layers
-    last: Any = None
-    k: Any = None
-    v: Any = None
-    log_decay: Any = None
-    beta: Any = None
-    read: Any = None
-    out: Any = None
-    kept: Any = None  # (k, v, log_decay, beta, read) to be written; nothing else is, then
+    qkvz: Operand | None = None
+    ba: Operand | None = None
+    conv: Operand | None = None
+    a_log: Operand | None = None
+    dt: Operand | None = None
+    norm: Operand | None = None
+    lengths: Operand | None = None
+    state: Operand | tuple[Operand, ...] | None = None  # from here on also tuples, of layers
+    last: Operand | tuple[Operand, ...] | None = None
+    # ``last`` once more, to be read, where its new inputs must not be seen.
+    before: Operand | tuple[Operand, ...] | None = None
+    k: Operand | tuple[Operand, ...] | None = None
+    v: Operand | tuple[Operand, ...] | None = None
+    log_decay: Operand | tuple[Operand, ...] | None = None
+    beta: Operand | tuple[Operand, ...] | None = None
+    read: Operand | tuple[Operand, ...] | None = None
+    out: Operand | None = None
+    kept: tuple[Operand, ...] | None = (
+        None  # (k, v, log_decay, beta, read) to be written; nothing else is, then
+    )
 
 
 class Token:
     """``heads``: rows times heads, of a layer.  smem: as ``DeltaTokenShape.scratch`` has it."""
 
-    def __init__(self, shape: DeltaTokenShape, operands: DeltaTokenOperands, smem: Any, heads: int):
+    def __init__(
+        self,
+        shape: DeltaTokenShape,
+        operands: DeltaTokenOperands,
+        smem: SimpleNamespace,
+        heads: int,
+    ):
         self.shape = shape
         self.table, self.values, self.sums = (
             p.shared_address(ref) for ref in (smem.table, smem.values, smem.sums)
@@ -95,7 +112,8 @@ class Token:
         self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
         self.commits = operands.k is not None
         self.writes = operands.kept is None
-        self.joined = self.writes and not self.commits and shape.group > 1  # a cluster
+        alone = self.commits or shape.group == 1 or operands.before is not None
+        self.joined = self.writes and not alone  # a cluster
         head, layer = p.register("clusterid.x" if self.joined else "ctaid.x"), None
         if isinstance(operands.state, tuple):
             layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
@@ -129,29 +147,29 @@ class Token:
         tokens = self.shape.tokens
         return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
 
-    def of_head(self, base: Any, token: int, size: int):
+    def of_head(self, base: Value, token: int, size: int):
         """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
         return p.offset(base, p.add(p.mul(self.of_token(token), self.shape.heads), self.head), size)
 
-    def of_key(self, base: Any, token: int):
+    def of_key(self, base: Value, token: int):
         """Address of the thread's key channel in k ``[B, T, Hk, Dk]``."""
         row = p.add(p.mul(self.of_token(token), self.shape.key_heads), self.key_head)
         return p.offset(p.offset(base, row, 2 * self.shape.dk), self.channel, 2)
 
-    def of_read(self, base: Any, token: int, feature: Any):
+    def of_read(self, base: Value, token: int, feature: Value):
         """Address in ``[B, T, F]``."""
         return p.offset(p.offset(base, self.of_token(token), 2 * self.shape.features), feature, 2)
 
-    def stream(self, index: int, token: int, column: Any):
+    def stream(self, index: int, token: int, column: Value):
         """Address of a column of the token's qkvz (0) or ba (1)."""
         base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
         return p.offset(base, p.add(column, self.shape.starts[index]), 2)
 
-    def load(self, at: Any):
+    def load(self, at: Value):
         """A 16-bit float of device memory."""
         return p.widen(p.load_half(at, cache=p.READ_ONLY), self.shape.kind)
 
-    def rounded(self, x: Any):
+    def rounded(self, x: Value):
         return p.widen(p.narrow(x, self.shape.kind), self.shape.kind)
 
     def run(self) -> None:
@@ -201,7 +219,16 @@ class Token:
         else:
             p.when(p.less(p.ci(0), length), write)
 
-    def step(self, t: int, rows: list, first: Any, decay: Any, beta: Any, weight: list, z: Any):
+    def step(
+        self,
+        t: int,
+        rows: list[list[Value]],
+        first: Value,
+        decay: Value,
+        beta: Value,
+        weight: list[Value],
+        z: Value | None,
+    ):
         """The state's rows after a token, whose answer is stored."""
         shape, zero, scale = self.shape, p.cf(0.0), p.cf(self.shape.dk**-0.5)
         of_q, of_k = None if self.commits else self.length(t, 0), self.length(t, 1)
@@ -270,7 +297,7 @@ class Token:
             total = arith.addf(total, p.load_float(self.values, 4 * (at + w)))
         return p.rsqrt(arith.addf(total, p.cf(EPSILON)))
 
-    def put(self, t: int, qk: Any, v: Any) -> None:
+    def put(self, t: int, qk: Value, v: Value) -> None:
         """The thread's channels of a token, and the warp's sum of squares, to shared memory."""
         at = p.add(self.table, p.mul(self.thread, 4))
         p.store_shared(at, [qk], 8 * self.shape.dk * t)
@@ -298,11 +325,11 @@ class Token:
             return lambda: self.keep(qk, v, of_qk, of_v)
         return lambda: self.store_last(qk[1:], v[1:])
 
-    def inputs(self, feature: Any) -> list:
+    def inputs(self, feature: Value) -> list:
         """A channel's last ones and the tokens', halves of words."""
         shape, size = self.shape, 2 * self.shape.features
-        last = p.offset(self.memory.last, self.row, size * (shape.taps - 1))
-        last = p.offset(last, feature, 2)
+        last = self.memory.last if self.memory.before is None else self.memory.before
+        last = p.offset(p.offset(last, self.row, size * (shape.taps - 1)), feature, 2)
         old = [p.load_half(last, size * w, cache=p.READ_ONLY) for w in range(shape.taps - 1)]
         if self.commits:
             places = (self.of_read(self.memory.read, t, feature) for t in range(shape.tokens))
@@ -310,7 +337,7 @@ class Token:
             places = (self.stream(0, t, feature) for t in range(shape.tokens))
         return [*old, *map(p.load_half, places)]
 
-    def activated(self, given: list, feature: Any) -> list:
+    def activated(self, given: list, feature: Value) -> list:
         """The convolution of each token, and its SiLU."""
         taps = self.shape.taps
         at = p.offset(self.memory.conv, feature, 2 * taps)
@@ -353,7 +380,7 @@ class Token:
             p.when(p.less(self.rank, 1), of_key_head)
             p.when(p.less(self.thread, COLUMNS), of_value_head)
 
-    def taken(self, count: Any):
+    def taken(self, count: Value):
         """Accept ``count`` of the draft's tokens; the others change nothing.
 
         Returns (decay and beta of each token, a function that stores the last inputs).

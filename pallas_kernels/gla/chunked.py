@@ -101,13 +101,15 @@ def chunked_backward(
     *,
     scale: float,
     chunk: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, log_decay (in their dtypes) and of the initial state."""
     grouping = grouping_of(q, v, chunk)
     groups = GlaChunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
     dtype = operand_dtype(q.dtype)
 
-    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, GlaChunks]:
+    def one_group(
+        d_final: jax.Array, inputs: tuple[GlaChunks, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, GlaChunks]:
         group, state, d_out = inputs
         grads, d_initial = _group_backward(group, state, d_out, d_final, scale, dtype)
         return d_initial, GlaChunks(*(d.astype(x.dtype) for d, x in zip(grads, group, strict=True)))
@@ -215,7 +217,9 @@ def _state_scan(
     decay ``[B, H, N, Dk]``, added ``[B, H, N, Dk, Dv]``, state ``[B, H, Dk, Dv]``.
     """
 
-    def step(carry: tuple[jax.Array, jax.Array], n: jax.Array):
+    def step(
+        carry: tuple[jax.Array, jax.Array], n: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
         state, before = carry
         # Indexing in place spares the two transposes that scanning over a moved axis costs.
         at = functools.partial(lax.dynamic_index_in_dim, index=n, axis=2, keepdims=False)

@@ -9,6 +9,7 @@ however many tokens are taken.  The XLA form is a chain of updates of each layer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_pla
 from pallas_kernels.gla.token import MOST
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, chosen
+
+if TYPE_CHECKING:
+    from pallas_kernels.gla.step_kernel import GlaStepPlan
 
 _OPERANDS = {
     "state": "float32 [B, H, Dk, Dv]",
@@ -86,16 +90,30 @@ def own_commit(
     return own_plan(lambda: plan(*operands), *operands) if states else None
 
 
-def _kernel(found, states, k, v, log_decay, count):
+def _kernel(
+    found: GlaStepPlan,
+    states: _Several,
+    k: _Several,
+    v: _Several,
+    log_decay: _Several,
+    count: jax.Array,
+) -> tuple[jax.Array, ...]:
     from pallas_kernels.gla import step_kernel
 
     return step_kernel.gla_commit(states, k, v, log_decay, count, plan=found)
 
 
-def _xla(found, states, k, v, log_decay, count):
+def _xla(
+    found: Plan | None,
+    states: _Several,
+    k: _Several,
+    v: _Several,
+    log_decay: _Several,
+    count: jax.Array,
+) -> tuple[jax.Array, ...]:
     del found
 
-    def after(state, k, v, log_decay):
+    def after(state: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> jax.Array:
         for t in range(k.shape[1]):
             moves = (count > t)[:, None, None]
             k_t, v_t, g_t = (

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
@@ -40,6 +40,9 @@ from pallas_kernels.gla.step_kernel import gla_step as gla_step
 from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.operands import operands_reason, padded
 from pallas_kernels.recurrence.states import VALUE_BLOCK
+
+Gated = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # qg, kg, A, decay
+Saved = tuple[Gated | None, jax.Array | None]  # and the states at the chunks' starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,7 @@ class GlaPlan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaPlan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
-    if reason := operands_reason(q, k, v, 64):
+    if reason := lacking("wgmma") or operands_reason(q, k, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
     return GlaPlan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
@@ -96,7 +99,15 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
     return max(1, min(gpu().sms // blocks, n_chunks // 4))
 
 
-def segment_starts(local, decay, start, lengths, n_segments, *, reverse=False):
+def segment_starts(
+    local: jax.Array,
+    decay: jax.Array,
+    start: jax.Array | None,
+    lengths: jax.Array | None,
+    n_segments: int,
+    *,
+    reverse: bool = False,
+) -> jax.Array:
     """Return the state at the start of every segment, [B, H, segments, Dk, Dv].
 
     local: every segment's final state from a zero start.  decay: [B, H, NC, Dk].
@@ -110,15 +121,23 @@ def segment_starts(local, decay, start, lengths, n_segments, *, reverse=False):
     decay = jnp.pad(decay, ((0, 0), (0, 0), (0, n_segments * per - nc), (0, 0)), constant_values=1)
     whole = jnp.prod(decay.reshape(b, h, n_segments, per, dk), axis=3)[..., None]
     order = range(n_segments)
-    states = [None] * n_segments
     state = jnp.zeros_like(local[:, :, 0]) if start is None else start
+    states = [state] * n_segments
     for s in reversed(order) if reverse else order:
         states[s] = state
         state = whole[:, :, s] * state + local[:, :, s]
     return jnp.stack(states, axis=2)
 
 
-def _scan_in_segments(gated, v, start, lengths, *, segments=None, **options):
+def _scan_in_segments(
+    gated: Gated,
+    v: jax.Array,
+    start: jax.Array | None,
+    lengths: jax.Array | None,
+    *,
+    segments: int | None = None,
+    **options: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``scan`` of gated = (qg, kg, attention, decay), a row cut into segments where that fills the
     GPU; final state [B, H, Dk, Dv]."""
     decay = gated[3]
@@ -147,7 +166,7 @@ def gla_forward(
     lengths: jax.Array | None = None,
     segments: int | None = None,
     save: Literal["nothing", "states", "all"] = "nothing",
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, Saved]:
     """q, k, log_decay [B, T, H, Dk], v [B, T, H, Dv] -> (o [B, T, H, Dv], state [B, H, Dk, Dv]).
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
@@ -202,7 +221,7 @@ def gla_backward(
     *,
     scale: float,
     initial_state: jax.Array | None = None,
-    saved: tuple[Any, ...] | None = None,
+    saved: Saved | None = None,
     segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients (dq, dk, dv, dlog_decay, dinitial_state) from those of o and of the final state.
@@ -231,13 +250,19 @@ def gla_backward(
     gated, before = saved if saved is not None else (None, None)
     if gated is None:
         gated = gates(q, k, log_decay, None, float(scale))
-    qg, kg, *rest = gated
+    qg, kg, attention, decay = gated
     if before is None:
         _, before, _ = _scan_in_segments(
             gated, v, initial_state, None, segments=segments, want_out=False, want_borders=True
         )
     dv, after, d_initial = _scan_in_segments(
-        (kg, qg, *rest), d_out, d_state, None, segments=segments, reverse=True, want_borders=True
+        (kg, qg, attention, decay),
+        d_out,
+        d_state,
+        None,
+        segments=segments,
+        reverse=True,
+        want_borders=True,
     )
     dq, dk, dg = chunk_gradients(q, k, log_decay, v, d_out, before, after, float(scale))
     return dq, dk, dv[..., :width], dg, d_initial[..., :width]

@@ -19,7 +19,7 @@ Source: arXiv 2312.06635.  Left out: gates on value channels.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,13 @@ from pallas_kernels.operands import check
 from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.transform import Op, OpChoice, chosen
 
+if TYPE_CHECKING:
+    from pallas_kernels.gla.kernel import GlaPlan, Saved
+    from pallas_kernels.gla.step_kernel import GlaStepPlan
+
 _Pair = tuple[jax.Array, jax.Array]
-_Static = tuple[float, int, Any]  # scale, chunk, the kernel's plan
+_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+_Static = tuple[float, int, Plan | None]  # scale, chunk, the kernel's plan
 _OPERANDS = {
     "q": "float [B, T, H, Dk]",
     "k": "q [B, T, H, Dk]",
@@ -162,7 +167,7 @@ def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
 
 
 def _kernel(
-    static: _Static,
+    static: tuple[float, int, GlaPlan],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -224,7 +229,7 @@ def _forward(
     g: jax.Array,
     initial_state: jax.Array | None,
     lengths: jax.Array | None,
-) -> tuple[_Pair, Any]:
+) -> tuple[_Pair, Saved | jax.Array]:
     inputs = zero_padding(lengths, q, k, v, g)
     if choice.implementation == "mosaic":
         return _kept_forward(choice, static, *inputs, initial_state)
@@ -232,7 +237,12 @@ def _forward(
 
 
 def _backward(
-    choice: OpChoice, static: _Static, operands: Any, saved: Any, d_o: jax.Array, d_state: jax.Array
+    choice: OpChoice,
+    static: _Static,
+    operands: _Operands,
+    saved: Saved | jax.Array,
+    d_o: jax.Array,
+    d_state: jax.Array,
 ) -> tuple[jax.Array | None, ...]:
     *inputs, initial_state, lengths = operands
     *inputs, d_o = zero_padding(lengths, *inputs, d_o)
@@ -247,13 +257,13 @@ def _backward(
 
 
 def _keeping(
-    static: _Static,
+    static: tuple[float, int, GlaPlan],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     g: jax.Array,
     initial_state: jax.Array | None,
-) -> tuple[_Pair, Any]:
+) -> tuple[_Pair, Saved]:
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
@@ -264,19 +274,19 @@ def _keeping(
     return (o, state), saved
 
 
-def _keeping_nothing(static: _Static, *inputs: Any) -> tuple[_Pair, Any]:
+def _keeping_nothing(static: tuple[float, int, GlaPlan], *inputs: jax.Array) -> tuple[_Pair, Saved]:
     saved = jax.eval_shape(functools.partial(_keeping, static), *inputs)[1]
     return _chunked(static, *inputs)[0], jax.tree.map(jnp.zeros_like, saved)
 
 
 def _gradients(
-    static: _Static,
+    static: tuple[float, int, GlaPlan],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     g: jax.Array,
     initial_state: jax.Array | None,
-    saved: Any,
+    saved: Saved,
     d_o: jax.Array,
     d_state: jax.Array,
 ) -> tuple[jax.Array, ...]:
@@ -304,7 +314,7 @@ def _gradients_from_inputs(
     v: jax.Array,
     g: jax.Array,
     initial_state: jax.Array | None,
-    saved: Any,
+    saved: Saved,
     d_o: jax.Array,
     d_state: jax.Array,
 ) -> tuple[jax.Array, ...]:
@@ -319,7 +329,7 @@ _gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
 
 
 def _step_kernel(
-    static: tuple[float, Any],
+    static: tuple[float, GlaStepPlan | cpu.CpuPlan],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -335,7 +345,7 @@ def _step_kernel(
 
 
 def _step_xla(
-    static: tuple[float, Any],
+    static: tuple[float, Plan | None],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -292,14 +292,14 @@ def _scratch(facts: _Facts, want_out: bool) -> dict:
 
 
 def scan(
-    qg,
-    kg,
-    attention,
-    decay,
-    v,
+    qg: jax.Array,
+    kg: jax.Array,
+    attention: jax.Array,
+    decay: jax.Array,
+    v: jax.Array,
     *,
-    start=None,
-    lengths=None,
+    start: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     segments: int = 1,
     want_out: bool = True,
     want_borders: bool = False,

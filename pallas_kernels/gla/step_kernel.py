@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,13 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND
-from pallas_kernels.gla.step_registers import BATCH, GlaStepLayout, GlaStepOperands, GlaStepShape
+from pallas_kernels.gla.step_registers import (
+    BATCH,
+    GlaStepLayout,
+    GlaStepOperands,
+    GlaStepShape,
+    Operand,
+)
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.recurrence.operands import shapes_reason
@@ -77,11 +83,13 @@ def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
     """With few heads blocks are narrow, as far as a cluster holds a head, and a lane has all its
     rows in flight at once."""
     few = batch * heads * dv // 128 <= gpu().sms // 2
-    columns = 64 if few and dv <= 512 else 128
+    columns = 64 if few and dv <= 512 and gpu().arch.clusters else 128
     return GlaStepPlan(columns, max(4, dk * columns // (128 * BATCH)) if few else 4)
 
 
-def _call(shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: Any) -> Any:
+def _call(
+    shape: GlaStepShape, operands: GlaStepOperands, rows: int, out: tuple[jax.ShapeDtypeStruct, ...]
+) -> tuple[tuple[jax.Array, ...], Operand | tuple[Operand, ...] | None] | tuple[jax.Array, ...]:
     """Launch the step.  rows: of the state.
 
     out: types of the results, of which the last three may be what is kept.  The result is then the

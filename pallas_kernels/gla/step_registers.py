@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.ptx import LOG2E
+from pallas_kernels.ptx import LOG2E, Value
+
+if TYPE_CHECKING:
+    import jax
+
+# An array of a call; inside of the kernel its memref, or its address.
+Operand: TypeAlias = "jax.Array | jax.ShapeDtypeStruct | Value"
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
 _TOGETHER = 4  # tokens whose channels are loaded before any is computed
@@ -62,25 +69,29 @@ class GlaStepOperands(NamedTuple):
     k, v, log_decay and state may be tuples with one array for each layer.
     """
 
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    low: Any = None
-    gate: Any = None
-    log_decay: Any = None
-    decay_weight: Any = None
-    decay_bias: Any = None
-    lengths: Any = None
-    norm: Any = None
-    state: Any = None
-    out: Any = None
-    kept: Any = None  # (k, v, log_decay) to be written; the state is not, then
+    q: Operand | None = None
+    k: Operand | tuple[Operand, ...] | None = None
+    v: Operand | tuple[Operand, ...] | None = None
+    low: Operand | None = None
+    gate: Operand | None = None
+    log_decay: Operand | tuple[Operand, ...] | None = None
+    decay_weight: Operand | None = None
+    decay_bias: Operand | None = None
+    lengths: Operand | None = None
+    norm: Operand | None = None
+    state: Operand | tuple[Operand, ...] | None = None
+    out: Operand | None = None
+    kept: tuple[Operand, ...] | None = (
+        None  # (k, v, log_decay) to be written; the state is not, then
+    )
 
 
 class GlaStepLayout:
     """``heads``: rows times heads, of a layer.  smem: as ``GlaStepShape.scratch`` has it."""
 
-    def __init__(self, shape: GlaStepShape, operands: GlaStepOperands, smem: Any, heads: int):
+    def __init__(
+        self, shape: GlaStepShape, operands: GlaStepOperands, smem: SimpleNamespace, heads: int
+    ):
         self.shape = shape
         self.table, self.sums = p.shared_address(smem.table), p.shared_address(smem.sums)
         if smem.exchange is not None:
@@ -107,16 +118,16 @@ class GlaStepLayout:
         self.part = p.mul(p.masked(self.lane, self.lanes - 1), 4)
         self.column = p.add(p.mul(self.block, shape.columns), self.part)
 
-    def of_token(self, token: Any):
+    def of_token(self, token: Value | int):
         """Its row among all rows' tokens."""
         tokens = self.shape.tokens
         return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
 
-    def of_head(self, base: Any, token: Any, size: int):
+    def of_head(self, base: Value, token: Value | int, size: int):
         """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
         return p.offset(base, p.add(p.mul(self.of_token(token), self.shape.heads), self.head), size)
 
-    def stream(self, index: int, token: Any, column: Any):
+    def stream(self, index: int, token: Value | int, column: Value):
         """Address of a column of the token's q, k, v, low or gate."""
         base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
         return p.offset(base, p.add(column, self.shape.starts[index]), 2)
@@ -217,7 +228,7 @@ class GlaStepLayout:
             ask = functools.partial(p.prefetch, weights, size * shape.dk)
             p.when(p.less(self.thread, 1), ask)
 
-    def finished_here(self) -> list[Any]:
+    def finished_here(self) -> list[Value]:
         """The tokens that this warp finishes, the last one again where there are no more."""
         last = self.shape.tokens - 1
         if last == 0:
@@ -241,7 +252,7 @@ class GlaStepLayout:
             v = [arith.select(self.moves[t], x, p.cf(0.0)) for x in v]
         return v
 
-    def load_gate(self, token: Any):
+    def load_gate(self, token: Value | int):
         if self.memory.gate is None:
             return None
         columns = p.add(p.mul(self.head, self.shape.dv), self.column)
@@ -268,7 +279,7 @@ class GlaStepLayout:
             else:
                 p.when(p.less(d, shape.dk), functools.partial(entry, d))
 
-    def load_channel(self, t: int, d: Any, key: Any):
+    def load_channel(self, t: int, d: Value, key: Value):
         """Load one channel: (q, k, the low-rank values of the decay or the decay itself)."""
         shape, q = self.shape, None
         if self.memory.q is not None:
@@ -280,7 +291,15 @@ class GlaStepLayout:
         at = self.of_head(self.memory.log_decay, t, 4 * shape.dk)
         return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32")[0]
 
-    def store_channel(self, t: int, d: Any, q: Any, k: Any, decay: Any, weights: Any) -> None:
+    def store_channel(
+        self,
+        t: int,
+        d: Value,
+        q: Value | None,
+        k: Value,
+        decay: Value | list[list[Value]],
+        weights: tuple[Value, list[list[Value]]] | None,
+    ) -> None:
         shape, zero = self.shape, p.cf(0.0)
         log_decay = decay if weights is None else self.low_rank_decay(decay, weights)
         if self.kept:
@@ -300,14 +319,14 @@ class GlaStepLayout:
         at = p.add(self.table, p.mul(d, 16))
         p.store_shared(at, [decay, k, q, zero], 16 * shape.dk * t)
 
-    def decay_weights(self, key: Any):
+    def decay_weights(self, key: Value):
         """(bias, the row's words)."""
         row = p.offset(self.memory.decay_weight, key, 2 * self.shape.rank)
         bias = p.load_half(p.offset(self.memory.decay_bias, key, 2))
         words = [p.load_global(row, 4, 2 * c) for c in range(0, self.shape.rank, 8)]
         return bias, words
 
-    def low_rank_decay(self, low: Any, weights: Any):
+    def low_rank_decay(self, low: list[list[Value]], weights: tuple[Value, list[list[Value]]]):
         """Natural logarithm."""
         shape, (bias, rows) = self.shape, weights
         x = p.widen(bias, shape.kind)
@@ -331,7 +350,7 @@ class GlaStepLayout:
         p.when(p.less(self.thread, 1), initialise)
         p.cluster_arrive()
 
-    def total(self, mine: Any, token: Any):
+    def total(self, mine: Value, token: Value | int):
         """A token's o of the lane's columns, over all warps."""
         at, columns = mine, 4 * self.shape.columns
         if self.shape.tokens > 1:
@@ -342,7 +361,9 @@ class GlaStepLayout:
             total = [arith.addf(x, y) for x, y in zip(total, part, strict=True)]
         return total
 
-    def finished(self, outs: list[Any], weight: Any, gates: list[Any]):
+    def finished(
+        self, outs: list[list[Value]], weight: list[Value], gates: list[list[Value] | None]
+    ):
         """Norm and gate of the lane's columns of this warp's tokens."""
         squares = []
         for o in outs:
@@ -364,7 +385,7 @@ class GlaStepLayout:
             done.append(y)
         return done
 
-    def over_blocks(self, squares: list[Any]) -> list[Any]:
+    def over_blocks(self, squares: list[Value]) -> list[Value]:
         """All are sent before any is waited for: they share a barrier."""
         size = 8 * self.shape.blocks
         places = [p.add(self.shares, p.mul(t, size)) for t in self.finished_here()]

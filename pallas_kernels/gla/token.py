@@ -17,15 +17,22 @@ a product with several weights writes them.  The kernel reads them in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, OpChoice
 
+if TYPE_CHECKING:
+    from pallas_kernels.gla.step_kernel import GlaStepPlan
+
+_Starts = tuple[int, ...]  # of the streams in their rows
+_Options = tuple[float, float, float | None]  # eps, normalizer, clamp_min
 COLUMNS = 128  # value channels of a block
 CLUSTER = 8  # blocks whose sums of squares can be brought together
 MOST = 16  # tokens of a row
@@ -60,7 +67,7 @@ def gla_token(
     normalizer: float,
     clamp_min: float | None,
     planned: Plan | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(y ``[B, H, Dv]``, new state): donate the float32 state ``[B, H, Dk, Dv]``.
 
     streams: q ``[B, H * Dk]``, k, v of ``Hkv`` heads, low ``[B, rank]`` and, where the layer has
@@ -91,7 +98,7 @@ def gla_tokens(
     clamp_min: float | None,
     exact: bool = False,
     planned: Plan | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Compute T consecutive tokens of each row from a state that is only read.
 
     Returns (y ``[B * T, H, Dv]``, k ``[B, T, H, Dk]``, v ``[B, T, H, Dv]``, float32 log_decay
@@ -116,14 +123,30 @@ def gla_tokens(
     return _gla_tokens(OpChoice("mosaic"), static, rows, decay, norm, state)
 
 
-def _static(op, found, streams, decay, norm, state, options):
+def _static(
+    op: str,
+    found: Plan | Reason,
+    streams: Sequence[Columns],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    state: jax.Array,
+    options: _Options,
+) -> tuple[_Starts, _Options, Plan | None]:
     rows = tuple(x.rows for x in streams)
-    found = choose_plan(op, "mosaic", lambda: found, rows, decay, norm, state, has_xla=False)
+    plan = choose_plan(op, "mosaic", lambda: found, rows, decay, norm, state, has_xla=False)
     eps, normalizer, clamp_min = options
-    return tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min), found
+    return tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min), plan
 
 
-def _kernel(call, rows, decay, norm, lengths, state, keeps=False):
+def _kernel(
+    call: tuple[_Starts, _Options, GlaStepPlan],
+    rows: tuple[jax.Array, ...],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array | None,
+    state: jax.Array,
+    keeps: bool = False,
+) -> tuple[jax.Array, ...]:
     from pallas_kernels.gla import step_kernel
 
     starts, options, plan = call
@@ -132,7 +155,13 @@ def _kernel(call, rows, decay, norm, lengths, state, keeps=False):
     )
 
 
-def _kernel_of_several(call, rows, decay, norm, state):
+def _kernel_of_several(
+    call: tuple[_Starts, _Options, GlaStepPlan],
+    rows: tuple[jax.Array, ...],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, ...]:
     return _kernel(call, rows, decay, norm, None, state, keeps=True)
 
 
@@ -165,6 +194,8 @@ def plan(
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS
         return Reason(f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}")
+    if dv > COLUMNS and (reason := lacking("clusters")):
+        return Reason(f"{reason}, which sum over Dv = {dv}")
     rank = decay[0].shape[1]
     if rank % 8 or rank == 0:
         return Reason(f"decay weight and low have a rank of {rank}, not a multiple of 8")
@@ -190,7 +221,13 @@ def own_token(
     return own_plan(lambda: plan(streams, decay, norm, lengths, state, exact=exact), state)
 
 
-def _check(streams, decay, norm, lengths, state) -> None:
+def _check(
+    streams: Sequence[Columns],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array | None,
+    state: jax.Array,
+) -> None:
     """Raise ValueError that names the operand, if the operands fit no layer."""
     op, lines = "gla_token", _OPERANDS
     if lengths is None:

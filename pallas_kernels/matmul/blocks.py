@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Reason, choose_plan, is_empty, own_plan
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan, divide_blocks
@@ -33,7 +33,8 @@ from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, OpChoice
 
 Weight = jax.Array | QTensor
-_Static = tuple[float, jnp.dtype, Any]  # eps, the result's dtype, the plan
+_Static = tuple[float, jnp.dtype, Plan | None]  # eps, the result's dtype, the plan
+_Groups = tuple[tuple[Weight, ...], ...]
 SMALL = 64  # rows of a weight that has blocks of its own, one to 16 of them
 
 
@@ -77,14 +78,16 @@ def blocks_matmul(
     return columns
 
 
-def _kernel(static: _Static, rows: jax.Array, groups: Any, gamma: jax.Array) -> list[jax.Array]:
+def _kernel(static: _Static, rows: jax.Array, groups: _Groups, gamma: jax.Array) -> list[jax.Array]:
     from pallas_kernels.matmul.few_rows import blocks as kernel
 
     eps, out_dtype, plan = static
     return kernel.matmul(rows, groups, gamma, eps=eps, out_dtype=out_dtype, plan=plan)
 
 
-def _one_by_one(static: _Static, rows: jax.Array, groups: Any, gamma: jax.Array) -> list[jax.Array]:
+def _one_by_one(
+    static: _Static, rows: jax.Array, groups: _Groups, gamma: jax.Array
+) -> list[jax.Array]:
     eps, out_dtype, _ = static
     y = rms_norm(rows, gamma, eps, implementation="xla")
     one = functools.partial(quantized_matmul, y, out_dtype=out_dtype, implementation="xla")
@@ -135,6 +138,6 @@ def alike(weights: Sequence[Weight]) -> tuple[tuple[Weight, ...], ...]:
     return tuple(tuple(group) for _, group in itertools.groupby(weights, key=_form))
 
 
-def _form(w: Weight) -> tuple[Any, ...]:
+def _form(w: Weight) -> tuple[object, ...]:
     leaves = tuple((leaf.shape[1:], jnp.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(w))
     return leaves, jax.tree.structure(w)

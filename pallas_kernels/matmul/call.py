@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
-from pallas_kernels.device import H200
+from pallas_kernels.dispatch import Plan
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.types import HasShape
 
 Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
-N_SM = H200.sms  # which the plans' tables were measured on
 
 
 class LowRank(NamedTuple):
@@ -50,15 +50,15 @@ class MatmulCall:
     @classmethod
     def of(
         cls,
-        x: Any,
-        w: Any,
+        x: HasShape,
+        w: jax.Array | Weight,
         out_dtype: DTypeLike,
         *,
-        bias: Any = None,
-        gamma: Any = None,
-        residual: Any = None,
-        pending: Any = None,
-        low_rank: Any = None,
+        bias: HasShape | None = None,
+        gamma: HasShape | None = None,
+        residual: HasShape | None = None,
+        pending: HasShape | None = None,
+        low_rank: LowRankTerm | None = None,
         **fixed: Any,
     ) -> MatmulCall:
         """Return the call of these arrays or shapes; x is ``[..., K]``.
@@ -89,6 +89,12 @@ class MatmulCall:
         return not isinstance(self.w, QTensor | CpuWeight)
 
     @property
+    def codes(self) -> QTensor:
+        """w, which is not in floats."""
+        assert isinstance(self.w, QTensor)
+        return self.w
+
+    @property
     def alone(self) -> bool:
         """Is nothing fused, except SwiGLU after plain weights, which many-row kernels fuse too?"""
         return self.norm is None and self.residual is None and (self.plain or not self.swiglu)
@@ -106,4 +112,4 @@ class Static(NamedTuple):
 
     out: jnp.dtype
     call: MatmulCall | None = None
-    plan: Any = None
+    plan: Plan | None = None

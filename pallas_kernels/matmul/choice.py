@@ -22,8 +22,10 @@ from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.qtensor import QTensor
 
+KernelPlan = few_rows.RowPlan | few_rows.TilePlan | many_rows.PairTile | many_rows.WeightTile
 
-def plans(call: MatmulCall) -> list[Plan | Reason]:
+
+def plans(call: MatmulCall) -> list[KernelPlan | Reason]:
     """Return the plan or reason of every kernel for a call on a GPU."""
     return [*few_rows.plans(call), many_rows.plan(call)]
 
@@ -57,6 +59,7 @@ def run(
     call, plan = static.call, static.plan
     assert call is not None and plan is not None
     if isinstance(plan, cpu.CpuPlan):
+        assert not isinstance(x, QTensor)
         return cpu.run(call, plan, x, w, bias, gamma, residual)
     gated: dict[str, Any] = {"swiglu": call.swiglu, "activation": call.activation}
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
@@ -64,6 +67,7 @@ def run(
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
         return kernel.matmul(x, w, **fused, out_dtype=call.out, eps=call.eps, **gated, plan=plan)
+    assert isinstance(plan, many_rows.PairTile | many_rows.WeightTile)
     from pallas_kernels.matmul.many_rows import kernel
 
     return kernel.matmul(x, w, bias, call.out, plan, **gated, low_rank=low_rank)

@@ -3,8 +3,6 @@ computes the parts in another way than ``quantized_matmul``."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -29,7 +27,7 @@ def fused_matmul(
     swiglu: bool = False,
     activation: str = "silu",
     pending: jax.Array | None = None,
-) -> Any:
+) -> _Result | None:
     """Return ``quantized_matmul`` of these if one kernel does all of it here and is the faster way.
 
     The result is None otherwise, and the caller computes the parts.

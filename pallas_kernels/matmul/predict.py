@@ -19,13 +19,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
-from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
@@ -33,6 +33,7 @@ from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.weight_only import Form, forms
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.types import HasShape
 
 FITTED_ROWS = 256
 
@@ -59,8 +60,9 @@ _Plan = RowPlan | TilePlan | PairTile | WeightTile
 def kernel_us(plan: _Plan, call: MatmulCall) -> float:
     fitted, times = _fitted(call)
     if times > 1:
-        found: Any = named_plan(many_rows.plan(fitted))
-        plan = plan if found is None else found
+        found = many_rows.plan(fitted)
+        found = found.plan if isinstance(found, Reason) else found
+        plan = found if isinstance(found, PairTile | WeightTile) else plan
     return times * predicted_us(kernel_work(plan, fitted))
 
 
@@ -81,8 +83,7 @@ def _row(plan: RowPlan, call: MatmulCall) -> MatmulWork:
 
 def _tile(plan: TilePlan, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
-    w: Any = call.w
-    fold = " fold" if not call.plain and FewRowsScheme.of(w, "bf16").fold else ""
+    fold = " fold" if not call.plain and FewRowsScheme.of(call.codes, "bf16").fold else ""
     busiest = plan.per * plan.k_warp / 1e3  # thousands of columns of a warp
     x = call.m * call.k / 1e3
     serial = normed, normed * x, x, float(plan.split > 1)
@@ -96,7 +97,7 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
         tiles = math.ceil(across / plan.cluster) * down
     else:
         tiles = across * math.ceil(down / plan.cluster)
-    rounds = math.ceil(tiles / (N_SM // (plan.cluster * plan.split)))
+    rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
     bytes_k = call.k * call.w.dtype.itemsize / plan.split
     serial = bytes_k / 1e3, float(plan.split > 1), call.m * call.n / 1e6
     copied = rounds * (plan.m + plan.n) * bytes_k / 1e6
@@ -107,10 +108,9 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
 
 def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
     tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
-    rounds = math.ceil(tiles / (N_SM // (plan.cluster * plan.split)))
+    rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
     slots = rounds * call.k / plan.block / plan.split / 100
-    w: Any = call.w
-    groups = w.scale.shape[1]
+    groups = call.codes.scale.shape[1]
     ordered = float(not plan.stored and groups > 1)  # XLA transposes scales first
     widened = slots * plan.rows / plan.parts / 64
     serial = (
@@ -149,32 +149,32 @@ def around_work(call: MatmulCall) -> tuple[float, ...]:
 
 def product_us(call: MatmulCall) -> float:
     """XLA's form of the product alone."""
-    w: Any = call.w
-    as_floats = w.dtype == jnp.int4 and (w.unit is None or call.x != jnp.int8)
+    w = call.w
+    is_int4 = isinstance(w, QTensor) and w.dtype == jnp.int4
+    as_floats = is_int4 and (call.codes.unit is None or call.x != jnp.int8)
     if as_floats or not (call.plain or call.quantized_x):
-        return min(form_us(form, call) for form in forms(w.q, w.group_size))
+        return min(form_us(form, call) for form in forms(call.codes.q, call.codes.group_size))
     us = predicted_us(product_work(call))
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
         us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))
     return us
 
 
-def shortest_form(x: Any, w: QTensor) -> Form:
+def shortest_form(x: HasShape, w: QTensor) -> Form:
     """Return the form of XLA's that a weight-only product takes; x: ``[M, K]``."""
     call, _ = _fitted(MatmulCall.of(x, QTensor(w.q, w.scale, w.zero), x.dtype))
     return min(forms(w.q, w.group_size), key=functools.partial(form_us, call=call))
 
 
 def form_us(form: Form, call: MatmulCall) -> float:
-    w: Any = call.w
     us = predicted_us(form_work(form, call))
-    if form == "words" and w.zero is not None:
+    if form == "words" and call.codes.zero is not None:
         us += gpu().costs["xla zeros"].start
     return us
 
 
 def form_work(form: Form, call: MatmulCall) -> MatmulWork:
-    w: Any = call.w
+    w = call.codes
     m, n, k, groups = call.m, call.n, call.k, w.scale.shape[1]
     stored, multiplied = _megabytes(call), m * n * k / 1e9
     if form == "words":
@@ -221,7 +221,7 @@ def _fitted(call: MatmulCall) -> tuple[MatmulCall, float]:
 
 
 def _rounds(m: int, n: int, tile: int) -> int:
-    return math.ceil(math.ceil(m / tile) * math.ceil(n / tile) / N_SM)
+    return math.ceil(math.ceil(m / tile) * math.ceil(n / tile) / gpu().sms)
 
 
 def _codes(call: MatmulCall) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,10 @@ from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot, float4_v
 from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.transform import OpChoice
+from pallas_kernels.types import Device
 
+Tree = TypeVar("Tree", bound=jax.Array | QTensor | tuple[jax.Array, ...])
+_Operands = tuple[jax.Array, QTensor, jax.Array | None]
 _LAST: Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
 _EXACT_BLOCK = 1024
@@ -62,7 +65,7 @@ def weight_only(static: Static, x: jax.Array, w: QTensor, bias: jax.Array | None
 
 
 @functools.lru_cache(maxsize=1024)
-def _form(device: Any, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> Form:
+def _form(device: Device, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> Form:
     """Return ``shortest_form``, which layers that are alike ask for again and again.
 
     device: whose costs are compared. w: the weight's shapes.
@@ -72,8 +75,8 @@ def _form(device: Any, shape: tuple[int, ...], dtype: jnp.dtype, w: QTensor) -> 
 
 
 def weight_only_gradients(
-    choice: OpChoice, static: Static, operands: Any, saved: Any, dy: jax.Array
-) -> tuple[Any, ...]:
+    choice: OpChoice, static: Static, operands: _Operands, saved: object, dy: jax.Array
+) -> tuple[jax.Array, QTensor, jax.Array | None]:
     """Return the cotangents of ``weight_only``'s operands; codes have none."""
     x, w, bias = operands
     dy = dy.astype(jnp.float32)
@@ -249,7 +252,7 @@ def _fp8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return _map_tiles(one, wq).T
 
 
-def _map_tiles(f: Callable[[Any], jax.Array], w: Any) -> jax.Array:
+def _map_tiles(f: Callable[[Tree], jax.Array], w: Tree) -> jax.Array:
     """``f`` over tiles of rows of ``w`` (any pytree of ``[N, ...]``), results concatenated."""
     n = jax.tree.leaves(w)[0].shape[0]
     tile = min(n, _CPU_TILE)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.types import HasShape
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 # Elements of q (or v) worked on at once, found by measuring: on a CPU the group should stay near
 # the caches; on a GPU it only bounds temporary memory (about 100 bytes an element).
@@ -48,7 +56,7 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def grouping_of(q: jax.Array, v: jax.Array, chunk: int) -> tuple[int, int, int]:
+def grouping_of(q: HasShape, v: jax.Array, chunk: int) -> tuple[int, int, int]:
     """(groups, chunks per group, tokens per chunk)."""
     batch, length, heads = q.shape[:3]
     n_chunks = -(-length // chunk)
@@ -71,7 +79,9 @@ def join(x: jax.Array, length: int) -> jax.Array:
     return joined.reshape(x.shape[1], -1, x.shape[2], x.shape[-1])[:, :length]
 
 
-def scan_groups(step, carry, xs, reverse: bool = False):
+def scan_groups(
+    step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: X, reverse: bool = False
+) -> tuple[Carry, Y]:
     """lax.scan, without the loop when there is one group."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return lax.scan(step, carry, xs, reverse=reverse)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -31,7 +29,7 @@ def restarted(log_decay: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     return jnp.where(starts, -jnp.inf, log_decay)
 
 
-def check_decay(op: str, log_decay: Any, lengths: jax.Array | None = None) -> None:
+def check_decay(op: str, log_decay: jax.Array, lengths: jax.Array | None = None) -> None:
     """ValueError for a positive one; only concrete arrays have values to look at."""
     if isinstance(log_decay, Tracer) or isinstance(lengths, Tracer):
         return

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.dispatch import Implementation, Plan, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rows.plan import plan
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.run import run
@@ -36,6 +36,10 @@ _OPERANDS = {
     "weight": "float [K] ?",
     "residual": "x [..., X] ?",
 }
+
+
+# Codes, inner products, and the sum if a residual was added.
+_Result = tuple[QTensor, *tuple[jax.Array, ...]]
 
 
 class _Call(NamedTuple):
@@ -56,7 +60,7 @@ def quantize_adapted(
     residual: jax.Array | None = None,
     gated: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[QTensor, jax.Array] | tuple[QTensor, jax.Array, jax.Array]:
+) -> _Result:
     """``x[..., K]`` as codes with a scale a row, and ``inner[..., S n R]`` in x's dtype.
 
     first: ``[n, S, R, K]``, first factors of n adapters for each of S sources.
@@ -113,29 +117,54 @@ def inner_products(y: jax.Array, first: jax.Array, adapter: jax.Array) -> jax.Ar
     return inner.reshape(*y.shape[:-1], -1)
 
 
-def _composed(call: _Call, implementation, x, first, adapter, weight, residual):
+def _composed(
+    call: _Call,
+    implementation: Implementation | None,
+    x: jax.Array,
+    first: jax.Array,
+    adapter: jax.Array,
+    weight: jax.Array | None,
+    residual: jax.Array | None,
+) -> _Result:
     """The parts one after the other."""
-    codes, how = call.quantize, {"implementation": implementation}
-    total = ()
+    codes = call.quantize
+    total: tuple[jax.Array, ...] = ()
     if call.form == "norm":
+        assert weight is not None
         if residual is not None:
             x, total = x + residual, (x + residual,)
-        y = rms_norm(x, weight, call.eps, **how)
-        q = rms_norm(x, weight, call.eps, quantize=codes, **how)
+        y = rms_norm(x, weight, call.eps, implementation=implementation)
+        q = rms_norm(x, weight, call.eps, quantize=codes, implementation=implementation)
     elif call.form == "gate":
-        y, q = swiglu(x, **how), swiglu(x, quantize=codes, **how)
+        y = swiglu(x, implementation=implementation)
+        q = swiglu(x, quantize=codes, implementation=implementation)
     else:
-        y, q = x, quantize_tokens(x, codes, **how)
+        y, q = x, quantize_tokens(x, codes, implementation=implementation)
+    assert isinstance(q, QTensor)
     return (q, inner_products(y, first, adapter), *total)
 
 
-def _kernel(static, x, first, adapter, weight, residual):
+def _kernel(
+    static: tuple[_Call, RowsPlan],
+    x: jax.Array,
+    first: jax.Array,
+    adapter: jax.Array,
+    weight: jax.Array | None,
+    residual: jax.Array | None,
+) -> _Result:
     codes, scale, *rest = run(static[1], x, residual, weight, first, adapter)
     return (QTensor(codes, scale), *rest[::-1])
 
 
-def _xla(static, *operands):
-    return _composed(static[0], "xla", *operands)
+def _xla(
+    static: tuple[_Call, Plan | None],
+    x: jax.Array,
+    first: jax.Array,
+    adapter: jax.Array,
+    weight: jax.Array | None,
+    residual: jax.Array | None,
+) -> _Result:
+    return _composed(static[0], "xla", x, first, adapter, weight, residual)
 
 
 _quantize_adapted = Op("quantize_adapted", _xla, _kernel)

@@ -4,7 +4,7 @@ block's sums, store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
@@ -83,16 +83,14 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
         pairs = [p.permute(ints[i], ints[i + 1], 0x0040) for i in range(0, 8, 2)]
         return [p.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
     if kind == "e4m3":
-        half = "cvt.rn.satfinite.e4m3x2.f32"
-        code = f"{{ .reg .b16 l, h; {half} l, $2, $1; {half} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
-        return [p.ptx(code, *values[i : i + 4], results=p.i32(), volatile=False) for i in (0, 4)]
+        return [p.to_e4m3_word(values[i : i + 4]) for i in (0, 4)]
     return packed(values, kind)
 
 
 class RowShare:
     """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
 
-    def __init__(self, gmem: Any, smem: Any, plan: RowsPlan):
+    def __init__(self, gmem: SimpleNamespace, smem: SimpleNamespace, plan: RowsPlan):
         op = plan.op
         self.op, self.plan = op, plan
         self.thread = p.register("tid.x")
@@ -106,13 +104,13 @@ class RowShare:
             self.rank = p.register("cluster_ctarank")
             column = p.add(column, p.mul(self.rank, 8 * chunks))
 
-        def start(ref: Any) -> p.Value | None:
+        def start(ref: p.Value | None) -> p.Value | None:
             return None if ref is None else p.address(ref)
 
-        def mine(ref: Any, size: int) -> p.Value | None:
+        def mine(ref: p.Value | None, size: int) -> p.Value | None:
             return None if ref is None else p.offset(p.address(ref), column, size)
 
-        def shared(ref: Any) -> p.Value | None:
+        def shared(ref: p.Value | None) -> p.Value | None:
             return None if ref is None else p.shared_address(ref)
 
         self.x_start, self.x = start(gmem.x), mine(gmem.x, 2)

@@ -10,7 +10,7 @@ forms are FasterLLaMA's ResNormQuantized and ResidualResNormQuantized.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class _Call(NamedTuple):
 
 
 _Static = tuple[_Call, RowsPlan | None]
+_Operands = tuple[jax.Array, jax.Array | None, jax.Array]
 _Result = jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]
 
 
@@ -120,7 +121,9 @@ def _xla(static: _Static, x: jax.Array, residual: jax.Array | None, weight: jax.
     return y if residual is None else (y, total)
 
 
-def _at_the_sum(static: _Static, operands: Any, out: Any) -> tuple[Any, ...]:
+def _at_the_sum(
+    static: _Static, operands: _Operands, out: tuple[jax.Array, jax.Array]
+) -> _Operands:
     """The sum is kept anyway, as the next residual; x and the residual need not be."""
     _, residual, weight = operands
     return operands if residual is None else (out[1], jnp.zeros_like(residual), weight)

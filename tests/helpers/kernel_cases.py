@@ -366,6 +366,9 @@ def adapted():
 
 # Branches of the kernels that CASES leave out.  They are lowered, not assembled.
 VARIANTS = {
+    "decode 64 with sinks": lambda: with_sinks(64, 4096),
+    "decode 2 of 3 tokens with sinks": lambda: with_sinks(2, 131072, 3),
+    "direct with sinks": lambda: with_sinks(1, 1152),
     "product 1 int8 all": lambda: fused(1, "int8", (4096, 4096), residual=True, pending=True),
     "product 1 bfloat16 swiglu": lambda: fused(1, "bfloat16", swiglu=True, bias=True),
     "product 8 int4 all": lambda: fused(8, "int4", (4096, 4096), residual=True, pending=True),
@@ -395,9 +398,6 @@ VARIANTS = {
     "decode 64 in pages": lambda: in_pages(decode_attention, "bfloat16", 64),
     "decode 64 int4 in pages": lambda: in_pages(decode_attention, "int4", 64, window=700),
     "decode 64 of 3 tokens int8 in pages": lambda: in_pages(decode_attention, "int8", 64, 3),
-    "decode 64 with sinks": lambda: with_sinks(64, 4096),
-    "decode 2 of 3 tokens with sinks": lambda: with_sinks(2, 131072, 3),
-    "direct with sinks": lambda: with_sinks(1, 1152),
     "direct, norms and window": direct_normed,
     "direct int4": lambda: decode("int4", 1, 1152),
     "direct in pages": lambda: in_pages(rope_and_attend, "bfloat16", 1, rotates=True),

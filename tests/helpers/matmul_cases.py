@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.arrays import as_jax
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
 newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
@@ -48,7 +49,7 @@ def wide(x: Any) -> np.ndarray:
 
 
 def activations(shape, dtype, seed=1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return as_jax(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def codes(shape, dtype, seed=0) -> jax.Array:
@@ -57,9 +58,9 @@ def codes(shape, dtype, seed=0) -> jax.Array:
     if dtype == "float4_e2m1fn":
         return jnp.asarray(rng.integers(0, 16, shape).astype(np.uint8).view(jnp.dtype(dtype)))
     if dtype == "float8_e4m3fn":
-        return jnp.asarray(np.clip(120 * rng.standard_normal(shape), -448, 448), dtype)
+        return as_jax(np.clip(120 * rng.standard_normal(shape), -448, 448), dtype)
     end = 8 if dtype == "int4" else 128
-    return jnp.asarray(rng.integers(-end, end, shape), dtype)
+    return as_jax(rng.integers(-end, end, shape), dtype)
 
 
 def weights(name, n, k, scale_dtype, seed=0) -> QTensor:
@@ -76,18 +77,18 @@ def weights(name, n, k, scale_dtype, seed=0) -> QTensor:
         scale = jnp.asarray(bits.view(jnp.dtype(E4M3)))
         return QTensor(codes((n, k), dtype, seed), scale, unit=unit)
     largest = {"int4": 7, "int8": 127}.get(dtype, 448)
-    scale = jnp.asarray(rng.uniform(0.03, 0.09, groups) / largest, scale_dtype)
+    scale = as_jax(rng.uniform(0.03, 0.09, groups) / largest, scale_dtype)
     zero = None
     if zeros == "int":
-        zero = jnp.asarray(rng.integers(-8, 8, groups), jnp.int8)
+        zero = as_jax(rng.integers(-8, 8, groups), jnp.int8)
     elif zeros == "float":
-        zero = jnp.asarray(rng.standard_normal(groups) * 0.01, scale_dtype)
+        zero = as_jax(rng.standard_normal(groups) * 0.01, scale_dtype)
     return QTensor(codes((n, k), dtype, seed), scale, zero)
 
 
 def weight(name, n, k, dtype, seed=0) -> Any:
     if name == "plain":
-        return jnp.asarray(0.02 * np.random.default_rng(seed).standard_normal((n, k)), dtype)
+        return as_jax(0.02 * np.random.default_rng(seed).standard_normal((n, k)), dtype)
     return weights(name, n, k, dtype, seed)
 
 
@@ -133,7 +134,7 @@ def extras(m, n, k, dtype, kinds, gamma_dtype=jnp.bfloat16) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if "n" in kinds:
         gamma = 1 + 0.2 * np.random.default_rng(4).standard_normal(k)
-        given["norm"] = jnp.asarray(gamma, gamma_dtype), EPS
+        given["norm"] = as_jax(gamma, gamma_dtype), EPS
     if "r" in kinds:
         given["residual"] = activations((m, n), dtype, 5)
     if {*"sg"} & {*kinds}:

@@ -402,6 +402,48 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    (
+        "gpt_oss",
+        "",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    (
+        "ernie4_5_moe",
+        "",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "moe_layer_interval": 2,
+        },
+    ),
+    (
+        "phimoe",
+        "",
+        {
+            "num_local_experts": 6,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "original_max_position_embeddings": 96,
+            "max_position_embeddings": 256,
+            "rope_scaling": {**_LONG, "short_mscale": 1.2, "long_mscale": 1.2},
+        },
+    ),
 )
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from pallas_kernels import fused_parts, launch, transform
 from pallas_kernels import ptx as kernel_side
+from tests.helpers.arrays import as_jax
 from tests.helpers.instructions import EFFECTS, MEANING
 
 U32 = np.uint32
@@ -42,8 +43,8 @@ def to_bytes(x) -> np.ndarray:
 def from_bytes(raw: np.ndarray, like) -> jax.Array:
     if like.dtype == jnp.int4:
         nibbles = np.stack((raw << 4, raw & 0xF0), -1).view(np.int8) >> 4
-        return jnp.asarray(nibbles.reshape(like.shape), jnp.int4)
-    return jnp.asarray(raw.view(like.dtype).reshape(like.shape))
+        return as_jax(nibbles.reshape(like.shape), jnp.int4)
+    return as_jax(raw.view(like.dtype).reshape(like.shape))
 
 
 class Block:
@@ -55,6 +56,9 @@ class Block:
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN until written
         self.masks = [np.ones(self.n, bool)]
         self.barriers: dict[int, list[int]] = {}
+        # Copies under way: (to, bytes, threads, their groups), and the groups that a thread closed.
+        self.copies: list[tuple] = []
+        self.groups = np.zeros(self.n, int)
         self.touched = False  # device memory, by this block
         self.index = np.arange(self.n)
         index = self.index.astype(U32)
@@ -284,7 +288,7 @@ def _modules(block: Block) -> dict[str, Any]:
         arith=ARITH,
         Value=np.ndarray,
         type_of=lambda x: x.dtype,
-        _OVERLAPS=True,
+        _overlaps=lambda: True,
         i32=lambda: np.dtype(U32),
         i64=lambda: np.dtype(np.int64),
         f32=lambda: np.dtype("f4"),

@@ -489,7 +489,7 @@ def _rope(
             "longrope",
             read.positive("factor", max_position / original),
             original,
-            attention_factor=read.number("attention_factor", None),
+            attention_factor=_amplitude(family, read),
             short_factor=_factors(read, "short_factor", turning),
             long_factor=_factors(read, "long_factor", turning),
         )
@@ -505,6 +505,16 @@ def _rope(
         mscale_all_dim=read.number("mscale_all_dim", None),
         truncate=read.flag("truncate", True),
     )
+
+
+def _amplitude(family: str, read: JsonReader) -> float | None:
+    """Return longrope's multiplier of cos and sin, None for its own formula."""
+    if family != "phimoe":
+        return read.number("attention_factor", None)
+    short, long = (read.positive(f"{name}_mscale") for name in ("short", "long"))
+    if short != long:
+        raise read.error("long_mscale", f"differs from short_mscale ({short}), which is not done")
+    return short
 
 
 def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:

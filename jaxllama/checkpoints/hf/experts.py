@@ -1,7 +1,7 @@
 """The keys of a mixture of experts in ``config.json`` <-> ``ExpertsConfig``.
 
-    Mixture(...), SigmoidMixture(...)              the defaults of a family's missing keys
-    mixture.fields(read), mixture.to_hf(cfg)       for ``hf.families``
+    Mixture(...), SigmoidMixture(...), IntervalMixture()    defaults of a family's missing keys
+    mixture.fields(read), mixture.to_hf(cfg)                for ``hf.families``
 
 transformers names the number of experts ``num_experts`` or ``num_local_experts``. It has written
 both names for one family, so both are read.
@@ -33,6 +33,8 @@ class Mixture:
     width. normalize: default of ``norm_topk_prob``, or the fixed value if has_norm_key is False.
     shared: default width of the shared expert, which has a gate; None for a family without one.
     is_mixed: whether some layers may be dense (``mlp_only_layers``, ``decoder_sparse_step``).
+    facts: fields of ``ExpertsConfig`` that are constant in the family.
+    same: (key, field, default) of numbers that are copied unchanged.
     """
 
     count: int
@@ -44,11 +46,14 @@ class Mixture:
     has_norm_key: bool = False
     shared: int | None = None
     is_mixed: bool = False
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    same: tuple[tuple[str, str, float], ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of ``config.json`` that are read or have no effect."""
         found = (*_COUNTS, "num_experts_per_tok", self.width_key, *_TRAINING)
+        found += tuple(key for key, _, _ in self.same)
         found += ("norm_topk_prob",) * self.has_norm_key
         found += ("shared_expert_intermediate_size",) * (self.shared is not None)
         return found + ("mlp_only_layers", "decoder_sparse_step") * self.is_mixed
@@ -79,6 +84,8 @@ class Mixture:
             normalize=normalize,
             layers=layers,
             **shared,
+            **self.facts,
+            **{field: read.number(key, default) for key, field, default in self.same},
         )
         return {"experts": experts}
 
@@ -103,6 +110,7 @@ class Mixture:
             "num_experts_per_tok": experts.n_active,
             self.width_key: experts.d_ff,
         }
+        keys |= {key: getattr(experts, field) for key, field, _ in self.same}
         if self.has_norm_key:
             keys["norm_topk_prob"] = experts.normalize
         if self.shared is not None:
@@ -111,6 +119,65 @@ class Mixture:
             dense = [i for i in range(cfg.n_layers) if cfg.experts_of(i) is None]
             keys |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
         return keys
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalMixture:
+    """Ernie 4.5's experts, whose router's softmax has a bias that only affects the choice.
+
+    Every ``moe_layer_interval``-th layer from ``moe_layer_start_index`` to ``moe_layer_end_index``
+    has them. Its shared experts have no gate and are read as one wide expert.
+    """
+
+    keys: tuple[str, ...] = (
+        "moe_num_experts",
+        "moe_k",
+        "moe_num_shared_experts",
+        "moe_intermediate_size",
+        "moe_layer_interval",
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        *_TRAINING,
+    )
+
+    def fields(self, read: JsonReader) -> Fields:
+        """Return ``{"experts": ...}``, with None if no layer has experts."""
+        n, step = read.size("num_hidden_layers"), read.size("moe_layer_interval", 1)
+        first, last = read.natural("moe_layer_start_index", 1), n - 1
+        if read.config.get("moe_layer_end_index", -1) != -1:
+            last = read.natural("moe_layer_end_index")
+        layers = tuple(i for i in range(first, min(last + 1, n)) if (i + 1) % step == 0)
+        if not layers:
+            return {"experts": None}
+        width = read.size("moe_intermediate_size", 1536)
+        experts = ExpertsConfig(
+            n_experts=read.size("moe_num_experts", 64),
+            n_active=read.size("moe_k", 6),
+            d_ff=width,
+            choice_bias=True,
+            shared=width * read.natural("moe_num_shared_experts", 2),
+            layers=layers,
+        )
+        return {"experts": experts}
+
+    def to_hf(self, cfg: ModelConfig) -> Fields:
+        """Return the keys of a config. Raises JaxLlamaError for layers that no interval has."""
+        experts = cfg.experts
+        if experts is None:
+            return {"moe_layer_start_index": cfg.n_layers}
+        layers = experts.layers or tuple(range(cfg.n_layers))
+        step = layers[1] - layers[0] if len(layers) > 1 else 1
+        if layers != tuple(i for i in range(layers[0], layers[-1] + 1) if (i + 1) % step == 0):
+            raise JaxLlamaError(f"experts.layers = {layers}: not at one distance")
+        return {
+            "moe_num_experts": experts.n_experts,
+            "moe_k": experts.n_active,
+            "moe_num_shared_experts": experts.shared // experts.d_ff,
+            "moe_intermediate_size": experts.d_ff,
+            "moe_layer_interval": step,
+            "moe_layer_start_index": layers[0],
+            "moe_layer_end_index": layers[-1],
+        }
 
 
 # The names of each key; a family's own name comes first.

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -98,6 +98,22 @@ def _gemma(read: JsonReader) -> Fields:
 
 def _gemma_to_hf(cfg: ModelConfig) -> Fields:
     return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}
+
+
+def _phimoe_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of a config; its longrope names the amplitude twice."""
+    keys, rope = _PHI_EXPERTS.to_hf(cfg), cfg.rope
+    if rope.scaling == "longrope":
+        keys["rope_scaling"] = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": rope.original_max_position,
+            "short_factor": list(rope.short_factor),
+            "long_factor": list(rope.long_factor),
+            "short_mscale": rope.attention_factor,
+            "long_mscale": rope.attention_factor,
+        }
+        keys["original_max_position_embeddings"] = rope.original_max_position
+    return keys
 
 
 def _every(n: int) -> Callable[[int, JsonReader], bool]:
@@ -286,6 +302,24 @@ _QWEN2_EXPERTS = Mixture(
     60, 4, width=1408, normalize=False, has_norm_key=True, shared=5632, is_mixed=True
 )
 _QWEN3_EXPERTS = Mixture(128, 8, width=768, normalize=False, has_norm_key=True, is_mixed=True)
+_GPT_OSS_EXPERTS = Mixture(
+    128,
+    4,
+    "num_local_experts",
+    "intermediate_size",
+    facts={"router_bias": True, "bias": True},
+    same=(("swiglu_limit", "gate_limit", 7.0), ("swiglu_alpha", "gate_alpha", 1.702)),
+)
+_PHI_EXPERTS = Mixture(
+    16,
+    2,
+    "num_local_experts",
+    "intermediate_size",
+    normalize=False,
+    facts={"scores": "sparsemixer"},
+    same=(("router_jitter_noise", "jitter", 0.01),),
+)
+_ERNIE_EXPERTS = IntervalMixture()
 _GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
 _GRANITE_SCALES = (
     *_BIAS,
@@ -547,6 +581,35 @@ FAMILIES: dict[str, Family] = {
         fields=lambda read: {**_granite(read), **_GRANITE_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
     ),
+    "gpt_oss": Family(
+        ("GptOssForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "rope_parameters": {
+                "rope_theta": 150_000.0,
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        keys=("initial_context_length", "experts_per_token", *_GPT_OSS_EXPERTS.keys),
+        same=_BIAS,
+        fields=_GPT_OSS_EXPERTS.fields,
+        to_hf=_GPT_OSS_EXPERTS.to_hf,
+        facts={"attn_sinks": True},
+        window=lambda i, read: bool((i + 1) % 2),
+    ),
     "seed_oss": Family(
         ("SeedOssForCausalLM",),
         defaults={
@@ -570,6 +633,36 @@ FAMILIES: dict[str, Family] = {
         },
         same=tuple(("use_bias", field, False) for field in ("qkv_bias", "o_bias", "mlp_bias")),
         stored={"interleaved": True},
+    ),
+    "ernie4_5_moe": Family(
+        ("Ernie4_5_MoeForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+        },
+        keys=_ERNIE_EXPERTS.keys,
+        fields=_ERNIE_EXPERTS.fields,
+        to_hf=_ERNIE_EXPERTS.to_hf,
+        fixed={"use_bias": (False, None)},
+        stored={"interleaved": True},
+    ),
+    "phimoe": Family(
+        ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+        },
+        keys=("input_jitter_noise", *_PHI_EXPERTS.keys),
+        same=(*_BIAS, ("lm_head_bias", "head_bias", False)),
+        fields=_PHI_EXPERTS.fields,
+        to_hf=_phimoe_to_hf,
+        window="all",
+        facts={"norm": "layer", "norm_bias": True},
     ),
     "helium": Family(
         ("HeliumForCausalLM",),

@@ -307,10 +307,10 @@ def _check(
             known = {*sources, *heads, *packed_names}
             unexpected = [n for n in files if n not in known and not n.endswith(_DERIVED)]
             raise JaxLlamaError(f"{directory}: unexpected tensors: {_some(unexpected)}")
-        if info.shape != source.shape:
+        if info.shape != source.stored_shape:
             raise file.error(
                 f"tensor {name!r}: shape {list(info.shape)}, "
-                f"but the config wants {list(source.shape)}"
+                f"but the config wants {list(source.stored_shape)}"
             )
         if info.dtype not in safetensors_file.FLOATS:
             raise file.error(f"tensor {name!r}: dtype {info.dtype} is no floating-point type")
@@ -367,13 +367,15 @@ def _read_folded(
 
     added: an adapter's factors.
     """
-    n_rows, width = source.shape[0], source.size // source.shape[0]
+    n_rows, width = source.n_rows, source.size // source.n_rows
     step = source.turned.block if source.turned else max(1, _FOLDED // width)
     order, stop, finite = source.row_order(), start + out.size, True
     for row in range(start // width // step * step, -(-stop // width), step):
         n = min(step, n_rows - row)
         rows = np.empty((n, width), np.float32)
         _read_slice(files, source, row * width, rows.reshape(-1))
+        if source.is_transposed:  # a block is a whole matrix
+            rows = rows.reshape(width, n).T
         rows = rows if order is None else rows[order[row : row + n] - row]
         rows = rows * np.float32(source.scale) + np.float32(source.offset)
         if added is not None:

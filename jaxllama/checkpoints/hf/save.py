@@ -201,7 +201,8 @@ def _unit(spec: Param, value: Any) -> SaveUnit:
             yield part
             at += source.size
 
-    return SaveUnit(tuple((source.name, source.shape, dtype) for source in spec.sources), values)
+    entries = tuple((source.name, source.stored_shape, dtype) for source in spec.sources)
+    return SaveUnit(entries, values)
 
 
 def _write_shards(

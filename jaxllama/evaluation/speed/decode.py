@@ -25,7 +25,6 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.parallel.mesh import DATA_AXIS
 from jaxllama.progress import Working, peak_rss
+from jaxllama.typing import JsonObject
 from pallas_kernels.qtensor import tree_bytes
 
 SHORT = 5
@@ -61,7 +61,7 @@ def run(
     context: int = SHORT,
     trace: str | Path | None = None,
     sign: Working | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure greedy decoding.
 
     context: number of tokens that every row holds when decoding begins. trace: a folder for the
@@ -160,7 +160,7 @@ def _since_process_start() -> float:
         return time.monotonic() - _IMPORTED
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text."""
     megabytes = 1e6
     moved = report["bytes_per_step"] / megabytes

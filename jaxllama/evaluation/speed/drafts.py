@@ -11,7 +11,6 @@ drafted tokens that each pass over the model accepted, in addition to its own to
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.progress import Working
 from jaxllama.text.rows import pad_rows, shapes_of
+from jaxllama.typing import JsonObject, Tree
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     kv_dtype: str | None = None,
     chunk: int | None = None,
     sign: Working | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure a draft. runs: number of runs of each prompt, whose median counts.
 
     Raises JaxLlamaError for a model without a tokenizer, or an unsuitable draft.
@@ -59,7 +59,7 @@ def run(
         """Return (tokens after the first, seconds, drafted, accepted)."""
         tokens, lengths = pad_rows([row], width)
         cache = init_cache(lm.config, 1, capacity, kv_dtype or lm.dtype, mesh=lm.mesh)
-        state: Any = resident.start(
+        state: Tree = resident.start(
             lm.config,
             lm.params,
             tokens,
@@ -85,7 +85,7 @@ def run(
     sign.note("compiling the decode loops")
     for drafts in (False, True):
         decoded(rows[0], drafts)
-    kinds: dict[str, Any] = {}
+    kinds: JsonObject = {}
     for kind in dict.fromkeys(one["kind"] for one in given):
         sums = np.zeros((2, 4))
         for row in [row for row, one in zip(rows, given, strict=True) if one["kind"] == kind]:
@@ -114,7 +114,7 @@ def run(
     }
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text."""
     layers = report["draft_layers"]
     draft = report["draft"] + ("" if layers is None else f" ({layers} layers)")

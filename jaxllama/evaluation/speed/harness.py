@@ -15,7 +15,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.forward import Params, prefill_chunk
+from jaxllama.decoding.forward import prefill_chunk
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
@@ -34,6 +34,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import Cache, cache_shardings, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.typing import Jitted, Options, Params, Tree
 from pallas_kernels.qtensor import tree_bytes
 
 # numbers with which a cache is filled repeatedly; a prime, so that no two rows are equal
@@ -43,15 +44,17 @@ _BANDWIDTH_BYTES = {"cpu": 1 << 28}  # larger than any last-level cache
 
 # The clock
 
+Result = TypeVar("Result")
 
-def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+
+def timed(call: Callable[..., Result], *arguments: Tree) -> tuple[Result, float]:
     """Return the result of ``call``, once its arrays are ready, and the seconds until then."""
     begun = time.perf_counter()
     out = jax.block_until_ready(call(*arguments))
     return out, time.perf_counter() - begun
 
 
-def median(measure: Callable[[], Any], runs: int, warm: int) -> Any:
+def median(measure: Callable[[], Tree], runs: int, warm: int) -> Tree:
     """Return the median of ``runs`` results, after ``warm`` runs that do not count.
 
     A result is a number, or a tuple whose entries have medians of their own. The first run
@@ -159,7 +162,7 @@ def compile_decode(
     """Compile ``resident.advance`` for these arguments, which stay unchanged."""
     events: list[str] = []
 
-    def listen(event: str, **_: Any) -> None:
+    def listen(event: str, **_: object) -> None:
         events.append(event)
 
     def compiled() -> jax.stages.Compiled:
@@ -192,9 +195,9 @@ class Decoding:
         self.kv_dtype = lm.dtype if kv_dtype is None else kv_dtype
         sampling = SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size)
         self.sampling, self.stop_ids = self._everywhere((sampling, jnp.zeros((0,), jnp.int32)))
-        self._loop: Callable[..., Any] = functools.partial(resident.loop_for(lm.params), lm.config)
+        self._loop: Callable[..., Tree] = functools.partial(resident.loop_for(lm.params), lm.config)
 
-    def _everywhere(self, tree: Any) -> Any:
+    def _everywhere(self, tree: Tree) -> Tree:
         """Place a tree where the loop needs it, so that calls do not copy it."""
         if self.lm.mesh is None:
             return tree
@@ -213,11 +216,11 @@ class Decoding:
     def prefill_text(self, prompt: int) -> str:
         """Return the text of the program of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
-        start: Any = resident.start
+        start: Jitted = resident.start
         lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 
-    def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Tree, ...], Options]:
         """Return the arguments of ``resident.start`` after the config."""
         cfg = self.lm.config
         ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (self.batch, prompt))

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxllama.typing import JsonObject
 
 _NO_WORK = frozenset(
     (
@@ -256,7 +258,7 @@ def _kernels(name: str, program: Computations) -> int:
     return count
 
 
-def stored_results(text: str) -> list[dict[str, Any]]:
+def stored_results(text: str) -> list[JsonObject]:
     """Return {"name", "type", "bits", "shape", "op"} of every array that the program stores."""
     program, _ = computations(text)
     steps = [step for body in program.values() for step in body]

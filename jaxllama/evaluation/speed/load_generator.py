@@ -30,7 +30,6 @@ import math
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,6 +38,7 @@ from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed import workload
 from jaxllama.evaluation.speed.workload import Lengths, Turn
+from jaxllama.typing import JsonObject
 
 try:
     import aiohttp
@@ -97,7 +97,7 @@ class Sample:
         return (self.e2e - self.ttft) / max(self.new_tokens - 1, 1)
 
 
-def run(load: Load) -> dict[str, Any]:
+def run(load: Load) -> JsonObject:
     """Make the load. Raises JaxLlamaError if there is no server, or not one answer."""
     model, samples, seconds = asyncio.run(_run(load))
     good = [sample for sample in samples if sample.status == 200 and not sample.error]
@@ -106,7 +106,7 @@ def run(load: Load) -> dict[str, Any]:
         raise JaxLlamaError(f"{load.url}: no request was answered: {reasons.most_common(1)[0][0]}")
     new = sum(sample.new_tokens for sample in good)
     prompt = sum(sample.prompt_tokens for sample in good)
-    report: dict[str, Any] = {
+    report: JsonObject = {
         "url": load.url,
         "model": model,
         "requests": len(samples),
@@ -233,7 +233,7 @@ async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, 
     return name, vocab_size or VOCABULARY, longest
 
 
-async def _measure(session: aiohttp.ClientSession, body: dict[str, Any], start: float) -> Sample:
+async def _measure(session: aiohttp.ClientSession, body: JsonObject, start: float) -> Sample:
     sample = Sample()
     try:
         async with session.post("v1/completions", json=body) as reply:
@@ -294,7 +294,7 @@ def _summary(values: list[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), **out, "max": float(np.max(values))}
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text."""
     lines = [
         f"{report['answered']} of {report['requests']} requests answered in "

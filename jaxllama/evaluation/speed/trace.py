@@ -21,7 +21,9 @@ import os
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxllama.typing import JsonObject
 
 _COLLECTIVE = re.compile(r"nccl|allreducekernel|^psum", re.IGNORECASE)
 _HOST_GAP = 1e-3
@@ -44,7 +46,7 @@ def profiled_graphs() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_GRAPHS}".strip()
 
 
-def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
+def step_parts(folder: Path, steps: int) -> JsonObject | None:
     """Return the parts of a step; None if the trace has no kernel on a device."""
     devices = events_by_device(folder)
     if not devices:
@@ -74,12 +76,12 @@ def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
     }
 
 
-def events_by_device(folder: Path) -> dict[Any, list[TraceEvent]]:
+def events_by_device(folder: Path) -> dict[tuple[Path, int], list[TraceEvent]]:
     """Return the events on the streams of each device.
 
     Rows of the host and a device's summaries have events of the same names, which are left out.
     """
-    found: dict[Any, list[TraceEvent]] = defaultdict(list)
+    found: dict[tuple[Path, int], list[TraceEvent]] = defaultdict(list)
     for path in folder.rglob("*.trace.json.gz"):
         events = _read(path)
         labels = {
@@ -115,11 +117,11 @@ def events_on_host(folder: Path) -> list[TraceEvent]:
     ]
 
 
-def _event(event: dict[str, Any]) -> TraceEvent:
+def _event(event: JsonObject) -> TraceEvent:
     about = event.get("args", {})
     ids = about.get("hlo_module", ""), about.get("hlo_op", "")
     return TraceEvent(event["ts"] / 1e6, event["dur"] / 1e6, event["name"], *ids)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[JsonObject]:
     return json.loads(gzip.decompress(path.read_bytes())).get("traceEvents", [])

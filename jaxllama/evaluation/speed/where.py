@@ -33,7 +33,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -43,6 +43,7 @@ from jaxllama.evaluation.speed.hlo import Launch, launches
 from jaxllama.evaluation.speed.trace import TraceEvent, events_by_device, events_on_host
 from jaxllama.language_model import LanguageModel
 from jaxllama.progress import Working
+from jaxllama.typing import JsonObject
 
 Phase = Literal["decode", "prefill"]
 _STEPS, _MORE = 16, 48  # steps of the short and the long decode runs
@@ -61,7 +62,7 @@ def run(
     chunk: int | None = None,
     context: int = SHORT,
     sign: Working | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the report of a step of ``phase``; arguments as for ``decode.run``.
 
     Raises JaxLlamaError if the model's context is too short.
@@ -125,7 +126,7 @@ def account(
     program: Sequence[Launch],
     rates: tuple[float, float],
     steps: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the launches of a step, longest first.
 
     program: the kernels of a step, in order. rates: bytes and operations a second. steps: number of
@@ -150,7 +151,7 @@ def account(
     seen = Counter(launch.op for _, launch in pairs if launch is not None)
     if steps is None:
         steps = round(statistics.median(seen.values())) if seen else 1
-    rows: dict[tuple[str, int | None], dict[str, Any]] = {}
+    rows: dict[tuple[str, int | None], JsonObject] = {}
     for event, launch in pairs:
         name = _NUMBER.sub("", _SUFFIX.sub("", event.name))
         nbytes = None if launch is None else launch.nbytes
@@ -158,7 +159,7 @@ def account(
         row["launches"] += 1 / steps
         row["us"] += 1e6 * event.seconds / steps
         row["floor_us"] += _floor_us(launch, rates) / steps
-    table: list[dict[str, Any]] = [
+    table: list[JsonObject] = [
         {"kernel": name, "bytes": nbytes, **row} for (name, nbytes), row in rows.items()
     ]
     return {
@@ -186,7 +187,7 @@ def _idle_us(events: Sequence[TraceEvent]) -> float:
     return 1e6 * idle
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text."""
     lines = [
         f"{report['model']} on {report['device']}, {report['phase']}, batch {report['batch']}: "

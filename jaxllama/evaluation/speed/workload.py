@@ -18,11 +18,12 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 BYTES_PER_TOKEN = 4
 
@@ -153,7 +154,7 @@ def _pair(path: Path, number: int, line: str) -> tuple[int, int]:
     raise JaxLlamaError(f"{path}:{number}: needs prompt_tokens and new_tokens, from 1 on")
 
 
-def _chat(path: Path, number: int, entry: Any) -> list[tuple[int, int]]:
+def _chat(path: Path, number: int, entry: JsonObject) -> list[tuple[int, int]]:
     """Return the lengths of each message with its answer; [] without an answer."""
     try:
         said = [(turn["from"], turn["value"]) for turn in entry["conversations"]]

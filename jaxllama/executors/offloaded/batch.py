@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxllama.config import ModelConfig
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
@@ -24,6 +24,7 @@ from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.cache import LayerState
+from jaxllama.typing import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +64,12 @@ class Batch:
     prompts: list[TokenPiece] = dataclasses.field(default_factory=list)
     joining: jax.Array | None = None
     adapters: jax.Array | None = None
-    hidden: Any = None
+    hidden: Tree = None
     live: bool = False  # a row still wants tokens
     is_used: bool = False  # rows have been in it
     drafted: int | None = None
     scores: jax.Array | None = None
-    tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
+    tokens: dict[int, LayerState] = dataclasses.field(default_factory=dict)
 
     @property
     def reads_prompts(self) -> bool:
@@ -102,7 +103,7 @@ def cleared(state: LayerState, empty: LayerState, rows: jax.Array) -> LayerState
     return _chosen(rows, empty, state)
 
 
-def _chosen(rows: jax.Array, one: Any, other: Any) -> Any:
+def _chosen(rows: jax.Array, one: Tree, other: Tree) -> Tree:
     """The tree of ``one`` in ``rows[B]`` (bool), and of ``other`` elsewhere."""
     return jax.tree.map(
         lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), one, other
@@ -118,7 +119,7 @@ def without_written(rows: Rows) -> Rows:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def next_piece(cfg: Any, capacity: int, rows: Rows) -> tuple[Any, ...]:
+def next_piece(cfg: ModelConfig, capacity: int, rows: Rows) -> tuple[Tree, ...]:
     """Return the fields of a decode step's TokenPiece: each row's newest token."""
     inputs = start(rows)
     first, lengths = inputs.fields.length, inputs.lengths

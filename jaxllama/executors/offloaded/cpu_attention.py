@@ -14,7 +14,7 @@ The device runs the prefill and hands the rows over afterwards.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,10 @@ from jaxllama.model.mixers.attention.mix import (
 )
 from jaxllama.model.mixers.attention.sparse import sparse_decode
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
+from jaxllama.typing import Tree
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 
@@ -46,7 +48,7 @@ class SplitCache:
     moves = False
     stored = ()
 
-    def __init__(self, shares: Shares, empty: Any) -> None:
+    def __init__(self, shares: Shares, empty: Callable[[], LayerState]) -> None:
         self._shares, self.empty = shares, empty
         self._parts: Parts | None = None
 
@@ -62,7 +64,7 @@ class SplitCache:
         moved = [jax.device_put(part, here) for part in parts if part is not None]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *moved)
 
-    def save(self, state: KVCache | Parts, *_: Any) -> None:
+    def save(self, state: KVCache | Parts, *_: object) -> None:
         if isinstance(state, KVCache):
             rows = self._shares.rows(state.k.shape[0])[0]
             device = jax.tree.map(lambda leaf: leaf[:rows], state) if rows else None
@@ -88,7 +90,7 @@ def cpu() -> jax.Device:
 
 def decode_layer(
     cfg: ModelConfig,
-    weights: Any,
+    weights: Tree,
     stream: Stream,
     parts: Parts,
     positions: jax.Array,
@@ -117,7 +119,7 @@ def decode_layer(
 
 @functools.partial(jax.jit, static_argnums=0)
 def project(
-    cfg: ModelConfig, weights: Any, stream: Stream
+    cfg: ModelConfig, weights: Tree, stream: Stream
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
     """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream."""
     mixer = weights["mixer"]
@@ -159,7 +161,7 @@ def _attend(
 
 @functools.partial(jax.jit, static_argnums=0)
 def output(
-    cfg: ModelConfig, weights: Any, heads: jax.Array, gate: jax.Array | None, stream: Stream
+    cfg: ModelConfig, weights: Tree, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
     """Return the stream after the layer's first half, with heads ``[B, N, H]``."""
     heads, o = finished(cfg, heads[:, None], gate), weights["mixer"]["o"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
 from jaxllama.decoding.drafts import Drafted
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Pass, drawn_by, finish, start
@@ -28,6 +26,8 @@ from jaxllama.executors.offloaded.batch import TokenPiece
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.typing import Params, Tree
 
 
 def advance_drafts(
@@ -87,7 +87,9 @@ _proposed = jax.jit(drafts.propose, static_argnums=0, donate_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _piece(cfg: ModelConfig, width: int, rows: Rows, draft: Drafted, limit: int) -> tuple[Any, ...]:
+def _piece(
+    cfg: ModelConfig, width: int, rows: Rows, draft: Drafted, limit: int
+) -> tuple[Tree, ...]:
     """Return the fields of a pass's TokenPiece: each row's newest token and its draft."""
     inputs = start(rows, draft, width, limit)
     positions, is_new, rope = decoder.places_of(cfg, inputs.fields.length, inputs.lengths, width)
@@ -101,12 +103,12 @@ def _finished(
     rows: Rows,
     draft: Drafted,
     scores: jax.Array,
-    tokens: dict[int, Any],
-    layers: dict[int, Any],
+    tokens: dict[int, LayerState],
+    layers: dict[int, LayerState],
     sampling: SamplingParams,
     stop_ids: jax.Array,
     limit: int,
-) -> tuple[Rows, dict[int, Any]]:
+) -> tuple[Rows, dict[int, LayerState]]:
     """Return the rows after a pass, and the recurrent ``layers`` with the accepted ``tokens``."""
     inputs = start(rows, draft, width, limit)
     cache = Cache(tuple(layers.values()), inputs.fields.length)

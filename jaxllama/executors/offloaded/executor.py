@@ -34,10 +34,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Report
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import Call, Executor
@@ -52,15 +52,16 @@ from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
-from jaxllama.offload.timeline import NO_RECORD
+from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
+from jaxllama.typing import Params, Tree
 
 SCHEME = "w4a16-g64-zero"  # the scheme of compress_weight
 KV_DTYPE = "int4"  # the cache's dtype under compress_cache
 CHUNK = 512  # default number of tokens of a prompt that pass through a unit at once
 
 
-def kv_dtype_of(policy: Policy, kv_dtype: Any, dtype: Any) -> Any:
+def kv_dtype_of(policy: Policy, kv_dtype: DTypeLike | None, dtype: DTypeLike | None) -> Any:
     """Return the cache's dtype under a policy. ``kv_dtype`` is the user's argument, ``dtype`` the
     default.
 
@@ -95,7 +96,7 @@ class Offloaded:
 
     policy: Policy
     store: Store
-    recorder: Any = NO_RECORD
+    recorder: Recording = NO_RECORD
 
     @property
     def mesh(self) -> None:
@@ -116,7 +117,7 @@ class Offloaded:
     def with_params(self, params: Params) -> Offloaded:
         return self
 
-    def with_policy(self, **changes: Any) -> Offloaded:
+    def with_policy(self, **changes: Tree) -> Offloaded:
         """Return the executor with other values in its policy. The store stays."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **changes))
 
@@ -127,7 +128,9 @@ class Offloaded:
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
         raise JaxLlamaError("policy: an offloaded model is not saved: load it without one")
 
-    def cache_options(self, kv_dtype: Any, chunk: int | None, dtype: Any) -> tuple[Any, int]:
+    def cache_options(
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+    ) -> tuple[Any, int]:
         """Return the cache's dtype and the chunk, by default the policy's.
 
         Raises JaxLlamaError for values that differ from the policy's.
@@ -187,7 +190,7 @@ class Offloaded:
         params: Params,
         tokens: jax.Array,
         lengths: jax.Array,
-        kv_dtype: Any = None,
+        kv_dtype: DTypeLike | None = None,
     ) -> tuple[Hidden, Params]:
         hidden, weights = self._layers(cfg, params, tokens, lengths, kv_dtype)
         return Hidden(jnp.concatenate([stream.total for stream in hidden])), weights
@@ -198,8 +201,8 @@ class Offloaded:
         params: Params,
         tokens: jax.Array,
         lengths: jax.Array,
-        kv_dtype: Any = None,
-    ) -> tuple[list[Stream], Any]:
+        kv_dtype: DTypeLike | None = None,
+    ) -> tuple[list[Stream], Tree]:
         """Return the streams that leave the last layer, by batches, and the head's weights."""
         size = self.policy.gpu_batch_size
         parts = [

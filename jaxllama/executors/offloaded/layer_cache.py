@@ -16,7 +16,7 @@ A GLA state does not grow and changes as a whole, so each step stores it anew.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxllama.model.cache import LayerState
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.store import Store
+from jaxllama.typing import Tree
 
 TAIL = 16  # tokens a row that stay on the device between two writes of a snapshot
 
@@ -44,11 +45,11 @@ class LayerCache:
     empty: a function that makes the state before the first token.
     """
 
-    def __init__(self, store: Store, shares: Shares, empty: Any) -> None:
+    def __init__(self, store: Store, shares: Shares, empty: Callable[[], LayerState]) -> None:
         self._store, self._shares, self.empty = store, shares, empty
         self._whole: LayerState | None = None
-        self._stored: Any = None
-        self._tail: Any = None
+        self._stored: Tree = None
+        self._tail: Tree = None
         self._slots: jax.Array | None = None
         self._held = 0  # tokens in the tail
 
@@ -57,7 +58,7 @@ class LayerCache:
         return self._shares.device < 100
 
     @property
-    def stored(self) -> Any:
+    def stored(self) -> Tree:
         """The tree of Stored pieces, for the byte accounts."""
         return self._stored
 
@@ -106,7 +107,7 @@ class LayerCache:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def assemble(snapshot: Any, tail: Any, slots: jax.Array, capacity: int) -> Any:
+def assemble(snapshot: Tree, tail: Tree, slots: jax.Array, capacity: int) -> Tree:
     """Return the cache, or a part of it, ``[B, capacity, ...]``.
 
     It has the snapshot's columns, with the tail's tokens written over them.

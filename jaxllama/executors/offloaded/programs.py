@@ -8,13 +8,11 @@ share one compilation.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.forward import Params
 from jaxllama.model import decoder
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
@@ -22,6 +20,7 @@ from jaxllama.model.records import Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes
 from jaxllama.offload.store import RowTable, Store
 from jaxllama.offload.units import Kind
+from jaxllama.typing import Params, Tree
 
 Rope = Ropes | None
 
@@ -30,7 +29,7 @@ head_logits = jax.jit(decoder.logits, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def embed(cfg: ModelConfig, dtype: jnp.dtype, weights: Any, tokens: jax.Array) -> Stream:
+def embed(cfg: ModelConfig, dtype: jnp.dtype, weights: Tree, tokens: jax.Array) -> Stream:
     return Stream(decoder.embed_tokens(cfg, weights, tokens, dtype))
 
 
@@ -57,7 +56,7 @@ def run_layer(
     cfg: ModelConfig,
     kind: str,
     part: Kind,
-    weights: Any,
+    weights: Tree,
     stream: Stream,
     state: LayerState | None,
     positions: jax.Array,
@@ -66,7 +65,7 @@ def run_layer(
     *,
     sparse: bool = False,
     drafted: int | None = None,
-) -> tuple[Stream, Any]:
+) -> tuple[Stream, LayerState]:
     """Run a layer or one of its halves.
 
     cfg, kind: as ``layer_config`` returns them.
@@ -93,6 +92,6 @@ def last_hidden(stream: Stream, n_new: jax.Array, last: Hidden | None) -> Hidden
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def all_logits(cfg: ModelConfig, weights: Any, stream: Stream) -> jax.Array:
+def all_logits(cfg: ModelConfig, weights: Tree, stream: Stream) -> jax.Array:
     """Return float32 logits ``[B, T, V]`` of every position."""
     return decoder.logits(cfg, weights, Hidden(stream.total))

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import init_cache
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import check_host_memory
+from jaxllama.typing import Tree
 from pallas_kernels.qtensor import packed_bytes, tree_bytes
 
 
-def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
+def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> int:
     """Return the bytes of keys and values of ``length`` tokens in each row, or of GLA states."""
     return tree_bytes(cache_shapes(cfg, rows, length, dtype))
 
 
-def hidden_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
+def hidden_bytes(cfg: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> int:
     """Return the bytes of hidden states, one a token.
 
     Between units there are two, because the norm computes the sum.
@@ -32,12 +34,14 @@ def hidden_bytes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> int:
     return packed_bytes(rows * length * cfg.d_model, dtype)
 
 
-def cache_shapes(cfg: ModelConfig, rows: int, length: int, dtype: Any) -> tuple[Any, ...]:
+def cache_shapes(
+    cfg: ModelConfig, rows: int, length: int, dtype: DTypeLike
+) -> tuple[LayerState, ...]:
     return _cache_shapes(cfg, rows, length, jnp.dtype(dtype).name)
 
 
 @functools.lru_cache(maxsize=256)
-def _cache_shapes(cfg: ModelConfig, rows: int, length: int, dtype: str) -> tuple[Any, ...]:
+def _cache_shapes(cfg: ModelConfig, rows: int, length: int, dtype: str) -> tuple[LayerState, ...]:
     return jax.eval_shape(lambda: init_cache(cfg, rows, length, dtype)).layers
 
 
@@ -56,7 +60,7 @@ class Tiers:
         return Tiers(self.device * count, self.host * count, self.disk * count)
 
 
-def split_bytes(tree: Any, shares: Shares) -> Tiers:
+def split_bytes(tree: Tree, shares: Shares) -> Tiers:
     """Return the bytes of a tree of arrays or shapes in each tier, as ``Store.put`` divides it."""
     total = Tiers()
     for leaf in jax.tree.leaves(tree):
@@ -74,8 +78,8 @@ def check_host(
     policy: Policy,
     shape: tuple[int, int],
     capacity: int,
-    kv_dtype: Any,
-    dtype: Any,
+    kv_dtype: DTypeLike | None,
+    dtype: DTypeLike,
 ) -> None:
     """Raise JaxLlamaError if host memory has no room for a block's cache and hidden states."""
     rows, width = shape

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.forward import Params
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.executors.executor import Alone
@@ -51,8 +50,9 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
-from jaxllama.offload.timeline import NO_RECORD
+from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
+from jaxllama.typing import Params, Tree
 
 
 class OffloadRun:
@@ -78,10 +78,10 @@ class OffloadRun:
         room: int,
         limit: int,
         capacity: int,
-        kv_dtype: Any,
+        kv_dtype: DTypeLike | None,
         chunk: int,
         alone: Alone | None = None,
-        recorder: Any = NO_RECORD,
+        recorder: Recording = NO_RECORD,
     ) -> None:
         self.policy, self.store, self.record = policy, store, recorder
         self.cfg, self.params = cfg, params
@@ -106,8 +106,8 @@ class OffloadRun:
     # Rows to batches
 
     def cut(
-        self, tokens: jax.Array, lengths: jax.Array, options: Any = None
-    ) -> Iterator[tuple[Any, ...]]:
+        self, tokens: jax.Array, lengths: jax.Array, options: Tree = None
+    ) -> Iterator[tuple[Tree, ...]]:
         """Yield the run's rows, batch by batch. Rows of length 0 fill the last batch.
 
         options: a tree of arrays of these rows.
@@ -219,7 +219,7 @@ class OffloadRun:
 
     def verify(
         self, pieces: dict[int, TokenPiece], width: int
-    ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
+    ) -> dict[int, tuple[jax.Array, dict[int, LayerState]]]:
         """Run one pass over these batches' pieces, ``width`` tokens of a row at a time.
 
         Returns each batch's logits ``[B width, V]``, and by layer the tokens that recurrent states
@@ -287,7 +287,7 @@ class OffloadRun:
     def active_batches(self) -> list[int]:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
-    def load_weights(self, unit: ModelUnit) -> Any:
+    def load_weights(self, unit: ModelUnit) -> Tree:
         tree = unit.weights(self.params)
         stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
         with self.record.watching("load weights", unit) as out:
@@ -300,7 +300,7 @@ class OffloadRun:
         self._known = dict(zip(map(id, stored), begun, strict=True)) if shared else {}
         return pending
 
-    def finish_weights(self, pending: Any) -> Any:
+    def finish_weights(self, pending: Tree) -> Tree:
         return self.store.finish(pending)
 
     def load_cache(self, unit: ModelUnit, batch: int) -> LayerState | None:
@@ -313,7 +313,7 @@ class OffloadRun:
         with self.record("load cache", unit, batch):
             return jax.block_until_ready(load())
 
-    def load_hidden(self, batch: int) -> Any:
+    def load_hidden(self, batch: int) -> Tree:
         hidden = self.batches[batch].hidden
         if not self.moves["hidden"]:
             return hidden
@@ -321,8 +321,8 @@ class OffloadRun:
             return jax.block_until_ready(self.store.get(hidden))
 
     def compute(
-        self, unit: ModelUnit, index: int, weights: Any, cache: LayerState | None, hidden: Any
-    ) -> tuple[LayerState | None, Any]:
+        self, unit: ModelUnit, index: int, weights: Tree, cache: LayerState | None, hidden: Tree
+    ) -> tuple[LayerState | None, Tree]:
         with self.record.watching("compute", unit, index) as out:
             batch = self.batches[index]
             if unit.kind == "embed":
@@ -339,8 +339,8 @@ class OffloadRun:
         return cache, hidden
 
     def _layer(
-        self, unit: ModelUnit, batch: Batch, weights: Any, cache: Any, hidden: Any
-    ) -> tuple[Any, Any]:
+        self, unit: ModelUnit, batch: Batch, weights: Tree, cache: Tree, hidden: Tree
+    ) -> tuple[Tree, Tree]:
         cfg, kind = layer_config(self.cfg, unit.layer)
         if batch.adapters is not None:
             weights = with_rows(weights, batch.adapters_of_tokens)
@@ -380,7 +380,7 @@ class OffloadRun:
             results.append(x)
         return results, cache
 
-    def _head(self, batch: Batch, weights: Any, hidden: Any) -> None:
+    def _head(self, batch: Batch, weights: Tree, hidden: Tree) -> None:
         if batch.drafted is not None:
             [x] = hidden
             batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]
@@ -406,7 +406,7 @@ class OffloadRun:
             home.save(jax.block_until_ready(cache), slots, self.filled)
             wait(home.stored)
 
-    def store_hidden(self, index: int, hidden: Any) -> None:
+    def store_hidden(self, index: int, hidden: Tree) -> None:
         batch = self.batches[index]
         if not self.moves["hidden"]:
             batch.hidden = hidden
@@ -418,5 +418,5 @@ class OffloadRun:
             self.store.free(old)
 
 
-def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
+def _empty_state(cfg: ModelConfig, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
     return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,7 @@ from jaxllama.model.mixers.attention.sparse import heaviest, kept_values
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.store import Store, is_stored, on_device
+from jaxllama.typing import Tree
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 from pallas_kernels.qtensor import QTensor
 
@@ -55,7 +55,7 @@ class SparseState:
     """
 
     keys: jax.Array | QTensor
-    values: Any
+    values: Tree
     tail: KVCache
     slots: jax.Array
     held: int
@@ -103,7 +103,7 @@ class SparseCache(LayerCache):
 def decode_layer(
     cfg: ModelConfig,
     store: Store,
-    weights: Any,
+    weights: Tree,
     stream: Stream,
     state: SparseState,
     positions: jax.Array,
@@ -195,8 +195,8 @@ def _attend(
     cfg: ModelConfig,
     kept: jax.Array,
     places: jax.Array,
-    resident: Any,
-    moved: Any,
+    resident: Tree,
+    moved: Tree,
     rows: jax.Array,
     tail: jax.Array | QTensor,
     dtype: jnp.dtype,

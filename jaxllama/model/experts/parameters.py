@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, TensorSource, fused, one, written
+from jaxllama.model.param import Param, Path, Stacked, TensorSource, fused, one, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,11 @@ class ExpertNames:
     gate_up, down: an expert's matrices, behind ``expert``.
     fused: (gate and up, down) tensors of all experts, which a file may have instead.
     is_fused: whether to assume ``fused`` when the file's tensor names are not known.
+    alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
+    (gpt-oss).
+    fused_bias: ending of the biases of fused tensors.
     shared, shared_gate: prefix of the shared expert, and its gate.
-    choice_bias: bias that is added to scores only to choose experts.
+    choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
     """
 
     prefix: str = "mlp."
@@ -42,9 +45,12 @@ class ExpertNames:
     down: str = "down_proj"
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     is_fused: bool = False
+    alternates: bool = False
+    fused_bias: str = "_bias"
     shared: str = "shared_expert."
     shared_gate: str = "shared_expert_gate"
     choice_bias: str = "gate.e_score_correction_bias"
+    is_matrix: bool = False
 
 
 def table(
@@ -59,9 +65,8 @@ def table(
     if options.router_bias:
         rows["router", "bias"] = one(f"{prefix}{own.router}.bias", n, std=0.0)
     if options.choice_bias:
-        rows["router", "choice_bias"] = one(
-            f"{prefix}{own.choice_bias}", n, std=0.0, is_float32=True
-        )
+        source = TensorSource(f"{prefix}{own.choice_bias}", (1, n) if own.is_matrix else (n,))
+        rows["router", "choice_bias"] = Param((source,), (n,), std=0.0, is_float32=True)
     rows |= _experts(options, d, prefix, own, present, residual)
     if options.shared:
         shared = f"{prefix}{own.shared}"
@@ -82,28 +87,48 @@ def _experts(
     residual: float,
 ) -> dict[Path, Param]:
     n, width = options.n_experts, options.d_ff
-    assert not options.bias, "no family has biases of experts yet"
-    shapes = (n, 2 * width, d), (n, d, width)
     gate_up, down = (f"{prefix}{name}" for name in own.fused)
-    if gate_up in present or (own.is_fused and not present):
-        sources = [TensorSource(gate_up, shapes[0])], [TensorSource(down, shapes[1], residual)]
+    is_fused = any(name.startswith(gate_up) for name in present)
+    if is_fused or (own.is_fused and not present):
+        alternates = own.alternates
+        inner, outer = (
+            Stacked(n, 2 * width, alternates, alternates),
+            Stacked(n, d, False, alternates),
+        )
+        of_bias = Stacked(n, 2 * width, alternates)
+        weights = (
+            [TensorSource(gate_up, (n, 2 * width, d), turned=inner if alternates else None)],
+            [TensorSource(down, (n, d, width), residual, turned=outer if alternates else None)],
+        )
+        biases = (
+            [
+                TensorSource(
+                    f"{gate_up}{own.fused_bias}",
+                    (n, 2 * width),
+                    turned=of_bias if alternates else None,
+                )
+            ],
+            [TensorSource(f"{down}{own.fused_bias}", (n, d), residual)],
+        )
     else:
         experts = [f"{prefix}{own.expert.format(index)}" for index in range(n)]
-        sources = (
-            [
-                TensorSource(f"{expert}{name}.weight", (width, d))
-                for expert in experts
-                for name in own.gate_up
-            ],
-            [
-                TensorSource(f"{expert}{own.down}.weight", (d, width), residual)
-                for expert in experts
-            ],
+        up = [f"{expert}{name}" for expert in experts for name in own.gate_up]
+        out = [f"{expert}{own.down}" for expert in experts]
+        weights = (
+            [TensorSource(f"{name}.weight", (width, d)) for name in up],
+            [TensorSource(f"{name}.weight", (d, width), residual) for name in out],
         )
-    return {
-        ("experts_gate_up", "weight"): Param(tuple(sources[0]), shapes[0]),
-        ("experts_down", "weight"): Param(tuple(sources[1]), shapes[1]),
-    }
+        biases = (
+            [TensorSource(f"{name}.bias", (width,)) for name in up],
+            [TensorSource(f"{name}.bias", (d,), residual) for name in out],
+        )
+    rows: dict[Path, Param] = {}
+    for index, name in enumerate(("experts_gate_up", "experts_down")):
+        high = (2 * width, d)[index]
+        rows[name, "weight"] = Param(tuple(weights[index]), (n, high, (d, width)[index]))
+        if options.bias:
+            rows[name, "bias"] = Param(tuple(biases[index]), (n, high), std=0.0)
+    return rows
 
 
 Site: TypeAlias = tuple[tuple[str, ...], str, tuple[int, int] | None, np.ndarray]

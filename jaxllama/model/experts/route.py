@@ -4,11 +4,14 @@
     softmax, normalized     the softmax over the chosen logits (Mixtral, Qwen3, Granite, gpt-oss)
     softmax                 the chosen entries of the softmax over all experts (OLMoE)
     sigmoid                 the chosen sigmoids, over their sum if normalized (DeepSeek-V3, GLM)
+    sparsemixer             the best logit's softmax over the logits near it, then the same of the
+                            logits that are left (Phi-3.5-MoE)
 
 If scores are equal, the lowest index wins.  On a CPU a token's logits have the same bits in any
 batch, so its experts depend on the token alone.
 
-Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437).
+Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437), GRIN's SparseMixer-v2 (2409.12136)
+as it infers.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ def choose(
 
     choice_bias: ``[E]``, added to the scores for the choice, but not for the weights.
     """
+    if options.scores == "sparsemixer":
+        return _sparsemixer(options, logits)
     is_softmax = options.scores == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
@@ -65,6 +70,28 @@ def choose(
         if options.normalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return experts.astype(jnp.int32), weights * options.scale
+
+
+def _sparsemixer(options: ExpertsConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``choose`` for SparseMixer.
+
+    Near the best logit are those whose distance from it is at most ``2 * jitter`` of the larger of
+    it and their own magnitude.
+    """
+    left, experts, weights = logits, [], []
+    for _ in range(options.n_active):
+        best = jnp.max(left, axis=-1, keepdims=True)
+        size = jnp.maximum(jnp.abs(logits), best)
+        near = (best - logits) / size <= 2 * options.jitter
+        expert = jnp.argmax(left, axis=-1)[:, None]
+        shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
+        experts.append(expert)
+        weights.append(jnp.take_along_axis(shares, expert, axis=-1))
+        is_it = jnp.arange(logits.shape[-1]) == expert
+        left = jnp.where(is_it, -jnp.inf, left)
+    joined = (jnp.concatenate(x, axis=-1) for x in (experts, weights))
+    chosen, share = joined
+    return chosen.astype(jnp.int32), share * options.scale
 
 
 def _best_groups(options: ExpertsConfig, by: jax.Array) -> jax.Array:

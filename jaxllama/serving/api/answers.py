@@ -26,7 +26,7 @@ from jaxllama.serving.api.logprobs import (
     prompt_logprobs,
 )
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.api.reading import MessageReader
+from jaxllama.serving.api.reading import answer_reader
 from jaxllama.serving.api.schemas import (
     Arguments,
     ChatChoice,
@@ -206,7 +206,7 @@ def chat(call: AcceptedCall, answer: PartialAnswer) -> ChatObject:
 def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage, int]:
     """Return the message of a choice's whole text, and the number of its calls of tools."""
     assert call.reading is not None
-    reader = MessageReader(call.reading)
+    reader = answer_reader(call.reading)
     said = {"reasoning": "", "content": ""}
     calls: list[ToolCalled] = []
     for part in (*reader.feed(text), *reader.close()):
@@ -275,7 +275,7 @@ class ChatChunks:
     def __init__(self, call: AcceptedCall, index: int) -> None:
         assert call.reading is not None
         self._call, self._index = call, index
-        self._reader = MessageReader(call.reading)
+        self._reader = answer_reader(call.reading)
 
     def parts(self, event: TextPiece) -> list[AnswerPart]:
         parts = self._reader.feed(event.text)

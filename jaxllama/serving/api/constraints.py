@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxllama.engine.request import Grammar
@@ -26,6 +27,7 @@ from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import Tools
 from jaxllama.text.tokenizer import Tokenizer
 
+_BARS = re.compile(r"(<\|\w+\|>)")  # special tokens of harmony
 _ANYTHING = r"/(.|\n)*/"
 
 
@@ -236,12 +238,14 @@ def constraint(
     is_strict = tools is not None and any(function.strict for function in tools.functions)
     if form is None and not is_strict and not (tools is not None and tools.is_forced):
         return None
-    if form is not None and tools is None and reading.tags is None:
+    if form is not None and tools is None and reading.tags is None and reading.opened is None:
         return Grammar(form.kind, form.source)
     assert tokenizer is not None  # a chat model has one
     rules: list[str] = []
     thought = _thought(reading, tokenizer, rules)
-    if tools is None:
+    if reading.opened is not None:
+        answer = _in_channels(form, tools, tokenizer, rules)
+    elif tools is None:
         answer = "@form"
     else:
         answer = _calls(tools, tokenizer, rules)
@@ -254,7 +258,23 @@ def constraint(
     return Grammar("lark", json.dumps({"grammars": [{"lark_grammar": lark}, *nested]}))
 
 
+def _in_channels(
+    form: AnswerConstraint | None, tools: Tools | None, tokenizer: Tokenizer, rules: list[str]
+) -> str:
+    """Return the rule of harmony's last message: a call, or the final one."""
+    final = _literal("<|channel|>final<|message|>", tokenizer)
+    if tools is None:
+        return f"{final} @form"
+    calls = _calls(tools, tokenizer, rules)
+    return calls if tools.is_forced else f"({calls} | {final} {'@form' if form else 'TEXT'})"
+
+
 def _thought(reading: Reading, tokenizer: Tokenizer, rules: list[str]) -> str:
+    if reading.opened is not None:
+        # The prompt ends with the first message's start.
+        begin, start = "<|channel|>analysis<|message|>", "<|start|>assistant"
+        rules.append(_up_to("thought", "<|end|>", tokenizer))
+        return f"({_literal(begin, tokenizer)} thought {_literal(start, tokenizer)})?"
     if reading.tags is None:
         return ""
     first, last = reading.tags
@@ -319,13 +339,26 @@ def _up_to(rule: str, mark: str, tokenizer: Tokenizer) -> str:
 
 
 def _literal(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """Return a text in Lark. A special token at its beginning is written as a token id."""
+    """Return a text in Lark. A special token at its beginning, or one in bars, is a token id."""
     if tokenizer is not None:
+        first, *rest = _BARS.split(text)
+        if rest:
+            return " ".join(filter(None, map(_parted(tokenizer), (first, *rest))))
         mark = text.strip()
         index = special_id(tokenizer, mark)
         if index is not None:
             return f"<[{index}]> {_literal(text.removeprefix(mark))}"
     return _quoted(text) if text else ""
+
+
+def _parted(tokenizer: Tokenizer) -> Callable[[str], str]:
+    """Return ``_literal`` of a text that is a special token in bars, or has none."""
+
+    def of(text: str) -> str:
+        index = special_id(tokenizer, text) if _BARS.fullmatch(text) else None
+        return _literal(text) if index is None else f"<[{index}]>"
+
+    return of
 
 
 def _quoted(text: str) -> str:

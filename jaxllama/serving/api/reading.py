@@ -1,11 +1,11 @@
 """Split a chat model's text into reasoning, content and calls of tools.
 
     Reading(...)                     how to read an answer; follows from its body and prompt
-    MessageReader(reading)           feed(text), close() -> Parts, as the text comes
+    answer_reader(reading)           feed(text), close() -> Parts, as the text comes
 
 Reasoning is the text between a template's tags for it, at the beginning of an answer. Many
 templates write the first tag themselves, at the end of the prompt. Blanks around the reasoning are
-dropped.
+dropped. In harmony (``tools.harmony``) an answer's channels say what is reasoning and what a call.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllama.serving.api.tools import Tools
+from jaxllama.serving.tools import harmony
 from jaxllama.serving.tools.formats import AnswerPart, CallReader, Machine, MarkFinder
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -24,20 +25,23 @@ class Reading:
     """How to read an answer.
 
     tags: the tags around the reasoning, None if there are none. is_thinking: the prompt ends with
-    the first tag. tools: the tools that may be called.
+    the first tag. tools: the tools that may be called. opened: in harmony, the part of the first
+    message that the prompt has; None for other templates.
     """
 
     tags: tuple[str, str] | None
     is_thinking: bool
     tools: Tools | None
+    opened: str | None = None
 
     @property
     def is_plain(self) -> bool:
-        return self.tags is None and self.tools is None
+        return self.tags is None and self.tools is None and self.opened is None
 
     def needs_special(self, tokenizer: Tokenizer) -> bool:
         """Return whether one of the marks to find is a special token."""
         marks = [*(self.tags or ()), *([self.tools.format.mark] if self.tools else ())]
+        marks = marks if self.opened is None else [harmony.MARK]
         return any(special_id(tokenizer, mark) is not None for mark in marks)
 
 
@@ -52,11 +56,24 @@ def special_id(tokenizer: Tokenizer, text: str) -> int | None:
 
 def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
     """Return how to read the answer to ``prompt``, which was made with this template."""
+    if harmony.MARK in template:
+        _, start, opened = prompt.rpartition(harmony.START)
+        return dataclasses.replace(PLAIN, tools=tools, opened=opened if start else "")
     end = prompt.rstrip()
     for tags in TAGS:
         if tags[1] in template and not end.endswith(tags[1]):
             return Reading(tags, end.endswith(tags[0]), tools)
     return dataclasses.replace(PLAIN, tools=tools)
+
+
+def answer_reader(reading: Reading) -> MessageReader | harmony.ChannelReader:
+    """Return the reader of an answer's text."""
+    if reading.opened is None:
+        return MessageReader(reading)
+    tools = reading.tools
+    reader = harmony.ChannelReader(*((tools.names, tools.only_one) if tools else ()))
+    reader.feed(reading.opened)
+    return reader
 
 
 class MessageReader(Machine):

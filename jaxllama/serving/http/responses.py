@@ -20,7 +20,7 @@ from jaxllama.serving.api import answers
 from jaxllama.serving.api.bodies import Message
 from jaxllama.serving.api.calls import AcceptedCall
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.api.reading import PLAIN, MessageReader
+from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.response_bodies import (
     InputCall,
     InputMessage,
@@ -140,7 +140,7 @@ class Writer:
 
     def __init__(self, frame: ResponseFrame) -> None:
         self._call = frame.call
-        self._reader = MessageReader(frame.call.reading or PLAIN)
+        self._reader = answer_reader(frame.call.reading or PLAIN)
         self.output: list[OutputItem] = []
         self.status: Status = "in_progress"
 

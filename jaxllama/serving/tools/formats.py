@@ -63,7 +63,18 @@ HERMES = Format(
     "\n</tool_call>",
     foreign=("<function=", "<arg_key>", "<tool_sep>"),
 )
+# Calls are messages of a channel (``harmony``). The token that ends one ends the answer, too.
+HARMONY = Format(
+    "harmony",
+    ("<|channel|>",),
+    "<|channel|>commentary to=functions.",
+    "",
+    arguments=None,
+    separator=None,
+    between=" <|constrain|>json<|message|>",
+)
 FORMATS = (
+    HARMONY,
     Format("mistral", ("[ARGS]",), "[TOOL_CALLS]", "", None, "", "[ARGS]", id_length=9),
     Format(
         "mistral-list",

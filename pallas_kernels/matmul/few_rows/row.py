@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
@@ -223,7 +223,7 @@ def run(
     plan: RowPlan,
     scheme: FewRowsScheme,
     operands: FewRowsOperands,
-    smem: Any,
+    smem: SimpleNamespace,
     block: Value | None = None,
 ) -> None:
     """Emit one block's program while the kernel is traced.  smem: x, and squares of it.  block: its

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.types import HasShape
 
 KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 SCALE_KIND = {**KIND, E8M0: "e8m0", E4M3: "e4m3"}
@@ -36,7 +36,7 @@ class FewRowsScheme:
     float8: bool = False
 
     @classmethod
-    def of(cls, w: jax.Array | QTensor, kind: str) -> FewRowsScheme:
+    def of(cls, w: HasShape, kind: str) -> FewRowsScheme:
         if not isinstance(w, QTensor):
             return cls(kind, 16, w.shape[1])
         zero = None

@@ -49,7 +49,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
@@ -105,7 +105,7 @@ class TileProgram:
         scheme: FewRowsScheme,
         n: int,
         operands: FewRowsOperands,
-        smem: Any,
+        smem: SimpleNamespace,
         several: Several | None = None,
     ):
         normed = operands.gamma is not None
@@ -151,7 +151,7 @@ class TileProgram:
                 0, full, 1, slot, lambda b, c: self.run_batch(b, c[0], plan.batch, final=False)
             )
         self.run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, final=True)
-        if plan.split > 1:
+        if plan.split > 1 and not plan.apart:
             p.cluster_barrier()  # no block may leave while others read its shared memory
 
     def start(self) -> None:

@@ -14,9 +14,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import NIBBLES
@@ -24,10 +26,12 @@ from pallas_kernels.rounding import NIBBLES
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
 CODES_K = 128  # ... and of 8-bit ones
-_SHARED_BYTES = 224 * 1024  # of a block, without its barriers
+_BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
 
 
 def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
+    if reason := lacking("wgmma"):
+        return Reason(reason)
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
@@ -56,7 +60,7 @@ class PairTile(Predicted):
     width: int = 16
     promote: int = 0
     split: int = 1
-    sms: int = N_SM
+    sms: int = H200.sms
 
     @property
     def rows(self) -> int:
@@ -96,7 +100,7 @@ class WeightTile(Predicted):
     split: int = 1
     stored: bool = False
     block: int = BLOCK_K
-    sms: int = N_SM
+    sms: int = H200.sms
 
     def unrolled(self, k: int) -> int:
         """Slots that are dequantized together: all of a block's, in steps of as many."""
@@ -122,7 +126,7 @@ class WeightTile(Predicted):
         # holds those of up to two groups.
         slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
-        stages = min(self.stages, (_SHARED_BYTES - used) // slot)
+        stages = min(self.stages, (gpu().shared_bytes - _BARRIER_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
         return dataclasses.replace(self, stages=stages // turn * turn, stored=row_bytes > 0)
 
@@ -179,10 +183,12 @@ _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor
 
 
 def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
-    return -(-m_tiles * n_tiles // (N_SM // cluster))
+    return -(-m_tiles * n_tiles // (gpu().sms // cluster))
 
 
-def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] = ()) -> PairTile:
+def pair_tile(
+    m: int, n: int, k: int, dtype: DTypeLike = jnp.int8, sources: tuple[int, ...] = ()
+) -> PairTile:
     """The tile for int8 or e4m3 operands x [m, k], w [n, k]; sources: multiples of 32 rows of w, of
     which a tile of few rows of x has only one's."""
     fp8 = dtype != jnp.int8
@@ -192,12 +198,12 @@ def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] =
         alone = tile.split > 1 or tile.n < 128 or sources
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
-    def cost(option):
+    def cost(option: tuple[PairTile, float]) -> float:
         tile, us = option
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
     tile = min(FP8 if fp8 else PAIR, key=cost)[0]
-    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0)
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
 
 
 def stream_tile(
@@ -225,7 +231,7 @@ def stream_tile(
 
     def tile(width: int, split: int) -> PairTile:
         stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
-        return PairTile(64, width, stages, cluster=1, promote=promote, split=split)
+        return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
 
     splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
     widths = [
@@ -243,7 +249,7 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
     if m <= 64:
         return _few_tokens_tile(m, n, k)
 
-    def cost(option):
+    def cost(option: tuple[WeightTile, float]) -> float:
         tile, us = option
         n_tiles = -(-n // (tile.rows * tile.cluster))
         return _rounds(-(-m // tile.tokens), n_tiles, tile.cluster) * us
@@ -253,19 +259,20 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
         whole = block == BLOCK_K or tile.tokens % 32 == 0
         return tile.divides(k) and tile.tokens <= most and whole
 
-    return min((option for option in WEIGHT if fits(option[0])), key=cost)[0]
+    tile = min((option for option in WEIGHT if fits(option[0])), key=cost)[0]
+    return dataclasses.replace(tile, sms=gpu().sms)
 
 
 def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
     """Return the tile, for one tile of tokens, that gives the busiest block the least work."""
 
-    def cost(option):
+    def cost(option: tuple[WeightTile, float]) -> float:
         tile, us = option
         rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
         return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
 
     tile = min((option for option in FEW_WEIGHT if option[0].divides(k)), key=cost)[0]
-    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64)
+    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -311,7 +318,7 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
 
     tile: overrides the tile of the table.
     """
-    w, n, k = call.w, call.n, call.k
+    w, n, k = call.codes, call.n, call.k
     if call.low_rank is not None:
         return Reason("a low-rank term beside int4 codes")
     as_floats = dataclasses.replace(call, x=jnp.dtype(jnp.bfloat16))
@@ -339,7 +346,7 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
 
     tile: overrides the tile of the table.
     """
-    w, n, k = call.w, call.n, call.k
+    w, n, k = call.codes, call.n, call.k
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")
     if call.x not in (jnp.bfloat16, jnp.float16):
@@ -372,7 +379,7 @@ def _stored_bytes(w: QTensor, split: int) -> int:
     return sum(part_groups(v, split) * v.dtype.itemsize for v in held)
 
 
-def part_groups(v, split: int) -> int:
+def part_groups(v: jax.Array, split: int) -> int:
     """Groups of v [N, groups] that each of ``split`` parts of K copies: its own, or all where they
     are no multiple of 16 bytes."""
     groups, rest = divmod(v.shape[1] * v.dtype.itemsize, 16 * split)
@@ -382,5 +389,5 @@ def part_groups(v, split: int) -> int:
 def _as_stored(call: MatmulCall) -> bool:
     """Whether the kernel multiplies by scales and zeros as they are: bfloat16 (f16 needs its rows
     divided by their largest)."""
-    kinds = [v.dtype for v in (call.w.scale, call.w.zero) if v is not None]
+    kinds = [v.dtype for v in (call.codes.scale, call.codes.zero) if v is not None]
     return call.x == kinds[0] == jnp.bfloat16 and kinds[-1] in (jnp.bfloat16, jnp.int8)

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.gated_delta.commit import _xla as xla_commit
 from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
 from pallas_kernels.matmul.blocks import Columns
+from tests.helpers.arrays import as_jax
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
@@ -33,14 +36,14 @@ def case(b, key_heads, heads, dk, dv=128, *, gate=True, taps=4, seed=0, dtype="b
     rng = np.random.default_rng(seed)
 
     def draw(*shape, size=1.0, mean=0.0):
-        return jnp.asarray((mean + size * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
+        return as_jax((mean + size * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
 
     features = 2 * key_heads * dk + heads * dv
     width = features + gate * heads * dv
     streams = Columns(draw(b, width + 8), 8, width), Columns(draw(b, 2 * heads), 0, 2 * heads)
     decay = draw(heads), draw(heads, mean=-2.0)
-    lengths = jnp.asarray([1, 0, 1][:b], jnp.int32)
-    state = jnp.asarray(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
+    lengths = as_jax([1, 0, 1][:b], jnp.int32)
+    state = as_jax(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
     conv, norm = draw(features, taps, size=0.5), draw(dv, size=0.2, mean=1.0)
     return streams, conv, decay, norm, lengths, state, draw(b, taps - 1, features)
 
@@ -74,10 +77,6 @@ def expected(streams, conv, decay, norm, lengths, state, last, beta_max):
     return o, new, np.where(moves[:, None, None], inputs[:, 1:], inputs[:, :-1])
 
 
-def relative_rms(x, want) -> float:
-    return float(np.sqrt(np.mean((np.asarray(x, np.float64) - want) ** 2) / np.mean(want**2)))
-
-
 def check(given, beta_max=1.0):
     want, want_state, want_last = expected(*given, beta_max)
     before = np.asarray(given[5])
@@ -108,6 +107,13 @@ def test_the_kernel_s_code_on_numpy(name):
         check(case(*shape, **special), 2.0 if name == "groups" else 1.0)
 
 
+@newest
+def test_the_portable_kernel_s_code_on_numpy(monkeypatch):
+    """Before Hopper the value heads of a key head are no cluster, and read a copy."""
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_the_kernel_s_code_on_numpy("groups")
+
+
 def check_draft(rows, tokens, shape, **special):
     """A draft's tokens are steps bit for bit, and so are those of them that are taken."""
     streams, conv, decay, norm, *_ = case(rows * tokens, *shape, **special)
@@ -121,7 +127,7 @@ def check_draft(rows, tokens, shape, **special):
         one, *new = gated_delta_token(now, *weights, ones, *map(jnp.array, after[-1]), **options)
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float32).reshape(rows, -1))
         after.append(new)
-    count = jnp.asarray([tokens - 1, 0, 1][:rows], jnp.int32)
+    count = as_jax([tokens - 1, 0, 1][:rows], jnp.int32)
     # A second layer, whose state is a token on and takes the same ones again.
     layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
     states, lasts = gated_delta_commit(layers, count)

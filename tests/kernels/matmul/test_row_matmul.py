@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import (
@@ -70,6 +72,12 @@ def test_emulated(name, n, k, kinds, changes):
     check(out, ref, x.dtype)
 
 
+@newest
+def test_the_portable_kernel_emulated(monkeypatch):
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_emulated("w4-g128-zero", 96, 2048, "nsb", {})
+
+
 SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (12288, 8192)]
 
 
@@ -125,7 +133,7 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds, dtype):
     """The same bits as with a sum that was rounded before."""
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
     pending = activations((1, k), dtype, 9)
-    total = jnp.asarray((wide(x) + wide(pending)).astype(np.float32), x.dtype)
+    total = as_jax((wide(x) + wide(pending)).astype(np.float32), x.dtype)
     given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
     with few_rows():
         out, stored = kernel.matmul(x, w, pending=pending, **given)
