@@ -44,6 +44,7 @@ from jaxllama.checkpoints.packed.codes import (
 from jaxllama.checkpoints.packed.fp8 import read_block, read_weight, scale_shapes, with_input_scale
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -57,7 +58,7 @@ _FORMATS = (
     "naive-quantized",
     *_FLOAT4,
 )
-_ABSENT: tuple[Any, ...] = (None, {}, [])
+_ABSENT: tuple[object, ...] = (None, {}, [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class _Scheme:
     float4: str | None = None  # "mxfp4" or "nvfp4"
 
 
-def reader(config: dict[str, Any]) -> Reader:
+def reader(config: JsonObject) -> Reader:
     """Return the reader of a ``quantization_config`` of method "compressed-tensors".
 
     Raises JaxLlamaError naming an option that is not supported.

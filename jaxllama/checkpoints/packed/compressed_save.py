@@ -12,12 +12,13 @@ are named.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllama.checkpoints.packed import float4, fp8
 from jaxllama.checkpoints.packed.codes import FP8, INT4, pack, packed_size, unsigned
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -60,7 +61,7 @@ def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     if fp8.is_blocked(w):
         return fp8.layout(w, "weight_scale")
     out, width = w.shape
-    tensors: dict[str, tuple[tuple[int, ...], Any]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], Tree]] = {}
     if _packed(w):
         tensors["weight_packed"] = (out, packed_size(width, _bits(w))), np.int32
         tensors["weight_shape"] = (2,), np.int64
@@ -75,9 +76,9 @@ def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in tensors.items()}
 
 
-def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, Any]:
+def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> JsonObject:
     """Return the ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
-    kinds: dict[tuple[Any, ...], list[str]] = {}
+    kinds: dict[tuple[object, ...], list[str]] = {}
     for name, w in weights.items():
         kinds.setdefault(_kind(w), []).append(name)
     groups = {}
@@ -95,7 +96,7 @@ def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, An
     }
 
 
-def _kind(w: QTensor) -> tuple[Any, ...]:
+def _kind(w: QTensor) -> tuple[object, ...]:
     """Return the properties that the members of a config group share."""
     groups = None if w.scale.shape[1] == 1 else w.group_size
     static = w.input_scale is not None
@@ -103,12 +104,12 @@ def _kind(w: QTensor) -> tuple[Any, ...]:
     return np.dtype(w.q.dtype).name, groups, w.zero is None, w.activations, static, form
 
 
-def _group(w: QTensor) -> dict[str, Any]:
+def _group(w: QTensor) -> JsonObject:
     name = float4.format_of(w)
     if name is not None:
         return _float4_group(name)
     kind = "float" if np.dtype(w.q.dtype) == FP8 else "int"
-    weights: dict[str, Any] = {"num_bits": _bits(w), "type": kind, "symmetric": w.zero is None}
+    weights: JsonObject = {"num_bits": _bits(w), "type": kind, "symmetric": w.zero is None}
     if fp8.is_blocked(w):
         weights |= {"strategy": "block", "block_structure": [fp8.BLOCK, fp8.BLOCK]}
     elif w.scale.shape[1] == 1:
@@ -133,7 +134,7 @@ def _group(w: QTensor) -> dict[str, Any]:
     }
 
 
-def _float4_group(name: str) -> dict[str, Any]:
+def _float4_group(name: str) -> JsonObject:
     """Return the config group of MXFP4 or NVFP4 weights beside activations in floats."""
     is_mx = name == "mxfp4"
     scale = "torch.uint8" if is_mx else "torch.float8_e4m3fn"

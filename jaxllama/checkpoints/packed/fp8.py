@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from jaxllama.checkpoints.packed.codes import (
 )
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -48,7 +49,7 @@ BLOCK = 128  # rows and columns of a block that is written
 _FIXED = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8"}
 
 
-def reader(config: dict[str, Any]) -> Reader:
+def reader(config: JsonObject) -> Reader:
     """The reader of a ``quantization_config`` of method "fp8".
 
     Raises JaxLlamaError naming the option that is not supported.
@@ -165,7 +166,7 @@ def layout(
     return {"weight": ((out, width), FP8), scale_name: (blocks, np.dtype(w.scale.dtype))}
 
 
-def to_config(floats: list[str]) -> dict[str, Any]:
+def to_config(floats: list[str]) -> JsonObject:
     """Return the ``quantization_config``; ``floats`` are the Linears that are not quantized."""
     return {
         "quant_method": "fp8",

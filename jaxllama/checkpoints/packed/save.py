@@ -22,7 +22,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
+from jaxllama.typing import JsonObject, Params, ParamsDict, Tree
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class _Member:
     """
 
     source: TensorSource
-    block: Any
+    block: Tree
     start: int
     stop: int
 
@@ -105,14 +106,14 @@ class _Format:
 
     layout: Callable[[QTensor], Layout]
     to_tensors: Callable[[QTensor], Tensors]
-    config: dict[str, Any]
-    documents: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    config: JsonObject
+    documents: dict[str, JsonObject] = dataclasses.field(default_factory=dict)
 
 
 def save(
     directory: str | Path,
     cfg: ModelConfig,
-    params: dict[str, Any],
+    params: Params,
     tokenizer_files: Iterable[str | Path] | None,
     format: str,
     sampling: Sampling | None,
@@ -131,10 +132,10 @@ def save(
     )
 
 
-def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def in_floats(params: Params, dtype: DTypeLike) -> ParamsDict:
     """Return the tree with every quantized weight dequantized to floats."""
 
-    def dense(leaf: Any) -> Any:
+    def dense(leaf: Tree) -> Tree:
         if isinstance(leaf, RowBlocks):
             return jnp.concatenate([dense(block) for block in leaf.blocks])
         return dequantize(leaf, dtype) if isinstance(leaf, QTensor) else leaf
@@ -142,14 +143,14 @@ def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
     return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
 
 
-def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
+def check(cfg: ModelConfig, params: Params, format: str) -> None:
     """Raise JaxLlamaError for what ``save`` would refuse; ``params`` may be stand-ins."""
     _units(cfg.with_head_of(params), params, format)
 
 
 def _units(
-    cfg: ModelConfig, params: dict[str, Any], format: str
-) -> tuple[dict[str, Any], list[SaveUnit], dict[str, dict[str, Any]]]:
+    cfg: ModelConfig, params: Params, format: str
+) -> tuple[JsonObject, list[SaveUnit], dict[str, JsonObject]]:
     """Return (the ``quantization_config``, the tensors of every parameter, further documents)."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
@@ -170,7 +171,7 @@ def _units(
     return chosen.config, [_unit(members[path], chosen) for path in table], chosen.documents
 
 
-def _native_unit(path: Key, value: Any) -> SaveUnit:
+def _native_unit(path: Key, value: Tree) -> SaveUnit:
     name = ".".join(path)
 
     def values() -> Iterator[np.ndarray]:
@@ -180,7 +181,7 @@ def _native_unit(path: Key, value: Any) -> SaveUnit:
     return SaveUnit(tuple(packed_native.layout(name, value)), values)
 
 
-def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
+def _members(path: Key, value: Tree, spec: Param) -> list[_Member]:
     """Return the checkpoint's tensors of a parameter, each within one of its blocks."""
     members = []
     blocks = list(value.blocks) if isinstance(value, RowBlocks) else [value]
