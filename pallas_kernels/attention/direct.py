@@ -69,6 +69,11 @@ class DirectPlan:
 
 
 def plan(call) -> DirectPlan | Reason:
+    """Return the fastest measured division of a call, or why it has none."""
+    return divided(call, merged=not gpu().arch.clusters)
+
+
+def divided(call, *, merged: bool) -> DirectPlan | Reason:
     """For (q or the projection, k, query heads) of few rows: 64 SMs at most are at work, 8 to a kv
     head of a row, and there are no launches beside this one.  Without clusters all SMs are, and the
     parts are summed by a second launch."""
@@ -81,7 +86,6 @@ def plan(call) -> DirectPlan | Reason:
         longest //= 16
     if batch > ROWS or batch * capacity > longest or group > 8:
         return Reason("")
-    merged = not gpu().arch.clusters
     cluster = min(2 * CLUSTER, max(1, gpu().sms // (batch * n_kv))) if merged else CLUSTER
     while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
         cluster //= 2

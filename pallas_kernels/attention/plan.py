@@ -48,7 +48,12 @@ class AttentionPlan:
 
 
 def plan(call: AttentionCall) -> AttentionPlan:
-    """Return the fastest measured division for any (q, k, query heads) that fits shared memory.
+    """Return the fastest measured division for any (q, k, query heads) that fits shared memory."""
+    return divided(call, by_warp=not gpu().arch.bulk_copies)
+
+
+def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
+    """Return the division with a ring for each warp, or for each team.
 
     Chunks are as long as possible under two conditions: every SM has a team, and rows of unequal
     lengths can share the SMs.  A row then has 2^k chunks, which 2^i rows divide evenly.
@@ -59,7 +64,6 @@ def plan(call: AttentionCall) -> AttentionPlan:
     sms = 1 << gpu().sms.bit_length() - 1  # a power of two of blocks fills the GPU
     # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
     tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
-    by_warp = not gpu().arch.bulk_copies
     if by_warp:
         warps = 8  # ptxas gives sm_80's code more registers
     fuls = 1
