@@ -174,6 +174,7 @@ PITCH = 20
 class TilePlan(Predicted):
     """The division of one product among blocks and warps.
 
+    m: rows of x at a time, fewer than there are where no more fit shared memory.
     split: blocks that share K, a cluster; with ``apart``, which is for GPUs without clusters, each
     writes its own sums as float32, and XLA adds these.
     """
@@ -332,6 +333,9 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
         "pairs": call.swiglu,
         "normed": call.norm is not None,
     }
+    # Where a call does not fit, fewer rows at a time read w several times.
+    most = (rows for rows in range(m, 0, -1) if divide_tiles(rows, w, bias=True, **fused))
+    m = next(most, m)
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
@@ -403,6 +407,8 @@ def divide_blocks(
         return Reason("weights that are stored differently, and K divided among blocks")
     if any(found.apart for found in plans):
         return Reason("K is divided among blocks that are no cluster")
+    if any(found.m < call.m for found, call in zip(plans, calls, strict=True)):
+        return Reason(f"{calls[0].m} rows need more than shared memory holds")
     if len(plans) > 1:
         main = max(range(len(plans)), key=lambda i: calls[i].n)
         fewest = -(-calls[main].n // 16 // plans[main].per)
