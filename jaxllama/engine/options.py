@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import DETERMINISTIC_ROWS
+from jaxllama.executors.executor import DETERMINISTIC_ROWS
 from jaxllama.model.cache import init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
