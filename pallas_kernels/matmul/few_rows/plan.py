@@ -333,9 +333,10 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
         "pairs": call.swiglu,
         "normed": call.norm is not None,
     }
-    # Where a call does not fit, fewer rows at a time read w several times.
-    most = (rows for rows in range(m, 0, -1) if divide_tiles(rows, w, bias=True, **fused))
-    m = next(most, m)
+    if not gpu().arch.clusters:
+        # Where a call does not fit, fewer rows at a time read w several times.
+        fits = (rows for rows in range(m, 0, -1) if divide_tiles(rows, w, bias=True, **fused))
+        m = next(fits, m)
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
