@@ -21,16 +21,28 @@ from pallas_kernels.types import HasShape
 
 WARPS = 16
 THREADS = 32 * WARPS
-TOKENS = 16  # at most
+TOKENS = 16  # at a time, at most
+MOST_PASSED = 64
 
 
 def plans(call: MatmulCall) -> list[RowPlan | TilePlan | Reason]:
     """The kernels that have a plan, or why the one for several rows has none."""
-    if call.quantized_x or (call.alone and call.m > TOKENS):
+    if call.quantized_x or (call.alone and call.m > most_tokens()):
         return [Reason("")]
+    if call.m > 8 and not gpu().arch.clusters:
+        # 8 rows at a time need no sums over blocks.
+        return [tile_plan(call), tile_plan(call, at_once=8)]
     one = row_plan(call)
     is_without = isinstance(one, Reason) and one.plan is None
     return [tile_plan(call)] if is_without else [one, tile_plan(call)]
+
+
+def most_tokens() -> int:
+    """Rows of the largest products that are planned here, in passes over w from 17 on.
+
+    Where there is no kernel for many rows, XLA's form of int4 writes the weights as floats first.
+    """
+    return TOKENS if gpu().arch.wgmma else MOST_PASSED
 
 
 # --- one row -------------------------------------------------------------------------------------
@@ -304,7 +316,8 @@ def divide_tiles(
     return None
 
 
-def tile_plan(call: MatmulCall) -> TilePlan | Reason:
+def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
+    """Return the tile kernel's plan, or why it has none; at_once: rows of a pass at most."""
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
@@ -312,8 +325,10 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
         return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4 and int8")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")
-    if not 1 <= m <= TOKENS:
-        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {TOKENS}")
+    most = most_tokens() if call.alone else TOKENS
+    if not 1 <= m <= most:
+        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {most}")
+    m = min(m, at_once)
     if n % (32 if call.swiglu else 16):
         return Reason(f"w has N = {n}, not a multiple of {32 if call.swiglu else 16}")
     if call.norm is not None and (

@@ -308,11 +308,12 @@ def test_portable_kernel_emulated(name, m, k, monkeypatch):
     check(run_tiles(x, w, bias, dtype), product(x, w, bias), "bfloat16")
 
 
-def test_rows_that_do_not_fit_are_passes_emulated(monkeypatch):
-    monkeypatch.setenv(TARGET, "sm_80")
-    w, x = weights("w4-g128-zero", 32, 18944, jnp.bfloat16), activations((4, 18944), jnp.bfloat16)
+@pytest.mark.parametrize("target, m, k", [("sm_80", 4, 18944), ("sm_120", 20, 2048)])
+def test_rows_beyond_a_block_s_are_passes_emulated(target, m, k, monkeypatch):
+    monkeypatch.setenv(TARGET, target)
+    w, x = weights("w4-g128-zero", 32, k, jnp.bfloat16), activations((m, k), jnp.bfloat16)
     plan = planning.tile_plan(MatmulCall.of(x, w, x.dtype))
-    assert plan.m < 4
+    assert plan.m < m
     with few_rows():
         out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=plan)
     check(out, product(x, w), "bfloat16")
