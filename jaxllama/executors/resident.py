@@ -63,7 +63,10 @@ class Resident:
     mesh: Mesh | None = None
     on_device: ClassVar[bool] = True
     runs_ahead: ClassVar[bool] = True
-    block_size: ClassVar[int | None] = None
+
+    @property
+    def block_size(self) -> int | None:
+        return None
 
     def with_params(self, params: Params) -> Executor:
         return Resident(mesh_of(params) if params else None)

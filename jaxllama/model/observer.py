@@ -23,7 +23,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.inputs: dict[int, jax.Array] = {}
-        self.outputs: dict[int, jax.Array] = {}
+        self.outputs: dict[int, Tree] = {}
         self.experts: dict[int, jax.Array] = {}  # that a mixture's layer took, ``[T, k]``
 
     def norm_linear(

@@ -228,7 +228,12 @@ def _rounds(m: int, n: int, tile: int) -> int:
 
 
 def _codes(call: MatmulCall) -> str:
-    return "float" if call.plain else jnp.dtype(call.w.dtype).name
+    if call.plain:
+        return "float"
+    name = jnp.dtype(call.w.dtype).name
+    if name == "float8_e4m3fn":
+        return "int8"
+    return "int4" if name in NIBBLES else name  # as many bytes, measured for int4 and int8
 
 
 def _megabytes(call: MatmulCall) -> float:

@@ -71,7 +71,7 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
     The result is untied if the weights have a head that differs from the embedding.
     """
     directory = Path(directory)
-    config = _read_json(directory / "config.json")
+    config = _read_config(directory)
     cfg = _to_config(directory, config, name)
     if not cfg.tie_embeddings or not any(directory.glob("*.safetensors")):
         return cfg
@@ -80,8 +80,8 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
 
 
 def is_packed(directory: str | Path) -> bool:
-    """Return whether a directory's config.json has quantized weights."""
-    config = _read_json(Path(directory) / "config.json")
+    """Return whether a directory's configuration has quantized weights."""
+    config = _read_config(Path(directory))
     return any(config.get(key) is not None for key in packed.KEYS)
 
 
@@ -92,6 +92,14 @@ def read_sampling(directory: str | Path) -> Sampling | None:
         return sampling_of(_read_json(path)) if path.is_file() else None
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+
+
+def _read_config(directory: Path) -> JsonObject:
+    """Return config.json, with ModelOpt's own file as its quantization if it names none."""
+    config, other = _read_json(directory / "config.json"), directory / packed.OTHER_FILE
+    if any(config.get(key) is not None for key in packed.KEYS) or not other.is_file():
+        return config
+    return {**config, packed.KEYS[0]: {"quant_method": "modelopt", **_read_json(other)}}
 
 
 def _to_config(directory: Path, config: JsonObject, name: str | None = None) -> ModelConfig:
@@ -156,7 +164,7 @@ def load(
     directory, dtype = Path(directory), np.dtype(dtype)
     if not directory.is_dir():
         raise JaxLlamaError(f"{directory}: no such directory")
-    config = _read_json(directory / "config.json")
+    config = _read_config(directory)
     found = _to_config(directory, config)
     with contextlib.ExitStack() as stack:
         files = _text_tensors(directory, config, stack)

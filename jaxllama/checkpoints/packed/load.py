@@ -5,10 +5,10 @@
 
 ``hf.load`` calls ``plan`` with config.json. Its ``quantization_config`` names the method, and each
 method is one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``),
-FP8 (``fp8``) and jaxllama's own (``native``). A Linear's tensors show whether it is quantized; for
-compressed-tensors the config does. The rows of a fused parameter (qkv, gate_up) are its members'
-rows, one after the other. Members that are stored differently (other groups, bits or column orders,
-or floats) become ``RowBlocks``.
+FP8 (``fp8``), ModelOpt (``float4``) and jaxllama's own (``native``). A Linear's tensors show
+whether it is quantized; for compressed-tensors the config does. The rows of a fused parameter (qkv,
+gate_up) are its members' rows, one after the other. Members that are stored differently (other
+groups, bits or column orders, or floats) become ``RowBlocks``.
 
 Every file is checked, by name, shape and type, before anything is allocated. Left out: finding the
 codes (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
@@ -30,6 +30,7 @@ from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed as packed_compressed
+from jaxllama.checkpoints.packed import float4 as packed_float4
 from jaxllama.checkpoints.packed import fp8 as packed_fp8
 from jaxllama.checkpoints.packed import gptq as packed_gptq
 from jaxllama.checkpoints.packed import native as packed_native
@@ -52,15 +53,17 @@ from jaxllama.typing import JsonMapping, JsonObject, Params, ParamsDict
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
-FORMATS = ("native", "awq", "gptq", "compressed-tensors")
+FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 _READERS: dict[str, Callable[[JsonObject], Reader]] = {
     "awq": packed_awq.reader,
     "gptq": packed_gptq.reader,
     "compressed-tensors": packed_compressed.reader,
     "fp8": packed_fp8.reader,
+    "modelopt": packed_float4.modelopt_reader,
 }
 _NATIVE = "jaxllama"
 KEYS = ("quantization_config", "compression_config")  # keys of config.json
+OTHER_FILE = "hf_quant_config.json"  # of ModelOpt, whose config.json may have no such key
 
 
 def plan(

@@ -15,7 +15,7 @@ from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
 
 Weight = jax.Array | QTensor
 _LAST = "pending", "total"  # of the tile kernel's addresses
@@ -136,7 +136,14 @@ def _sum_of_parts(
 def parts_of(w: Weight) -> dict[str, jax.Array | None]:
     if not isinstance(w, QTensor):
         return {"w": w, "scale": None, "zero": None}
-    return {"w": w.q, "scale": w.scale, "zero": w.zero}
+    if w.dtype != FLOAT4:
+        return {"w": w.q, "scale": w.scale, "zero": w.zero}
+    # The kernel works on bits, and Mosaic GPU knows no such dtypes.
+    q, scale = (
+        jax.lax.bitcast_convert_type(v, dtype)
+        for v, dtype in ((w.q, jnp.int4), (w.scale, jnp.int8))
+    )
+    return {"w": q, "scale": scale, "zero": w.unit}
 
 
 def kinds_of(arrays: Mapping[str, jax.Array | None]) -> dict[str, str]:

@@ -272,6 +272,10 @@ EMULATED = [  # weights, m, K, activations, changes to the plan
     ("w8-row", 5, 1728, "float16", {}),
     ("w8-g128", 16, 2048, "float16", {}),
     ("w8-g32", 3, 1024, "bfloat16", {}),
+    ("mxfp4", 9, 2048, "bfloat16", {}),
+    ("fp8-block", 9, 2048, "bfloat16", {}),
+    ("fp8-row", 2, 1024, "float16", {}),
+    ("nvfp4", 2, 2688, "bfloat16", {"clusters": 2, "per": 3, "batch": 2}),
 ]
 
 
