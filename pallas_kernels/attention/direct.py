@@ -89,8 +89,9 @@ def divided(call, *, merged: bool) -> DirectPlan | Reason:
     cluster = min(2 * CLUSTER, max(1, gpu().sms // (batch * n_kv))) if merged else CLUSTER
     while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
         cluster //= 2
-    # Words, queries and outputs of a tile are in registers.
-    most = 12 if h <= 128 and not merged else 8  # warps of a block
+    # Words, queries and outputs of a tile are in registers, of which Hopper's code takes fewest.
+    roomy = h <= 128 and gpu().arch.capability == (9, 0) and not merged
+    most = 12 if roomy else 8  # warps of a block
     tiles = -(-capacity // (TILE * cluster))
     steps = -(-tiles // most)
     warps = -(-max(-(-tiles // steps), group) // 4) * 4
