@@ -64,7 +64,7 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
     # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
     tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
     # Elsewhere than on Hopper ptxas gives the code of small codes more registers.
-    tight = codes.bits == 4 and gpu().arch.capability != (9, 0)
+    tight = codes.bits == 4 and not gpu().arch.wgmma
     if by_warp or tight:
         warps = 8
     fuls = 1
