@@ -1,8 +1,7 @@
 """Mixtures of experts with options drawn at random, beside transformers live.
 
 Bound: 1e-4 of the largest logit in float32; 64 greedy tokens are the same.  A draw whose answer
-has two nearly equal best logits, or a token two nearly equal experts, is drawn again: there the
-order of additions decides.
+has two nearly equal best logits is drawn again: there the order of additions decides.
 """
 
 from __future__ import annotations
@@ -218,13 +217,6 @@ def check(family: str, seed: int, folder) -> None:
     got = np.asarray(jl.logits(cfg, jax.device_put(params), whole, lengths))
     assert np.abs(got - want).max() <= BOUND * np.abs(want).max()
     assert got[:, PROMPT - 1 : -1].argmax(-1).tolist() == whole[:, PROMPT:].tolist()
-
-
-@pytest.mark.parametrize(
-    "family", ["gpt_oss", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES)]
-)
-def test_a_drawn_model(family, tmp_path):
-    check(family, 0, tmp_path)
 
 
 @pytest.mark.slow

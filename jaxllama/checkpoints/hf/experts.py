@@ -137,6 +137,7 @@ class IntervalMixture:
         "moe_layer_interval",
         "moe_layer_start_index",
         "moe_layer_end_index",
+        "moe_norm_min",  # a least sum of weights, which no sum falls below
         *_TRAINING,
     )
 

@@ -9,6 +9,7 @@ JaxLlamaError that names the parameter.
     awq                 int4; one group size for all, the finest there is (scales repeat)
     gptq                int4, int8, act-order; exceptions go into ``dynamic``
     compressed-tensors  int4, int8, FP8, with their activations; a config group per kind
+    mxfp4               gpt-oss's experts in MXFP4; all else in floats
 
 AWQ and GPTQ store scales as float16, so the scales must be exact in float16.
 """
@@ -39,6 +40,7 @@ from jaxllama.checkpoints.hf.save import (
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
 from jaxllama.checkpoints.packed import gptq as packed_gptq
+from jaxllama.checkpoints.packed import mxfp4 as packed_mxfp4
 from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
@@ -150,6 +152,8 @@ def _units(
             )
     if format == "native":
         return packed_native.to_config(flat), [_native_unit(path, flat[path]) for path in table]
+    if format == "mxfp4":
+        return packed_mxfp4.CONFIG, packed_mxfp4.units(cfg, table, flat)
     for path, spec in table.items():
         if len(spec.shape) == 3:
             raise JaxLlamaError(f"{'/'.join(path)}: experts need format 'native', not {format!r}")
