@@ -39,7 +39,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxllama.typing import Tree
+from jaxllama.typing import Jitted, Tree
 from pallas_kernels.dispatch import untested_jax
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 
@@ -82,7 +82,7 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
     return next((options for options in choices if _adds_up(mesh, options)), None)
 
 
-def compiled_for(program: jax.stages.Wrapped, mesh: Mesh | None, **jit: Tree) -> jax.stages.Wrapped:
+def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Tree) -> Jitted:
     """Return the jitted ``program`` with the options for its devices.
 
     Without options it is ``program`` itself. There is one function per program and options.
@@ -111,8 +111,8 @@ def compiled_here(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 def _jit(
     function: Callable[..., Tree],
     options: tuple[tuple[str, object], ...],
-    jit: tuple[tuple[str, object], ...],
-) -> jax.stages.Wrapped:
+    jit: tuple[tuple[str, Tree], ...],
+) -> Jitted:
     return jax.jit(function, compiler_options=dict(options), **dict(jit))
 
 

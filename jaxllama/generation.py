@@ -47,7 +47,7 @@ from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -296,7 +296,7 @@ def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Arra
     return decoder.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
 
 
-def check_prompts(cfg: ModelConfig, tokens: LayerState, lengths: jax.Array) -> None:
+def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:
     """Raise JaxLlamaError unless tokens and lengths are integer arrays ``[B, T]`` and ``[B]``."""
     _check_ints("tokens", tokens, "[B, T]")
     _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
@@ -307,7 +307,7 @@ def check_prompts(cfg: ModelConfig, tokens: LayerState, lengths: jax.Array) -> N
         )
 
 
-def _check_ints(name: str, x: object, axes: str, batch: int | None = None) -> None:
+def _check_ints(name: str, x: ArrayOrNumpy, axes: str, batch: int | None = None) -> None:
     """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of integers {axes}")

@@ -29,17 +29,16 @@ import jax
 import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
-from jax.tree_util import PyTreeDef
 
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.typing import Tree
+from jaxllama.typing import Jitted, Tree
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
 FILES = 4  # one per model and way of loading it
-Serialized = tuple[bytes, PyTreeDef, PyTreeDef]  # as ``serialize_executable`` returns it
+Serialized = tuple[bytes, object, object]  # as ``serialize_executable`` returns it
 PROGRAMS = 12  # per file: a cache, a prefill and a loop for each of four shapes
 EARLY = 4  # programs prepared while the weights are read: the last process's newest
 LEAST_LAYERS = 8
@@ -62,7 +61,7 @@ class KeptPrograms:
     def call(
         self,
         key: object,
-        function: jax.stages.Wrapped,
+        function: Jitted,
         arguments: tuple[Tree, ...] = (),
         cfg: ModelConfig | None = None,
         static: Mapping[str, object] = MappingProxyType({}),

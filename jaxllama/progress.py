@@ -17,15 +17,15 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 QUIET, EVERY = 2.0, 30.0  # seconds
 _UNITS = ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
-_display: Progress | None = None  # the one live rich Progress of this process
+_display: Any = None  # the one live rich Progress of this process
 
 
 def write(line: str) -> None:
@@ -56,7 +56,7 @@ class Working:
 @contextlib.contextmanager
 def working(
     what: str, total: int | None = None, show: bool = True, *, unit: str = "bytes", done: int = 0
-) -> Iterator[Working]:
+) -> Generator[Working]:
     """Show the progress of the work inside of the ``with`` block.
 
     Parameters

@@ -7,7 +7,7 @@ a ``Leaf``, or a ``Lora``.  Functions that know more say so in a type of their o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import jax
@@ -34,3 +34,17 @@ JsonObject: TypeAlias = dict[str, Any]
 
 # Keyword arguments that are passed on, or a config's changed fields.
 Options: TypeAlias = dict[str, Any]
+
+# A function that ``jax.jit`` returned; jax's own type lacks ``__name__`` and ``_cache_size``.
+Jitted: TypeAlias = Any
+
+
+class Device(Protocol):
+    """A ``jax.Device``, which type checkers see as a variable."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    @property
+    def client(self) -> Tree: ...

@@ -1,11 +1,20 @@
-"""Facts about a GPU for plans and benchmarks, in one table a model."""
+"""Facts about a GPU for plans and benchmarks: its architecture, and rates and costs by model."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from pallas_kernels.architecture import (
+    BY_NAME,
+    CARDS,
+    Architecture,
+    Card,
+    asked_target,
+    nearest,
+)
 from pallas_kernels.dispatch import device_of
 
 
@@ -21,6 +30,7 @@ class KernelCost(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """sms: multiprocessors.  shared_bytes: of shared memory, for one block at most.
+    arch: what kernels may use, within ``JAXLLAMA_TARGET``.
 
     copy_rate, sum_rate: bytes a second that a copy, and a sum, of device memory reach.
     product_rates: operations a second that XLA's products reach, by the operands' dtype.
@@ -33,6 +43,7 @@ class Gpu:
     sum_rate: float
     product_rates: Mapping[str, float] = dataclasses.field(hash=False)
     costs: Mapping[str, KernelCost] = dataclasses.field(hash=False)
+    arch: Architecture = BY_NAME["sm_90"]
 
 
 H200 = Gpu(
@@ -114,20 +125,71 @@ H200 = Gpu(
 # The multiprocessors are an H200's.  The memory's rate was measured for a copy.
 H100 = dataclasses.replace(H200, copy_rate=3.0e12, sum_rate=3.0e12)
 TABLES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by the device's kind
+# Share of the sheet's bandwidth that a card without measured rates is taken to reach.
+_SHEET_SHARE = 0.9
 
 
 def gpu() -> Gpu:
     """Return the facts of the device on which new arrays are placed.
 
-    A device without a table gets the H200's rates and costs.  So does a CPU, because kernels are
-    lowered for it as for an H200.
+    A card without measured rates gets the sheet's bandwidth times 0.9 and the H200's costs.  An
+    unknown card is the first one of its architecture with the device's own multiprocessors.  A CPU,
+    for which kernels are lowered only, stands for an H200, or for the first card of
+    ``JAXLLAMA_TARGET``.
     """
-    device = device_of(())
+    device, target = device_of(()), asked_target()
     if device.platform != "gpu":
-        return H200
-    table = TABLES.get(getattr(device, "device_kind", ""), H200)
-    return dataclasses.replace(
-        table,
-        sms=getattr(device, "core_count", table.sms),
-        shared_bytes=getattr(device, "shared_memory_per_block_optin", table.shared_bytes),
+        return _facts((target or BY_NAME["sm_90"]).cards[0].name, "", None, None, target)
+    return _facts(
+        getattr(device, "device_kind", ""),
+        getattr(device, "compute_capability", "9.0"),
+        getattr(device, "core_count", None),
+        getattr(device, "shared_memory_per_block_optin", None),
+        target,
     )
+
+
+def lacking(*features: str) -> str | None:
+    """Return which of an architecture's features kernels may not use here, as a reason, or None."""
+    arch = gpu().arch
+    missing = [name for name in features if not getattr(arch, name)]
+    return f"{arch.name} has no {' and no '.join(missing)}" if missing else None
+
+
+@functools.cache
+def _facts(
+    kind: str, capability: str, sms: int | None, shared: int | None, target: Architecture | None
+) -> Gpu:
+    card, arch = card_of(kind, capability)
+    arch = arch if target is None else arch.limited(target)
+    measured = TABLES.get(kind)
+    if measured is None:
+        rate = _SHEET_SHARE * card.bandwidth
+        measured = dataclasses.replace(H200, sms=card.sms, copy_rate=rate, sum_rate=rate)
+    return dataclasses.replace(
+        measured,
+        sms=sms or measured.sms,
+        shared_bytes=min(shared or arch.shared_bytes, arch.shared_bytes),
+        arch=arch,
+    )
+
+
+def card_of(kind: str, capability: str = "") -> tuple[Card, Architecture]:
+    """Return a device's card and architecture.
+
+    kind: the device's name.  A card that is not in the table is the first one of the nearest
+    architecture at or below ``capability``.
+    """
+    if kind in CARDS:
+        card = CARDS[kind]
+        return card, next(arch for arch in BY_NAME.values() if card in arch.cards)
+    arch = nearest(capability) or BY_NAME["sm_80"]
+    return arch.cards[0], arch
+
+
+def nearest_card(device: object) -> str | None:
+    """Return the name of the card that an unknown GPU is planned as, or None if it is known."""
+    kind = getattr(device, "device_kind", "")
+    if kind in CARDS:
+        return None
+    return card_of(kind, getattr(device, "compute_capability", ""))[0].name

@@ -4,8 +4,8 @@
 handler that is generated for this machine's CPU (``pallas_kernels.cpu``).  If one of the latter two
 cannot run, NotImplementedError names the fact that rules it out.  None chooses one of three:
 
-    the kernel    the operands are on Hopper, the version of jax was tested, and the op returns a
-                  ``Plan`` for the call, not a ``Reason`` against it
+    the kernel    the operands are on an NVIDIA GPU from compute capability 8.0 on, the version of
+                  jax was tested, and the op returns a ``Plan`` for the call, not a ``Reason``
     the handler   the operands are on a CPU, and the op returns a ``Plan`` for it
     XLA           everywhere else
 
@@ -31,6 +31,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 import jax
 from jax.core import Tracer
 
+from pallas_kernels.architecture import TARGET, asked_target, nearest
 from pallas_kernels.types import Device, has_shape
 
 Implementation = Literal["xla", "mosaic", "cpu"]
@@ -39,6 +40,7 @@ _NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
+OTHER_JAX = 0, 12, 0  # the first that assembles kernels for other GPUs than Hopper's
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
 
 
@@ -103,16 +105,20 @@ def hopper_reason(*operands: object) -> str | None:
     Without operands the question is about new arrays.
     """
     device = device_of(operands)
-    elsewhere = f"the operands are on {device.platform!r}, not a Hopper GPU"
+    elsewhere = f"the operands are on {device.platform!r}, not an NVIDIA GPU"
     return _gpu_reason(device) if device.platform == "gpu" else elsewhere
 
 
 def _gpu_reason(gpu: Device) -> str | None:
     """Return why Mosaic kernels cannot run on this GPU with this jax, or None."""
-    capability = getattr(gpu, "compute_capability", "?")
-    if capability != "9.0":
-        return f"compute capability {capability} is not Hopper's 9.0"
+    capability = str(getattr(gpu, "compute_capability", "?"))
+    arch = nearest(capability) if capability[:1].isdigit() else None
+    if arch is None:
+        return f"compute capability {capability} is below 8.0, of the first GPUs with kernels"
     if reason := untested_jax():
+        _say_once(reason)
+    elif arch.name != "sm_90" and jax.__version_info__ < OTHER_JAX:
+        reason = f"kernels of {arch.name} need jax {'.'.join(map(str, OTHER_JAX))}"
         _say_once(reason)
     return reason
 
@@ -398,6 +404,9 @@ def explain(op: str | Callable[..., object], *operands: object, **options: objec
             raise ValueError(f"explain: {op!r} is no op of pallas_kernels")
         function = getattr(package, op)
     made = choices(function, *operands, **options)
+    if (target := asked_target()) is not None:
+        note = f"kernels use only what {target.name} has ({TARGET})"
+        return "\n".join([*map(str, made), note])
     return "\n".join(map(str, made)) or f"{function.__name__}: xla (it has no kernel)"
 
 

@@ -3,6 +3,8 @@
 Everything runs while a kernel is traced.  Values are MLIR scalars: f32; i32 words, which hold
 integers, a pair of 16-bit floats (the low half first) or packed codes; i64 addresses of device
 memory, i32 addresses of shared memory; i1 conditions.  ``at`` is a number of bytes.
+
+The instructions are those of the architecture that the kernel is for (``device.gpu().arch``).
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental.mosaic import gpu as mgpu
 
+from pallas_kernels.device import gpu as device
 from pallas_kernels.jax_internals import arith, gpu, ir, llvm, scf
 
 Value = ir.Value
 LOG2E = 1.4426950408889634
+# Pairs of bfloat16.
+_BF16_ONES, _BF16_MINUS_ONES, _BF16_MINUS_ZEROS = 0x3F803F80, 0xBF80BF80, 0x80008000
 
 
 def i32() -> ir.Type:
@@ -33,6 +38,11 @@ def f32() -> ir.Type:
 def ci(value: int) -> Value:
     """An i32 constant; bit patterns above 2**31 are wrapped."""
     return mgpu.utils.c(value - (1 << 32) if value >= 1 << 31 else value, i32())
+
+
+def opaque(value: int) -> Value:
+    """An i32 constant that the compiler does not know: a loop up to it is not unrolled."""
+    return ptx(f"mov.u32 $0, {value};", results=i32())
 
 
 def cf(value: float) -> Value:
@@ -250,15 +260,54 @@ def to_float(x: Value) -> Value:
 
 def to_e4m3(low: Value, high: Value) -> Value:
     """Two f32 as FP8, saturated, in the low half of a word."""
+    if not device().arch.float8:
+        return arith.ori(_byte_e4m3(low), shift_left(_byte_e4m3(high), 8))
     code = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }"
     return _i32(code, low, high)
 
 
+def to_e4m3_word(values: Sequence[Value]) -> Value:
+    """Four f32 as FP8, saturated."""
+    if not device().arch.float8:
+        return permute(to_e4m3(*values[:2]), to_e4m3(*values[2:]), 0x5410)
+    half = "cvt.rn.satfinite.e4m3x2.f32"
+    code = f"{{ .reg .b16 l, h; {half} l, $2, $1; {half} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+    return _i32(code, *values)
+
+
 def from_e4m3(half: Value) -> list[Value]:
     """The two f32 of the FP8 in the low half of a word."""
+    if not device().arch.float8:
+        return [_float_e4m3(half), _float_e4m3(shift_right(half, 8))]
     code = "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }"
     word = _i32(code, half)
     return [widen(word, "f16"), widen_high(word, "f16")]
+
+
+def _byte_e4m3(x: Value) -> Value:
+    """An f32 as FP8, saturated, by integer arithmetic.
+
+    From 2^-6 on the exponent's bias changes, and the mantissa is rounded to 3 bits, ties to even.
+    Below, 2^14 is added, whose last place is 2^-9, that of FP8's subnormal numbers.
+    """
+    word = bits(absolute(x))
+    is_nan = less(ci(0x7F800000), word)
+    size = minimum(absolute(x), cf(448.0))
+    word = bits(size)
+    even = masked(shift_right(word, 20), 1)
+    normal = shift_right(add(word, even, 0x7FFFF - (120 << 23)), 20)
+    small = arith.subi(bits(arith.addf(size, cf(16384.0))), bits(cf(16384.0)))
+    code = arith.select(less(word, 121 << 23), small, normal)
+    code = arith.select(is_nan, ci(0x7F), code)
+    return arith.ori(code, masked(shift_right(bits(x), 24), 0x80))
+
+
+def _float_e4m3(word: Value) -> Value:
+    """The f32 of the FP8 in the low byte of a word: the bits at a float16's places, times 2^8."""
+    moved = shift_left(masked(word, 0x7F), 7)
+    value = arith.mulf(widen(moved, "f16"), cf(256.0))
+    value = arith.select(equal(masked(word, 0x7F), 0x7F), cf(float("nan")), value)
+    return from_bits(arith.ori(bits(value), shift_left(masked(word, 0x80), 24)))
 
 
 # --- 16-bit floats: kind is "bf16" or "f16" ---
@@ -288,15 +337,27 @@ def pack(low: Value, high: Value, kind: str = "bf16") -> Value:
     return _i32(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", low, high)
 
 
+def _has_pairs(kind: str) -> bool:
+    """Whether pairs of the kind have instructions of their own; else a multiply-add, which rounds
+    once as well, computes the same."""
+    return kind == "f16" or device().arch.pair_arithmetic
+
+
 def add_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
+    if not _has_pairs(kind):
+        return fma_pairs(a, ci(_BF16_ONES), b, kind)
     return _i32(f"add.rn.{kind}x2 $0, $1, $2;", a, b)
 
 
 def sub_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
+    if not _has_pairs(kind):
+        return fma_pairs(b, ci(_BF16_MINUS_ONES), a, kind)
     return _i32(f"sub.rn.{kind}x2 $0, $1, $2;", a, b)
 
 
 def mul_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
+    if not _has_pairs(kind):
+        return fma_pairs(a, b, ci(_BF16_MINUS_ZEROS), kind)  # -0 keeps the sign of a zero
     return _i32(f"mul.rn.{kind}x2 $0, $1, $2;", a, b)
 
 
@@ -501,19 +562,22 @@ def warp_barrier() -> None:
 
 # --- The kernel before this one ---
 
-_OVERLAPS = jax.__version_info__ >= (0, 12)
+
+def _overlaps() -> bool:
+    """Whether a kernel may begin before the one before it has ended."""
+    return jax.__version_info__ >= (0, 12) and device().arch.dependent_launch
 
 
 def await_kernel() -> None:
     """By all threads: until the kernel before has ended; then the one behind may begin.
 
     A kernel that calls it begins while the one before still runs (programmatic dependent launch,
-    from jax 0.12 on; with an older one it begins behind it, and this is nothing).  So before it a
+    from jax 0.12 and Hopper on; before, it begins behind it, and this is nothing).  So before it a
     kernel writes nothing and reads nothing, weights neither, which may have been computed just now:
     it may ask L2 for them (``prefetch``).  Behind it, what other kernels write is not read through
     the path of constants (``READ_ONLY``): the lines there may be older.
     """
-    if not _OVERLAPS:
+    if not _overlaps():
         return
     ptx("griddepcontrol.wait;")
     ptx("griddepcontrol.launch_dependents;")
@@ -526,7 +590,7 @@ def await_kernel() -> None:
 def prefetch(at: Value, size: int) -> None:
     """Asks L2 for ``size`` contiguous bytes of device memory, where there is an ``await_kernel`` to
     wait at; both multiples of 16."""
-    if not _OVERLAPS:
+    if not _overlaps():
         return
     ptx(f"cp.async.bulk.prefetch.L2.global [$0], {size};", at)
 

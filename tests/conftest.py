@@ -5,7 +5,8 @@ Lanes, each usable alone:
     pytest                      everything but slow tests, on all cores; before a commit
     pytest -m core              identities and oracles; after each edit
     pytest tests/kernels        on Python >= 3.12: the emulator runs the Mosaic kernels
-    pytest -m gpu               on a Hopper GPU: the kernels themselves
+    pytest -m gpu               on a GPU: the kernels themselves; with JAXLLAMA_TARGET=sm_80 those
+                                of older cards, and -rs names what has no form there
     pytest -m slow PATH         minutes of evidence, a room at a time
     python tests/faults.py      planted faults, when tests are removed or moved to slow (FAULTS.md)
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import jax
 import pytest
 
 from jaxllama import progress
+from pallas_kernels.architecture import asked_target
 from pallas_kernels.dispatch import hopper_reason
 from tests.helpers.compiling import SOON
 
@@ -130,6 +133,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         names = {id(item) for item in left_out}
         items[:] = [item for item in items if id(item) not in names]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Under ``JAXLLAMA_TARGET`` a kernel that needs more than the target has is skipped."""
+    del item
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if asked_target() is None or not re.search(r"sm_\d+[^:]* has no ", str(error)):
+            raise
+        pytest.skip(f"no portable form: {error}")
 
 
 @pytest.hookimpl(optionalhook=True)

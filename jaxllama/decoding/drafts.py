@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ class NGram:
     def begin(self, *_: object) -> None:
         """Return None: an n-gram draft has no state."""
 
-    def propose(self, params: object, kept: object, ask: DraftContext) -> Drafted:
+    def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
         text, size = ask.text, ask.size[:, None]
         width = text.shape[1]
         place = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -256,16 +256,14 @@ class DraftPlan:
     exact: a pass over n tokens has the shapes of a decode step over n rows.
     """
 
-    draft: NGram | ModelDraft
+    draft: Any
     most: int
     widths: tuple[int, ...]
     adaptive: bool
     exact: bool = False
 
     @classmethod
-    def of(
-        cls, draft: NGram | ModelDraft, draft_tokens: int, deterministic: bool = False
-    ) -> DraftPlan:
+    def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> DraftPlan:
         """The plan for a draft.  Raises JaxLlamaError naming the key.
 
         draft_tokens: 0 to 15; 0 adapts.

@@ -40,14 +40,14 @@ class Fields(NamedTuple):
 
     newest: jax.Array
     done: jax.Array
-    count: jax.Array
+    count: Tree
     length: jax.Array
     step: jax.Array
-    drafted: jax.Array | None = None
-    accepted: jax.Array | None = None
-    ask: jax.Array | None = None
-    wait: jax.Array | None = None
-    pause: jax.Array | None = None
+    drafted: Tree = None
+    accepted: Tree = None
+    ask: Tree = None
+    wait: Tree = None
+    pause: Tree = None
 
     def packed(self) -> jax.Array:
         """Return the fields as one int32 array ``[5, B]``, or ``[10, B]`` with drafts."""

@@ -38,7 +38,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +123,8 @@ _NUMBERS = (
     "presence_penalty",
 )
 
+BiasPairs = tuple[Any, ...]  # (token, what is added to its logit); a Mapping until it is checked
+
 
 def _check(key: str, value: float, low: float, high: float, above: bool = False) -> None:
     """Raise JaxLlamaError unless ``low <= value <= high``, or ``low < value`` with ``above``.
@@ -204,9 +206,7 @@ class SamplingParams:
     ) -> SamplingParams:
         """``stack`` into numpy arrays."""
         shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
-        keys: list[np.ndarray | None] = [
-            shared if row.seed is None else _key_data(row.seed) for row in rows
-        ]
+        keys: list[Tree] = [shared if row.seed is None else _key_data(row.seed) for row in rows]
         drawn = [row for row in rows if row.temperature > 0]
         wanted = {
             "draw": bool(drawn),
@@ -256,7 +256,7 @@ def _key_data(seed: int | jax.Array) -> np.ndarray:
 
 
 def _stack_bias(rows: Sequence[Sampling], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    biases: list[tuple[tuple[int, float], ...]] = [tuple(row.logit_bias or ()) for row in rows]
+    biases: list[BiasPairs] = [tuple(row.logit_bias or ()) for row in rows]
     # A power of two, so that few widths are ever compiled.
     width = 1 << (max(len(bias) for bias in biases) - 1).bit_length()
     ids = np.full((len(rows), width), vocab_size, np.int32)

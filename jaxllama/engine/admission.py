@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllama.decoding.sampling import Sampling
+from jaxllama.decoding.sampling import BiasPairs, Sampling
 from jaxllama.engine.grammar import Allowed, AtLeast, GrammarCompiler, Matcher
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
@@ -65,7 +65,7 @@ class Admission:
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raise JaxLlamaError if a row cannot have these parameters."""
-    bias: tuple[tuple[int, float], ...] = tuple(sampling.logit_bias or ())
+    bias: BiasPairs = tuple(sampling.logit_bias or ())
     if len(bias) > MAX_BIAS:
         raise JaxLlamaError(
             f"logit_bias has {len(bias)} entries: the engine takes up to {MAX_BIAS}"

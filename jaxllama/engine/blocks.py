@@ -51,7 +51,7 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.lora import for_rows
 from jaxllama.text.rows import pad_rows, shapes_of
-from jaxllama.typing import Options
+from jaxllama.typing import Jitted, Options, Tree
 
 GATHER = 0.05
 PAGE = 64  # unit of tokens in which the cache's use is counted
@@ -202,9 +202,7 @@ class BlockRunner:
         handed = threading.Event()
         handed.set()  # no caller waits for a device
         rows = {sequence: sequence.own_slot for sequence in plan.budgets}
-        drawn: Future[dict[Sequence, Written] | None] = self._thread.submit(
-            self._do, plan.admitted, rows
-        )
+        drawn: Future[Tree] = self._thread.submit(self._do, plan.admitted, rows)
         return Running(drawn, handed)
 
     def _do(
@@ -279,7 +277,7 @@ class BlockRunner:
             written[sequence] = Written(tokens.tolist(), logprobs.tolist())
         return written
 
-    def read(self, drawn: dict[Sequence, Written]) -> dict[Sequence, Written]:
+    def read(self, drawn: Tree) -> dict[Sequence, Written]:
         return drawn
 
     def drop(self, sequence: Sequence) -> None:
@@ -289,7 +287,7 @@ class BlockRunner:
         self._thread.submit(lambda: None).result()
 
     def compiled_programs(self) -> int:
-        programs: tuple[jax.stages.Wrapped, ...] = (
+        programs: tuple[Jitted, ...] = (
             units.run_layer,
             units.embed,
             units.last_hidden,

@@ -37,13 +37,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
-from jax.tree_util import PyTreeDef
 
 import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.typing import Tree
+from jaxllama.typing import Device, Jitted, Tree
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
@@ -60,7 +59,7 @@ class Wanted(NamedTuple):
     cfg: its first argument, if it takes a ModelConfig. static: its static keyword arguments.
     """
 
-    jitted: jax.stages.Wrapped
+    jitted: Jitted
     arguments: tuple[Tree, ...]
     cfg: ModelConfig | None = None
     static: Mapping[str, object] = MappingProxyType({})
@@ -96,8 +95,8 @@ class Kept(NamedTuple):
     program.
     """
 
-    handlers: tuple[object, ...]
-    programs: list[tuple[bytes, PyTreeDef, PyTreeDef]]
+    handlers: tuple[jit.Program, ...]
+    programs: list[tuple[bytes, object, object]]
 
 
 class Programs:
@@ -114,7 +113,7 @@ class Programs:
         The jax.Device that the kept programs run on.
     """
 
-    def __init__(self, folder: Path | None, device: jax.Device) -> None:
+    def __init__(self, folder: Path | None, device: Device) -> None:
         self._folder, self._device = folder, device
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._claimed: set[Hashable] = set()
@@ -340,7 +339,7 @@ def _tell_where_kernels_are() -> None:
         importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
-def name(wanted: Mapping[Hashable, Wanted], device: jax.Device) -> str:
+def name(wanted: Mapping[Hashable, Wanted], device: Device) -> str:
     """Return the file name of these programs on a jax.Device: a hash of all that they depend on."""
     digest = hashlib.sha256()
     for package in (jaxllama, pallas_kernels):

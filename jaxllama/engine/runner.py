@@ -32,7 +32,7 @@ from jaxllama.language_model import DraftSource
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.typing import ArrayOrNumpy
+from jaxllama.typing import Jitted, Tree
 
 
 class Written(NamedTuple):
@@ -326,7 +326,7 @@ class Runner:
             row[:3] = sequence.own_slot, budget, told
             row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
-        allowed: ArrayOrNumpy = self._no_masks[n]
+        allowed: Tree = self._no_masks[n]
         if masks:
             allowed = self._masks(n)
             for sequence, known in masks.items():
@@ -390,7 +390,7 @@ class Runner:
 
     def compiled_programs(self) -> int:
         """Return the number of programs compiled outside of the warm-up."""
-        programs: tuple[jax.stages.Wrapped, ...] = (
+        programs: tuple[Jitted, ...] = (
             device.admit,
             self._fill_program,
             self._decode_program,

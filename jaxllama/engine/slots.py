@@ -39,14 +39,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import ADAPTIVE, ModelDraft, NGram, Pace
-from jaxllama.decoding.sampling import History, Sampling, SamplingParams
+from jaxllama.decoding.sampling import BiasPairs, History, Sampling, SamplingParams
 from jaxllama.engine import passes
 from jaxllama.engine.batch import BatchState, SlotDrafts
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.parallel.mesh import traced_mesh
-from jaxllama.typing import ArrayOrNumpy, Params, Tree
+from jaxllama.typing import Params, Tree
 
 NOBODY = 2**30  # an index past the last slot, page or snapshot
 MAX_BIAS = 320  # largest number of logit_bias entries of a row; OpenAI takes up to 300
@@ -372,17 +372,17 @@ class AdmittedRows:
     the history, which is the prompt and then the output; n_prompt and n_tokens count them.
     """
 
-    slot: ArrayOrNumpy  # numpy arrays on the host, jax arrays inside of ``admit``
-    table: ArrayOrNumpy
-    length: ArrayOrNumpy
+    slot: Tree  # numpy arrays on the host, jax arrays inside of ``admit``
+    table: Tree
+    length: Tree
     snapshot: Tree
-    token: ArrayOrNumpy
-    prompted: ArrayOrNumpy
-    tokens: ArrayOrNumpy
-    n_prompt: ArrayOrNumpy
-    n_tokens: ArrayOrNumpy
-    remaining: ArrayOrNumpy
-    ignore_eos: ArrayOrNumpy
+    token: Tree
+    prompted: Tree
+    tokens: Tree
+    n_prompt: Tree
+    n_tokens: Tree
+    remaining: Tree
+    ignore_eos: Tree
     sampling: SamplingParams
 
 
@@ -456,7 +456,7 @@ def stack_sampling(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
     ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
     values = np.zeros((len(rows), MAX_BIAS), np.float32)
     for row, sampling in enumerate(rows):
-        pairs: tuple[tuple[int, float], ...] = tuple(sampling.logit_bias or ())
+        pairs: BiasPairs = tuple(sampling.logit_bias or ())
         for column, (token, value) in enumerate(pairs):
             ids[row, column], values[row, column] = token, value
     return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())

@@ -33,8 +33,10 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.mix import has_cudnn
-from jaxllama.typing import JsonObject, Tree
+from jaxllama.typing import Device, JsonObject, Tree
+from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
+from pallas_kernels.device import nearest_card
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -58,6 +60,7 @@ def examine(model: str | None = None, **source: Any) -> JsonObject:
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "packages": {name: _version(name) for name in PACKAGES},
         "backend": jax.default_backend(),
+        "target": None if (target := asked_target()) is None else target.name,
         "devices": [_device(device) for device in jax.devices()],
         "default_dtype": default_dtype().name,
         "caches": {
@@ -87,12 +90,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(device: jax.Device) -> JsonObject:
+def _device(device: Device) -> JsonObject:
     stats = device.memory_stats() or {}
     return {
         "id": device.id,
         "kind": device.device_kind,
         "compute_capability": getattr(device, "compute_capability", None),
+        "planned_as": nearest_card(device) if device.platform == "gpu" else None,
         "memory_bytes": stats.get("bytes_limit"),
         "memory_in_use_bytes": stats.get("bytes_in_use"),
     }
@@ -113,7 +117,7 @@ Call = Callable[..., Tree]
 def _typical_calls() -> list[tuple[str, Call, tuple[Tree, ...]]]:
     """Return (description, op, operands) of calls of a model of width 4096; shapes, not arrays."""
 
-    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Tree:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     groups = array(_D, _D // 128)
@@ -152,7 +156,7 @@ def _model_calls(lm: LanguageModel) -> list[JsonObject]:
     capacity = min(cfg.max_position, _CONTEXT)
     width = min(capacity, _PROMPT)
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    def ints(*shape: int) -> Tree:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     found = []
@@ -225,6 +229,10 @@ def table(report: JsonObject) -> str:
         limit = device["memory_bytes"]
         memory = "" if limit is None else f", {limit / 2**30:.1f} GiB for jax"
         lines.append(f"device    {device['id']}: {device['kind']}{memory}")
+        if device["planned_as"]:
+            lines.append(f"          not in the table of cards; planned as {device['planned_as']}")
+    if report["target"]:
+        lines.append(f"target    kernels use only what {report['target']} has ({TARGET})")
     for name, cache in report["caches"].items():
         size = f", {cache['bytes'] / 1e6:.1f} MB" if cache["path"] else ""
         lines.append(f"cache     {name}: {cache['path'] or 'off'}{size}")
@@ -255,7 +263,7 @@ def _op_line(op: JsonObject) -> str:
 
 def _buffer_lines(rows: list[JsonObject]) -> list[str]:
     """Return one line for the buffers that are equal in every layer."""
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[Tree, ...], list[int]] = {}
     for row in rows:
         name = re.sub(r"layer_\d+", "layer_*", row["path"])
         alike.setdefault((name, row["dtype"], tuple(row["shape"])), []).append(row["bytes"])

@@ -265,7 +265,7 @@ def _score(
         pad = ((0, blocks * BLOCK - length),) + ((0, 0),) * (x.ndim - 1)
         return jnp.pad(x, pad).reshape(blocks, BLOCK, *x.shape[1:])
 
-    def one(block: tuple[jax.Array, ...]) -> jax.Array:
+    def one(block: Tree) -> jax.Array:
         hidden, targets = block
         logs = [
             jax.nn.log_softmax(logits(cfg, p, x))

@@ -65,7 +65,7 @@ def run(
     *,
     policy: Policy | None = None,
     base: Policy | None = None,
-    dtype: DTypeLike = None,
+    dtype: DTypeLike | None = None,
     scheme: str | None = None,
     kv_dtype: DTypeLike | None = None,
     rows: int = 8,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -135,8 +135,8 @@ class Executor(Protocol):
         ...
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike
-    ) -> tuple[DTypeLike, int | None]:
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+    ) -> tuple[Any, int | None]:
         """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 
         Raises JaxLlamaError if the executor has fixed values and the user's differ from them.

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Jitted, Params, Tree
 from pallas_kernels.rows import greedy
 
 
@@ -85,8 +86,8 @@ class Resident:
         return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike
-    ) -> tuple[DTypeLike, int | None]:
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+    ) -> tuple[Any, int | None]:
         return dtype if kv_dtype is None else kv_dtype, chunk
 
     def check_drafts(self, deterministic: bool) -> None:
@@ -195,7 +196,7 @@ class ResidentDecoding:
 def _run(
     call: Call,
     name: str,
-    program: jax.stages.Wrapped,
+    program: Jitted,
     cfg: ModelConfig,
     arguments: tuple[Tree, ...],
     static: Mapping[str, object] = MappingProxyType({}),

@@ -27,7 +27,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxllama.config import ModelConfig, from_dict, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
@@ -89,7 +89,7 @@ class Point:
     file names.
     """
 
-    settings: Settings
+    settings: Any  # one of ``settings.Settings``, by the workload
     flat: JsonObject
     name: str
 

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,7 +28,6 @@ from jaxllama.experiments.settings import (
     LearnSettings,
     OffloadSettings,
     QualitySettings,
-    Settings,
     SpeedSettings,
     TrainSettings,
 )
@@ -38,7 +38,6 @@ from jaxllama.offload.store import available_memory
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import parse
-from jaxllama.training.config import TrainConfig
 from jaxllama.typing import Tree
 from pallas_kernels.qtensor import tree_bytes
 
@@ -166,7 +165,7 @@ def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
     return settings.prompt_tokens, settings.batch, 3
 
 
-def _training(cfg: ModelConfig, config: TrainConfig, models: int) -> PointCost:
+def _training(cfg: ModelConfig, config: Any, models: int) -> PointCost:
     """Return the cost of training. config: a TrainConfig, or settings with the same sizes."""
     from jaxllama.training import flops_per_token
 
@@ -178,7 +177,7 @@ def _training(cfg: ModelConfig, config: TrainConfig, models: int) -> PointCost:
     return PointCost(shape, n, state, 0, float(state * config.steps), float(work), config.steps)
 
 
-def _weights(cfg: ModelConfig, settings: Settings) -> Tree:
+def _weights(cfg: ModelConfig, settings: Any) -> Tree:
     """Return the shapes of the parameters under the point's scheme."""
     dtype = default_dtype() if settings.dtype is None else settings.dtype
     floats = param_shapes(cfg, dtype)
@@ -190,7 +189,7 @@ def _weights(cfg: ModelConfig, settings: Settings) -> Tree:
     return jax.eval_shape(functools.partial(quantize_params, scheme=chosen), floats)
 
 
-def _cache(cfg: ModelConfig, batch: int, room: int, settings: Settings) -> Tree:
+def _cache(cfg: ModelConfig, batch: int, room: int, settings: Any) -> Tree:
     dtype = kv_dtype(settings.kv_dtype) or settings.dtype or default_dtype()
     return jax.eval_shape(functools.partial(init_cache, cfg, batch, room, dtype))
 

@@ -73,7 +73,7 @@ def is_number(entry: object) -> bool:
     return isinstance(entry, (int, float)) and not isinstance(entry, bool)
 
 
-def cell(entries: Sequence[object]) -> str:
+def cell(entries: Sequence[Tree]) -> str:
     """Return the cell of one point's values, one a seed."""
     if all(is_number(entry) for entry in entries) and len(set(entries)) > 1:
         spread = max(entries) - min(entries)

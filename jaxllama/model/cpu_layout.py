@@ -17,20 +17,20 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.typing import Params, ParamsDict
+from jaxllama.typing import Params
 from pallas_kernels.cpu import prepare, prepare_tree, unavailable
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
 
-def lay_out(params: ParamsDict) -> ParamsDict:
+def lay_out(params: Params) -> Params:
     """``params`` with every QTensor laid out for which this CPU has a handler."""
     if not _weights(params) or mesh_of(params) is not None or not handles(_dtype(params)):
         return params
     return jax.device_put(prepare_tree(params))
 
 
-def slow_on_cpu(params: ParamsDict) -> str | None:
+def slow_on_cpu(params: Params) -> str | None:
     """One line on quantized weights that a CPU multiplies without a handler, or None.
 
     params: of a model, after ``lay_out``.
@@ -56,7 +56,7 @@ def _weights(params: Params) -> list[QTensor]:
     return [w for w in found if isinstance(w.q, jax.Array) and not isinstance(w.q, Tracer)]
 
 
-def _dtype(params: ParamsDict) -> jnp.dtype:
+def _dtype(params: Params) -> jnp.dtype:
     """The activations'."""
     return params["norm"]["weight"].dtype
 

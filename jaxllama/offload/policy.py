@@ -16,7 +16,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.typing import Tree
+from jaxllama.typing import Options, Tree
 
 PERCENTAGES = (
     "weights_device",
@@ -184,7 +184,7 @@ class Policy:
                 f"the device and in host memory), found {len(numbers)}"
             )
         named = zip(PERCENTAGES, numbers, strict=True)
-        values: dict[str, int | bool] = {name: _number(name, word) for name, word in named}
+        values: Options = {name: _number(name, word) for name, word in named}
         fields = {field.name: field for field in dataclasses.fields(cls)}
         options = [name for name in fields if name not in PERCENTAGES]
         for word in (word for word in words if "=" in word):

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Recorder:
     @contextlib.contextmanager
     def __call__(
         self, lane: str, unit: ModelUnit | None, batch: int | None = None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         begin = time.perf_counter()
         yield
         self._add(lane, unit, batch, begin, time.perf_counter())
@@ -66,7 +66,7 @@ class Recorder:
     @contextlib.contextmanager
     def watching(
         self, lane: str, unit: ModelUnit, batch: int | None = None
-    ) -> Iterator[list[Tree]]:
+    ) -> Generator[list[Tree]]:
         """Yield a list, into which the caller puts the dispatched arrays."""
         begin = time.perf_counter()
         out: list[Tree] = []
@@ -100,15 +100,16 @@ class _NoRecord:
     """Records nothing."""
 
     @contextlib.contextmanager
-    def __call__(self, *_: object) -> Iterator[None]:
+    def __call__(self, *_: object) -> Generator[None]:
         yield
 
     @contextlib.contextmanager
-    def watching(self, *_: object) -> Iterator[list[Tree]]:
+    def watching(self, *_: object) -> Generator[list[Tree]]:
         yield []
 
 
 NO_RECORD = _NoRecord()
+Recording = Recorder | _NoRecord
 
 
 def draw(events: Sequence[TimelineBar], path: str | Path, title: str = "") -> None:

@@ -24,7 +24,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +293,7 @@ def _work(lm: LanguageModel, request: QuantizeRequest, *tokens: np.ndarray) -> Q
 
 
 @contextlib.contextmanager
-def _pointing_to(work: QuantizeWork | None) -> Iterator[None]:
+def _pointing_to(work: QuantizeWork | None) -> Generator[None]:
     """Make errors say where the finished layers are."""
     try:
         yield

@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -170,7 +170,7 @@ def tokenize(
 
 
 @contextlib.contextmanager
-def _removed(scratch: Path) -> Iterator[None]:
+def _removed(scratch: Path) -> Generator[None]:
     try:
         yield
     finally:

@@ -22,7 +22,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
 
 from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
@@ -199,7 +198,7 @@ def learned(student: ModelConfig, params: Params) -> Tree:
     """Return a tree of booleans that is True at the GLA mixers, which objective "mixers" trains."""
     mixers = [f"layer_{i}" for i, kind in enumerate(student.layer_types) if kind == "gla"]
 
-    def one(path: KeyPath, _: object) -> bool:
+    def one(path: tuple[Tree, ...], _: object) -> bool:
         keys = [key.key for key in path]
         return keys[0] in mixers and keys[1] == "mixer"
 

@@ -25,7 +25,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -196,7 +196,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _interruptible(bar: Working) -> Iterator[threading.Event]:
+def _interruptible(bar: Working) -> Generator[threading.Event]:
     """Yield an event that Ctrl-C sets, so that the current step is not lost.
 
     A second Ctrl-C, or one outside of the main thread, raises as usual.

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import KeyPath
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.param import Path
@@ -51,7 +50,7 @@ def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
     """
     multipliers = _multipliers(cfg)
 
-    def one(keys: KeyPath, leaf: jax.Array) -> jax.Array:
+    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
         path, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
         rows = multipliers.get(path)
         if rows is None:
@@ -121,7 +120,7 @@ def _slow_scales(changes: Params) -> Params:
 def decays(params: Params) -> Tree:
     """Return True at matrices: not at norms and biases, nor at a grid's scales and zeros."""
 
-    def one(keys: KeyPath, leaf: jax.Array) -> bool:
+    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> bool:
         _, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
         return leaf.ndim - lead >= 2 and getattr(keys[-1], "name", "w") == "w"
 

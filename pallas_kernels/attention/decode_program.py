@@ -21,6 +21,7 @@ from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.ring import Ring, Scales, TokenWords, ring_bytes, scale_bytes
 from pallas_kernels.attention.team_share import TeamPlace, TeamShare
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
+from pallas_kernels.attention.warp_ring import WarpRing
 from pallas_kernels.jax_internals import arith
 
 
@@ -87,7 +88,8 @@ class DecodeKernel:
             later = [p.add(self.share.begin, (i + 1) * self.share.apart) for i in range(plan.depth)]
             self.entries = [self.share.pages.entry(self.share.begin), *map(self.entry_of, later)]
         ring_size = ring_bytes(plan, plan.heads, codes)
-        self.ring = Ring(
+        owner = here.warp if plan.by_warp else here.team
+        self.ring = (WarpRing if plan.by_warp else Ring)(
             plan,
             codes,
             heads=plan.heads,
@@ -95,7 +97,7 @@ class DecodeKernel:
             members=self.share.members,
             member=here.member,
             lane=here.lane,
-            ring=p.add(p.shared_address(self.smem.ring), p.mul(here.team, ring_size)),
+            ring=p.add(p.shared_address(self.smem.ring), p.mul(owner, ring_size)),
             barriers=p.add(barriers, p.mul(here.team, 2 * plan.depth * 16)),
             bases=[
                 self.row_of(refs[0], self.share.first_head, codes.row_bytes)
@@ -107,6 +109,8 @@ class DecodeKernel:
         )
         self.tokens = TokenWords(self.ring, codes, here.own, here.g, here.quad)
         self.k_token = p.mul(self.order, self.ring.per_run)
+        if plan.by_warp:
+            return
         p.when(p.less(here.thread, 1), lambda: self.ring.initialise(self.share.teams, barriers))
         p.barrier()
 
@@ -124,12 +128,12 @@ class DecodeKernel:
     def fill_ring(self) -> None:
         for i in range(self.plan.depth):
             token0 = p.add(self.share.begin, i * self.share.apart)
-            both = functools.partial(self.fill_slot, token0, i)
-            p.when(p.below(token0, self.share.end), both) if i else both()
+            inside = p.below(token0, self.share.end) if i else None
+            fills = (functools.partial(self.fill_slot, token0, i, v) for v in (False, True))
+            self.ring.start(inside, list(fills))
 
-    def fill_slot(self, token0, i: int) -> None:
-        self.ring.fill(token0, p.ci(i), False, self.entries[i])
-        self.ring.fill(token0, p.ci(i), True, self.entries[i])
+    def fill_slot(self, token0, i: int, values: bool) -> None:
+        self.ring.fill(token0, p.ci(i), values, self.entries[i])
 
     def open_scales(self) -> Scales:
         at = p.shared_address(self.smem.scales)
@@ -301,10 +305,8 @@ class DecodeKernel:
         if self.plan.depth == 1:
             return ring.refill(token0, slot, parity, False, ahead[-1])
         before, emptied = p.add(token0, -self.share.apart), ring.neighbour(slot, parity, -1)
-        return p.when(
-            p.at_most(self.share.begin, before),
-            lambda: ring.refill(before, *emptied, True, ahead[-2]),
-        )
+        follows = p.at_most(self.share.begin, before)
+        return ring.refill_if(follows, before, *emptied, True, ahead[-2])
 
     def add_outputs(self, slot, sums, rights) -> None:
         tiles = self.plan.tiles

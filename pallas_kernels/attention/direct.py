@@ -8,6 +8,9 @@
     end      the warps' parts through shared memory, the blocks' through that of the cluster
              (``attention.gather``), in a fixed order, float32
 
+Before Hopper there are no clusters: the blocks of a kv head write their parts to memory, and a
+second kernel sums them (``attention.merge``).
+
 Such a row takes microseconds, so it needs no ring: all its bytes are requested at once.  Launches
 are the main cost.  A row's result depends on nothing but the row.
 
@@ -24,15 +27,18 @@ import functools
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
 from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.codes import Codes
-from pallas_kernels.attention.gather import Gather, write_heads
+from pallas_kernels.attention.gather import Gather, write_heads, write_parts
+from pallas_kernels.attention.merge import merge_parts
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.jax_internals import arith
@@ -46,20 +52,26 @@ ROWS, TOKENS = 2, 32768  # at most
 
 @dataclasses.dataclass(frozen=True)
 class DirectPlan:
-    """``cluster`` blocks of ``warps`` to a kv head of a row; up to ``steps`` tiles to a warp."""
+    """``cluster`` blocks of ``warps`` to a kv head of a row; up to ``steps`` tiles to a warp.
+    merged: the blocks are no cluster, and a second kernel sums their parts."""
 
     kernel: ClassVar[str] = "decode_attention_direct"
     cluster: int
     warps: int
     steps: int
+    merged: bool = False
 
     def gather(self, group: int, codes: Codes) -> Gather:
-        return Gather(codes.head_dim, self.warps, group, self.cluster, self.warps, codes.zeros)
+        cluster = 1 if self.merged else self.cluster
+        return Gather(
+            codes.head_dim, self.warps, group, cluster, self.warps, codes.zeros, self.merged
+        )
 
 
 def plan(call) -> DirectPlan | Reason:
     """For (q or the projection, k, query heads) of few rows: 64 SMs at most are at work, 8 to a kv
-    head of a row, and there are no launches beside this one."""
+    head of a row, and there are no launches beside this one.  Without clusters all SMs are, and the
+    parts are summed by a second launch."""
     q, k, n = call
     batch, capacity, n_kv, h = k.shape
     group, longest = n // n_kv, TOKENS
@@ -69,14 +81,16 @@ def plan(call) -> DirectPlan | Reason:
         longest //= 16
     if batch > ROWS or batch * capacity > longest or group > 8:
         return Reason("")
-    cluster = CLUSTER
-    while cluster > 1 and cluster * batch * n_kv > BLOCKS:
+    merged = not gpu().arch.clusters
+    cluster = min(2 * CLUSTER, max(1, gpu().sms // (batch * n_kv))) if merged else CLUSTER
+    while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
         cluster //= 2
     # Words, queries and outputs of a tile are in registers.
-    most = 12 if h <= 128 else 8  # warps of a block
+    most = 12 if h <= 128 and not merged else 8  # warps of a block
     tiles = -(-capacity // (TILE * cluster))
     steps = -(-tiles // most)
-    return DirectPlan(cluster, -(-max(-(-tiles // steps), group) // 4) * 4, steps)
+    warps = -(-max(-(-tiles // steps), group) // 4) * 4
+    return DirectPlan(cluster, warps, steps, merged and cluster > 1)
 
 
 class _Kernel:
@@ -90,7 +104,10 @@ class _Kernel:
         self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
         self.g, self.quad = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
         block, self.rank = p.register("ctaid.x"), p.ci(0)
-        if plan.cluster > 1:
+        if plan.merged:
+            self.rank = arith.remui(block, p.ci(plan.cluster))
+            block = arith.divui(block, p.ci(plan.cluster))
+        elif plan.cluster > 1:
             block, self.rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         _, _, n_kv, n, _ = shape
         self.group = n // n_kv
@@ -127,8 +144,14 @@ class _Kernel:
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
         line = functools.partial(p.add, first)
         write = write_heads(self.gmem.out, line, self.lane, self.kind, h)
+        sinks = self.gmem.sinks
+        if self.plan.merged:
+            part = p.add(p.mul(self.row, self.plan.cluster), self.rank)
+            first = p.add(p.mul(part, n), p.mul(self.head, self.group))
+            line = functools.partial(p.add, first)
+            write, sinks = write_parts(self.gmem.out, self.gmem.stats, line, self.lane, h), None
         number = lambda head: p.add(p.mul(self.head, self.group), head)  # noqa: E731
-        self.gathering.finish(write, self.gmem.sinks, number)
+        self.gathering.finish(write, sinks, number)
 
     def prefetch(self) -> None:
         """Asks for the warp's first tile: a lane for a token's keys, a lane for its values."""
@@ -281,9 +304,14 @@ def attend(
             kind=kind,
         ).run()
 
+    out, stats = jax.ShapeDtypeStruct((batch, n, h), q.dtype), None
+    if plan.merged:
+        out = jax.ShapeDtypeStruct((batch, plan.cluster, n, h), jnp.float32)
+        stats = jax.ShapeDtypeStruct((batch, plan.cluster, n, 2), jnp.float32)
+
     def run(cache):
         k, v = (jax.tree.leaves(x) for x in cache)
-        (out,) = launch(
+        found, parts = launch(
             body,
             {
                 "q": q,
@@ -294,17 +322,19 @@ def attend(
                 "k": k,
                 "v": v,
             },
-            {"out": jax.ShapeDtypeStruct((batch, n, h), q.dtype)},
+            {"out": out, "stats": stats},
             name="decode_attention_direct",
-            grid=batch * n_kv,
-            cluster=plan.cluster,
+            grid=batch * n_kv * (plan.cluster if plan.merged else 1),
+            cluster=1 if plan.merged else plan.cluster,
             warpgroups=plan.warps // 4,
             scratch=scratch,
             registers=True,
         )
-        return out
+        if plan.merged:
+            return merge_parts(found, parts, sinks, rotated=codes.zeros, out_dtype=q.dtype)
+        return found
 
     if not tables:
         return run((k, v))
-    out, cache = in_place(run, (k, v))
-    return out, *cache
+    found, cache = in_place(run, (k, v))
+    return found, *cache

@@ -35,6 +35,7 @@ class Gather:
     cluster: int
     warps: int
     rotated: bool
+    raw: bool = False  # ``finish`` gives what a block has, (maximum, sum, columns), undivided
 
     @property
     def owned(self) -> int:
@@ -125,7 +126,8 @@ class Gathering:
             p.when(p.less(index, count), lambda index=index: body(index))
 
     def finish(self, write: Callable, sinks_ref, query_head: Callable) -> None:
-        """By all threads; write(head, this lane's columns).
+        """By all threads; write(head, this lane's columns), with ``raw`` write(head, maximum, sum,
+        columns).
 
         A head that has seen no key gives zeros.  sinks_ref: float32, of all query heads, or None;
         ``query_head(head)`` is the number of a head there.
@@ -146,6 +148,8 @@ class Gathering:
         first = self.part(p.ci(0), head)
         peak, whole, x = self._combined(*first, step, 8 * plan.heads, plan.parts)
         if plan.cluster == 1:
+            if plan.raw:
+                return self.write(head, peak, whole, x)
             return self._done(head, [peak, whole, *x])
         owner = arith.remui(head, p.ci(plan.cluster))
         slot = arith.divui(head, p.ci(plan.cluster))
@@ -178,6 +182,22 @@ class Gathering:
         inverse = p.divide(p.cf(1.0), whole)
         x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
+
+
+def write_parts(parts_ref, stats_ref, line: Callable, lane, head_dim: int) -> Callable:
+    """``write`` of a raw gather: the lane's columns of parts [lines, H], and stats [lines, 2]."""
+    columns = head_dim // 32
+
+    def write(head, peak, whole, x):
+        at = line(head)
+        base = p.offset(p.address(parts_ref), at, 4 * head_dim)
+        base = p.offset(base, lane, 4 * columns)
+        for c in range(0, columns, 4):
+            p.store_global(base, x[c : c + 4], 4 * c)
+        stats = p.offset(p.address(stats_ref), at, 8)
+        p.when(p.less(lane, 1), lambda: p.store_global(stats, [peak, whole]))
+
+    return write
 
 
 def write_heads(out_ref, line: Callable, lane, kind: str, head_dim: int) -> Callable:

@@ -3,6 +3,7 @@
     out = sum_c 2^(top_c - top) out_c / sum_c 2^(top_c - top) sum_c        top = max_c top_c
 
 A head's sink is one more share: of maximum ``sink``, sum 1 and outputs 0 (``with_sink``).
+``merge_parts`` sums parts of a row that have all been written.
 
 One block per (row, query head).  A lane holds H / 32 columns; the warps take chunks in turn, a
 batch of loads at a time, each with a maximum of its own, and meet in shared memory.  Chunks without
@@ -67,6 +68,70 @@ def merge_chunks(
         registers=True,
     )
     return out
+
+
+def merge_parts(
+    parts: jax.Array,
+    stats: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    rotated: bool,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """``parts [B, parts, N, H]``, ``stats [B, parts, N, 2]``, sinks as ``merge_chunks`` has them.
+
+    All parts are written; one without a visible key has the sum 0.
+    """
+    batch, splits, n, h = parts.shape
+    merge = functools.partial(
+        _merge_parts, shape=parts.shape, kind=KIND[jnp.dtype(out_dtype).name], rotated=rotated
+    )
+    (out,) = launch(
+        merge,
+        {"parts": parts, "stats": stats, "sinks": sinks},
+        {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
+        name="decode_attention_merge",
+        grid=-(-batch * n // 4),
+        registers=True,
+    )
+    return out
+
+
+def _merge_parts(gmem, smem, *, shape, kind, rotated):
+    """A warp for each (row, query head)."""
+    del smem
+    batch, splits, n, h = shape
+    thread, block = p.register("tid.x"), p.register("ctaid.x")
+    lane, columns = p.masked(thread, 31), h // 32
+    index = p.add(p.mul(block, 4), p.shift_right(thread, 5))
+    p.await_kernel()
+
+    def merge():
+        row, head = arith.divui(index, p.ci(n)), arith.remui(index, p.ci(n))
+        line = p.add(p.mul(row, splits * n), head)
+        stats = p.offset(p.address(gmem.stats), line, 8)
+        part = p.offset(p.offset(p.address(gmem.parts), line, 4 * h), lane, 4 * columns)
+        shares = []
+        for i in range(splits):
+            peak, whole = p.load_global(stats, 2, 8 * n * i, "f32")
+            vector = min(columns, 4)
+            x = [
+                value
+                for c in range(0, columns, vector)
+                for value in p.load_global(part, vector, 4 * h * n * i + 4 * c, "f32")
+            ]
+            shares.append((peak, whole, x))
+        sums = combine(shares)
+        some = p.less(p.ci(0), p.bits(sums[1]))  # else the outputs may be NaN
+        _, whole, *x = with_sink(sums, gmem.sinks, head)
+        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
+        x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
+        if rotated:
+            x = hadamard_of_lanes(x, lane, 32)
+        base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
+        p.store_global(base, packed(x, kind))
+
+    p.when(p.less(index, batch * n), merge)
 
 
 def _merge(

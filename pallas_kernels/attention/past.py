@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.rope_cache import quantize_kv
+from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
@@ -34,6 +35,8 @@ class PastPlan:
 
 def plan(q: jax.Array, k: jax.Array | QTensor) -> PastPlan | Reason:
     """How the kernel takes ``q[B, T, N, H]`` over ``k[B, S, K, H]``."""
+    if reason := lacking("wgmma"):
+        return Reason(reason)
     if not isinstance(k, QTensor) or k.dtype != jnp.int8:
         return Reason(f"k is {k.dtype.name}; the kernel multiplies int8 codes")
     if q.dtype not in (jnp.bfloat16, jnp.float16):

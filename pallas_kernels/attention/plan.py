@@ -22,6 +22,7 @@ CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
 FEW_CHUNKS = 4
 FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
+FULS_BEFORE_HOPPER = {64: 1, 128: 1, 256: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class AttentionPlan:
     tiles: mma tiles of tokens per step.  depth: steps of keys and of values in the ring.  warps: of
     a block.  heads: kv heads of a team.  cluster: blocks that share a row's steps, and sum their
     parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.  fuls: times
-    eight query rows of a kv head that a warp takes.
+    eight query rows of a kv head that a warp takes.  by_warp: every warp has a ring of its own and
+    copies for itself (``warp_ring``); a team then has one kv head.
     """
 
     kernel: ClassVar[str] = "decode_attention_mosaic"
@@ -42,6 +44,7 @@ class AttentionPlan:
     cluster: int
     chunk: int = 0
     fuls: int = 1
+    by_warp: bool = False
 
 
 def plan(call: AttentionCall) -> AttentionPlan:
@@ -56,16 +59,21 @@ def plan(call: AttentionCall) -> AttentionPlan:
     sms = 1 << gpu().sms.bit_length() - 1  # a power of two of blocks fills the GPU
     # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
     tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
+    by_warp = not gpu().arch.bulk_copies
+    if by_warp:
+        warps = 8  # ptxas gives sm_80's code more registers
     fuls = 1
     if q.ndim == 4 and group > HEADS:  # several tokens: a block has an SM's registers to itself
         # Few warps to a head, of which 8 make whole teams.
-        least = -(-group // (HEADS * FULS[codes.head_dim]))
+        least = -(-group // (HEADS * (FULS if not by_warp else FULS_BEFORE_HOPPER)[codes.head_dim]))
         tiles, warps, fuls = 1, 8, -(-group // (HEADS << (least - 1).bit_length()))
     subs = -(-group // (HEADS * fuls))
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.
-    widest = max(d for d in range(1, n_kv + 1) if n_kv % d == 0 and d * subs <= 8)
+    most = 1 if by_warp else n_kv
+    widest = max(d for d in range(1, most + 1) if n_kv % d == 0 and d * subs <= 8)
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
     needed = 1 << (-(-capacity // longest) - 1).bit_length()
+    plan = None
     if needed <= FEW_CHUNKS and codes.bits > 4:
         at_once = sms * (16 // warps)  # blocks
         heads = max(
@@ -75,14 +83,15 @@ def plan(call: AttentionCall) -> AttentionPlan:
         cluster = 1
         while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
-        plan = AttentionPlan(tiles, depth, warps, heads, cluster, fuls=fuls)
-    else:
+        if cluster == 1 or gpu().arch.clusters:
+            plan = AttentionPlan(tiles, depth, warps, heads, cluster, fuls=fuls, by_warp=by_warp)
+    if plan is None:
         if codes.quantized and batch * (n_kv // widest) * capacity < 64 * sms:
             tiles, warps = 1, 8  # so little that one small step is all that a team gets
         splits = max(sms * (warps // (widest * subs)) // (batch * (n_kv // widest)), needed)
         step = tiles * TILE
         chunk = -(-capacity // (splits * step)) * step
-        plan = AttentionPlan(tiles, depth, warps, widest, 0, chunk, fuls)
+        plan = AttentionPlan(tiles, depth, warps, widest, 0, chunk, fuls, by_warp)
     while sum(shared_bytes(plan, group, codes)) > gpu().shared_bytes - 1024:
         if plan.depth > 1:
             plan = dataclasses.replace(plan, depth=plan.depth - 1)
@@ -90,6 +99,10 @@ def plan(call: AttentionCall) -> AttentionPlan:
             plan = dataclasses.replace(plan, warps=8)
         elif plan.tiles > 1:
             plan = dataclasses.replace(plan, tiles=plan.tiles // 2)
+        elif plan.warps > 4 and plan.heads * subs <= 4:
+            plan = dataclasses.replace(plan, warps=4)
+        elif plan.heads % 2 == 0:
+            plan = dataclasses.replace(plan, heads=plan.heads // 2)
         else:
             raise AssertionError(f"{plan} does not fit the shared memory")
     return plan
@@ -122,5 +135,6 @@ def shared_bytes(plan: AttentionPlan, group: int, codes: Codes) -> tuple[int, ..
     """Return a block's bytes of shared memory: ring, scales, barriers, and the gather's if any."""
     teams = team_of(plan, group)[1]
     scales = max(16, plan.warps * scale_bytes(plan, codes))
-    own = teams * ring_bytes(plan, plan.heads, codes), scales, teams * 2 * plan.depth * 16
+    rings = plan.warps if plan.by_warp else teams
+    own = rings * ring_bytes(plan, plan.heads, codes), scales, teams * 2 * plan.depth * 16
     return own + tuple(4 * n for n in gather_of(plan, group, codes).floats) if plan.cluster else own

@@ -84,6 +84,15 @@ class Ring:
             p.barrier_init(p.add(first, 16 * i + 8), self.members)
         p.barriers_ready()
 
+    def start(self, condition, fills: Sequence[Callable[[], None]]) -> None:
+        """Make the first fills of a slot where the condition holds (None: always)."""
+
+        def body() -> None:
+            for fill in fills:
+                fill()
+
+        body() if condition is None else p.when(condition, body)
+
     def barrier(self, slot, values: bool, empty: bool):
         at = (16 * self.depth if values else 0) + 8 * empty
         return p.add(self.barriers, p.mul(slot, 16), at)
@@ -163,6 +172,10 @@ class Ring:
             self.fill(token, slot, values, entry)
 
         p.when(p.at_most(token, self.last), go)
+
+    def refill_if(self, condition, token0, slot, parity, values: bool, entry) -> None:
+        """``refill`` where the condition holds."""
+        p.when(condition, lambda: self.refill(token0, slot, parity, values, entry))
 
 
 class TokenWords:

@@ -25,6 +25,7 @@ from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_cache import norm_heads
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.cpu import prefill
+from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -201,6 +202,8 @@ def plan(
         return Reason(f"k is a cache of {codes} codes; the kernel writes 16-bit floats")
     if isinstance(written := rope_cache.plan(qkv, k), Reason):
         return written
+    if weights and (reason := lacking("clusters")):
+        return Reason(f"{reason}; without them norms of heads take too many registers")
     for weight in weights or ():
         if weight.dtype != qkv.dtype:
             return Reason(f"a norm of heads with weights {weight.dtype.name}")

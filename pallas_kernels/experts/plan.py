@@ -14,9 +14,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Predicted, Reason, named_plan, shortest
 from pallas_kernels.experts import predict
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
 
 MOST_PAIRS = 512
@@ -51,7 +52,7 @@ def plan(
         assert isinstance(divided, Reason)
         return divided
     assert isinstance(found, RowPlan)
-    found = dataclasses.replace(found, sms=max(1, N_SM // n_pairs))
+    found = dataclasses.replace(found, sms=max(1, gpu().sms // n_pairs))
     n_rows = math.prod(x.shape[:-1])
     return shortest(
         [GroupedRowPlan(found, n_pairs)],

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.device import gpu
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta import gradients_channels
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
@@ -69,7 +69,7 @@ class DeltaPlan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> DeltaPlan | Reason:
     """How ``gated_delta_forward`` computes ``gated_delta``."""
-    if reason := operands_reason(q, k, v, 64):
+    if reason := lacking("wgmma") or operands_reason(q, k, v, 64):
         return Reason(reason)
     dk, by_channel = q.shape[-1], log_decay.ndim == q.ndim
     if dk > (128 if by_channel else 256):

@@ -15,7 +15,8 @@ writes both for all layers in one launch.
 
 One block per (row, value head) of 128 value channels.  The state is in registers from the one read
 to the one write, as in ``step_kernel``.  The value heads of a key head all read its last inputs,
-and the first of them replaces these.  So they are a cluster, and none writes before all have read.
+and the first of them replaces these.  So they are a cluster, and none writes before all have read;
+before Hopper, which has no clusters, they read a copy.
 
     warps: S in flight | last inputs, taps -> q, k, v, |q|^2, |k|^2 -> smem | barrier | lengths
            | k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d, last inputs -> memory
@@ -33,6 +34,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gated_delta.token_registers import (
     COLUMNS,
@@ -75,7 +77,8 @@ def _launched(
     given = operands._replace(state=state, last=last)._asdict()
     del given["out"], given["kept"]
     heads = rows * shape.heads
-    cluster = shape.group if len(out) == 1 else 1
+    joined = len(out) == 1 and operands.before is None
+    cluster = shape.group if joined else 1
     first, *kept = out or (None,)
 
     def body(gmem, smem):
@@ -132,6 +135,8 @@ def gated_delta_token(
         out += (spec((*lead, key_heads, dk), dtype), spec((*lead, h, dv), dtype))
         out += (spec((*lead, h), jnp.float32),) * 2 + (spec((*lead, features), dtype),)
         return _launched(shape, operands, b, out, (state, last))
+    if shape.group > 1 and not gpu().arch.clusters:
+        operands = operands._replace(before=last)
     run = functools.partial(_launched, shape, operands, b, out)
     (y,), (state, last) = in_place(run, (state, last))
     return y, state, last

@@ -81,6 +81,8 @@ class DeltaTokenOperands(NamedTuple):
     lengths: Operand | None = None
     state: Operand | tuple[Operand, ...] | None = None  # from here on also tuples, of layers
     last: Operand | tuple[Operand, ...] | None = None
+    # ``last`` once more, to be read, where its new inputs must not be seen.
+    before: Operand | tuple[Operand, ...] | None = None
     k: Operand | tuple[Operand, ...] | None = None
     v: Operand | tuple[Operand, ...] | None = None
     log_decay: Operand | tuple[Operand, ...] | None = None
@@ -110,7 +112,8 @@ class Token:
         self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
         self.commits = operands.k is not None
         self.writes = operands.kept is None
-        self.joined = self.writes and not self.commits and shape.group > 1  # a cluster
+        alone = self.commits or shape.group == 1 or operands.before is not None
+        self.joined = self.writes and not alone  # a cluster
         head, layer = p.register("clusterid.x" if self.joined else "ctaid.x"), None
         if isinstance(operands.state, tuple):
             layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
@@ -325,8 +328,8 @@ class Token:
     def inputs(self, feature: Value) -> list:
         """A channel's last ones and the tokens', halves of words."""
         shape, size = self.shape, 2 * self.shape.features
-        last = p.offset(self.memory.last, self.row, size * (shape.taps - 1))
-        last = p.offset(last, feature, 2)
+        last = self.memory.last if self.memory.before is None else self.memory.before
+        last = p.offset(p.offset(last, self.row, size * (shape.taps - 1)), feature, 2)
         old = [p.load_half(last, size * w, cache=p.READ_ONLY) for w in range(shape.taps - 1)]
         if self.commits:
             places = (self.of_read(self.memory.read, t, feature) for t in range(shape.tokens))

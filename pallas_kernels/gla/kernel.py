@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
@@ -58,7 +58,7 @@ class GlaPlan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaPlan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
-    if reason := operands_reason(q, k, v, 64):
+    if reason := lacking("wgmma") or operands_reason(q, k, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
     return GlaPlan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))

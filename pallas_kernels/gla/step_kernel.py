@@ -83,7 +83,7 @@ def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
     """With few heads blocks are narrow, as far as a cluster holds a head, and a lane has all its
     rows in flight at once."""
     few = batch * heads * dv // 128 <= gpu().sms // 2
-    columns = 64 if few and dv <= 512 else 128
+    columns = 64 if few and dv <= 512 and gpu().arch.clusters else 128
     return GlaStepPlan(columns, max(4, dk * columns // (128 * BATCH)) if few else 4)
 
 

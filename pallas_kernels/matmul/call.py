@@ -11,13 +11,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
-from pallas_kernels.device import H200
 from pallas_kernels.dispatch import Plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
 Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
-N_SM = H200.sms  # which the plans' tables were measured on
 
 
 class LowRank(NamedTuple):

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
@@ -97,7 +97,7 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
         tiles = math.ceil(across / plan.cluster) * down
     else:
         tiles = across * math.ceil(down / plan.cluster)
-    rounds = math.ceil(tiles / (N_SM // (plan.cluster * plan.split)))
+    rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
     bytes_k = call.k * call.w.dtype.itemsize / plan.split
     serial = bytes_k / 1e3, float(plan.split > 1), call.m * call.n / 1e6
     copied = rounds * (plan.m + plan.n) * bytes_k / 1e6
@@ -108,7 +108,7 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
 
 def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
     tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
-    rounds = math.ceil(tiles / (N_SM // (plan.cluster * plan.split)))
+    rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
     slots = rounds * call.k / plan.block / plan.split / 100
     groups = call.codes.scale.shape[1]
     ordered = float(not plan.stored and groups > 1)  # XLA transposes scales first
@@ -221,7 +221,7 @@ def _fitted(call: MatmulCall) -> tuple[MatmulCall, float]:
 
 
 def _rounds(m: int, n: int, tile: int) -> int:
-    return math.ceil(math.ceil(m / tile) * math.ceil(n / tile) / N_SM)
+    return math.ceil(math.ceil(m / tile) * math.ceil(n / tile) / gpu().sms)
 
 
 def _codes(call: MatmulCall) -> str:

@@ -1,4 +1,5 @@
-"""``append_greedy`` of one row on Hopper: a cluster of 8 blocks reads the logits once.
+"""``append_greedy`` of one row: a cluster of 8 blocks reads the logits once; before Hopper 8 blocks
+leave their parts in device memory to a second kernel.
 
     all          8 logits a thread, then 8 more (V <= 131072: two rounds)
     thread       its largest, the first where several are; sum of 2^((logit - largest) log2 e)
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
@@ -71,6 +73,50 @@ def append_greedy(
             scratch={"by_warp": 4 * (THREADS // 32), "by_block": 4 * CLUSTER, "barrier": 4},
         )
 
+    if not gpu().arch.clusters:
+        return _in_two_kernels(logits, rows, written, stop_ids, options)
+    return in_place(kernel, (rows, written))[1]
+
+
+def _in_two_kernels(
+    logits: jax.Array, rows: jax.Array, written: jax.Array, stop_ids: jax.Array, options: dict
+) -> tuple[jax.Array, jax.Array]:
+    """``append_greedy`` without clusters: the blocks leave their parts in device memory."""
+
+    def first(gmem, smem) -> None:
+        _Greedy(gmem, smem, **options).write_part()
+
+    def second(gmem, smem) -> None:
+        _Greedy(gmem, smem, **options).from_parts()
+
+    (parts,) = launch(
+        first,
+        {"logits": logits},
+        {"parts": jax.ShapeDtypeStruct((CLUSTER, 4), jnp.float32)},
+        name="append_greedy_parts",
+        grid=CLUSTER,
+        warpgroups=THREADS // 128,
+        registers=True,
+        scratch={"by_warp": 4 * (THREADS // 32), "by_block": None, "barrier": None},
+    )
+
+    def kernel(kept: tuple) -> list:
+        rows, written = kept
+        return launch(
+            second,
+            {
+                "parts": parts,
+                "rows": rows,
+                "written": written,
+                "stop_ids": stop_ids if options["stops"] else None,
+            },
+            {},
+            name="append_greedy",
+            grid=1,
+            registers=True,
+            scratch={"by_warp": None, "by_block": 4 * CLUSTER, "barrier": None},
+        )
+
     return in_place(kernel, (rows, written))[1]
 
 
@@ -80,30 +126,67 @@ class _Greedy:
     def __init__(self, gmem, smem, *, vocabulary, places, stops, capacity, kind):
         self.gmem, self.vocabulary, self.places = gmem, vocabulary, places
         self.stops, self.capacity, self.kind = stops, capacity, kind
-        self.thread, self.rank = p.register("tid.x"), p.register("cluster_ctarank")
+        self.thread = p.register("tid.x")
+        self.rank = p.register("cluster_ctarank" if gpu().arch.clusters else "ctaid.x")
         self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
-        self.by_warp, self.by_block, self.barrier = map(
-            p.shared_address, (smem.by_warp, smem.by_block, smem.barrier)
+        self.by_warp, self.by_block, self.barrier = (
+            None if ref is None else p.shared_address(ref)
+            for ref in (smem.by_warp, smem.by_block, smem.barrier)
         )
 
     def run(self) -> None:
-        gmem, lane = self.gmem, self.lane
         p.when(p.less(self.thread, 1), self.initialise)
         p.cluster_arrive()  # no block sends before all have begun
         p.await_kernel()
+        self.load_row()
+        self.leave_parts()
+        p.cluster_wait()
+        p.when(p.less(self.warp, 1), self.over_warps)
+
+    def load_row(self) -> None:
+        gmem, lane = self.gmem, self.lane
         self.row = [p.load_global(p.address(gmem.rows), 1, 4 * i)[0] for i in range(5)]
         self.stop = None  # the lane's stop token
         if self.stops:
             place = p.offset(p.address(gmem.stop_ids), p.minimum(lane, self.stops - 1), 4)
             self.stop = p.load_global(place, 1)[0]
-        logits = p.address(gmem.logits)
+
+    def leave_parts(self) -> None:
+        """Each warp's part to shared memory."""
+        lane, logits = self.lane, p.address(self.gmem.logits)
         part = _of_thread(logits, self.thread, self.rank, self.vocabulary, self.kind)
         part = _over_lanes(part, 32)
         at = p.add(self.by_warp, p.mul(self.warp, 16))
         p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
         p.barrier()
-        p.cluster_wait()
-        p.when(p.less(self.warp, 1), self.over_warps)
+
+    def write_part(self) -> None:
+        """The first of two kernels: the block's part to device memory."""
+        p.await_kernel()
+        self.leave_parts()
+
+        def write() -> None:
+            part = _over_lanes(_loaded(self.by_warp, self.lane), THREADS // 32)
+            at = p.offset(p.address(self.gmem.parts), self.rank, 16)
+            p.when(p.less(self.lane, 1), lambda: p.store_global(at, _words(part)))
+
+        p.when(p.less(self.warp, 1), write)
+
+    def from_parts(self) -> None:
+        """The second of two kernels, of which one warp works."""
+        p.await_kernel()
+        self.load_row()
+
+        def copy() -> None:
+            part = p.load_global(p.offset(p.address(self.gmem.parts), self.lane, 16), 4)
+            p.store_shared(p.add(self.by_block, p.mul(self.lane, 16)), part)
+
+        def work() -> None:
+            p.when(p.less(self.lane, CLUSTER), copy)
+            p.warp_barrier()
+            self.over_blocks()
+
+        p.when(p.less(self.warp, 1), work)
 
     def initialise(self) -> None:
         p.barrier_init(self.barrier, 1)
@@ -118,11 +201,14 @@ class _Greedy:
             p.less(self.lane, 1),
             lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0)),
         )
-        p.when(p.less(self.rank, 1), self.over_blocks)
+        p.when(p.less(self.rank, 1), self.wait_and_join)
+
+    def wait_and_join(self) -> None:
+        p.barrier_wait(self.barrier, p.ci(0))
+        self.over_blocks()
 
     def over_blocks(self) -> None:
         """The token and its log-probability, and the row's words after it."""
-        p.barrier_wait(self.barrier, p.ci(0))
         share = _loaded(self.by_block, p.masked(self.lane, CLUSTER - 1))
         best, token, total = _over_lanes(share, CLUSTER)
         _, done, count, length, step = self.row

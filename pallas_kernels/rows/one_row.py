@@ -83,9 +83,7 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
         pairs = [p.permute(ints[i], ints[i + 1], 0x0040) for i in range(0, 8, 2)]
         return [p.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
     if kind == "e4m3":
-        half = "cvt.rn.satfinite.e4m3x2.f32"
-        code = f"{{ .reg .b16 l, h; {half} l, $2, $1; {half} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
-        return [p.ptx(code, *values[i : i + 4], results=p.i32(), volatile=False) for i in (0, 4)]
+        return [p.to_e4m3_word(values[i : i + 4]) for i in (0, 4)]
     return packed(values, kind)
 
 

@@ -27,7 +27,7 @@ BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s8": 1, "e4m3": 1}
 MIN_WIDTH, MAX_WIDTH = 1024, 32768
 # Each row reads its adapter for itself, out of L2: with more rows one product over all is faster.
 MAX_ADAPTED_ROWS, MAX_RANKS = 64, 256
-_RING_BYTES = 200 * 1024  # of the 227 KB that a multiprocessor's blocks share
+_OTHER_BYTES = 27 * 1024  # of the shared memory beside the ring, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +103,17 @@ def divided(op: RowOp, rows: int) -> RowsPlan:
     """How the rows are cut; the numbers behind it are in ``rows/NOTES.md``."""
     if op.adapters is not None:
         # 4096 wide a cluster's barriers cost more than the other half of the GPU brings.
-        split = 2 if op.width > 8192 and op.width % 16 == 0 else 1
+        split = 2 if op.width > 8192 and op.width % 16 == 0 and gpu().arch.clusters else 1
         return RowsPlan(op, min(256, _threads(op.width // split, 1)), split)
     if op.form != "gate":
         few = rows <= 64 or op.out not in QMAX
         return RowsPlan(op, _threads(op.width, 2 if few else 4))
-    if rows >= 1024:
+    if rows >= 1024 and gpu().arch.bulk_copies:
         threads = _threads(op.width, 2)
         blocks = max(1, 1024 // threads)
-        if 2 * blocks * op.row_bytes <= _RING_BYTES:
+        if 2 * blocks * op.row_bytes <= gpu().shared_bytes - _OTHER_BYTES:
             return RowsPlan(op, threads, ring=2, blocks=gpu().sms * blocks)
-    if rows <= 32 and op.width >= 4096 and op.width % 32 == 0:
+    if rows <= 32 and op.width >= 4096 and op.width % 32 == 0 and gpu().arch.clusters:
         return RowsPlan(op, 256, split=4)
     return RowsPlan(op, _threads(op.width, 8))
 

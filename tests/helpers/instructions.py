@@ -224,7 +224,24 @@ def _copy_async(block, to, source, whole, size=None):
     assert not (source % whole)[keep].any() and not (to % whole)[keep].any()
     size = whole if size is None else size[:, None]
     raw = block.memory[block.at(source, whole)]
-    block.write(to, np.where(np.arange(whole) < size, raw, 0))
+    block.copies.append((to, np.where(np.arange(whole) < size, raw, 0), keep, block.groups.copy()))
+
+
+@effect_of("cp.async.commit_group")
+def _close_group(block):
+    block.groups += block.masks[-1]
+
+
+@effect_of("cp.async.wait_group")
+def _await_groups(block, pending):
+    """A copy arrives when a thread waits for its group, so no earlier than it may be read."""
+    left = []
+    for to, raw, keep, group in block.copies:
+        due = keep & block.masks[-1] & (group < block.groups - pending)
+        block.memory[block.at(to, raw.shape[1])[due]] = raw[due]
+        if (keep & ~due).any():
+            left.append((to, raw, keep & ~due, group))
+    block.copies = left
 
 
 @effect_of("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes")
@@ -252,8 +269,6 @@ def _prefetch(block, address, size):
     "barrier.cluster.arrive.relaxed.aligned",
     "barrier.cluster.arrive.release.aligned",
     "barrier.cluster.wait.acquire.aligned",
-    "cp.async.commit_group",
-    "cp.async.wait_group",
     "fence.mbarrier_init.release.cluster",
     "fence.proxy.async.shared::cta",
     "griddepcontrol.launch_dependents",

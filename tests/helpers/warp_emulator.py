@@ -55,6 +55,9 @@ class Block:
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN until written
         self.masks = [np.ones(self.n, bool)]
         self.barriers: dict[int, list[int]] = {}
+        # Copies under way: (to, bytes, threads, their groups), and the groups that a thread closed.
+        self.copies: list[tuple] = []
+        self.groups = np.zeros(self.n, int)
         self.touched = False  # device memory, by this block
         self.index = np.arange(self.n)
         index = self.index.astype(U32)
@@ -284,7 +287,7 @@ def _modules(block: Block) -> dict[str, Any]:
         arith=ARITH,
         Value=np.ndarray,
         type_of=lambda x: x.dtype,
-        _OVERLAPS=True,
+        _overlaps=lambda: True,
         i32=lambda: np.dtype(U32),
         i64=lambda: np.dtype(np.int64),
         f32=lambda: np.dtype("f4"),

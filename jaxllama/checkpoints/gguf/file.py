@@ -22,7 +22,7 @@ import itertools
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class _Value:
 
 
 @contextlib.contextmanager
-def opened(source: str | Path | GGUFFile) -> Iterator[GGUFFile]:
+def opened(source: str | Path | GGUFFile) -> Generator[GGUFFile]:
     """Yield the file of a path and close it afterwards; a file that is open already stays open."""
     if isinstance(source, GGUFFile):
         yield source

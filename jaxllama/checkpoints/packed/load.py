@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ def plan(
 
 
 @contextlib.contextmanager
-def _naming(directory: Path) -> Iterator[None]:
+def _naming(directory: Path) -> Generator[None]:
     """Make errors begin with the directory or a file in it."""
     try:
         yield

@@ -34,7 +34,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import Cache, cache_shardings, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.typing import Options, Params, Tree
+from jaxllama.typing import Jitted, Options, Params, Tree
 from pallas_kernels.qtensor import tree_bytes
 
 # numbers with which a cache is filled repeatedly; a prime, so that no two rows are equal
@@ -54,7 +54,7 @@ def timed(call: Callable[..., Result], *arguments: Tree) -> tuple[Result, float]
     return out, time.perf_counter() - begun
 
 
-def median(measure: Callable[[], float], runs: int, warm: int) -> float:
+def median(measure: Callable[[], Tree], runs: int, warm: int) -> Tree:
     """Return the median of ``runs`` results, after ``warm`` runs that do not count.
 
     A result is a number, or a tuple whose entries have medians of their own. The first run
@@ -216,7 +216,7 @@ class Decoding:
     def prefill_text(self, prompt: int) -> str:
         """Return the text of the program of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
-        start: jax.stages.Wrapped = resident.start
+        start: Jitted = resident.start
         lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 

@@ -76,12 +76,12 @@ def step_parts(folder: Path, steps: int) -> JsonObject | None:
     }
 
 
-def events_by_device(folder: Path) -> dict[int, list[TraceEvent]]:
+def events_by_device(folder: Path) -> dict[tuple[Path, int], list[TraceEvent]]:
     """Return the events on the streams of each device.
 
     Rows of the host and a device's summaries have events of the same names, which are left out.
     """
-    found: dict[int, list[TraceEvent]] = defaultdict(list)
+    found: dict[tuple[Path, int], list[TraceEvent]] = defaultdict(list)
     for path in folder.rglob("*.trace.json.gz"):
         events = _read(path)
         labels = {

@@ -29,7 +29,7 @@ Left out: a mesh, drafts of a deterministic model, tokens of a grammar.
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
-from jaxllama.offload.timeline import NO_RECORD, Recorder
+from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.typing import Params, Tree
 
@@ -61,7 +61,7 @@ KV_DTYPE = "int4"  # the cache's dtype under compress_cache
 CHUNK = 512  # default number of tokens of a prompt that pass through a unit at once
 
 
-def kv_dtype_of(policy: Policy, kv_dtype: DTypeLike | None, dtype: DTypeLike) -> DTypeLike:
+def kv_dtype_of(policy: Policy, kv_dtype: DTypeLike | None, dtype: DTypeLike | None) -> Any:
     """Return the cache's dtype under a policy. ``kv_dtype`` is the user's argument, ``dtype`` the
     default.
 
@@ -96,7 +96,7 @@ class Offloaded:
 
     policy: Policy
     store: Store
-    recorder: Recorder = NO_RECORD
+    recorder: Recording = NO_RECORD
 
     @property
     def mesh(self) -> None:
@@ -129,8 +129,8 @@ class Offloaded:
         raise JaxLlamaError("policy: an offloaded model is not saved: load it without one")
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike
-    ) -> tuple[DTypeLike, int]:
+        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+    ) -> tuple[Any, int]:
         """Return the cache's dtype and the chunk, by default the policy's.
 
         Raises JaxLlamaError for values that differ from the policy's.

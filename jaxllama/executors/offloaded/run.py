@@ -50,7 +50,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
-from jaxllama.offload.timeline import NO_RECORD, Recorder
+from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.typing import Params, Tree
 
@@ -81,7 +81,7 @@ class OffloadRun:
         kv_dtype: DTypeLike | None,
         chunk: int,
         alone: Alone | None = None,
-        recorder: Recorder = NO_RECORD,
+        recorder: Recording = NO_RECORD,
     ) -> None:
         self.policy, self.store, self.record = policy, store, recorder
         self.cfg, self.params = cfg, params

@@ -38,7 +38,10 @@ class TileBlock:
         thread = p.register("tid.x")
         warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
         row, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
-        if plan.split > 1:
+        if plan.apart:
+            block = p.register("ctaid.x")
+            cluster, rank = (f(block, p.ci(plan.split)) for f in (arith.divui, arith.remui))
+        elif plan.split > 1:
             cluster, rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         else:
             cluster, rank = p.register("ctaid.x"), p.ci(0)

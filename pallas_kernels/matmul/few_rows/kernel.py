@@ -42,10 +42,16 @@ def matmul(
     """
     (m, k), n = x.shape, w.shape[0]
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
+    is_row = isinstance(plan, RowPlan)
+    is_apart = not is_row and plan.apart
+    added = bias, residual, out_dtype
+    if is_apart:
+        bias, residual, out_dtype = None, None, jnp.float32
     bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
     inputs["pending"] = pending
-    outs = {"out": jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype)}
+    parts = (plan.split,) if is_apart else ()
+    outs = {"out": jax.ShapeDtypeStruct((*parts, m, n // 2 if swiglu else n), out_dtype)}
     outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
     facts = {
         "k": k,
@@ -54,7 +60,6 @@ def matmul(
         "swiglu": swiglu,
         "activation": activation,
     }
-    is_row = isinstance(plan, RowPlan)
 
     def body(gmem, smem):
         memory = vars(gmem)
@@ -70,13 +75,25 @@ def matmul(
         inputs,
         outs,
         name=plan.kernel.removesuffix("_mosaic"),
-        grid=plan.blocks if is_row else plan.clusters,
-        cluster=1 if is_row else plan.split,
+        grid=plan.blocks if is_row else plan.clusters * (plan.split if is_apart else 1),
+        cluster=1 if is_row or is_apart else plan.split,
         warpgroups=(plan.warps if is_row else WARPS) // 4,
         scratch=dict(zip(row.SCRATCH if is_row else tile.SCRATCH, sizes, strict=False)),
         registers=True,
     )
+    if is_apart:
+        return _sum_of_parts(out, *added)
     return out if pending is None else (out, total)
+
+
+def _sum_of_parts(
+    parts: jax.Array, bias: jax.Array | None, residual: jax.Array | None, dtype
+) -> jax.Array:
+    """The sum of ``[parts, M, N]`` in order, what is fused behind it, and one rounding."""
+    total = functools.reduce(jnp.add, parts)
+    for more in (bias, residual):
+        total = total if more is None else total + more.astype(jnp.float32)
+    return total.astype(dtype)
 
 
 def parts_of(w: Weight) -> dict[str, jax.Array | None]:

@@ -1,5 +1,5 @@
 """Which kernel of few rows takes a product, and how it divides ``x[M, K] w[N, K]^T`` among the
-blocks and warps of an H200: arithmetic only.
+blocks and warps of a GPU: arithmetic only.
 
 ``row`` is the kernel of one row, ``tile`` that of up to 16; their docstrings describe the parts.
 """
@@ -13,8 +13,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.device import H200, gpu
+from pallas_kernels.dispatch import Predicted, Reason, named_plan
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.types import HasShape
 
@@ -48,7 +49,7 @@ class RowPlan(Predicted):
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     warps: int = WARPS  # of a block; an SM has as many warps in any case
-    sms: int = N_SM
+    sms: int = H200.sms
 
     @property
     def per_load(self) -> int:
@@ -98,12 +99,12 @@ def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
     n, k = w.shape
     bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
     # Two rows share what is read of x; one round of short rows is better than two.
-    one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
+    one_round = bits == 8 and n % 2 == 0 and n <= 2 * gpu().sms * WARPS and k <= 4096
     rows = 2 if swiglu or bits == 4 or one_round else 1
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.
     warps = 8 if k <= 2048 else WARPS
-    return RowPlan(k, rows, n // rows, bits, warps=warps)
+    return RowPlan(k, rows, n // rows, bits, warps=warps, sms=gpu().sms)
 
 
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
@@ -138,12 +139,29 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
 
 # --- tiles ---------------------------------------------------------------------------------------
 
-# How many clusters of a size an H200 runs at a time: 4 does not divide the SMs of all of its
-# processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that give
-# 30 clusters of 4, not measured.)
-CLUSTERS = {1: N_SM, 2: 66, 4: 30, 8: 14}
-SHARED = 226 * 1024
+# Multiprocessors of an H200 that clusters of a size keep at work: 4 does not divide those of all of
+# its processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that
+# give 30 clusters of 4, not measured.)  Other GPUs are taken to have the same share.
+_CLUSTER_SMS = {1: 132, 2: 132, 4: 120, 8: 112}
 SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
+
+
+def clusters_at_once() -> dict[int, int]:
+    """Return how many clusters of each size the GPU runs at a time."""
+    sizes = _CLUSTER_SMS if gpu().arch.clusters else [1]
+    return {size: gpu().sms * _CLUSTER_SMS[size] // (H200.sms * size) for size in sizes}
+
+
+def splits_of(whole: bool) -> list[int]:
+    """Return the numbers of blocks that may share K.
+
+    whole: a norm or SwiGLU needs the sum over all of K in one block, or in a cluster.
+    """
+    if gpu().arch.clusters:
+        return list(_CLUSTER_SMS)
+    return [1] if whole else list(_CLUSTER_SMS)
+
+
 # With at most this many rows, x stays in shared memory, and K is not divided among a cluster.
 RESIDENT_TOKENS = 4
 # Squares of x: a sum per warp and token, then one per token.
@@ -154,7 +172,11 @@ PITCH = 20
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan(Predicted):
-    """The division of one product among blocks and warps."""
+    """The division of one product among blocks and warps.
+
+    split: blocks that share K, a cluster; with ``apart``, which is for GPUs without clusters, each
+    writes its own sums as float32, and XLA adds these.
+    """
 
     kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
     m: int
@@ -168,6 +190,7 @@ class TilePlan(Predicted):
     depth: int  # ring slots
     param_bytes: int  # scales, zeros, bias and residual of one tile
     pairs: bool = False  # SwiGLU: a tile of gate, then the tile of up that belongs to it
+    apart: bool = False
 
     @property
     def n_tiles(self) -> int:
@@ -206,7 +229,7 @@ class TilePlan(Predicted):
         return sum(-(-size // 1024) * 1024 for size in self.scratch_sizes(normed=True))
 
 
-def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
+def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[tuple[int, int, int, bool]]:
     """Ways to give K to warps, best first: (split, warps, columns of a warp, x resident).
 
     With x in registers it takes a thread columns / 8 of them for 8 tokens, of which 64 fit, and the
@@ -215,7 +238,7 @@ def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     """
     block, n_tiles = 512 // bits, -(-m // 8)
     cuts = []
-    for split in CLUSTERS:
+    for split in splits:
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
         # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
@@ -251,6 +274,7 @@ def divide_tiles(
     bias: bool = False,
     residual: bool = False,
     pairs: bool = False,
+    normed: bool = False,
 ) -> TilePlan | None:
     """The plan for m tokens and w, or None if nothing fits shared memory."""
     n, k = w.shape
@@ -258,20 +282,23 @@ def divide_tiles(
     tiles = n // 16 // parts
     scheme = FewRowsScheme.of(w, "bf16")
     param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
-    param_bytes += (64 if bias else 0) + (32 * m if residual else 0)
-    cuts = slices(k, scheme.bits, m)
+    fused_bytes = (64 if bias else 0) + (32 * m if residual else 0)
+    cuts = slices(k, scheme.bits, m, splits_of(normed or pairs))
     cuts.sort(key=lambda cut: _straddles(*cut, scheme))
     for cut in cuts:
-        clusters = min(tiles, CLUSTERS[cut[0]])
+        apart = cut[0] > 1 and not gpu().arch.clusters
+        at_once = gpu().sms // cut[0] if apart else clusters_at_once()[cut[0]]
+        clusters = min(tiles, at_once)
+        own_bytes = param_bytes + (0 if apart else fused_bytes)
         per = -(-tiles // clusters)
         # Codes that arrive while others are multiplied are not late, and a ring that is full at the
         # start delays the first of them; without arithmetic to wait for, or with x to load at
         # every step, more is better.
         for slots in (4 if scheme.plain or cut[3] else 2, 2):
             for batch in (-(-per // i) for i in range(1, per + 1)):
-                sizes = clusters, parts * per, parts * batch, slots, param_bytes
-                divided = TilePlan(m, *cut, *sizes, pairs=pairs)
-                if divided.shared_bytes <= SHARED:
+                sizes = clusters, parts * per, parts * batch, slots, own_bytes
+                divided = TilePlan(m, *cut, *sizes, pairs=pairs, apart=apart)
+                if divided.shared_bytes <= gpu().shared_bytes - 1024:
                     return divided
     return None
 
@@ -295,11 +322,16 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     if call.residual is not None and (call.swiglu or call.residual.itemsize != 2):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
     scheme = FewRowsScheme.of(w, x_kind)
-    if not slices(k, scheme.bits, m):
+    whole_k = call.norm is not None or call.swiglu
+    if not slices(k, scheme.bits, m, splits_of(whole_k)):
         wanted = scheme.columns
         return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
     # The plan always reserves room for a bias, because the planner of fused calls does not see it.
-    fused = {"residual": call.residual is not None, "pairs": call.swiglu}
+    fused = {
+        "residual": call.residual is not None,
+        "pairs": call.swiglu,
+        "normed": call.norm is not None,
+    }
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
@@ -361,19 +393,19 @@ def divide_blocks(
     group leaves SMs to the others where that costs it no time."""
     plans = []
     for call in calls:
-        divided = tile_plan(call)
-        if isinstance(divided, Reason):
-            if not isinstance(divided.plan, TilePlan):
-                return divided
-            divided = divided.plan
-        plans.append(divided)
+        found = named_plan(divided := tile_plan(call))
+        if found is None:
+            return divided
+        plans.append(found)
+    if len(plans) > 1 and any(found.split > 1 for found in plans):
+        return Reason("weights that are stored differently, and K divided among blocks")
+    if any(found.apart for found in plans):
+        return Reason("K is divided among blocks that are no cluster")
     if len(plans) > 1:
-        if any(found.split > 1 for found in plans):
-            return Reason("weights that are stored differently, and K divided among blocks")
         main = max(range(len(plans)), key=lambda i: calls[i].n)
         fewest = -(-calls[main].n // 16 // plans[main].per)
         others = sum(found.clusters for i, found in enumerate(plans) if i != main)
-        clusters = max(fewest, min(plans[main].clusters, N_SM - others))
+        clusters = max(fewest, min(plans[main].clusters, gpu().sms - others))
         plans[main] = dataclasses.replace(plans[main], clusters=clusters)
     begins = itertools.accumulate((found.clusters for found in plans), initial=0)
     return BlocksPlan(tuple(Group(*parts) for parts in zip(plans, rows, begins, strict=False)))

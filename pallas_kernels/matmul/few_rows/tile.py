@@ -150,7 +150,7 @@ class TileProgram:
                 0, full, 1, slot, lambda b, c: self.run_batch(b, c[0], plan.batch, final=False)
             )
         self.run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, final=True)
-        if plan.split > 1:
+        if plan.split > 1 and not plan.apart:
             p.cluster_barrier()  # no block may leave while others read its shared memory
 
     def start(self) -> None:

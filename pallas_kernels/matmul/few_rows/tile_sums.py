@@ -70,7 +70,7 @@ class PartialSums:
             tile = p.add(p.mul(step, plan.clusters), block.cluster)
             self.write(sums, slots, tile, token, row)
 
-        if plan.split == 1:
+        if plan.split == 1 or plan.apart:
 
             def whole(index):
                 t = arith.divui(index, p.ci(values))
@@ -121,6 +121,10 @@ class PartialSums:
                 residual=None if operands.residual is None else residual(),
             )
             column = p.add(p.mul(tile, 16), row)
-            operands.store(p.add(p.mul(token, 16 * self.block.out_tiles), column), out)
+            index = p.add(p.mul(token, 16 * self.block.out_tiles), column)
+            if self.block.plan.apart:
+                own = 16 * self.block.out_tiles * self.block.plan.m
+                index = p.add(index, p.mul(self.block.rank, own))
+            operands.store(index, out)
 
         p.when(p.less(tile, self.block.out_tiles), store)

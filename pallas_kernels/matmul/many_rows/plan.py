@@ -16,18 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.matmul.call import N_SM, MatmulCall
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS
 from pallas_kernels.qtensor import QTensor
 
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
 CODES_K = 128  # ... and of 8-bit ones
-_SHARED_BYTES = 224 * 1024  # of a block, without its barriers
+_BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
 
 
 def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
+    if reason := lacking("wgmma"):
+        return Reason(reason)
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
@@ -56,7 +59,7 @@ class PairTile(Predicted):
     width: int = 16
     promote: int = 0
     split: int = 1
-    sms: int = N_SM
+    sms: int = H200.sms
 
     @property
     def rows(self) -> int:
@@ -96,7 +99,7 @@ class WeightTile(Predicted):
     split: int = 1
     stored: bool = False
     block: int = BLOCK_K
-    sms: int = N_SM
+    sms: int = H200.sms
 
     def unrolled(self, k: int) -> int:
         """Slots that are dequantized together: all of a block's, in steps of as many."""
@@ -122,7 +125,7 @@ class WeightTile(Predicted):
         # holds those of up to two groups.
         slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
-        stages = min(self.stages, (_SHARED_BYTES - used) // slot)
+        stages = min(self.stages, (gpu().shared_bytes - _BARRIER_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
         return dataclasses.replace(self, stages=stages // turn * turn, stored=row_bytes > 0)
 
@@ -179,7 +182,7 @@ _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor
 
 
 def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
-    return -(-m_tiles * n_tiles // (N_SM // cluster))
+    return -(-m_tiles * n_tiles // (gpu().sms // cluster))
 
 
 def pair_tile(
@@ -199,7 +202,7 @@ def pair_tile(
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
     tile = min(FP8 if fp8 else PAIR, key=cost)[0]
-    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0)
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
 
 
 def stream_tile(
@@ -227,7 +230,7 @@ def stream_tile(
 
     def tile(width: int, split: int) -> PairTile:
         stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
-        return PairTile(64, width, stages, cluster=1, promote=promote, split=split)
+        return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
 
     splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
     widths = [
@@ -255,7 +258,8 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
         whole = block == BLOCK_K or tile.tokens % 32 == 0
         return tile.divides(k) and tile.tokens <= most and whole
 
-    return min((option for option in WEIGHT if fits(option[0])), key=cost)[0]
+    tile = min((option for option in WEIGHT if fits(option[0])), key=cost)[0]
+    return dataclasses.replace(tile, sms=gpu().sms)
 
 
 def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
@@ -267,7 +271,7 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
         return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
 
     tile = min((option for option in FEW_WEIGHT if option[0].divides(k)), key=cost)[0]
-    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64)
+    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
 # --- plans ---------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
-from pallas_kernels.device import H200
+from pallas_kernels.device import H200, gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 from tests.helpers import warp_emulator
@@ -253,6 +254,7 @@ KERNELS = (
     "source",
     "team_share",
     "tile",
+    "warp_ring",
 )
 
 
@@ -266,7 +268,8 @@ def form_given(monkeypatch, form):
     monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
     # For a GPU of one SM there are few chunks, and no clusters.
     sms = 1 if form in ("few chunks", "blocks") else 132
-    monkeypatch.setattr(plan, "gpu", lambda: dataclasses.replace(H200, sms=sms))
+    card = gpu() if asked_target() else H200
+    monkeypatch.setattr(plan, "gpu", lambda: dataclasses.replace(card, sms=sms))
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
@@ -286,6 +289,23 @@ def test_the_kernel_emulated_is_a_float64_softmax(case, monkeypatch):
     want = oracle(q, k, v, lengths, window)
     assert error(got, want) < 4e-3
     assert not np.asarray(got, np.float32)[1].any()
+
+
+# Portable: by the target that none of a form's copies needs more than, and the rows' lengths.
+PORTABLE = [
+    ("blocks", 200, (8, 2, 64), "bfloat16", "bfloat16", 150),
+    ("blocks", 150, (16, 1, 128), "float8_e4m3fn", "bfloat16", None),
+    ("chunks", 300, (6, 3, 128), "float16", "float16", 40),
+    ("few chunks", 500, (7, 1, 128), "int4", "bfloat16", 200),
+]
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("case", PORTABLE, ids=str)
+def test_the_portable_kernel_emulated_is_a_float64_softmax(case, monkeypatch):
+    """As it runs before Hopper: every warp copies for itself, and no clusters."""
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_the_kernel_emulated_is_a_float64_softmax(case, monkeypatch)
 
 
 def rope_case(cache, batch=5, capacity=40, n=6, n_kv=2, h=64, dtype="float32"):

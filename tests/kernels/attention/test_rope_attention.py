@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.attention.rope_attention import plan, rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write
 from pallas_kernels.dispatch import Reason
@@ -119,6 +120,14 @@ def test_the_one_kernel_emulated(given, monkeypatch):
     norm = norm_of(args) if normed else None
     with emulated(DIRECT, codes, gather, merge, source, tile):
         check(args, window, 4e-3, "emulated", norm)
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("given", EMULATED[:2], ids=str)
+def test_the_portable_kernel_emulated(given, monkeypatch):
+    """As before Hopper: a second kernel sums what the blocks of a kv head have."""
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_the_one_kernel_emulated(given, monkeypatch)
 
 
 def test_what_the_one_kernel_refuses_is_said():

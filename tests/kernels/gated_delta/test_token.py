@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.gated_delta.commit import _xla as xla_commit
 from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
@@ -106,6 +107,13 @@ def test_the_kernel_s_code_on_numpy(name):
     shape, special = CASES[name]
     with emulated(token_kernel, token_registers):
         check(case(*shape, **special), 2.0 if name == "groups" else 1.0)
+
+
+@newest
+def test_the_portable_kernel_s_code_on_numpy(monkeypatch):
+    """Before Hopper the value heads of a key head are no cluster, and read a copy."""
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_the_kernel_s_code_on_numpy("groups")
 
 
 def check_draft(rows, tokens, shape, **special):

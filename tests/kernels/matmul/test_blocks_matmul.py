@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.device import H200
 from pallas_kernels.matmul.blocks import (
     alike,
     blocks_matmul,
@@ -15,7 +16,6 @@ from pallas_kernels.matmul.blocks import (
     own_blocks,
     stacked,
 )
-from pallas_kernels.matmul.call import N_SM
 from pallas_kernels.matmul.few_rows import blocks as kernel
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -81,7 +81,7 @@ def test_blocks_are_shared_out():
                 assert group.tiles.clusters * group.tiles.per * 16 >= sum(group.rows)
                 begin += group.tiles.clusters
             large = groups[0].tiles  # leaves SMs to the others where that costs it no time
-            assert begin <= N_SM or large.clusters == -(-sum(groups[0].rows) // 16 // large.per)
+            assert begin <= H200.sms or large.clusters == -(-sum(groups[0].rows) // 16 // large.per)
             assert sum(sum(group.rows) for group in groups) == n + 16
             assert len(groups) == (2 if weights[0] is words else 1)
     assert groups[0].firsts == [sum(groups[0].rows[:1]) // 16]

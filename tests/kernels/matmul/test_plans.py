@@ -18,9 +18,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.kernels import fit
+from pallas_kernels.device import H200
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict
-from pallas_kernels.matmul.call import N_SM, Static
+from pallas_kernels.matmul.call import Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.many_rows import plan as many_rows
@@ -113,7 +114,7 @@ def test_a_launch_fits_and_is_what_was_planned(launched):
             assert sum(sizes) <= SHARED_OF_A_BLOCK, (case, plan)
             blocks = math.prod(launch["grid"]) * math.prod(launch["cluster"])
             of_an_sm = few_rows.WARPS // plan.warps if isinstance(plan, RowPlan) else 1
-            assert blocks == blocks_of(plan) <= N_SM * of_an_sm, (case, plan)
+            assert blocks == blocks_of(plan) <= H200.sms * of_an_sm, (case, plan)
             if isinstance(plan, RowPlan | TilePlan):
                 assert launch["kernel_name"] == plan.kernel.removesuffix("_mosaic")
                 assert sizes == plan.scratch_sizes(normed=call.norm is not None)
@@ -143,7 +144,7 @@ def covers(plan: Any, call) -> bool:
             plan.per % parts == plan.batch % parts == 0
             and 1 <= plan.batch <= plan.per
             and plan.clusters * plan.per * 16 >= call.n > plan.clusters * (plan.per - parts) * 16
-            and plan.clusters <= few_rows.CLUSTERS[plan.split]
+            and plan.clusters <= few_rows.clusters_at_once()[plan.split]
             and (0 <= over < plan.k_warp if plan.resident else over == 0)
         )
     if isinstance(plan, WeightTile):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, explain, quantized_matmul
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import plan as planning
@@ -292,6 +293,17 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes):
     assert isinstance(planning.tile_plan(MatmulCall.of(x, w, x.dtype)), planning.TilePlan)
     out = run_tiles(x, w, bias, dtype, **changes)
     check(jnp.asarray(out), product(x, w, bias), dtype)
+
+
+@pytest.mark.parametrize("name, m, k", [("w4-g128-zero", 16, 4096), ("w8-row", 9, 8192)])
+def test_portable_kernel_emulated(name, m, k, monkeypatch):
+    """Before Hopper blocks share K without being a cluster, and XLA adds their sums."""
+    monkeypatch.setenv(TARGET, "sm_86")
+    w, dtype = weights(name, 80, k, jnp.bfloat16), jnp.bfloat16
+    x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
+    plan = planning.tile_plan(MatmulCall.of(x, w, x.dtype, bias=bias))
+    assert plan.apart and plan.split > 1
+    check(run_tiles(x, w, bias, dtype), product(x, w, bias), "bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])

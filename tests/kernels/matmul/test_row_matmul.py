@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import kernel
@@ -62,6 +63,12 @@ def test_emulated(name, n, k, kinds, changes):
     with few_rows():
         out = kernel.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
     check(out, ref, x.dtype)
+
+
+@newest
+def test_the_portable_kernel_emulated(monkeypatch):
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_emulated("w4-g128-zero", 96, 2048, "nsb", {})
 
 
 SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (12288, 8192)]

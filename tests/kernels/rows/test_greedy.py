@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.rows import greedy
 from pallas_kernels.rows.greedy import append_greedy
@@ -70,6 +71,13 @@ def test_the_xla_form_against_float64():
 def test_the_kernel(vocabulary):
     made = operands(vocabulary, (5, 7), seed=vocabulary)
     check(by_kernel(*made, capacity=None), by_xla(*made, capacity=None))
+
+
+def test_the_portable_kernels(monkeypatch):
+    """Before Hopper the blocks leave their parts in device memory."""
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_the_kernel(1000)
+    test_the_kernel_at_the_edges("a stop token")
 
 
 CASES = {

@@ -1,0 +1,229 @@
+"""What each generation of NVIDIA GPUs offers to a kernel, and the cards of it: one table.
+
+Plans read it through ``device.gpu()``.  The environment variable ``JAXLLAMA_TARGET=sm_80`` limits
+kernels to what that architecture offers as well, so that the kernels of older or smaller cards run,
+and are measured, on a newer one.
+
+Sources: the CUDA programming guide's table of compute capabilities (shared memory, threads), the
+PTX ISA (instructions by target), NVIDIA's data sheets (multiprocessors, L2, memory, bandwidth).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+TARGET = "JAXLLAMA_TARGET"
+KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """One card.
+
+    name: as the driver says it, and so jax's ``device_kind``.  sms: multiprocessors.
+    bandwidth: bytes a second of device memory by the data sheet.  l2, memory: bytes.
+    """
+
+    name: str
+    sms: int
+    bandwidth: float
+    l2: int
+    memory: int
+
+
+def _card(name: str, sms: int, gb_per_s: float, l2_mb: int, gb: int) -> Card:
+    return Card(name, sms, gb_per_s * 1e9, l2_mb << 20, gb << 30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    name: as the assembler has it.  capability: (major, minor).
+    shared_bytes: shared memory of one block at most.  shared_per_sm: of a multiprocessor.
+    threads: of a multiprocessor.  registers: 32-bit registers of a multiprocessor.
+    clusters: blocks of a cluster read and write one another's shared memory.
+    bulk_copies: the copy engine, and barriers that count its bytes.
+    dependent_launch: a kernel may begin before the one before it has ended.
+    pair_arithmetic: one instruction adds, subtracts or multiplies a pair of bfloat16.
+    float8: one instruction converts to and from e4m3.
+    wgmma, tcgen05: products of a warpgroup, of Hopper and of the server Blackwell.
+    cards: the first is the one that an unknown card is planned as.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared_bytes: int
+    shared_per_sm: int
+    threads: int = 2048
+    registers: int = 65536
+    clusters: bool = False
+    bulk_copies: bool = False
+    dependent_launch: bool = False
+    pair_arithmetic: bool = False
+    float8: bool = False
+    wgmma: bool = False
+    tcgen05: bool = False
+    cards: tuple[Card, ...] = ()
+
+    def limited(self, by: Architecture) -> Architecture:
+        """Return what both offer; the name says both."""
+        both = {name: getattr(self, name) and getattr(by, name) for name in FEATURES}
+        return dataclasses.replace(
+            self,
+            name=by.name if self.name == by.name else f"{by.name} on {self.name}",
+            shared_bytes=min(self.shared_bytes, by.shared_bytes),
+            shared_per_sm=min(self.shared_per_sm, by.shared_per_sm),
+            threads=min(self.threads, by.threads),
+            **both,
+        )
+
+
+FEATURES = (
+    "clusters",
+    "bulk_copies",
+    "dependent_launch",
+    "pair_arithmetic",
+    "float8",
+    "wgmma",
+    "tcgen05",
+)
+_HOPPER = {
+    "clusters": True,
+    "bulk_copies": True,
+    "dependent_launch": True,
+    "pair_arithmetic": True,
+    "float8": True,
+}
+_SMALL = {"shared_bytes": 99 * KIB, "shared_per_sm": 100 * KIB, "threads": 1536}
+_LARGE = {"shared_bytes": 227 * KIB, "shared_per_sm": 228 * KIB}
+
+ARCHITECTURES = (
+    Architecture(
+        "sm_80",
+        (8, 0),
+        163 * KIB,
+        164 * KIB,
+        cards=(
+            _card("NVIDIA A100-SXM4-80GB", 108, 2039, 40, 80),
+            _card("NVIDIA A100-SXM4-40GB", 108, 1555, 40, 40),
+            _card("NVIDIA A100 80GB PCIe", 108, 1935, 40, 80),
+            _card("NVIDIA A100-PCIE-40GB", 108, 1555, 40, 40),
+            _card("NVIDIA A30", 56, 933, 24, 24),
+        ),
+    ),
+    Architecture(
+        "sm_86",
+        (8, 6),
+        **_SMALL,
+        cards=(
+            _card("NVIDIA GeForce RTX 3090", 82, 936, 6, 24),
+            _card("NVIDIA GeForce RTX 3090 Ti", 84, 1008, 6, 24),
+            _card("NVIDIA GeForce RTX 3080", 68, 760, 5, 10),
+            _card("NVIDIA GeForce RTX 3080 Ti", 80, 912, 6, 12),
+            _card("NVIDIA GeForce RTX 3060", 28, 360, 3, 12),
+            _card("NVIDIA RTX A6000", 84, 768, 6, 48),
+            _card("NVIDIA A40", 84, 696, 6, 48),
+            _card("NVIDIA A10", 72, 600, 6, 24),
+            _card("NVIDIA A10G", 80, 600, 6, 24),
+        ),
+    ),
+    Architecture(
+        "sm_87", (8, 7), 163 * KIB, 164 * KIB, threads=1536, cards=(_card("Orin", 16, 204, 4, 64),)
+    ),
+    Architecture(
+        "sm_89",
+        (8, 9),
+        **_SMALL,
+        float8=True,
+        cards=(
+            _card("NVIDIA L40S", 142, 864, 96, 48),
+            _card("NVIDIA GeForce RTX 4090", 128, 1008, 72, 24),
+            _card("NVIDIA GeForce RTX 4080", 76, 717, 64, 16),
+            _card("NVIDIA GeForce RTX 4080 SUPER", 80, 736, 64, 16),
+            _card("NVIDIA GeForce RTX 4070", 46, 504, 36, 12),
+            _card("NVIDIA GeForce RTX 4070 Ti SUPER", 66, 672, 48, 16),
+            _card("NVIDIA GeForce RTX 4060 Ti", 34, 288, 32, 16),
+            _card("NVIDIA RTX 6000 Ada Generation", 142, 960, 96, 48),
+            _card("NVIDIA L40", 142, 864, 96, 48),
+            _card("NVIDIA L4", 58, 300, 48, 24),
+        ),
+    ),
+    Architecture(
+        "sm_90",
+        (9, 0),
+        **_LARGE,
+        **_HOPPER,
+        wgmma=True,
+        cards=(
+            _card("NVIDIA H200", 132, 4800, 50, 141),
+            _card("NVIDIA H100 80GB HBM3", 132, 3350, 50, 80),
+            _card("NVIDIA H100 PCIe", 114, 2039, 50, 80),
+            _card("NVIDIA H100 NVL", 132, 3938, 60, 94),
+            _card("NVIDIA GH200 480GB", 132, 4023, 50, 96),
+            _card("NVIDIA H20", 78, 4023, 60, 96),
+        ),
+    ),
+    Architecture(
+        "sm_100",
+        (10, 0),
+        **_LARGE,
+        **_HOPPER,
+        tcgen05=True,
+        cards=(
+            _card("NVIDIA B200", 148, 8000, 126, 180),
+            _card("NVIDIA GB200", 148, 8000, 126, 184),
+        ),
+    ),
+    Architecture(
+        "sm_103",
+        (10, 3),
+        **_LARGE,
+        **_HOPPER,
+        tcgen05=True,
+        cards=(_card("NVIDIA B300", 148, 8000, 126, 268),),
+    ),
+    Architecture(
+        "sm_120",
+        (12, 0),
+        **_SMALL,
+        **_HOPPER,
+        cards=(
+            _card("NVIDIA GeForce RTX 5090", 170, 1792, 96, 32),
+            _card("NVIDIA GeForce RTX 5080", 84, 960, 64, 16),
+            _card("NVIDIA GeForce RTX 5070 Ti", 70, 896, 48, 16),
+            _card("NVIDIA GeForce RTX 5070", 48, 672, 48, 12),
+            _card("NVIDIA GeForce RTX 5060 Ti", 36, 448, 32, 16),
+            _card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 188, 1792, 128, 96),
+            _card("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 1597, 128, 96),
+        ),
+    ),
+    Architecture(
+        "sm_121", (12, 1), **_SMALL, **_HOPPER, cards=(_card("NVIDIA GB10", 48, 273, 24, 128),)
+    ),
+)
+BY_NAME = {one.name: one for one in ARCHITECTURES}
+CARDS = {card.name: card for one in ARCHITECTURES for card in one.cards}
+
+
+def nearest(capability: str) -> Architecture | None:
+    """Return the architecture of a compute capability such as "8.9".
+
+    One that is not in the table gets the nearest below it, and one below the table gets None.
+    """
+    own = tuple(map(int, capability.split(".")))
+    return next((one for one in reversed(ARCHITECTURES) if one.capability <= own), None)
+
+
+def asked_target() -> Architecture | None:
+    """Return the architecture that ``JAXLLAMA_TARGET`` names, or None if it is not set.
+
+    Raises ValueError for a name that is not in the table.
+    """
+    name = os.environ.get(TARGET)
+    if not name:
+        return None
+    if name not in BY_NAME:
+        raise ValueError(f"{TARGET}={name} is none of {', '.join(BY_NAME)}")
+    return BY_NAME[name]

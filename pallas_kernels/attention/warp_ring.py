@@ -1,0 +1,86 @@
+"""The ring of the decode kernel where there is no copy engine (before Hopper): one for each warp.
+
+A warp copies the tokens of its own kv head by ``cp.async``, 16 bytes a lane, and waits for its own
+groups of copies alone, so no two warps wait for each other.  A group is the keys or the values of
+a step.  Groups are closed in the order in which the steps wait for them, so the number of younger
+ones is known.  Every fill closes a group, also one that copies nothing.
+
+The tokens lie as in ``attention.ring``, for a team of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pallas_kernels import ptx as p
+from pallas_kernels.attention.ring import RUNS, Ring
+from pallas_kernels.jax_internals import arith
+
+_PIECE = 16  # bytes of one copy
+
+
+class WarpRing(Ring):
+    """``Ring`` of one warp: ``member`` and ``barriers`` are unused."""
+
+    def start(self, condition, fills: Sequence[Callable[[], None]]) -> None:
+        for fill in fills:
+            self._group(condition, fill)
+
+    def _group(self, condition, fill: Callable[[], None]) -> None:
+        """Copy where the condition holds (None: always), and close the group in any case."""
+        if condition is None:
+            fill()
+        else:
+            p.when(condition, fill)
+        p.copies_commit()
+
+    def fill(self, token0, slot, values: bool, entry) -> None:
+        pieces = self.token_bytes // _PIECE  # of a token
+        at_once = 32 // pieces  # tokens
+        token = p.shift_right(self.lane, pieces.bit_length() - 1)
+        piece = p.mul(p.masked(self.lane, pieces - 1), _PIECE)
+        run = p.shift_right(token, self.per_run.bit_length() - 1)
+        to = p.add(
+            self.ring,
+            p.mul(slot, self.slot_bytes),
+            p.mul(run, self.stride),
+            p.mul(p.masked(token, self.per_run - 1), self.token_bytes),
+            piece,
+            self.depth * self.slot_bytes if values else 0,
+        )
+        shift = self.pages.shift(token0, entry) if self.pages else None
+        unit = max(at_once, self.per_run)  # tokens of a turn: whole runs
+
+        def copy(done, carry):
+            # Unrolled, the turns' addresses take more registers than there are.
+            (at,) = carry
+            for rest in range(0, unit, at_once):
+                here = p.smaller(p.add(first, done, rest), self.last)
+                source = p.offset(self.source(here, shift, values), piece)
+                p.copy_async(at, source, rest * self.token_bytes)
+            return [p.add(at, unit // self.per_run * self.stride)]
+
+        first = p.add(token0, token)
+        p.loop(0, p.opaque(RUNS * self.per_run), unit, [to], copy)
+
+    def wait(self, slot, parity, values: bool) -> None:
+        del slot, parity, values
+        # A step closes two groups.  With one step in the ring the keys of the next come before the
+        # values of this one; with more, the values of ``depth - 1`` steps ahead before the keys.
+        p.copies_wait(1 if self.depth == 1 else 2 * self.depth - 2)
+        p.warp_barrier()
+
+    def release(self, slot, values: bool) -> None:
+        del slot, values
+        p.warp_barrier()
+
+    def refill(self, token0, slot, parity, values: bool, entry) -> None:
+        self.refill_if(None, token0, slot, parity, values, entry)
+
+    def refill_if(self, condition, token0, slot, parity, values: bool, entry) -> None:
+        del parity
+        token = p.add(token0, self.depth * self.apart)
+        inside = p.at_most(token, self.last)
+        if condition is not None:
+            inside = arith.andi(condition, inside)
+        self._group(inside, lambda: self.fill(token, slot, values, entry))
