@@ -393,7 +393,7 @@ def generate(
         given = [sampling] * tokens.shape[0] if isinstance(sampling, Sampling) else list(sampling)
         sampling = SamplingParams.stack(given, cfg.vocab_size, key)
     stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
-    stop_ids = jnp.asarray(tuple(stops), jnp.int32)
+    stop_ids = jax.device_put(np.asarray(tuple(stops), np.int32))  # jnp would compile a program
     rows = start(
         cfg,
         params,

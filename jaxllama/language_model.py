@@ -733,7 +733,12 @@ class LanguageModel:
                 raise JaxLlamaError(
                     f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}"
                 )
-        return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        # numpy converts: ``jnp.asarray`` would compile a program for each shape.
+        tokens, lengths = (
+            x.astype(jnp.int32) if isinstance(x, Tracer) else jax.device_put(x.astype(np.int32))
+            for x in given
+        )
+        return tokens, lengths
 
     def encode(self, prompts: str | Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Return the token ids of each prompt.

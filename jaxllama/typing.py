@@ -48,3 +48,10 @@ class Device(Protocol):
     def device_kind(self) -> str: ...
     @property
     def client(self) -> Tree: ...
+
+
+class DictKey(Protocol):
+    """A ``jax.tree_util.DictKey``, for which jaxlib has no type: a name in a leaf's path."""
+
+    @property
+    def key(self) -> str: ...

@@ -16,7 +16,6 @@ from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.executors.resident import ResidentDecoding
-from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.shardings import shard_params
 from jaxllama.parallel.mesh import make_mesh
@@ -310,13 +309,13 @@ def test_gla_presets_come_with_random_weights_and_say_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "bound"), [("w4a16", 0.25), ("w8a8", 0.03), *slow(("w8a16", 0.02), ("fp8", 0.08))]
+    ("scheme", "bound"), [("w4a16", 0.25), *slow(("w8a8", 0.03), ("w8a16", 0.02), ("fp8", 0.08))]
 )
 def test_quantized_models_score_near_the_float_ones(scheme, bound):
     """Logits move by the rounding: about 1/254 (int8), 1/14 (int4) of a group's largest, 2^-4 of a
     value (fp8), for weights and, in w8a8 and fp8, activations."""
     cfg = LLAMA.first_layers(1).replace(d_model=64, d_ff=128)
-    params = init_params(cfg, jax.random.key(0))
+    params = params_of(cfg)
     quantized = jl.quantize_params(params, scheme)
     tokens, lengths = np.asarray([[5, 6, 7, 8]]), [4]
     want = np.asarray(LanguageModel(cfg, params, None).logits(tokens, lengths))
@@ -344,17 +343,16 @@ def test_deterministic_rows_have_the_same_bits_in_every_batch(kind):
     row = list(range(3, 24))
     [alone] = lm.generate([row], max_new_tokens=9)
     rng = np.random.default_rng(0)
-    for batch in (2, 17):
+    for batch in (2, 9):
         rows = [list(rng.integers(3, 256, size)) for size in rng.integers(1, 60, batch)]
         slot = int(rng.integers(batch))
         rows[slot] = row
         out = lm.generate(rows, max_new_tokens=9)[slot]
         assert out.tokens == alone.tokens and out.logprobs == alone.logprobs
-    tokens = rng.integers(3, 256, (17, 21)).astype(np.int32)
-    logits = np.asarray(lm.logits(tokens, np.full(17, 21)))
-    for batch in (1, 8):
-        got = lm.logits(tokens[5 : 5 + batch], np.full(batch, 21))
-        np.testing.assert_array_equal(got, logits[5 : 5 + batch])
+    tokens = rng.integers(3, 256, (9, 21)).astype(np.int32)
+    logits = np.asarray(lm.logits(tokens, np.full(9, 21)))
+    got = lm.logits(tokens[5:6], np.full(1, 21))
+    np.testing.assert_array_equal(got, logits[5:6])
 
 
 def test_deterministic_streams_tell_the_right_row(lm):

@@ -37,6 +37,7 @@ from pallas_kernels.cpu import CpuWeight, unavailable
 from pallas_kernels.dispatch import choices
 from pallas_kernels.qtensor import QTensor
 from tests.checkpoints.test_gguf import Tiny
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.models import LLAMA, tokens_of
 from tests.helpers.packed_cases import write_case
@@ -322,10 +323,10 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch) -> None:
     cache = init_cache(cfg, 1, 16)
     tokens = jnp.ones((1, 5), jnp.int32)
     step = lambda p, t, n, c: prefill.__wrapped__(cfg, p, t, n, c)  # noqa: E731
-    jax.eval_shape(step, params, tokens, jnp.array([5]), cache)
+    jax.eval_shape(step, params, tokens, as_jax([5]), cache)
     assert len(traced) <= 2  # the first layer's stream has nothing pending
     # Who asks which implementation each op gets is told of every layer.
-    norms = [c for c in choices(step, params, tokens, jnp.array([5]), cache) if c.op == "rms_norm"]
+    norms = [c for c in choices(step, params, tokens, as_jax([5]), cache) if c.op == "rms_norm"]
     assert len(norms) == 2 * 4 + 1
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 INTERRUPTED = 130  # the shell's convention: 128 + SIGINT
 
@@ -46,7 +46,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _unraisable(unraisable: Any) -> None:
+def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
     """Handle an exception that Python would print and ignore."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import (
@@ -22,6 +22,9 @@ from jaxllama.cli.domains import (
 )
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
+
+if TYPE_CHECKING:
+    from jaxllama.evaluation.speed.load_generator import Lengths
 
 HELP = "Measure decode, prefill, time to first token and memory."
 
@@ -158,7 +161,7 @@ def run_where(args: argparse.Namespace) -> None:
 
 
 @refusing
-def length(text: str) -> Any:
+def length(text: str) -> Lengths:
     from jaxllama.evaluation.speed.load_generator import Lengths
 
     return Lengths(text)

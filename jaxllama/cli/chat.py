@@ -70,7 +70,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def is_message(value: Any) -> bool:
+def is_message(value: object) -> bool:
     return isinstance(value, dict) and "role" in value
 
 

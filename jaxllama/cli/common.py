@@ -14,10 +14,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllama.cli.domains import COUNT, SEED, SHARE, Number, Parser, filled, pair, refusing
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject, Options
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
     from jaxllama.language_model import LanguageModel
     from jaxllama.offload.policy import Policy
+
+
+class Group(Protocol):
+    """A parser, or a group of its options."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
+
 
 MODEL = "smollm2-135m"
 # Thresholds of the garbage collector: during the start, and for new objects after it.
@@ -45,7 +53,7 @@ def rounding(text: str) -> str:
     return text
 
 
-def source_options(sub: Parser, default: str | None = MODEL) -> Any:
+def source_options(sub: Parser, default: str | None = MODEL) -> Group:
     """Add the options that name the weights, and return their group."""
     group = sub.add_argument_group("model")
     shown = ", to be loaded too" if default is None else " (default %(default)s)"
@@ -68,12 +76,12 @@ def source_options(sub: Parser, default: str | None = MODEL) -> Any:
     return group
 
 
-def source(args: argparse.Namespace) -> dict[str, Any]:
+def source(args: argparse.Namespace) -> Options:
     """Return the options of ``source_options`` for ``loading.load``."""
     return {"random": args.random, "revision": args.revision}
 
 
-def dtype_option(group: Any) -> None:
+def dtype_option(group: Group) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
 
 
@@ -83,7 +91,7 @@ def model_options(sub: Parser) -> None:
     quantize_option(group)
 
 
-def quantize_option(group: Any) -> None:
+def quantize_option(group: Group) -> None:
     group.add_argument(
         "--quantize",
         type=rounding,
@@ -138,7 +146,7 @@ def only_adapter(lm: LanguageModel) -> str | None:
     return next(iter(lm.adapters), None)
 
 
-def adapters(args: argparse.Namespace) -> dict[str, Any]:
+def adapters(args: argparse.Namespace) -> Options:
     """Return --adapter and --merge, as ``loading.load`` takes them."""
     found = getattr(args, "adapter", [])
     if not found:
@@ -207,7 +215,7 @@ def draft_options(sub: Parser) -> None:
     )
 
 
-def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
+def draft(args: argparse.Namespace, lm: LanguageModel) -> Options:
     """Return --draft and --draft-tokens, as ``LanguageModel.generate`` takes them."""
     if args.draft is None:
         if args.draft_tokens is not None:
@@ -216,7 +224,7 @@ def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
     return {"draft": proposer(args, lm), "draft_tokens": args.draft_tokens or 0}
 
 
-def proposer(args: argparse.Namespace, lm: LanguageModel) -> Any:
+def proposer(args: argparse.Namespace, lm: LanguageModel) -> str | LanguageModel:
     """Return the source of drafts that --draft names: "ngram" or a LanguageModel."""
     if args.draft == "ngram":
         return args.draft
@@ -304,7 +312,7 @@ def join(args: argparse.Namespace) -> None:
 
 
 @refusing
-def parse_policy(text: str) -> Any:
+def parse_policy(text: str) -> Policy:
     from jaxllama.offload.policy import Policy
 
     return Policy.parse(text)
@@ -331,7 +339,7 @@ def policy(args: argparse.Namespace) -> Policy | None:
     from jaxllama.executors.offloaded.executor import kv_dtype_of
 
     chosen = also(chosen, args)
-    kv_dtype_of(chosen, kv_dtype(args), None)
+    kv_dtype_of(chosen, kv_dtype(args), "float32")  # it refuses a pair that does not fit
     return chosen
 
 
@@ -485,15 +493,15 @@ def json_option(sub: Parser) -> None:
     sub.add_argument("--json", action="store_true", help="print results as JSON")
 
 
-def show(args: argparse.Namespace, report: dict[str, Any], table: Callable[[Any], str]) -> None:
+def show(args: argparse.Namespace, report: JsonObject, table: Callable[[JsonObject], str]) -> None:
     """Print the report, as JSON or as a table."""
     print_json(report) if args.json else print(table(report))
 
 
-def lines(report: dict[str, Any]) -> str:
+def lines(report: JsonObject) -> str:
     """Return a table with one line for each figure."""
 
-    def text(value: Any) -> str:
+    def text(value: object) -> str:
         return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
     return "\n".join(
@@ -501,10 +509,10 @@ def lines(report: dict[str, Any]) -> str:
     )
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as JSON; NaN and infinities, which JSON lacks, become null."""
 
-    def plain(item: Any) -> Any:
+    def plain(item: object) -> object:
         if isinstance(item, dict):
             return {key: plain(entry) for key, entry in item.items()}
         if isinstance(item, list):

@@ -21,10 +21,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,11 +114,11 @@ SEED = Number(least=-(2**63), most=2**64 - 1)
 SHARE = Number(float, 0, 1, above=True)
 
 
-def refusing(check: Callable[[str], Any]) -> Callable[[str], Any]:
+def refusing(check: Callable[[str], T]) -> Callable[[str], T]:
     """Turn JaxLlamaErrors of ``check`` into argparse's, without the word that they begin with."""
 
     @functools.wraps(check)
-    def read(text: str) -> Any:
+    def read(text: str) -> T:
         try:
             return check(text)
         except JaxLlamaError as error:
@@ -125,7 +127,7 @@ def refusing(check: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def pair(text: str, key: Callable[[str], Any], value: Number, form: str) -> tuple[Any, Any]:
+def pair(text: str, key: Callable[[str], T], value: Number, form: str) -> tuple[T, Any]:
     name, equals, number = text.partition("=")
     try:
         if equals:

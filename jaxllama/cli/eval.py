@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from typing import Any
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, filled, text_input, texts_folder
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import Options
 
 HELP = "Perplexity of a text, and the distance to a reference."
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
         mesh = common.mesh(args)
         reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
-    how: dict[str, Any] = {
+    how: Options = {
         "reference": reference,
         "kv_dtype": common.kv_dtype(args),
         "progress": True,

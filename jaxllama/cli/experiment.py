@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import Bad, Parser, out_folder
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     common.print_json(value) if args.json else print(text, end="")
 
 
-def _compared(args: argparse.Namespace) -> tuple[str, Any]:
+def _compared(args: argparse.Namespace) -> tuple[str, object]:
     """Return (text for people, value for --json)."""
     from jaxllama.experiments.compare import compare, text
 
@@ -67,7 +66,7 @@ def _compared(args: argparse.Namespace) -> tuple[str, Any]:
     return text(differences), [dataclasses.asdict(one) for one in differences]
 
 
-def _ran(args: argparse.Namespace) -> tuple[str, Any]:
+def _ran(args: argparse.Namespace) -> tuple[str, object]:
     from jaxllama.experiments.config import load_experiment
     from jaxllama.experiments.plan import plan
     from jaxllama.experiments.run import run, run_directory

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxllama.cli import chat, common
 from jaxllama.cli.domains import Parser, filled, text_input
@@ -16,6 +16,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import Working, working
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from jaxllama.language_model import LanguageModel
 
 LONG = 8192  # number of prompt tokens from which the size of the cache is reported
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _reading(
-    sign: Working, lm: LanguageModel, rows: int, kv_dtype: Any
+    sign: Working, lm: LanguageModel, rows: int, kv_dtype: DTypeLike | None
 ) -> Callable[[int, int], None]:
     """Return ``on_prompt`` for ``LanguageModel.generate``.
 

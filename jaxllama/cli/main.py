@@ -21,7 +21,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxllama import extras
 from jaxllama.cli import (
@@ -108,7 +108,7 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print("warning:", " ".join(str(message).split()), file=sys.stderr)
 
 
@@ -118,7 +118,7 @@ class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         import jaxllama
 
         print(f"jaxllama {jaxllama.__version__}")

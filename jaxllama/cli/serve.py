@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from typing import Any
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import Options
 
 # The engine's sizes that are rarely changed: (option, help). By default the engine chooses.
 ENGINE = (
@@ -72,7 +72,7 @@ def engine_options(sub: Parser) -> None:
     common.draft_options(sub)
 
 
-def engine_of(args: argparse.Namespace) -> dict[str, Any]:
+def engine_of(args: argparse.Namespace) -> Options:
     """Return the options of ``Engine``; those of the cache are in ``common``."""
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")

@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import Parser, out_folder
 from jaxllama.progress import working
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     common.show(args, summary(train(config, out, mesh=mesh, progress=True)), common.lines)
 
 
-def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> dict[str, Any]:
+def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> JsonObject:
     from jaxllama.training.data import TokenFile
     from jaxllama.training.estimate import estimate
     from jaxllama.training.loop import data_mesh
@@ -66,7 +67,7 @@ def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> dict[str, Any
     return {"file": file, "steps": config.steps, **dataclasses.asdict(found)}
 
 
-def summary(result: TrainResult) -> dict[str, Any]:
+def summary(result: TrainResult) -> JsonObject:
     """Speed is the median over the steps after the first, which compiles."""
     steps = result.metrics
     last, timed = steps[-1], steps[1:] or steps

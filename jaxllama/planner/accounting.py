@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded import programs
@@ -35,11 +36,12 @@ from jaxllama.offload.schedule import AHEAD
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
+from jaxllama.typing import Params, Tree
 from pallas_kernels.qtensor import packed_bytes, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
 
-def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> dict[str, Any]:
+def weight_shapes(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None = None) -> Params:
     """Return the parameter tree as shapes, quantized by ``scheme``."""
     shapes = param_shapes(cfg, dtype)
     if scheme is None:
@@ -47,7 +49,7 @@ def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> di
     return jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)
 
 
-def model_bytes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> int:
+def model_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None = None) -> int:
     return tree_bytes(weight_shapes(cfg, dtype, scheme))
 
 
@@ -83,14 +85,14 @@ class Footprint:
 @functools.lru_cache(maxsize=64)
 def unit_shapes(
     cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool
-) -> list[tuple[ModelUnit, Any]]:
+) -> list[tuple[ModelUnit, Params]]:
     """Return every unit with the shapes of its weights."""
     shapes = weight_shapes(cfg, dtype, scheme)
     return [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
 
 
 def weights_footprint(
-    cfg: ModelConfig, policy: Policy, dtype: Any, scheme: str | None
+    cfg: ModelConfig, policy: Policy, dtype: DTypeLike, scheme: str | None
 ) -> tuple[Tiers, int]:
     """Return the weights' bytes by tier, and the peak bytes of moved weights on the device."""
     return _weights_footprint(cfg, policy.weights, policy.sep_layer, jnp.dtype(dtype).name, scheme)
@@ -120,7 +122,7 @@ def _weights_footprint(
     return total, max(map(sum, around))
 
 
-def loading_bytes(tree: Any, shares: Shares) -> int:
+def loading_bytes(tree: Tree, shares: Shares) -> int:
     """Return the device bytes for loading a stored tree: whole tensors and the parts that form
     them.
 
@@ -137,7 +139,7 @@ def loading_bytes(tree: Any, shares: Shares) -> int:
     return whole + 2 * parts
 
 
-def reading_bytes(tree: Any, shares: Shares) -> int:
+def reading_bytes(tree: Tree, shares: Shares) -> int:
     """Return the host bytes for reading a stored tree from disk.
 
     A tensor's part is read while the tensor before it is handed to the device, and one more is on
@@ -159,8 +161,8 @@ def footprint(
     rows: int,
     width: int,
     capacity: int,
-    dtype: Any,
-    kv_dtype: Any,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
     scheme: str | None = None,
     chunk: int | None = None,
     compile_programs: bool = True,
@@ -224,10 +226,10 @@ def _programs(
     size: int,
     chunk: int,
     capacity: int,
-    dtype: Any,
-    kv_dtype: Any,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
     scheme: str | None,
-) -> Iterator[Any]:
+) -> Iterator[jax.stages.Lowered]:
     """Yield the distinct programs of a run, lowered.
 
     They are the prefill and decode step of each kind of layer, and the head.

@@ -42,6 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
@@ -84,9 +85,9 @@ Progress = Callable[[str], None]
 
 def calibrate(
     cfg: ModelConfig,
-    dtype: Any,
+    dtype: DTypeLike,
     scheme: str | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: DTypeLike | None = None,
     *,
     chunk: int = 512,
     moves: bool = True,
@@ -122,7 +123,7 @@ def calibrate(
     return result
 
 
-def _path(cfg: ModelConfig, *settings: Any) -> Path:
+def _path(cfg: ModelConfig, *settings: object) -> Path:
     device = jax.devices()[0].device_kind
     fields = [field.name for field in dataclasses.fields(Calibration)]
     words = [repr(cfg), device, jax.__version__, *fields, str(KINDS), *map(str, settings)]
@@ -166,9 +167,9 @@ class _Measure:
     def __init__(
         self,
         cfg: ModelConfig,
-        dtype: Any,
+        dtype: DTypeLike,
         scheme: str | None,
-        kv_dtype: Any,
+        kv_dtype: DTypeLike | None,
         chunk: int,
         progress: Progress,
         moves: bool = True,
@@ -460,7 +461,7 @@ def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
 
 
 def settings_of(
-    policy: Policy, dtype: Any, scheme: str | None, kv_dtype: Any
-) -> tuple[str | None, Any]:
+    policy: Policy, dtype: DTypeLike, scheme: str | None, kv_dtype: DTypeLike | None
+) -> tuple[str | None, DTypeLike | None]:
     """Return the (scheme, cache dtype) of a policy's compression."""
     return scheme_of(policy, scheme), kv_dtype_of(policy, kv_dtype, dtype)

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded.executor import CHUNK
@@ -85,8 +85,8 @@ class MemoryLimits:
 class PlannerSettings:
     """Inputs of a prediction besides the policy: the dtypes and the weights' scheme."""
 
-    dtype: Any
-    kv_dtype: Any
+    dtype: DTypeLike
+    kv_dtype: DTypeLike
     scheme: str | None = None
 
 
@@ -237,7 +237,7 @@ def _units(
     names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
     amounts_of = _weights_moving(*names, policy.weights)
 
-    def moved(cost: Moving, amounts: Any, times: float = batches) -> _Lane:
+    def moved(cost: Moving, amounts: Sequence[float], times: float = batches) -> _Lane:
         host, disk, joined = amounts
         other = cost.latency + cost.join * joined
         return _Lane(times * cost.host * host, times * cost.disk * disk, times * other)
@@ -297,7 +297,7 @@ def _weights_moving(
 
 @functools.lru_cache(maxsize=4096)
 def _cache_moving(
-    cfg: ModelConfig, rows: int, capacity: int, dtype: Any, shares: Shares
+    cfg: ModelConfig, rows: int, capacity: int, dtype: DTypeLike, shares: Shares
 ) -> list[tuple[float, float, float]]:
     return [moving(layer, shares) for layer in cache_shapes(cfg, rows, capacity, dtype)]
 

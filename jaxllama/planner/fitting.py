@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllama.executors.offloaded.room import split_bytes
 from jaxllama.offload.policy import Shares
+from jaxllama.typing import Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -68,7 +68,7 @@ class Calibration:
         )
 
 
-def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
+def moving(tree: Tree, shares: Shares) -> tuple[float, float, float]:
     """Return the (host bytes, disk bytes, joined bytes) of loading a tree of shapes under
     ``shares``.
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
@@ -32,19 +32,20 @@ from jaxllama.placement import Placement
 from jaxllama.planner.accounting import unit_shapes, weight_shapes
 from jaxllama.planner.cost import PlannerSettings, Task
 from jaxllama.planner.fitting import moving
+from jaxllama.typing import ParamsDict, Tree
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
-Tell = Callable[[str, Any], None]  # called with a finding's name and value
+Tell = Callable[[str, object], None]  # called with a finding's name and value
 
 
 def repeated_model(
-    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+    cfg: ModelConfig, dtype: DTypeLike, policy: Policy, scheme: str | None = None
 ) -> LanguageModel:
     """Return a model whose layers, all of one kind, hold copies of one layer's random bytes."""
     place = Placement(policy, dtype, scheme)
     shapes = weight_shapes(cfg, dtype, place.scheme)
-    params: dict[tuple[str, ...], Any] = {}
+    params: dict[tuple[str, ...], ParamsDict] = {}
     layers = [name for name in shapes if name.startswith("layer_")]
     for name in [name for name in shapes if name not in layers] + layers[:1]:
         for path, shape in flatten_dict(shapes[name]).items():
@@ -56,7 +57,7 @@ def repeated_model(
 
 
 def random_model(
-    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+    cfg: ModelConfig, dtype: DTypeLike, policy: Policy, scheme: str | None = None
 ) -> LanguageModel:
     """Return a model with random weights."""
     place = Placement(policy, dtype, scheme)
@@ -65,7 +66,7 @@ def random_model(
     return place.model(cfg, unflatten_dict(params), None)
 
 
-def random_tree(shapes: Any) -> Any:
+def random_tree(shapes: Tree) -> Tree:
     """Return random arrays for a tree of shapes.
 
     numpy makes them: compiling a program for each shape would take longer than running it.
@@ -74,7 +75,7 @@ def random_tree(shapes: Any) -> Any:
     return jax.tree.map(lambda x: _draw(noise, x.shape, jnp.dtype(x.dtype)), shapes)
 
 
-def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """Return an array that repeats the same random numbers, or ones if it has one dimension."""
     if len(shape) == 1:
         return jnp.ones(shape, dtype)
@@ -98,7 +99,7 @@ def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) 
     return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
 
 
-def start_run(lm: LanguageModel, rows: int, task: Task, kv_dtype: Any) -> OffloadRun:
+def start_run(lm: LanguageModel, rows: int, task: Task, kv_dtype: DTypeLike) -> OffloadRun:
     """Return a run of ``rows`` random prompts of the task."""
     chunk = offloaded(lm.executor).policy.prefill_batch_size or task.chunk
     return random_run(lm, rows, task.prompt, task.new, task.capacity, kv_dtype, chunk)
@@ -110,7 +111,7 @@ def random_run(
     prompt: int,
     room: int,
     capacity: int,
-    kv_dtype: Any,
+    kv_dtype: DTypeLike,
     chunk: int,
 ) -> OffloadRun:
     """Return a greedy run of random prompts without stop tokens.
@@ -157,6 +158,6 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()

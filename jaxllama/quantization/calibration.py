@@ -45,6 +45,7 @@ from jaxllama.model.mixers.attention.mix import split_heads, unpacked
 from jaxllama.model.rope import apply_rope, rope_tables
 from jaxllama.quantization.sites import Layer, get, sites
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import Params
 from pallas_kernels.attention.blockwise import attention_scores, is_visible
 from pallas_kernels.qtensor import QTensor, dequantize
 
@@ -82,8 +83,8 @@ class InputStats:
         if hessian is not None:
             hessian = hessian * inverse[:, None] * inverse[None, :]
         columns = (self.total, self.felt, self.peak, self.sample)
-        scaled = (part * inverse for part in columns)
-        return InputStats(hessian, *scaled, self.weight, self.experts)
+        total, felt, peak, sample = (part * inverse for part in columns)
+        return InputStats(hessian, total, felt, peak, sample, self.weight, self.experts)
 
 
 def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -> np.ndarray:
@@ -103,7 +104,7 @@ def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -
     return rows[np.round(chosen).astype(int)]
 
 
-def embed(cfg: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> list[jax.Array]:
+def embed(cfg: ModelConfig, params: Params, tokens: np.ndarray) -> list[jax.Array]:
     """Return the residual stream before the first block, in batches of at most ``BATCH`` rows."""
     count = -(-len(tokens) // BATCH)
     size = -(-len(tokens) // count)
@@ -143,12 +144,15 @@ def observe(
         sums = part if sums is None else _merge(sums, part)
         samples.append(sample)
     assert sums is not None
-    return {
-        name: InputStats(
-            *parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True)), by_expert
-        )
-        for name, (*parts, by_expert) in sums.items()
-    }
+    found: dict[str, InputStats] = {}
+    for name, (product, total, felt, peak, by_expert) in sums.items():
+        sample, weight = map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True))
+        found[name] = InputStats(product, total, felt, peak, sample, weight, by_expert)
+    return found
+
+
+# Of a site: hessian, total, felt, peak, experts.
+Sums = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
@@ -160,7 +164,7 @@ def _observe(
     h: jax.Array,
     hessian: bool,
     keep: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Sums], dict[str, tuple[jax.Array, jax.Array]]]:
     """Return the statistics of one batch.
 
     They are ({site: (hessian, total, felt, peak, experts)}, {site: (sample, weight)}).
@@ -217,7 +221,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
     qkv is ``[B, T, (N + 2K) H]``. The weights are summed over the queries of the window and
     averaged over heads.
     """
-    batch, length, _ = qkv.shape
+    length = qkv.shape[1]
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     rope = rope_tables(cfg.rope, cfg.head_dim, positions, jnp.full((1,), length, jnp.int32))
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
@@ -235,9 +239,9 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _merge(one: Any, two: Any) -> Any:
-    def both(a: Any, b: Any) -> Any:
-        hessian = None if a[0] is None else a[0] + b[0]
+def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
+    def both(a: Sums, b: Sums) -> Sums:
+        hessian = None if a[0] is None or b[0] is None else a[0] + b[0]
         most = jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
         return hessian, a[1] + b[1], *most, jax.tree.map(jnp.add, a[4], b[4])
 
@@ -253,9 +257,10 @@ def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> li
 def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
     # A weight-only product equals the product with its dequantized floats. Here it is faster to
     # make the floats once for a whole batch of windows.
-    def plain(leaf: Any) -> Any:
-        weight_only = isinstance(leaf, QTensor) and leaf.activations is None
-        return dequantize(leaf, h.dtype) if weight_only else leaf
+    def plain(leaf: jax.Array | QTensor) -> jax.Array | QTensor:
+        if isinstance(leaf, QTensor) and leaf.activations is None:
+            return dequantize(leaf, h.dtype)
+        return leaf
 
     layer = jax.tree.map(plain, layer, is_leaf=lambda leaf: isinstance(leaf, QTensor))
     return _through(cfg, kind, layer, h)

@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +52,7 @@ from jaxllama.quantization.scheme import (
 )
 from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
+from jaxllama.typing import DictKey, JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 # Formats whose readers expect float16 scales: codes are computed with scales rounded to float16.
@@ -151,14 +151,14 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
         )
 
 
-def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> dict[str, Any]:
+def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> ParamsDict:
     """Return the resulting tree with arrays of ones or zeros that take no memory."""
     shapes, recipe = untie(param_shapes(cfg, dtype), request.recipe)
 
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, jnp.dtype(dtype)), shape)
 
-    def one(path: Any, leaf: Any) -> Any:
+    def one(path: tuple[DictKey, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray | QTensor:
         *keys, last = [entry.key for entry in path]
         name = "/".join(keys)
         scheme = recipe.of(name) if last == "weight" else None
@@ -185,7 +185,7 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> d
 
 def quantize_checkpoint(
     lm: LanguageModel, request: QuantizeRequest, progress: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Make ``request.out``, and return a report: sizes, seconds, peak memory and weights' errors.
 
     Raises JaxLlamaError, with nothing written, for a model that is already quantized or has no
@@ -306,7 +306,7 @@ def _pointing_to(work: QuantizeWork | None) -> Generator[None]:
         ) from None
 
 
-def _check_scales(params: dict[str, Any]) -> None:
+def _check_scales(params: Params) -> None:
     """Raise JaxLlamaError for scales that are not finite; float16 can overflow."""
     flat = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda leaf: isinstance(leaf, QTensor)
@@ -322,13 +322,13 @@ def _check_scales(params: dict[str, Any]) -> None:
                 )
 
 
-def _leaves(params: Any) -> list[Any]:
+def _leaves(params: Params) -> list[Leaf]:
     return jax.tree.leaves(params, is_leaf=is_packed)
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """Return the report as text: a line of facts, then the mean errors of every kind of weight."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    kinds: dict[str, list[JsonObject]] = {}
     copy = report["head_copy_bytes"]
     for entry in report["errors"]:
         kinds.setdefault(entry["weight"].rsplit("/", 1)[-1], []).append(entry)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +44,7 @@ from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Recipe, Scheme, is_packed, round_weight, untie
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import QuantizeWork
+from jaxllama.typing import JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
@@ -78,7 +78,7 @@ def _searches(scheme: Scheme, method: str) -> bool:
 
 def calibrate(
     cfg: ModelConfig,
-    params: dict[str, Any],
+    params: Params,
     tokens: np.ndarray,
     recipe: Recipe,
     method: str,
@@ -87,7 +87,7 @@ def calibrate(
     measure: bool = True,
     work: QuantizeWork | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[ParamsDict, list[JsonObject]]:
     """Quantize a model.
 
     Parameters
@@ -168,11 +168,11 @@ def calibrate(
 
 def round_model(
     cfg: ModelConfig,
-    params: dict[str, Any],
+    params: Params,
     recipe: Recipe,
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> ParamsDict:
     """Round a model to nearest without a text, with grids fitted to the inputs of random tokens.
 
     Random tokens show too which inputs of a weight are large, and that a few exceed all others
@@ -223,7 +223,7 @@ class _Run:
         layer: Layer,
         h: list[jax.Array],
         following: Layer | None = None,
-    ) -> tuple[Layer, list[dict[str, Any]]]:
+    ) -> tuple[Layer, list[JsonObject]]:
         """Return (the quantized layer, its report entries)."""
         hessian = self.method in ("awq", "gptq")
         stats = observe(cfg, kind, layer, h, hessian=hessian, following=following)
@@ -312,6 +312,7 @@ class _Run:
                 shrink = awq.search_clip(weight, seen.hessian, grid=grid)
             dtype = scheme.scale_dtype(weight, self.scale_dtype)
             if self.method == "gptq":
+                assert seen.hessian is not None
                 out = gptq(weight, seen.hessian, shrink, grid=grid, scale_dtype=dtype)
             else:
                 out = nearest(weight, shrink, grid=grid, scale_dtype=dtype)
@@ -322,6 +323,7 @@ class _Run:
             importance = jnp.mean(jnp.square(seen.sample), axis=0)
             out = round_weight(weight, scheme, name, self.scale_dtype, importance)
         if scheme.static:
+            assert scheme.activations is not None
             _, top = CODES[scheme.activations]
             out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
         return out
@@ -375,5 +377,5 @@ def _join(prefix: str, path: str) -> str:
     return f"{prefix}/{path}" if prefix else path
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: Params) -> list[Leaf]:
     return jax.tree.leaves(tree, is_leaf=is_packed)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax.typing import DTypeLike
@@ -12,17 +11,18 @@ from jaxllama.config import ModelConfig
 from jaxllama.model import flax_state
 from jaxllama.progress import working
 from jaxllama.quantization.pipeline import round_model
-from jaxllama.quantization.scheme import Recipe, is_packed, parse, quantize_leaf, untie
+from jaxllama.quantization.scheme import Packed, Recipe, is_packed, parse, quantize_leaf, untie
+from jaxllama.typing import DictKey, Params, ParamsDict
 
 
 def quantize_params(
-    params: Mapping[str, Any],
+    params: Params,
     scheme: str | Recipe,
     *,
     cfg: ModelConfig | None = None,
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> ParamsDict:
     """Return the tree with its weights rounded to QTensors; weights already quantized stay.
 
     A tied head becomes ``params["head"]`` beside the embedding (see ``scheme``), and the model uses
@@ -64,7 +64,7 @@ def quantize_params(
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     with working(f"quantizing to {recipe.text}", total, progress) as advance:
 
-        def one(path: Sequence[Any], leaf: Any) -> Any:
+        def one(path: Sequence[DictKey], leaf: jax.Array | Packed) -> jax.Array | Packed:
             out = quantize_leaf([key.key for key in path], leaf, recipe, scale_dtype)
             if progress:
                 jax.block_until_ready(out)

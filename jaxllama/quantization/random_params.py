@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from jaxllama.model.split import check_shards
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
-from jaxllama.typing import Params
+from jaxllama.typing import Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import FLOAT4, QTensor, tree_bytes
 
 # Standard deviations of random codes.
@@ -47,7 +46,7 @@ def random_params(
     key: jax.Array,
     dtype: DTypeLike = jnp.float32,
     scheme: str | None = None,
-    place: Callable[[Path, Any], Any] | None = None,
+    place: Callable[[Path, Leaf], Leaf] | None = None,
     mesh: Mesh | None = None,
     progress: bool = False,
 ) -> Params:
@@ -88,7 +87,7 @@ def random_params(
     order = [path for path in table if path in leaves]
     order += [path for path in leaves if path not in set(order)]
     seed, kind = np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key))
-    params: Params = {}
+    params: ParamsDict = {}
     with working("drawing weights", tree_bytes(shapes), progress) as bar:
         for index, path in enumerate(order):
             spec = table.get(path, table["embed", "weight"])  # the head's own copy in a tied model
@@ -102,7 +101,7 @@ def random_params(
 
 def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
     """Return the parameter tree with a ``jax.ShapeDtypeStruct`` for every leaf."""
-    shapes: Params = {}
+    shapes: ParamsDict = {}
     for path, spec in param_table(cfg).items():
         _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)))
     return shapes
@@ -116,7 +115,7 @@ def _alike(cfg: ModelConfig, path: Path) -> Path:
     return (f"layer_{cfg.layer_types.index(kind)}", *path[1:])
 
 
-def _put(tree: Params, path: Path, value: Any) -> None:
+def _put(tree: ParamsDict, path: Path, value: Leaf | jax.ShapeDtypeStruct) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value
@@ -127,16 +126,16 @@ def _draw(
     seed: jax.Array,
     index: jax.Array,
     kind: str,
-    like: Any,
+    like: jax.ShapeDtypeStruct | QTensor,
     mean: float,
     std: float,
     cfg: ModelConfig | None = None,
     mesh: Mesh | None = None,
     path: Path = (),
-) -> Any:
+) -> Leaf:
     """Return a leaf like ``like``, a shape or a QTensor of shapes; on a mesh that at ``path``."""
 
-    def make(seed: jax.Array, index: jax.Array) -> Any:
+    def make(seed: jax.Array, index: jax.Array) -> jax.Array | QTensor:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=kind), index)
         if not isinstance(like, QTensor):
             return _floats(key, like.shape, like.dtype, mean, std)
@@ -150,16 +149,19 @@ def _draw(
 
     if mesh is None:
         return make(seed, index)
+    assert cfg is not None
     return computed_leaf(cfg, mesh, path, make, seed, index)
 
 
-def _floats(key: jax.Array, shape: tuple[int, ...], dtype: Any, mean: float, std: float):
+def _floats(
+    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, mean: float, std: float
+) -> jax.Array:
     if std == 0:
         return jnp.full(shape, mean, dtype)
     return (mean + std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def _words(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _words(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     if dtype == FLOAT4:
         return lax.bitcast_convert_type(_words(key, shape, jnp.int4), dtype)
     if jnp.issubdtype(dtype, jnp.floating):

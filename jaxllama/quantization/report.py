@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.linear import linear
 from jaxllama.quantization.calibration import InputStats
+from jaxllama.typing import JsonObject
 from pallas_kernels.qtensor import QTensor, dequantize
 
 
@@ -80,7 +80,7 @@ def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x)))
 
 
-def picture(entries: list[dict[str, Any]], path: str | Path, title: str) -> None:
+def picture(entries: list[JsonObject], path: str | Path, title: str) -> None:
     """Write a PNG of weight and output errors along the layers, one line for each kind of weight.
 
     Raises JaxLlamaError if matplotlib is not installed.
@@ -120,7 +120,7 @@ def _layer(name: str) -> int:
     return int(first.removeprefix("layer_")) if first.startswith("layer_") else 0
 
 
-def write(report: dict[str, Any], path: str | Path) -> None:
+def write(report: JsonObject, path: str | Path) -> None:
     """Write the report of ``quantize_checkpoint`` as JSON or as a picture, by the file's suffix."""
     path = Path(path)
     if path.suffix == ".png":

@@ -100,6 +100,7 @@ def search_grid(
 
     def better(best: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         scale, zero = make_grid(weight, dtype, group, True, (pair[0], pair[1]))
+        assert zero is not None
         shift = zero.astype(jnp.float32)[..., None]
         steps = jnp.round(x * reciprocal(scale)[..., None] + shift)
         steps = jnp.clip(steps, lowest, highest) - shift
@@ -111,7 +112,8 @@ def search_grid(
         is_more = found[0] > best[0]
         return tuple(jnp.where(is_more, *both) for both in zip(found, best, strict=True)), None
 
-    first = make_grid(weight, dtype, group, True)
-    start = (jnp.zeros(x.shape[:-1], jnp.float32), *first)
+    scale, zero = make_grid(weight, dtype, group, True)
+    assert zero is not None
+    start: tuple[jax.Array, ...] = (jnp.zeros(x.shape[:-1], jnp.float32), scale, zero)
     (_, scale, zero), _ = lax.scan(better, start, pairs)
     return scale, zero

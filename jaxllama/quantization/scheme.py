@@ -40,8 +40,8 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import fitted, nearest
+from jaxllama.typing import Params, ParamsDict
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.formats import FORMATS, format_group
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -256,7 +257,10 @@ def _scheme(text: str) -> Scheme | None:
     return scheme
 
 
-def untie(params: Mapping[str, Any], recipe: Recipe) -> tuple[dict[str, Any], Recipe]:
+Packed = QTensor | RowBlocks | CpuWeight
+
+
+def untie(params: Params, recipe: Recipe) -> tuple[ParamsDict, Recipe]:
     """Return (params, recipe) with a head of its own if the recipe quantizes a tied head.
 
     The new head holds the embedding's floats, so the rest of the code needs no special case.
@@ -268,23 +272,26 @@ def untie(params: Mapping[str, Any], recipe: Recipe) -> tuple[dict[str, Any], Re
     return {**params, "head": params["embed"]}, recipe.with_rule("head", recipe.tied_head)
 
 
-def is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, QTensor | RowBlocks | CpuWeight)
+def is_packed(leaf: object) -> TypeGuard[Packed]:
+    return isinstance(leaf, Packed)
 
 
 def quantize_leaf(
-    path: Sequence[str], leaf: Any, recipe: Recipe, scale_dtype: DTypeLike | None = None
-) -> Any:
+    path: Sequence[str],
+    leaf: jax.Array | Packed,
+    recipe: Recipe,
+    scale_dtype: DTypeLike | None = None,
+) -> jax.Array | Packed:
     """Return one parameter of ``quantize_params``, by its path."""
     recipe.check_rounding()
     name = "/".join(path[:-1])
     chosen = recipe.of(name) if path[-1] == "weight" else None
-    if chosen is None or is_packed(leaf):
+    if chosen is None or isinstance(leaf, Packed):
         return leaf
     return round_weight(leaf, chosen, name, scale_dtype)
 
 
-def check_experts(weight: Any, scheme: Scheme, name: str) -> None:
+def check_experts(weight: jax.Array | QTensor, scheme: Scheme, name: str) -> None:
     """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
     if weight.ndim == 3 and scheme.activations is not None:
         raise JaxLlamaError(

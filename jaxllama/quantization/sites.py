@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +35,9 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.experts import parameters as experts
 from jaxllama.model.mixers import MIXERS
+from jaxllama.typing import Leaf, Params, ParamsDict
 
-Layer = dict[str, Any]
+Layer = ParamsDict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +108,14 @@ def _mixer_sites(
     )
 
 
-def get(layer: Mapping[str, Any], path: str) -> dict[str, Any]:
+def get(layer: Params, path: str) -> ParamsDict:
     """Return the module's parameters at a path such as ``mlp/down``."""
     for name in path.split("/"):
         layer = layer[name]
     return layer  # type: ignore[return-value]
 
 
-def put(layer: Layer, path: str, leaf: str, value: Any) -> Layer:
+def put(layer: Layer, path: str, leaf: str, value: Leaf) -> Layer:
     """Return a copy of the tree with one leaf replaced."""
     first, _, rest = path.partition("/")
     inner = layer[first]

@@ -24,13 +24,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import block, head, layer_config, logits, whole_rows
@@ -39,6 +40,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.quantization.calibration import advance, embed, windows
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import DictKey, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor, dequantize
 
 RATE = 1e-3  # relative change of a scale or a norm in the first step
@@ -52,13 +54,13 @@ Learned = dict[str, jax.Array]
 
 def tune(
     cfg: ModelConfig,
-    exact: dict[str, Any],
-    params: dict[str, Any],
+    exact: Params,
+    params: Params,
     tokens: np.ndarray,
     *,
     work: QuantizeWork | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> tuple[dict[str, Any], list[float]]:
+) -> tuple[ParamsDict, list[float]]:
     """Tune the layers' scales and the norms.
 
     Parameters
@@ -129,7 +131,9 @@ def steps(tokenizer: Tokenizer | None, text: str, window: int, count: int) -> np
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.Array) -> jax.Array:
+def _forward(
+    cfg: ModelConfig, kind: str, layer: Params, learned: Learned, h: jax.Array
+) -> jax.Array:
     return _through(cfg, kind, layer, learned, h)
 
 
@@ -137,13 +141,13 @@ def _forward(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.A
 def _backward(
     cfg: ModelConfig,
     kind: str,
-    layer: Any,
+    layer: Params,
     learned: Learned,
-    state: Any,
+    state: optax.OptState,
     h: jax.Array,
     grad: jax.Array,
     rate: jax.Array,
-) -> tuple[jax.Array, Learned, Any]:
+) -> tuple[jax.Array, Learned, optax.OptState]:
     """Return (gradient before the layer, its learned values, its Adam state).
 
     grad: the gradient after the layer.
@@ -156,13 +160,13 @@ def _backward(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def _last(
     cfg: ModelConfig,
-    heads: tuple[Any, Any],
+    heads: tuple[Params, Params],
     learned: Learned,
-    state: Any,
+    state: optax.OptState,
     wanted: jax.Array,
     h: jax.Array,
     rate: jax.Array,
-) -> tuple[jax.Array, jax.Array, Learned, Any]:
+) -> tuple[jax.Array, jax.Array, Learned, optax.OptState]:
     """Return the loss, and the same values as ``_backward`` for the last norm."""
     exact, params = (_plain(of, h.dtype) for of in heads)
 
@@ -173,32 +177,36 @@ def _last(
     return value, before, *_moved(learned, state, grads, rate)
 
 
-def _through(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.Array) -> jax.Array:
+def _through(
+    cfg: ModelConfig, kind: str, layer: Params, learned: Learned, h: jax.Array
+) -> jax.Array:
     layer = _plain(_applied(layer, learned, jnp.float32), h.dtype)
     at = whole_rows(cfg, *h.shape[:2])
     return block(cfg, kind, layer, Stream(h), None, at)[0].total
 
 
-def _plain(part: Any, dtype: Any) -> Any:
+def _plain(part: Params, dtype: DTypeLike) -> ParamsDict:
     """Return the part with dequantized weights, whose products can be differentiated."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: jax.Array | QTensor) -> jax.Array | QTensor:
         return dequantize(leaf, dtype) if _is_packed(leaf) else leaf
 
     return jax.tree.map(one, part, is_leaf=_is_packed)
 
 
-def _moved(learned: Learned, state: Any, grads: Learned, rate: jax.Array) -> tuple[Learned, Any]:
+def _moved(
+    learned: Learned, state: optax.OptState, grads: Learned, rate: jax.Array
+) -> tuple[Learned, optax.OptState]:
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         moves, state = _RULE.update(grads, state, learned)
     return jax.tree.map(lambda a, move: a - rate * move, learned, moves), state
 
 
-def _is_packed(leaf: Any) -> bool:
+def _is_packed(leaf: object) -> TypeGuard[QTensor]:
     return isinstance(leaf, QTensor)
 
 
-def _nothing(part: Any) -> Learned:
+def _nothing(part: Params) -> Learned:
     """Return the initial learned values of a part's quantized weights and norms: zeros."""
     leaves = jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_packed)
     return {
@@ -213,15 +221,15 @@ def _outer(w: QTensor) -> jax.Array:
     return w.scale if w.unit is None else w.unit
 
 
-def _applied(part: Any, learned: Learned, dtype: Any = None) -> Any:
+def _applied(part: Params, learned: Learned, dtype: DTypeLike | None = None) -> ParamsDict:
     """Return the part with its learned values. dtype: of the scales, by default their own."""
 
-    def one(keys: Any, leaf: Any) -> Any:
+    def one(keys: tuple[DictKey, ...], leaf: jax.Array | QTensor) -> jax.Array | QTensor:
         if _path(keys) not in learned:
             return leaf
-        old = _outer(leaf) if _is_packed(leaf) else leaf
+        old = _outer(leaf) if isinstance(leaf, QTensor) else leaf
         new = old.astype(jnp.float32) * (1.0 + learned[_path(keys)])
-        if not _is_packed(leaf):
+        if not isinstance(leaf, QTensor):
             return new.astype(old.dtype)
         field = "scale" if leaf.unit is None else "unit"
         return dataclasses.replace(leaf, **{field: new.astype(dtype or old.dtype)})
@@ -229,12 +237,12 @@ def _applied(part: Any, learned: Learned, dtype: Any = None) -> Any:
     return jax.tree_util.tree_map_with_path(one, part, is_leaf=_is_packed)
 
 
-def _path(keys: Any) -> str:
+def _path(keys: tuple[DictKey, ...]) -> str:
     return "/".join(entry.key for entry in keys)
 
 
 def _divergence(
-    cfg: ModelConfig, models: tuple[Any, Any], wanted: jax.Array, got: jax.Array
+    cfg: ModelConfig, models: tuple[Params, Params], wanted: jax.Array, got: jax.Array
 ) -> jax.Array:
     """Return the mean of KL(exact || quantized) over positions, ``_POSITIONS`` at a time.
 

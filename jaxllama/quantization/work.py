@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import ArrayOrNumpy, JsonObject, ParamsDict
 from pallas_kernels.qtensor import QTensor
 
 
-def fingerprint(facts: dict[str, Any], arrays: Iterable[Any]) -> str:
+def fingerprint(facts: JsonObject, arrays: Iterable[ArrayOrNumpy]) -> str:
     """Return a hash of plain facts and of the bits of arrays."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)
     for array in arrays:
@@ -46,8 +47,8 @@ class QuantizeWork:
     def save(
         self,
         name: str,
-        layer: dict[str, Any],
-        entries: list[dict[str, Any]],
+        layer: ParamsDict,
+        entries: list[JsonObject],
         following: str,
         hidden: list[jax.Array],
     ) -> None:
@@ -57,7 +58,7 @@ class QuantizeWork:
         _write(self.folder / f"{name}.npz", layer, entries)
         (self.folder / f"hidden-{name}.npz").unlink(missing_ok=True)
 
-    def load(self, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    def load(self, name: str) -> tuple[ParamsDict, list[JsonObject]] | None:
         path = self.folder / f"{name}.npz"
         return _read(path) if path.is_file() else None
 
@@ -81,11 +82,11 @@ def _numbered(arrays: list[jax.Array]) -> Iterable[tuple[str, jax.Array]]:
     return ((str(index), array) for index, array in enumerate(arrays))
 
 
-def _write(path: Path, tree: dict[str, Any], note: Any) -> None:
+def _write(path: Path, tree: ParamsDict, note: object) -> None:
     arrays: dict[str, np.ndarray] = {}
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
 
-    def add(key: str, value: Any) -> None:
+    def add(key: str, value: ArrayOrNumpy) -> None:
         array = np.asarray(value)
         leaves[key] = [array.dtype.name, list(array.shape)]
         arrays[key] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -106,7 +107,7 @@ def _write(path: Path, tree: dict[str, Any], note: Any) -> None:
     temporary = path.with_suffix(".partial")
     try:
         with open(temporary, "wb") as file:
-            np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)
+            np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)  # pyright: ignore[reportArgumentType] - names of arrays alone
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -115,7 +116,7 @@ def _write(path: Path, tree: dict[str, Any], note: Any) -> None:
         raise JaxLlamaError(f"{path}: not written: {error.strerror or error}") from None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Any]:
+def _read(path: Path) -> tuple[ParamsDict, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             head = json.loads(file["head"].tobytes())
@@ -126,7 +127,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
             }
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise JaxLlamaError(f"{path}: not a finished layer: {error}; delete the folder") from None
-    tree: dict[str, Any] = {}
+    tree: ParamsDict = {}
     for key, spec in head["leaves"].items():
         if "." in key:
             continue
@@ -142,7 +143,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     return tree, head["note"]
 
 
-def _flatten(tree: dict[str, Any], at: str = "") -> Iterable[tuple[str, Any]]:
+def _flatten(tree: ParamsDict, at: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{at}{key}/")

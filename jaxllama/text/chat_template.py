@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
@@ -22,7 +23,7 @@ import jinja2.sandbox
 from jaxllama.errors import JaxLlamaError
 
 
-def render(template: str, variables: dict[str, Any], source: str) -> str:
+def render(template: str, variables: Mapping[str, object], source: str) -> str:
     """Return the prompt.
 
     Raises JaxLlamaError naming ``source`` when the template is broken, refuses the messages
@@ -58,12 +59,15 @@ def _compile(template: str) -> jinja2.Template:
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _to_json
-    functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _strftime_now}
+    functions: dict[str, Any] = {
+        "raise_exception": _raise,
+        "strftime_now": _strftime_now,
+    }
     environment.globals.update(functions)
     return environment.from_string(template)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
     """Return JSON text. Jinja's own filter escapes HTML, which is wrong in prompts."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 

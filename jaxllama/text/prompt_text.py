@@ -25,7 +25,7 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import tokenizers
 
@@ -75,7 +75,7 @@ class Spellings:
                 found.add(end - size)
         return found
 
-    def unused_mark(self, value: Any) -> str | None:
+    def unused_mark(self, value: object) -> str | None:
         """A character that no text in ``value`` has; None if no text spells a marker."""
         texts = list(_texts(value))
         if not any(map(self.starts, texts)):
@@ -151,7 +151,7 @@ class PlainSpelling:
         return not self._names.keys().isdisjoint((left, right, left + right))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -163,9 +163,12 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+_Branch: TypeAlias = "dict[str, _Branch]"  # what may follow, by its first character; "" ends
+
+
 def _any_of(words: Collection[str]) -> str:
     """Return a pattern for the longest of the words, in linear time: a tree of characters."""
-    tree: dict[str, Any] = {}
+    tree: _Branch = {}
     for word in words:
         node = tree
         for character in word:
@@ -174,7 +177,7 @@ def _any_of(words: Collection[str]) -> str:
     return _branches(tree)
 
 
-def _branches(node: dict[str, Any]) -> str:
+def _branches(node: _Branch) -> str:
     branches = [re.escape(key) + _branches(rest) for key, rest in node.items() if key]
     if not branches:
         return ""

@@ -29,6 +29,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from jaxllama.checkpoints.gguf.file import GGUFFile
@@ -109,7 +110,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._plain: PlainSpelling | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_plain": None}  # made again when needed
 
     # Constructors
@@ -210,7 +211,7 @@ class Tokenizer:
         chat_template.jinja. Several templates go into tokenizer_config.json.
         """
         directory = Path(directory)
-        config: dict[str, Any] = {
+        config: JsonObject = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             **self.special_tokens,
@@ -367,10 +368,10 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        **extra: Any,
+        tools: Sequence[object] | None = None,
+        **extra: object,
     ) -> str:
         """Return the prompt for messages, with special tokens as text.
 
@@ -396,10 +397,10 @@ class Tokenizer:
 
     def chat_prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        **extra: Any,
+        tools: Sequence[object] | None = None,
+        **extra: object,
     ) -> ChatPrompt:
         """Return the prompt with the positions where a special token is only text."""
         if self.parse_special:
@@ -427,7 +428,7 @@ class Tokenizer:
                 self._plain = PlainSpelling(self._backend, [*special, *spelt])
             return self._plain.encode(prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
         """Return the token ids of the prompt for ``messages``; options as
         ``apply_chat_template``'s.
 
@@ -458,10 +459,10 @@ class Tokenizer:
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool,
-        tools: Sequence[Any] | None,
-        extra: Mapping[str, Any],
+        tools: Sequence[object] | None,
+        extra: Mapping[str, object],
     ) -> str:
         template = self.template_for(bool(tools))
         if template is None:
@@ -494,17 +495,17 @@ def _library_errors(what: str) -> Generator[None]:
         raise
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     """Return a special token of tokenizer_config.json, which is a string or an object there."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
-def _is_id(value: Any) -> TypeGuard[int]:
+def _is_id(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:

@@ -113,8 +113,9 @@ def _kernel(
 ) -> jax.Array:
     window, scale, plan = call
     if isinstance(plan, cpu.CpuPlan):
-        options = {"sinks": sinks, "window": window, "scale": scale, "plan": plan}
-        out = cpu.decode_attention(q, k, v, lengths, table, **options)
+        out = cpu.decode_attention(
+            q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
+        )
         return from_cache_basis(v, out)
     from pallas_kernels.attention import direct, kernel
 
@@ -177,8 +178,9 @@ def attend_at_once(
     seen = jnp.any(is_visible(lengths - 1, position, window), axis=1)[:, :, None, None]
     cache = v
     k, v = (jnp.where(seen, load(x, 0, capacity, q.dtype, table), 0) for x in (k, v))
-    options = {"window": window, "scale": scale, "block": capacity, "sinks": sinks}
-    out = blockwise_attention(rows, k, v, lengths - 1, **options)
+    out = blockwise_attention(
+        rows, k, v, lengths - 1, window=window, scale=scale, block=capacity, sinks=sinks
+    )
     return from_cache_basis(cache, out.reshape(q.shape))
 
 

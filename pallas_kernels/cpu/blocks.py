@@ -51,7 +51,7 @@ def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight |
             return None
         heads[1][heads[1] == 0x8000] = 0  # -0, as a difference of equal numbers
         rows = (slice(first, first + _ROWS) for first in range(0, n, _ROWS))
-        if any(_zero(*(head[at] for head in heads), np.float32).any() for at in rows):
+        if any(_zero(heads[0][at], heads[1][at], np.float32).any() for at in rows):
             zero = by_tile(heads[1]).view(np.float16)
     q = _tiled(blocks[..., 2 * len(heads) :], bits)
     dtype, zero_dtype = "int4" if bits == 4 else "int8", None if zero is None else "float32"

@@ -240,7 +240,8 @@ def _reason(w: QTensor) -> str | None:
         return f"w has groups of {w.group_size} columns, not a multiple of 16"
     if w.zero is not None and np.issubdtype(w.zero.dtype, np.integer):
         low, high = (-8, 119) if w.q.dtype == _INT4 else (-128, 127)
-        if not low <= int(w.zero.min()) <= int(w.zero.max()) <= high:
+        zero = np.asarray(w.zero)  # jax would compile a program for each shape
+        if not low <= int(zero.min()) <= int(zero.max()) <= high:
             return f"w has zero points outside of {low} to {high}"
     return None
 

@@ -32,6 +32,7 @@ from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.arrays import as_jax
 from tests.helpers.gguf_cases import ARCHITECTURES as WRITTEN
 from tests.helpers.gguf_cases import write_gguf
 from tests.helpers.parity_cases import CASES, tokens_of
@@ -156,8 +157,8 @@ def test_transformers_reads_the_same_file(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     cfg = read_config(path)
-    lengths = jnp.array([tokens.shape[1]], jnp.int32)
-    got = jl.logits(cfg, load_params(path, cfg, np.float32), jnp.asarray(tokens), lengths)
+    lengths = as_jax([tokens.shape[1]], jnp.int32)
+    got = jl.logits(cfg, load_params(path, cfg, np.float32), as_jax(tokens), lengths)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from jaxllama.errors import JaxLlamaError
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
 from tests.helpers import packed_cases as cases
 from tests.helpers import packed_oracle as oracle
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import GLA, LLAMA, relative_error, tokens_of
 from tests.helpers.packed_cases import (
     CFG,
@@ -142,7 +142,7 @@ def test_config_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
 def _dequantized(params: dict[str, Any]) -> dict[str, Any]:
     kinds = QTensor | RowBlocks
     return jax.tree.map(
-        lambda leaf: jnp.asarray(floats_of(leaf)),
+        lambda leaf: as_jax(floats_of(leaf)),
         params,
         is_leaf=lambda leaf: isinstance(leaf, kinds),
     )
@@ -157,7 +157,7 @@ def test_logits_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
     lm = jl.load(folder, exact=True)
     assert lm.tokenizer is None and lm.params["layer_0"]["mlp"]["down"]["weight"].ndim == 2
     tokens, lengths = tokens_of(lm.config, 2, 9), np.array([9, 5])
-    want = jl.logits(lm.config, _dequantized(lm.params), tokens, jnp.asarray(lengths))
+    want = jl.logits(lm.config, _dequantized(lm.params), tokens, as_jax(lengths))
     assert relative_error(lm.logits(tokens, lengths)[0], want[0]) < 1e-5
     with pytest.raises(JaxLlamaError, match="its weights are already quantized, so .*'w8a16'"):
         jl.load(folder, quantize="w8a16")

@@ -20,6 +20,7 @@ from jaxllama.decoding.sampling import (
     sample,
 )
 from jaxllama.errors import JaxLlamaError
+from tests.helpers.arrays import as_jax
 
 run = jax.jit(sample)
 kept = jax.jit(_kept)
@@ -31,10 +32,10 @@ def logits_of(batch: int, vocab: int, seed: int = 0, ties: bool = False) -> np.n
 
 
 def draw(logits, rows, positions=None, history=None, seed=0):
-    logits = jnp.asarray(logits, jnp.float32)
+    logits = as_jax(logits, jnp.float32)
     positions = np.zeros(len(rows), np.int32) if positions is None else positions
     params = SamplingParams.stack(rows, logits.shape[1], seed)
-    tokens, logprobs = run(logits, params, jnp.asarray(positions, jnp.int32), history)
+    tokens, logprobs = run(logits, params, as_jax(positions, jnp.int32), history)
     return np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -152,8 +153,8 @@ def test_one_reduction_picks_what_several_do(vocab):
     x[2, ::2] = -np.inf
     x[3] = -np.inf
     x[4] = np.finfo(np.float32).max
-    tokens, logprobs = jax.jit(_likeliest)(jnp.asarray(x))
-    want, _ = jax.jit(_pick)(jnp.asarray(x), jnp.asarray(x))
+    tokens, logprobs = jax.jit(_likeliest)(as_jax(x))
+    want, _ = jax.jit(_pick)(as_jax(x), as_jax(x))
     np.testing.assert_array_equal(np.asarray(tokens), np.asarray(want))
     with np.errstate(invalid="ignore"):
         exact = -np.log(np.exp(x.astype(np.float64) - x.max(1, keepdims=True)).sum(1))
@@ -229,7 +230,7 @@ def test_a_row_depends_on_nothing_but_itself():
     x = logits_of(n, vocab, seed=4)
     prompt = np.random.default_rng(0).integers(0, vocab, (n, 40))
     positions = np.arange(n) * 17
-    history = History.of_prompt(jnp.asarray(prompt, jnp.int32), jnp.full(n, 40, jnp.int32), vocab)
+    history = History.of_prompt(as_jax(prompt, jnp.int32), jnp.full(n, 40, jnp.int32), vocab)
     together = draw(x, kinds, positions, history)
     history = jax.tree.map(np.asarray, history)
     order = np.array([3, 5, 0, 2, 4, 1])
@@ -282,8 +283,8 @@ add = jax.jit(History.add)
 
 
 def history_of(prompt, output, vocab):
-    tokens = jnp.asarray([prompt + [0]], jnp.int32)  # the last one is padding
-    history = History.of_prompt(tokens, jnp.asarray([len(prompt)], jnp.int32), vocab)
+    tokens = as_jax([prompt + [0]], jnp.int32)  # the last one is padding
+    history = History.of_prompt(tokens, as_jax([len(prompt)], jnp.int32), vocab)
     for token in output:
         history = add(history, np.asarray([token], np.int32))
     return history
@@ -339,7 +340,7 @@ def test_repetition_penalty_is_that_of_transformers():
     process = processors.RepetitionPenaltyLogitsProcessor(1.7)
     want = process(ids, torch.from_numpy(x.copy())).numpy()
     params = SamplingParams.stack([Sampling(repetition_penalty=1.7)], 60)
-    got = _penalize(jnp.asarray(x), params, history_of(prompt, output, 60))
+    got = _penalize(as_jax(x), params, history_of(prompt, output, 60))
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6)
 
 

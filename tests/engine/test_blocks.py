@@ -34,7 +34,7 @@ REQUESTS = [
 def offloaded(family: str, policy: str) -> LanguageModel:
     resident = model(family)
     place = Placement(Policy.parse(policy), jnp.float32)
-    params = place.tree(jax.tree.map(lambda leaf: leaf, resident.params))
+    params = place.tree(jax.tree.map(np.asarray, resident.params))
     return place.model(resident.config, params, resident.tokenizer)
 
 

@@ -14,6 +14,7 @@ import jaxllama as jl
 from jaxllama.engine import slots as device
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Event, Grammar, Request
+from tests.helpers.arrays import as_jax
 from tests.helpers.engine_cases import (
     CONFIGS,
     DELTA_ROWS,
@@ -34,20 +35,16 @@ FAMILY = "hybrid"
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_request_alone():
     search(FAMILY, 6)
     assert engine(FAMILY).stats().preemptions > 0
 
 
-SOME = [
-    FAMILY,
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gla", "window")),
-    *DELTA_ROWS,
-]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [FAMILY, "llama", "gla", "window", *(row.values[0] for row in DELTA_ROWS)]
+)
 def test_drafts_change_no_tokens(family):
     """Texts that repeat and texts that do not, alone and together, drawn, with penalties and bias,
     cancelled in the middle of a draft, preempted, ended by their length within one."""
@@ -192,7 +189,7 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
     slots = device.empty_slots(cfg, 3, 4, 6, 8, 2, dtype)
 
     def noise(leaf: jax.Array) -> jax.Array:
-        return jnp.asarray(rng.integers(-7, 8, leaf.shape)).astype(jnp.int32).astype(leaf.dtype)
+        return as_jax(rng.integers(-7, 8, leaf.shape)).astype(jnp.int32).astype(leaf.dtype)
 
     layers = jax.tree.map(noise, slots.cache.layers)
     cache = dataclasses.replace(slots.cache, layers=layers)

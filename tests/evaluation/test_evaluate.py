@@ -26,6 +26,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import LLAMA, params_of
 
 CFG = LLAMA.replace(vocab_size=256, d_model=64, head_dim=16, d_ff=96, max_position=256)
@@ -88,7 +89,7 @@ def test_a_quantized_cache_is_scored_as_decoding_reads_it(lm, kv_dtype):
     cache = jl.init_cache(CFG, 1, 24, kv_dtype)
     nll = []
     for token, following in zip(ids[:-1], ids[1:], strict=True):
-        logits, cache = generation.decode_step(CFG, lm.params, jnp.asarray([token]), cache)
+        logits, cache = generation.decode_step(CFG, lm.params, as_jax([token]), cache)
         scores = np.asarray(logits[0], np.float64)
         nll.append(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[following])
     got = perplexity(lm, lm.tokenizer.decode(ids), 24, kv_dtype=kv_dtype)
@@ -121,7 +122,7 @@ def test_offloaded_weights_give_the_resident_model_s_perplexity(lm, tmp_path):
     """Unit by unit in blocks of windows, the last of them filled in part."""
     policy = jl.Policy.parse("30 40 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2")
     place = Placement(policy, jnp.float32, directory=tmp_path)
-    off = place.model(CFG, place.tree(jax.tree.map(lambda leaf: leaf, lm.params)), lm.tokenizer)
+    off = place.model(CFG, place.tree(jax.tree.map(np.asarray, lm.params)), lm.tokenizer)
     got = perplexity(off, TEXT, 32, 20, reference=lm)
     want = perplexity(lm, TEXT, 32, 20, reference=lm)
     assert got["nll"] == pytest.approx(want["nll"], rel=1e-6) and got["top1"] == 1

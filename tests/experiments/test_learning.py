@@ -21,6 +21,7 @@ from jaxllama.model.flops import parameters
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, update
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES
 from tests.helpers.training_cases import first_params
 
@@ -63,7 +64,7 @@ def test_a_rate_and_a_seed_among_others_are_as_alone():
     begins = [first_params(cfg, seed) for seed in range(2)]
     rows = np.random.default_rng(0).integers(0, 256, (20, 2, 2, 33)).astype(np.uint8)
     state = learning.first_state(jax.tree.map(lambda *x: np.stack(x), *begins), 2)
-    batches = jnp.asarray(rows), jnp.ones((20, 2, 2, 32), bool)
+    batches = as_jax(rows), jnp.ones((20, 2, 2, 32), bool)
     _, losses = learning.steps(cfg, state, learning.schedule(SETTINGS), batches)
     config = TrainConfig(
         data=DataConfig(""),

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -144,34 +143,6 @@ def by_hand(
     return np.array(out)
 
 
-def cache_of(x: np.ndarray, dtype: str) -> jax.Array | QTensor:
-    """Keys or values ``[B, S, K, H]`` as a cache holds them: ``quantize_kv`` in numpy, which
-    compiles nothing."""
-    if dtype not in ("int8", "int4"):
-        return jnp.asarray(x, dtype)
-    if dtype == "int8":
-        scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float32)
-        return QTensor(jnp.asarray(np.rint(x / scale), jnp.int8), jnp.asarray(scale))
-    parts = x.reshape(*x.shape[:-1], -1, 64 if x.shape[-1] % 64 == 0 else x.shape[-1])
-    low, high = parts.min(-1), parts.max(-1)
-    scale = ((high - low) / 15).astype(np.float16)
-    zero = ((low + high) / 2 + scale / 2).astype(np.float16)
-    codes = np.rint((parts - zero[..., None]) / scale[..., None].astype(np.float32))
-    codes = np.clip(codes, -8, 7).reshape(x.shape)
-    return QTensor(jnp.asarray(codes, jnp.int4), jnp.asarray(scale), jnp.asarray(zero))
-
-
-def values_of(kv: jax.Array | QTensor) -> np.ndarray:
-    """What a cache holds, in float64 and in its own basis."""
-    if not isinstance(kv, QTensor):
-        return np.asarray(kv).astype(np.float64)
-    q = np.asarray(kv.q).astype(np.float64)
-    parts = q.reshape(*kv.scale.shape, -1) * np.asarray(kv.scale, np.float64)[..., None]
-    if kv.zero is not None:
-        parts = parts + np.asarray(kv.zero, np.float64)[..., None]
-    return parts.reshape(q.shape)
-
-
 def stored(x: Any) -> np.ndarray:
     """An array as XLA's CPU has it in memory: int4 two to a byte."""
     x = np.asarray(x)
@@ -179,61 +150,6 @@ def stored(x: Any) -> np.ndarray:
         return x
     codes = x.astype(np.int8) & 15
     return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
-
-
-def heads_of(
-    batch, capacity, n, n_kv, width, cache="float32", dtype="float32", *, size=1.0, seed=0
-):
-    """(q, k, v, lengths) of a step; lengths from none to all of the capacity."""
-    rng = np.random.default_rng(seed)
-    q = jnp.asarray(size * rng.standard_normal((batch, n, width)), dtype)
-    k, v = (cache_of(rng.standard_normal((batch, capacity, n_kv, width)), cache) for _ in range(2))
-    some = [0, 1, capacity, capacity // 2 + 3, capacity - 1, 17, 130]
-    lengths = [min(some[i % len(some)], capacity) for i in range(batch)]
-    return q, k, v, jnp.asarray(lengths, jnp.int32)
-
-
-def poisoned(kv: Any, lengths: Any) -> Any:
-    """NaN in everything past the lengths that can hold one."""
-
-    def put(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        past = np.arange(leaf.shape[1]) >= np.asarray(lengths)[:, None]
-        raw = np.array(leaf)
-        raw[past] = np.nan
-        return jnp.asarray(raw)
-
-    return jax.tree.map(put, kv)
-
-
-def in_pages(rows: Any, page: int, needed: Any, seed: int = 0) -> tuple[Any, jax.Array]:
-    """(pools of pages, table) of caches ``[B, S, ...]``, of whose rows b the first ``needed[b]``
-    tokens are to be found: scattered over a pool half of which is garbage."""
-    batch, capacity = jax.tree.leaves(rows)[0].shape[:2]
-    entries = capacity // page
-    owned = -(-np.minimum(np.asarray(needed), capacity) // page)
-    rng = np.random.default_rng(seed)
-    table = rng.choice(np.asarray([2**31 - 1, -(2**31), -1, 0, 10**6]), (batch, entries))
-    own = np.arange(entries) < owned[:, None]
-    table[own] = rng.permutation(2 * batch * entries)[: own.sum()]
-
-    def pool(leaf: jax.Array) -> jax.Array:
-        pages = np.asarray(leaf).reshape(batch * entries, page, *leaf.shape[2:])
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        garbage = np.nan if is_float else -8 if leaf.dtype == jnp.int4 else -128
-        out = np.full((2 * batch * entries, *pages.shape[1:]), garbage).astype(leaf.dtype)
-        out[table[own]] = pages[own.ravel()]
-        return jnp.asarray(out)
-
-    return jax.tree.map(pool, rows), jnp.asarray(table, jnp.int32)
-
-
-def same(got: Any, want: Any) -> None:
-    """The same arrays to the bit."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(*(np.asarray(z).astype(np.float32) for z in (x, y)))
 
 
 class GuardedPages:

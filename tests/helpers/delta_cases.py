@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tests.helpers.arrays import as_jax
+
 
 def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -32,8 +34,8 @@ def case(
         spread = 0.0 if kind == "equal" else 0.3
         k = unit(k[:, :1] + spread * k)
         g, beta = np.zeros_like(g), np.ones_like(beta)
-    q, k, v = (jnp.asarray(x.astype(jnp.bfloat16)) for x in (q, k, v))
-    return q, k, v, *(jnp.asarray(x, jnp.float32) for x in (g, beta, state))
+    q, k, v = (as_jax(x.astype(jnp.bfloat16)) for x in (q, k, v))
+    return q, k, v, *(as_jax(x, jnp.float32) for x in (g, beta, state))
 
 
 def wide(x):

@@ -25,7 +25,10 @@ from jaxllama.engine.request import Event, Request
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
@@ -185,7 +188,7 @@ def poison(eng: Engine) -> None:
             data = np.array(leaf)
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 data[rows] = np.nan
-            return jnp.asarray(data)
+            return as_jax(data)
 
         return jax.tree.map(put, tree)
 
@@ -269,3 +272,25 @@ def written(events: list[Event]) -> tuple[list[int], list[float]]:
         [token for event in events for token in event.tokens],
         [value for event in events for value in event.logprobs],
     )
+
+
+def every_way_generates(lm: LanguageModel, tokens: np.ndarray) -> None:
+    """Drafts, the engine and offloaded weights give the tokens of ``generate``.
+
+    tokens: int32 ``[2, 6 or more]``, of which three prompts are cut.
+    """
+    prompts = [tokens[0, :6].tolist(), tokens[1, :4].tolist(), tokens[0, 2:5].tolist()]
+    plain = [one.tokens for one in lm.generate(prompts, max_new_tokens=6)]
+    drafted = lm.generate(prompts, max_new_tokens=6, draft="ngram", draft_tokens=2)
+    assert [one.tokens for one in drafted] == plain
+    engine, found = Engine(lm, max_slots=2, max_len=32), {}
+    for index, prompt in enumerate(prompts):
+        found[str(index)] = []
+        request = Request(str(index), prompt, max_new_tokens=6)
+        engine.submit(request, lambda event: found[event.id].extend(event.tokens))
+    while engine.step():
+        pass
+    assert [found[str(index)] for index in range(3)] == plain
+    place = Placement(Policy.parse("0 50 0 50 0 50"), jnp.float32)
+    off = place.model(lm.config, place.tree(jax.tree.map(np.asarray, lm.params)), None)
+    assert [one.tokens for one in off.generate(prompts, 6)] == plain

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.arrays import as_jax
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
 newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
@@ -44,16 +45,16 @@ def wide(x: Any) -> np.ndarray:
 
 
 def activations(shape, dtype, seed=1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return as_jax(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def codes(shape, dtype, seed=0) -> jax.Array:
     """Over the whole range of integers; float8 within its own."""
     rng = np.random.default_rng(seed)
     if dtype == "float8_e4m3fn":
-        return jnp.asarray(np.clip(120 * rng.standard_normal(shape), -448, 448), dtype)
+        return as_jax(np.clip(120 * rng.standard_normal(shape), -448, 448), dtype)
     end = 8 if dtype == "int4" else 128
-    return jnp.asarray(rng.integers(-end, end, shape), dtype)
+    return as_jax(rng.integers(-end, end, shape), dtype)
 
 
 def weights(name, n, k, scale_dtype, seed=0) -> QTensor:
@@ -62,18 +63,18 @@ def weights(name, n, k, scale_dtype, seed=0) -> QTensor:
     dtype, group, zeros = WEIGHTS[name]
     groups = n, k // (group or k)
     largest = {"int4": 7, "int8": 127}.get(dtype, 448)
-    scale = jnp.asarray(rng.uniform(0.03, 0.09, groups) / largest, scale_dtype)
+    scale = as_jax(rng.uniform(0.03, 0.09, groups) / largest, scale_dtype)
     zero = None
     if zeros == "int":
-        zero = jnp.asarray(rng.integers(-8, 8, groups), jnp.int8)
+        zero = as_jax(rng.integers(-8, 8, groups), jnp.int8)
     elif zeros == "float":
-        zero = jnp.asarray(rng.standard_normal(groups) * 0.01, scale_dtype)
+        zero = as_jax(rng.standard_normal(groups) * 0.01, scale_dtype)
     return QTensor(codes((n, k), dtype, seed), scale, zero)
 
 
 def weight(name, n, k, dtype, seed=0) -> Any:
     if name == "plain":
-        return jnp.asarray(0.02 * np.random.default_rng(seed).standard_normal((n, k)), dtype)
+        return as_jax(0.02 * np.random.default_rng(seed).standard_normal((n, k)), dtype)
     return weights(name, n, k, dtype, seed)
 
 
@@ -119,7 +120,7 @@ def extras(m, n, k, dtype, kinds, gamma_dtype=jnp.bfloat16) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if "n" in kinds:
         gamma = 1 + 0.2 * np.random.default_rng(4).standard_normal(k)
-        given["norm"] = jnp.asarray(gamma, gamma_dtype), EPS
+        given["norm"] = as_jax(gamma, gamma_dtype), EPS
     if "r" in kinds:
         given["residual"] = activations((m, n), dtype, 5)
     if {*"sg"} & {*kinds}:

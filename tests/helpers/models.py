@@ -16,6 +16,7 @@ from jaxllama.config import (
     ModelConfig,
     RopeConfig,
 )
+from tests.helpers.arrays import as_jax
 from tests.helpers.seeded import seeded_params
 
 LLAMA = ModelConfig(
@@ -117,7 +118,7 @@ def params_of(cfg: ModelConfig, seed: int = 0, dtype=jnp.float32):
 
 def tokens_of(cfg: ModelConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(3, cfg.vocab_size, (batch, length)), jnp.int32)
+    return as_jax(rng.integers(3, cfg.vocab_size, (batch, length)), jnp.int32)
 
 
 def relative_error(got, want) -> float:

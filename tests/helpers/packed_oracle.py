@@ -227,7 +227,7 @@ def floats_of(leaf: Any) -> np.ndarray:
     q, scale = np.asarray(leaf.q).astype(np.float32), np.asarray(leaf.scale).astype(np.float32)
     if leaf.unit is not None:
         scale = scale * np.asarray(leaf.unit)
-    wide = lambda a: np.repeat(a, q.shape[1] // scale.shape[1], axis=1)  # noqa: E731
+    wide = lambda a: np.repeat(a, q.shape[-1] // scale.shape[-1], axis=-1)  # noqa: E731
     if leaf.zero is None:
         values = q * wide(scale)
     elif np.asarray(leaf.zero).dtype == np.int8:
@@ -237,7 +237,7 @@ def floats_of(leaf: Any) -> np.ndarray:
     if leaf.columns is None:
         return values
     back = np.empty_like(values)
-    back[:, np.asarray(leaf.columns)] = values
+    back[..., np.asarray(leaf.columns)] = values
     return back
 
 

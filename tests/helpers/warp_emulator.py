@@ -26,6 +26,7 @@ import numpy as np
 
 from pallas_kernels import fused_parts, launch, transform
 from pallas_kernels import ptx as kernel_side
+from tests.helpers.arrays import as_jax
 from tests.helpers.instructions import EFFECTS, MEANING
 
 U32 = np.uint32
@@ -42,8 +43,8 @@ def to_bytes(x) -> np.ndarray:
 def from_bytes(raw: np.ndarray, like) -> jax.Array:
     if like.dtype == jnp.int4:
         nibbles = np.stack((raw << 4, raw & 0xF0), -1).view(np.int8) >> 4
-        return jnp.asarray(nibbles.reshape(like.shape), jnp.int4)
-    return jnp.asarray(raw.view(like.dtype).reshape(like.shape))
+        return as_jax(nibbles.reshape(like.shape), jnp.int4)
+    return as_jax(raw.view(like.dtype).reshape(like.shape))
 
 
 class Block:

@@ -18,6 +18,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.gla.token import gla_token
 from pallas_kernels.matmul.blocks import Columns
+from tests.helpers.arrays import as_jax
 from tests.kernels.gla.test_gla_token import case as token_case
 from tests.kernels.gla.test_gla_token import expected as token_expected
 
@@ -110,7 +111,7 @@ def fused_matmul():
 
 def weight_only(words, group, zeros):
     def build():
-        drawn = jnp.asarray(draw(32, 1024, seed=1))
+        drawn = as_jax(draw(32, 1024, seed=1))
         w = quantized(drawn, words, group_size=group, symmetric=not zeros)
 
         def want(a):
@@ -123,7 +124,7 @@ def weight_only(words, group, zeros):
 
 
 def quantized_pair():
-    x, w = (quantized(jnp.asarray(draw(n, 128)), scale_dtype="float32") for n in (2, 32))
+    x, w = (quantized(as_jax(draw(n, 128)), scale_dtype="float32") for n in (2, 32))
 
     def want(a):
         return floats(a["x.q"], a["x.scale"]) @ floats(a["w.q"], a["w.scale"]).T
@@ -178,7 +179,7 @@ def quantize():
 
 
 def dequantize():
-    w = quantized(jnp.asarray(draw(4, 64)), "int4", group_size=32, symmetric=False)
+    w = quantized(as_jax(draw(4, 64)), "int4", group_size=32, symmetric=False)
     order = np.random.default_rng(0).permutation(64).astype(np.int32)
 
     def call(a, implementation):
@@ -195,7 +196,7 @@ def cache_of(words, batch=5):
     k, v = (draw(batch, 16, 2, 64, seed=s) for s in (1, 2))
     if words is None:
         return {"k": k, "v": v}
-    k, v = (quantized_kv(jnp.asarray(x), words) for x in (k, v))
+    k, v = (quantized_kv(as_jax(x), words) for x in (k, v))
     return parts("k", k) | parts("v", v)
 
 
@@ -531,6 +532,9 @@ SCHEMES = {
     "rope_and_write int4",
     "rope_and_write pages",
     "gated_delta",
+    "quantized_matmul plain",
+    "rope_and_write",
+    "gla",
 }
 CORE = ("quantize_tokens", "decode_attention")
 # The second of a new token's 16 levels: range / 15 / sqrt(12) / standard deviation.

@@ -28,6 +28,7 @@ from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.matmul.reference import quantized_matmul_reference
+from tests.helpers.arrays import as_jax
 from tests.helpers.compiling import environment
 
 VERSION = tuple(int(v) for v in jax.__version__.split(".")[:3] if v.isdigit())
@@ -56,7 +57,7 @@ _quantize_kv = jax.jit(quantize_kv, static_argnums=1)
 def _arrays(dtype, *shapes) -> list[jax.Array]:
     """Drawn and rounded by numpy, which compiles nothing."""
     rng = np.random.default_rng(len(shapes))
-    return [jnp.asarray(rng.standard_normal(s).astype(jnp.dtype(dtype))) for s in shapes]
+    return [as_jax(rng.standard_normal(s).astype(jnp.dtype(dtype))) for s in shapes]
 
 
 def _weight(words: str, zeros: bool = False, n: int = 16, k: int = 64) -> ops.QTensor:
@@ -72,7 +73,7 @@ def _matmul(words: str, zeros: bool = False) -> Case:
 
 
 def _grouped() -> Case:
-    experts = jnp.asarray([[0, 2], [1, 0], [2, 1], [2, 0]], jnp.int32)
+    experts = as_jax([[0, 2], [1, 0], [2, 1], [2, 0]], jnp.int32)
 
     def operands(dtype):
         return *_arrays(dtype, (4, 32), (3, 16, 32)), experts, *_arrays(dtype, (4, 2))
@@ -109,7 +110,7 @@ def _attention(words: str | None = None) -> Case:
         return (
             *_arrays(dtype, (2, 2, 64)),
             *_cache(dtype, words),
-            jnp.asarray([128, 5], jnp.int32),
+            as_jax([128, 5], jnp.int32),
         )
 
     # float16 scales are too coarse for differences.
@@ -119,7 +120,7 @@ def _attention(words: str | None = None) -> Case:
 
 def _pages() -> Case:
     def operands(dtype):
-        lengths, table = jnp.asarray([128, 5], jnp.int32), jnp.asarray([[3, 0], [1, 2]], jnp.int32)
+        lengths, table = as_jax([128, 5], jnp.int32), as_jax([[3, 0], [1, 2]], jnp.int32)
         return *_arrays(dtype, (2, 2, 64), (4, 64, 1, 64), (4, 64, 1, 64)), lengths, table
 
     def f(*operands, implementation):
@@ -138,10 +139,10 @@ def _rope(op: Callable, words: str | None = None) -> Case:
         angle = np.linspace(0.0, 3.0, 64, dtype=np.float32).reshape(2, 32)
         return (
             *_arrays(dtype, (2, 4, 64)),
-            jnp.asarray(np.cos(angle)),
-            jnp.asarray(np.sin(angle)),
+            as_jax(np.cos(angle)),
+            as_jax(np.sin(angle)),
             *_cache(dtype, words),
-            jnp.asarray([127, 3], jnp.int32),
+            as_jax([127, 3], jnp.int32),
         )
 
     return Case(op, operands, (True,) * 6, smooth=words is None)
@@ -151,7 +152,7 @@ def _gla(tokens: tuple[int, ...], *states: tuple[int, ...]) -> Callable:
     def operands(dtype):
         q, k, v, g = _arrays(dtype, *((2, *tokens, 1, d) for d in (64, 64, 128, 64)))
         state = _arrays(jnp.float32, *states)
-        return q, k, v, jnp.asarray(-np.abs(np.asarray(g, np.float32))), *state
+        return q, k, v, as_jax(-np.abs(np.asarray(g, np.float32))), *state
 
     return operands
 
@@ -161,8 +162,8 @@ def _delta(tokens: tuple[int, ...], *states: tuple[int, ...]) -> Callable:
         shapes = *((2, *tokens, 1, 64),) * 2, (2, *tokens, 2, 128), *((2, *tokens, 2),) * 2
         q, k, v, g, beta = _arrays(dtype, *shapes)
         g, beta = (np.asarray(x, np.float32) for x in (g, beta))
-        gates = jnp.asarray(-np.abs(g)), jnp.asarray(1 / (1 + np.exp(-beta)))
-        return q, jnp.asarray(np.asarray(k) / 8, dtype), v, *gates, *_arrays(jnp.float32, *states)
+        gates = as_jax(-np.abs(g)), as_jax(1 / (1 + np.exp(-beta)))
+        return q, as_jax(np.asarray(k) / 8, dtype), v, *gates, *_arrays(jnp.float32, *states)
 
     return operands
 
@@ -253,6 +254,8 @@ PARTS = (
     "swiglu",
     "matmul-w8a8",
     "gla_step",
+    "gated_delta",
+    "swiglu-int8",
 )
 
 
@@ -385,7 +388,7 @@ def test_derivatives(name: str) -> None:
 def test_nothing_past_a_row_s_length_reaches_a_gradient() -> None:
     q, k, v, lengths = CASES["decode_attention"].operands(jnp.float32)
     past = (np.arange(128) >= np.asarray(lengths)[:, None])[:, :, None, None]
-    lengths = jnp.asarray([lengths[0], 0], jnp.int32)
+    lengths = as_jax([lengths[0], 0], jnp.int32)
     k, v = (np.where(past, np.float32(np.nan), np.asarray(x)) for x in (k, v))
     loss = lambda *x: jnp.sum(ops.decode_attention(*x, lengths) ** 2)  # noqa: E731
     for d in map(np.asarray, jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)):

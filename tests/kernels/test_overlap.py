@@ -23,6 +23,7 @@ from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
+from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import newest
 from tests.kernels.attention.test_rope_attention import case
 
@@ -133,7 +134,7 @@ def test_the_kernels_of_a_step_say_that_they_wait():
 def test_a_graph_gives_the_bits_of_each_kernel_alone(of, rows, scheme):
     turns, w = 8, jax.jit(weights, static_argnums=0)(scheme)
     cos, sin, k, v, slots = rest_of(rows)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, WIDTH)), jnp.bfloat16)
+    x = as_jax(np.random.default_rng(1).standard_normal((rows, WIDTH)), jnp.bfloat16)
 
     @jax.jit
     def graph(*state):

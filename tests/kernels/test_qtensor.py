@@ -12,6 +12,7 @@ from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.matmul.reference import quantized_matmul_reference
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.matmul_cases import exact, weights, wide
 from tests.helpers.models import relative_error
@@ -26,7 +27,7 @@ SCHEMES = [
 
 
 def _weights(rows=24, columns=192, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, columns)), jnp.float32)
+    return as_jax(np.random.default_rng(seed).standard_normal((rows, columns)), jnp.float32)
 
 
 @pytest.mark.core
@@ -56,11 +57,11 @@ def test_round_trip_stays_within_half_a_step(dtype, group, symmetric):
 
 
 def test_both_forms_of_zero():
-    q = jnp.asarray([[-8, 7, 0, 3]], jnp.int4)
-    scale = jnp.asarray([[0.5, 2.0]], jnp.float32)
-    integer = QTensor(q, scale, jnp.asarray([[-8, 3]], jnp.int8))
+    q = as_jax([[-8, 7, 0, 3]], jnp.int4)
+    scale = as_jax([[0.5, 2.0]], jnp.float32)
+    integer = QTensor(q, scale, as_jax([[-8, 3]], jnp.int8))
     assert dequantize(integer).tolist() == [[0.0, 7.5, -6.0, 0.0]]
-    floating = QTensor(q, scale, jnp.asarray([[4.0, -1.0]], jnp.float32))
+    floating = QTensor(q, scale, as_jax([[4.0, -1.0]], jnp.float32))
     assert dequantize(floating).tolist() == [[0.0, 7.5, -1.0, 5.0]]
 
 
@@ -86,7 +87,7 @@ def test_bytes_count_int4_as_half():
 
 def test_is_a_pytree_whose_rows_can_be_gathered():
     t = weights("w4-g32", 24, 192, jnp.float32)
-    t = dataclasses.replace(t, zero=jnp.asarray(np.full(t.scale.shape, 3), jnp.int8))
+    t = dataclasses.replace(t, zero=as_jax(np.full(t.scale.shape, 3), jnp.int8))
     rows = np.array([5, 0, 5])
     some = jax.jit(lambda t: jax.tree.map(lambda leaf: leaf[rows], t))(t)
     np.testing.assert_array_equal(exact(some), exact(t)[rows])
@@ -111,10 +112,10 @@ def test_columns_reorder_the_other_operands_features(words):
     """Act-order: the product, and its gradient, are those of the weight in its own order."""
     rng = np.random.default_rng(0)
     q = rng.integers(-8, 8, (24, 64))
-    columns = jnp.asarray(rng.permutation(64), jnp.int32)
-    scale = jnp.asarray(rng.uniform(0.5, 2, (24, 1 if words else 4)), jnp.float32)
-    w = QTensor(jnp.asarray(q, words or "int4"), scale, columns=columns, activations=words)
-    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    columns = as_jax(rng.permutation(64), jnp.int32)
+    scale = as_jax(rng.uniform(0.5, 2, (24, 1 if words else 4)), jnp.float32)
+    w = QTensor(as_jax(q, words or "int4"), scale, columns=columns, activations=words)
+    x = as_jax(rng.standard_normal((3, 64)), jnp.float32)
     if words:
         x = jax.jit(quantize, static_argnums=1)(x, words)
         with pytest.raises(ValueError, match="columns in order"):
@@ -129,7 +130,7 @@ def test_columns_reorder_the_other_operands_features(words):
 
 
 def test_a_static_scale_clips_and_is_every_rows():
-    x = jnp.asarray([[1.0, -3.0, 0.26], [300.0, -300.0, 0.0]], jnp.float32)
+    x = as_jax([[1.0, -3.0, 0.26], [300.0, -300.0, 0.0]], jnp.float32)
     for words, rows in (
         ("int8", [[2, -6, 1], [127, -128, 0]]),
         ("float8_e4m3fn", [[2, -6, 0.5], [448, -448, 0]]),
@@ -150,7 +151,7 @@ def test_every_code_is_within_half_a_step_of_the_stored_scale(dtype, symmetric, 
     """Rounded in a program as outside of one.  A step of float8 is its own ulp."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((64, 4, 32)) * 10.0 ** rng.integers(-5, 4, (64, 4, 1))
-    w = jnp.asarray((rows + np.abs(rows) * (np.arange(64) % 3 - 1)[:, None, None]).reshape(64, 128))
+    w = as_jax((rows + np.abs(rows) * (np.arange(64) % 3 - 1)[:, None, None]).reshape(64, 128))
     w = w.astype(jnp.float32)
     make = functools.partial(
         quantize, dtype=dtype, group_size=32, symmetric=symmetric, scale_dtype=scale_dtype
@@ -170,7 +171,7 @@ def test_every_code_is_within_half_a_step_of_the_stored_scale(dtype, symmetric, 
 
 
 def test_the_largest_weights_are_finite():
-    w = jnp.asarray([[3e38, -3e38]], jnp.float32)
+    w = as_jax([[3e38, -3e38]], jnp.float32)
     for dtype, symmetric in GRIDS:
         make = functools.partial(quantize, dtype=dtype, symmetric=symmetric, scale_dtype="bfloat16")
         back = jax.jit(dequantize)(jax.jit(make)(w))

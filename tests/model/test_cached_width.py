@@ -16,6 +16,7 @@ from jaxllama.model.decoder import positions_of
 from jaxllama.model.mixers.attention.mix import mix
 from jaxllama.model.records import new_tokens
 from pallas_kernels.dispatch import choices
+from tests.helpers.arrays import as_jax
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
 
@@ -43,7 +44,7 @@ CASES = {
     "mqa-window": (IDENTITIES["mqa-window"], "int8"),
     "norm of all heads, capped": (ONE_LAYER.replace(qk_norm="full", attn_softcap=5.0), "int8"),
 }
-SLOW = ("gqa", "sparse", "mqa-window", "norm of all heads, capped")
+SLOW = ("latent", "gqa", "sparse", "mqa-window", "norm of all heads, capped")
 WIDER = 12  # than heads of 8
 
 
@@ -128,7 +129,7 @@ def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
         kept_wide(monkeypatch, width)
         cache, found = jl.init_cache(cfg, batch, 256, kv_dtype).layers[0], []
         for start, stop in ((0, 40), (40, 73), (73, 74), (74, 75), (75, 76)):
-            qkv = jnp.asarray(drawn[:, start:stop].astype(dtype))
+            qkv = as_jax(drawn[:, start:stop].astype(dtype))
             operands = qkv, cache, np.full(batch, start, np.int32)
             if stop in (40, 73, 74):  # the other steps are the first one's program
                 step = functools.partial(mixed.__wrapped__, fresh=start == 0)

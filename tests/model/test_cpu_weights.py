@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from pallas_kernels.cpu import CpuWeight, prepare_tree, restore_tree
 from pallas_kernels.dispatch import choices
-from tests.helpers.cases import each_once
+from tests.helpers.arrays import as_jax
+from tests.helpers.cases import each_once, slow
 from tests.helpers.models import FAMILIES, IDENTITIES, params_of, relative_error, tokens_of
 
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
@@ -40,13 +42,15 @@ def quantized(params) -> list[CpuWeight]:
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    each_once(["gqa", "mha-tied-bias", "gla-conv-groups", "hybrid"], SCHEMES),
+    each_once(["gqa", "hybrid"], SCHEMES[:2])
+    + slow(*itertools.product(["mha-tied-bias", "gla-conv-groups"], SCHEMES))
+    + slow(("gqa", "w8a8"), ("hybrid", "w8a8")),
 )
 def test_logits_are_the_exact_models_but_for_8_bits(family, scheme):
     exact, prepared = model(family, scheme)
     assert quantized(prepared.params)
     tokens = tokens_of(exact.config, 2, 9)
-    lengths = jnp.array([9, 6])
+    lengths = as_jax([9, 6])
     found, wanted = (lm.logits(tokens, lengths) for lm in (prepared, exact))
     assert 0 < relative_error(found[0], wanted[0]) < 0.1
 
@@ -87,17 +91,13 @@ def test_the_engine_gives_what_generate_gives(family):
 @pytest.mark.parametrize(
     "policy",
     [
-        "40 30 100 0 100 0",
-        *(
-            pytest.param(policy, marks=pytest.mark.slow)
-            for policy in ("100 0 100 0 100 0", "0 100 100 0 100 0")
-        ),
+        *slow("40 30 100 0 100 0", "100 0 100 0 100 0", "0 100 100 0 100 0"),
     ],
 )
 def test_offloading_gives_what_generate_gives(policy, tmp_path):
     _, lm = model("gqa")
     place = Placement(Policy.parse(policy), jnp.float32, directory=tmp_path)
-    off = place.model(lm.config, place.tree(jax.tree.map(lambda leaf: leaf, lm.params)), None)
+    off = place.model(lm.config, place.tree(jax.tree.map(np.asarray, lm.params)), None)
     found = [out.tokens for out in off.generate(PROMPTS, 8)]
     assert found == [out.tokens for out in lm.generate(PROMPTS, 8)]
 
@@ -106,7 +106,7 @@ def test_a_saved_model_is_the_quantized_one(tmp_path):
     exact, lm = model("gqa")
     lm.save(tmp_path / "model")
     back = jl.load(tmp_path / "model")
-    flat = jax.tree.leaves(restore_tree(back.params))
+    flat = jax.tree.leaves(restore_tree(jax.tree.map(np.asarray, back.params)))
     for found, wanted in zip(flat, jax.tree.leaves(exact.params), strict=True):
         assert found.dtype == wanted.dtype
         np.testing.assert_array_equal(found, wanted)

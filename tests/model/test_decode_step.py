@@ -30,6 +30,7 @@ from jaxllama.parallel import mesh as parallel
 from pallas_kernels import dispatch
 from pallas_kernels.rows import greedy
 from tests.helpers import lora_cases
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import GLA, LLAMA
 
 CFG = LLAMA.replace(
@@ -218,14 +219,14 @@ def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
     leaves: to its end, to a stop token, in a cache without room."""
     cfg = LLAMA.replace(n_layers=1, layer_types=("attention",))
     params = init_params(cfg, jax.random.key(0))
-    prompt, lengths, n = jnp.asarray([[5, 9, 2]], jnp.int32), jnp.asarray([3], jnp.int32), 6
+    prompt, lengths, n = as_jax([[5, 9, 2]], jnp.int32), as_jax([3], jnp.int32), 6
     sampling = SamplingParams.stack([Sampling()], cfg.vocab_size)
     loops = [jax.jit(functools.partial(advance.__wrapped__, cfg)) for _ in range(2)]
 
     def run(ends_in_one, stop=-1, room=16):
         plan = greedy.GreedyPlan() if ends_in_one else None
         monkeypatch.setattr(resident, "_own_end", lambda *_: plan)
-        cache, stops = jl.init_cache(cfg, 1, room), jnp.asarray([stop], jnp.int32)
+        cache, stops = jl.init_cache(cfg, 1, room), as_jax([stop], jnp.int32)
         state = start(
             cfg, params, prompt, lengths, *parts(cache), sampling, stops, max_new_tokens=n
         )

@@ -11,10 +11,11 @@ import pytest
 import jaxllama as jl
 from pallas_kernels.cpu import prepare_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks, quantize
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, params_of
 
 CFG = FAMILIES["hybrid"]
-W = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
+W = as_jax(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
 # Made in the test, because every worker collects the cases and one of them runs them.
 TREES = {
     "weights of 4 bits": lambda: {"w": quantize(W, "int4", group_size=32, symmetric=False)},

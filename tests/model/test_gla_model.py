@@ -28,6 +28,7 @@ from jaxllama.model.mixers.recurrent import RecurrentState
 from jaxllama.model.params import param_table
 from jaxllama.model.records import new_tokens
 from tests.golden.make_gla_golden import CONFIGS, tokens, weights
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gla_golden.npz"
@@ -159,14 +160,14 @@ def test_a_row_without_a_token_keeps_its_state():
     run = jax.jit(mix_half, static_argnums=(0, 1))
     params = params_of(cfg)["layer_0"]
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2, 1, cfg.d_model)), jnp.float32)
+    x = as_jax(rng.standard_normal((2, 1, cfg.d_model)), jnp.float32)
     state = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype),
+        lambda leaf: as_jax(rng.standard_normal(leaf.shape), leaf.dtype),
         init_cache(cfg, 2, 4).layers[0],
     )
-    lengths = jnp.asarray([0, 1], jnp.int32)
+    lengths = as_jax([0, 1], jnp.int32)
     for length in (1, 3):  # one step, and the chunkwise form
-        tokens = jnp.asarray(np.pad(x, ((0, 0), (0, length - 1), (0, 0))))
+        tokens = as_jax(np.pad(x, ((0, 0), (0, length - 1), (0, 0))))
         whole = whole_rows(cfg, 2, length)
         at = new_tokens(whole.positions, lengths, whole.rope, cached=True)
         y, after = run(cfg, "gla", params, Stream(tokens), state, at)

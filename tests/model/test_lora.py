@@ -29,6 +29,7 @@ from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rows.swiglu import swiglu
 from tests.helpers import lora_cases
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, LLAMA, relative_error
 from tests.helpers.parity_cases import CASES, params_of, tokens_of
 from tests.helpers.seeded import seeded_params
@@ -49,10 +50,10 @@ def saved(path: Path, name: str) -> Path:
 def scores(lm: LanguageModel, rows: list[int] | None = None, n: int = 32) -> np.ndarray:
     """Logits ``[B, n, V]`` of the same tokens in every row; rows: their adapters."""
     batch = 1 if rows is None else len(rows)
-    params = lm.params if rows is None else for_rows(lm.params, jnp.asarray(rows, jnp.int32))
+    params = lm.params if rows is None else for_rows(lm.params, as_jax(rows, jnp.int32))
     tokens = np.tile(tokens_of("llama-gqa")[:n], (batch, 1))
     lengths = jnp.full((batch,), n, jnp.int32)
-    return np.asarray(generation.logits(lm.config, params, jnp.asarray(tokens), lengths))
+    return np.asarray(generation.logits(lm.config, params, as_jax(tokens), lengths))
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -258,9 +259,9 @@ def test_a_product_adds_each_row_s_own_factors(scheme):
     if scheme is not None:
         params = quantize_params(jax.device_put(params), scheme)
     adapted = attach(LLAMA, params, two_adapters(LLAMA))
-    p = chosen(for_rows(adapted, jnp.array(ROWS, jnp.int32)))["layer_0"]
+    p = chosen(for_rows(adapted, as_jax(ROWS, jnp.int32)))["layer_0"]
     base = params["layer_0"]
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 32)), jnp.float32)
+    x = as_jax(np.random.default_rng(0).normal(size=(4, 3, 32)), jnp.float32)
 
     @jax.jit
     def run(p, base, x):
@@ -296,8 +297,8 @@ def test_several_products_of_one_input_have_their_own():
     cfg = FAMILIES["gla"]
     params = seeded_params(cfg)
     adapted = attach(cfg, params, two_adapters(cfg))
-    p = chosen(for_rows(adapted, jnp.array(ROWS, jnp.int32)))["layer_0"]
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 32)), jnp.float32)
+    p = chosen(for_rows(adapted, as_jax(ROWS, jnp.int32)))["layer_0"]
+    x = as_jax(np.random.default_rng(0).normal(size=(4, 3, 32)), jnp.float32)
     got, _ = linear.norm_linear(Stream(x), p["mixer_norm"], gla.inputs(cfg, p["mixer"]), cfg)
     h = linear.norm(Stream(x), p["mixer_norm"], cfg)[0]
     for name, columns in zip(gla.widths(cfg), got, strict=True):
@@ -364,7 +365,7 @@ def test_a_tree_without_rows_is_the_base_model_s_program():
     def text(params) -> str:
         return generation.decode_step.lower(LLAMA, params, tokens, cache).as_text()
 
-    base, rows = text(params), text(for_rows(adapted, jnp.array(ROWS, jnp.int32)))
+    base, rows = text(params), text(for_rows(adapted, as_jax(ROWS, jnp.int32)))
     assert text(adapted) == base
     count = lambda op: rows.count(op) - base.count(op)  # noqa: E731
     # Four products, and of seven tensors that are fused in them second factors of their own.

@@ -35,6 +35,7 @@ from jaxllama.modules import (
     unstack_layers,
 )
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.arrays import as_jax
 from tests.helpers.compiling import environment
 from tests.helpers.models import DELTA, FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
@@ -49,11 +50,12 @@ MIXER_MODULES = {
     "short_conv": ShortConvolution,
 }
 ROWS, WIDTH = 2, 7
-LENGTHS = jnp.asarray([7, 4], jnp.int32)
+LENGTHS = as_jax([7, 4], jnp.int32)
 
 
 def activations(width: int = CFG.d_model, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (ROWS, WIDTH, width), jnp.float32)
+    drawn = np.random.default_rng(seed).standard_normal((ROWS, WIDTH, width))
+    return as_jax(drawn, jnp.float32)
 
 
 def assert_same(got, want) -> None:
@@ -75,11 +77,17 @@ class UserModel(nn.Module):
         return nn.Dense(3, name="answer")(x)
 
 
+def drawn(shapes):
+    """Values for a tree of shapes, drawn by numpy, because an initializer compiles a program."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda s: 0.3 * rng.standard_normal(s.shape, np.float32), shapes)
+
+
 @functools.cache
 def user_model():
-    """(input, boxed variables)."""
+    """(input, boxed shapes of the variables)."""
     x = activations(5)
-    return x, jax.jit(UserModel().init)(jax.random.key(0), x)
+    return x, jax.eval_shape(UserModel().init, jax.random.key(0), x)
 
 
 def test_a_users_model_inits_with_the_tables_shapes_and_axes():
@@ -94,14 +102,12 @@ def test_a_users_model_inits_with_the_tables_shapes_and_axes():
         *KINDS,
         *(f"{kind}_norm" for kind in KINDS),
     }
-    table = jl.init_params(CFG, jax.random.key(0))
+    table = jax.eval_shape(functools.partial(jl.init_params, CFG), jax.random.key(0))
     for index, kind in enumerate(KINDS):
         assert jax.tree.map(jnp.shape, params[kind]) == jax.tree.map(
             jnp.shape, table[f"layer_{index}"]["mixer"]
         )
     assert jax.tree.map(jnp.shape, params["layer"]) == jax.tree.map(jnp.shape, table["layer_1"])
-    np.testing.assert_array_equal(params["mlp_norm"]["weight"], 1.0)
-    assert 0.015 < np.std(params["attention"]["qkv"]["weight"]) < 0.025
     axes = nn.get_partition_spec(variables)["params"]
     assert axes["attention"]["qkv"]["weight"] == jax.P("model", None)
     assert axes["layer"]["mlp"]["down"]["weight"] == jax.P(None, "model")
@@ -128,13 +134,14 @@ def test_the_gradient_with_remat_is_the_gradient():
         @nn.compact
         def __call__(self, x, lengths):
             layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
-            x, _ = layer(CFG, 0, name="layer")(nn.Dense(CFG.d_model)(x), lengths=lengths)
+            x, _ = layer(CFG, 1, name="layer")(nn.Dense(CFG.d_model)(x), lengths=lengths)
             return x
 
-    x, params = (
-        activations(5),
-        jax.jit(Small(False).init)(jax.random.key(0), activations(5), LENGTHS),
-    )
+    x = activations(5)
+    params = jax.jit(Small(False).init)(jax.random.key(0), x, LENGTHS)
+    layer = nn.unbox(params)["params"]["layer"]
+    np.testing.assert_array_equal(layer["mlp_norm"]["weight"], 1.0)
+    assert 0.015 < np.std(np.asarray(layer["mixer"]["qkv"]["weight"])) < 0.025
 
     def loss(params, remat):
         return jnp.mean(Small(remat).apply(params, x, LENGTHS) ** 2)
@@ -149,12 +156,12 @@ def test_the_gradient_with_remat_is_the_gradient():
 
 def test_padding_reaches_no_valid_token():
     x, variables = user_model()
-    run = jax.jit(UserModel().apply)
-    got = run(variables, x, LENGTHS)
-    other = run(variables, x.at[1, 4:].set(1e3), LENGTHS)
+    run, params = jax.jit(UserModel().apply), drawn(nn.unbox(variables))
+    spoiled = np.array(x)
+    spoiled[1, 4:] = 1e3
+    got, other = (np.asarray(run(params, one, LENGTHS)) for one in (x, spoiled))
     np.testing.assert_array_equal(got[1, :4], other[1, :4])
-    alone = run(variables, x[1:, :4], LENGTHS[1:])
-    np.testing.assert_allclose(got[1:, :4], alone, rtol=1e-5, atol=1e-6)
+    assert (got[0] == other[0]).all() and np.abs(got[1, 4:] - other[1, 4:]).max() > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,7 +256,7 @@ def test_the_decoder_is_forward_and_its_init_is_init_params():
 def test_quantized_parameters_are_taken_as_they_are():
     """linen's check of shapes knows no QTensor; boxed or not, and with the head that quantizing a
     tied model adds."""
-    cfg = FAMILIES["mha-tied-bias"]
+    cfg = FAMILIES["mha-tied-bias"].first_layers(1)
     params = jl.quantize_params(params_of(cfg), "w8a8,head=w8a8")
     tokens = tokens_of(cfg, ROWS, WIDTH)
     assert isinstance(params["head"]["weight"], QTensor)
@@ -418,5 +425,5 @@ def test_flaxs_own_scan_takes_a_layer():
 
 
 def test_a_stream_of_one_array_is_the_streams_sum():
-    x = jnp.asarray([1.0, 2.0], jnp.bfloat16)
+    x = as_jax([1.0, 2.0], jnp.bfloat16)
     assert_same(Stream(x, x).total, x + x)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
 
@@ -203,8 +204,8 @@ def test_vmap_over_rows_warns_of_nothing(params):
     caches = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), new_cache(batch=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = jax.vmap(one)(jnp.asarray(TOKENS), caches)
-    want = [one(jnp.asarray(TOKENS[row]), new_cache(batch=1)) for row in range(B)]
+        got = jax.vmap(one)(as_jax(TOKENS), caches)
+    want = [one(as_jax(TOKENS[row]), new_cache(batch=1)) for row in range(B)]
     assert relative_error(got, jnp.stack(want)) < 1e-5
 
 

@@ -14,11 +14,11 @@ from jaxllama.model.decoder import whole_rows
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.params import param_table
 from jaxllama.model.split import local_config, natural_rows, row_order, split_axis
-from jaxllama.offload.policy import Policy
-from jaxllama.placement import Placement
 from jaxllama.quantization.sites import fold, sites
 from pallas_kernels.matmul.blocks import Columns
-from tests.helpers.models import LLAMA
+from tests.helpers.arrays import as_jax
+from tests.helpers.engine_cases import every_way_generates
+from tests.helpers.models import LLAMA, params_of
 
 CFG = LLAMA.replace(
     n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 48}}
@@ -29,7 +29,7 @@ ROWS, WIDTH = 2, 9
 @functools.cache
 def model() -> tuple[jl.LanguageModel, np.ndarray, np.ndarray]:
     """(the model, tokens, teacher-forced logits)."""
-    params = jl.init_params(CFG, jax.random.key(0), dtype=jnp.float32)
+    params = params_of(CFG)
     tokens = np.random.default_rng(0).integers(0, CFG.vocab_size, (ROWS, WIDTH), np.int32)
     lm = jl.LanguageModel(CFG, params, None)
     return lm, tokens, np.asarray(lm.logits(tokens, np.full(ROWS, WIDTH, np.int32)))
@@ -49,9 +49,15 @@ def test_the_mixer_is_the_formula():
     lm, _, _ = model()
     p = lm.params["layer_0"]["mixer"]
     x = np.random.default_rng(1).standard_normal((1, WIDTH, CFG.d_model))
-    made = jnp.asarray(x @ np.asarray(p["bcx"]["weight"], np.float64).T, jnp.float32)
-    columns = [Columns(made, 0, made.shape[-1])]
-    got, state = MIXERS["short_conv"].mix.mix(CFG, p, columns, None, whole_rows(CFG, 1, WIDTH))
+    made = as_jax(x @ np.asarray(p["bcx"]["weight"], np.float64).T, jnp.float32)
+    at = whole_rows(CFG, 1, WIDTH)
+
+    @jax.jit
+    def mixed(p, made):
+        columns = [Columns(made, 0, made.shape[-1])]
+        return MIXERS["short_conv"].mix.mix(CFG, p, columns, None, at)
+
+    got, state = mixed(p, made)
     assert state is None
     np.testing.assert_allclose(got[0], reference(p, x[0]), rtol=1e-5, atol=1e-6)
 
@@ -60,18 +66,18 @@ def test_the_mixer_is_the_formula():
 def test_prompt_and_steps_are_the_whole_sequence():
     """Rows of different lengths, then steps, then a draft of which one row keeps nothing."""
     lm, tokens, want = model()
-    lengths = jnp.asarray([5, 3])
+    lengths = as_jax([5, 3])
     cache = jl.init_cache(CFG, ROWS, 16, dtype=jnp.float32)
     scores, cache = jl.prefill(CFG, lm.params, tokens[:, :5], lengths, cache)
     np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=1e-5)
-    newest = jnp.asarray([tokens[0, 5], tokens[1, 3]])
+    newest = as_jax([tokens[0, 5], tokens[1, 3]])
     scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
     np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=1e-5)
-    drafted = jnp.asarray([tokens[0, 6:8], tokens[1, 4:6]])
-    scores, proposal = jl.verify_step(CFG, lm.params, drafted, jnp.asarray([2, 2]), cache)
+    drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
+    scores, proposal = jl.verify_step(CFG, lm.params, drafted, as_jax([2, 2]), cache)
     np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=1e-5)
-    cache = jl.commit(proposal, jnp.asarray([1, -1]))
-    newest = jnp.asarray([tokens[0, 8], tokens[1, 4]])
+    cache = jl.commit(proposal, as_jax([1, -1]))
+    newest = as_jax([tokens[0, 8], tokens[1, 4]])
     scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
     np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=1e-5)
 
@@ -79,22 +85,7 @@ def test_prompt_and_steps_are_the_whole_sequence():
 @pytest.mark.slow
 @pytest.mark.usefixtures("engines_of_one_size")
 def test_engine_drafts_and_offloading_give_generates_answers():
-    lm, tokens, _ = model()
-    prompts = [tokens[0, :6].tolist(), tokens[1, :4].tolist(), tokens[0, 2:5].tolist()]
-    plain = [one.tokens for one in lm.generate(prompts, max_new_tokens=6)]
-    drafted = lm.generate(prompts, max_new_tokens=6, draft="ngram", draft_tokens=2)
-    assert [one.tokens for one in drafted] == plain
-    engine, found = jl.Engine(lm, max_slots=2, max_len=32), {}
-    for index, prompt in enumerate(prompts):
-        found[str(index)] = []
-        request = jl.Request(str(index), prompt, max_new_tokens=6)
-        engine.submit(request, lambda event: found[event.id].extend(event.tokens))
-    while engine.step():
-        pass
-    assert [found[str(index)] for index in range(3)] == plain
-    place = Placement(Policy.parse("0 50 0 50 0 50"), jnp.float32)
-    off = place.model(CFG, place.tree(jax.tree.map(lambda leaf: leaf, lm.params)), None)
-    assert [one.tokens for one in off.generate(prompts, 6)] == plain
+    every_way_generates(*model()[:2])
 
 
 def test_quantization_leaves_little_error():
@@ -105,9 +96,11 @@ def test_quantization_leaves_little_error():
     assert np.sqrt(np.mean((np.asarray(got) - want) ** 2)) < 0.02 * np.std(want)
     layer = lm.params["layer_0"]
     scales = {
-        site.name: jnp.linspace(0.5, 2.0, site.n_channels) for site in sites(CFG, "short_conv")
+        site.name: np.linspace(0.5, 2.0, site.n_channels, dtype=np.float32)
+        for site in sites(CFG, "short_conv")
     }
-    folded = {**lm.params, "layer_0": fold(CFG, "short_conv", layer, scales)}
+    folded = jax.jit(functools.partial(fold, CFG, "short_conv"))(layer, scales)
+    folded = {**lm.params, "layer_0": folded}
     got = jl.LanguageModel(CFG, folded, None).logits(tokens, np.full(ROWS, WIDTH, np.int32))
     np.testing.assert_allclose(got, want, atol=2e-5)
 

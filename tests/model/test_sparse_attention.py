@@ -24,6 +24,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.planner.trial import random_run
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.models import LLAMA, params_of, relative_error
 
@@ -118,7 +119,7 @@ def test_a_text_is_scored_as_it_is_decoded():
     found = perplexity(lm, text, 32)["nll"]
     cache, total = init_cache(cfg, 1, 32), 0.0
     for token, following in itertools.pairwise(tokenizer.encode(text)):
-        scores, cache = generation.decode_step(cfg, params, jnp.asarray([token]), cache)
+        scores, cache = generation.decode_step(cfg, params, as_jax([token]), cache)
         row = np.asarray(scores, np.float64)[0]
         total -= row[following] - np.logaddexp.reduce(row)
     assert found == pytest.approx(total / (len(tokenizer.encode(text)) - 1), rel=1e-5)
@@ -133,7 +134,7 @@ def test_a_policy_s_text_is_scored_as_the_resident_model_s(tmp_path):
     policy = Policy.parse("0 100 0 100 0 100 attn_sparsity=0.3 compress_cache=true")
     place = Placement(policy, jnp.float32, directory=tmp_path)
     full = cfg.replace(attn_sparsity=1.0)
-    off = place.model(full, place.tree(jax.tree.map(lambda leaf: leaf, params)), tokenizer)
+    off = place.model(full, place.tree(jax.tree.map(np.asarray, params)), tokenizer)
     want = perplexity(lm, text, 32, kv_dtype="int4")
     assert perplexity(off, text, 32) == pytest.approx(want, rel=1e-6, nan_ok=True)
     with pytest.raises(JaxLlamaError, match="compress_cache is int4, and kv_dtype is 'int8'"):

@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 def offloaded(cfg, params, policy: Policy | str, dtype=jnp.float32, **options) -> LanguageModel:
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     place = Placement(policy, dtype, **options)
-    return place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
+    return place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
 
 
 def bits(outs) -> list:
@@ -74,7 +74,7 @@ def resident(tmp_path_factory):
     want = bits(lm.generate(PROMPTS[:2], NEW)) + bits(lm.generate(PROMPTS[2:], NEW))
     policy = Policy(gpu_batch_size=2)
     place = Placement(policy, jnp.float32, directory=tmp_path_factory.mktemp("resident"))
-    off = place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
+    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
     found = bits(off.generate(PROMPTS, NEW))
     assert_same(found, want)
     return cfg, params, found
@@ -109,7 +109,7 @@ def check_policy(resident, weights, cache, activations, count, overlap, sep_laye
     assert bits(offloaded(cfg, params, policy).generate(PROMPTS, NEW)) == expected
 
 
-@draws(5)
+@draws(3)
 @policies
 def test_any_policy_gives_the_resident_model_s_bits(folder, resident, **policy):
     check_policy(resident, **policy)
@@ -145,8 +145,7 @@ def test_every_family_and_its_logits(folder, name):
 @pytest.mark.parametrize(
     ("options", "tied"),
     [
-        ("sep_layer=true overlap=false", False),
-        *(pytest.param("", tied, marks=pytest.mark.slow) for tied in (False, True)),
+        *slow(("sep_layer=true overlap=false", False), ("", False), ("", True)),
     ],
 )
 def test_compressed_is_the_compressed_resident_model(folder, options, tied):
@@ -329,7 +328,7 @@ def test_store_gives_back_the_bits_and_counts_them(tmp_path_factory, device, hos
     shares = Shares(device, min(host, 100 - device))
     store = Store(tmp_path_factory.getbasetemp())
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-8, 8, (3, 7, 6)), jnp.float32).astype(dtype)
+    x = rng.integers(-8, 8, (3, 7, 6)).astype(np.float32).astype(jnp.dtype(dtype))
     tree = store.put({"x": x, "v": x[0, 0]}, shares)
     back = store.get(tree)
     assert back["x"].shape == x.shape and back["x"].dtype == x.dtype
@@ -341,13 +340,9 @@ def test_store_gives_back_the_bits_and_counts_them(tmp_path_factory, device, hos
 
 
 def test_store_keeps_quantized_trees_and_reuses_freed_disk(tmp_path):
-    store = Store(tmp_path)
-    w = quantize(
-        jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32),
-        "int4",
-        group_size=32,
-        symmetric=False,
-    )
+    store, drawn = Store(tmp_path), np.random.default_rng(0).standard_normal((64, 64))
+    make = jax.jit(functools.partial(quantize, dtype="int4", group_size=32, symmetric=False))
+    w = jax.device_get(make(drawn.astype(np.float32)))
     size = 0
     for _ in range(3):
         stored = store.put(w, Shares(10, 30))
@@ -356,6 +351,17 @@ def test_store_keeps_quantized_trees_and_reuses_freed_disk(tmp_path):
         size = size or store.disk.nbytes
         store.free(stored)
     assert store.disk.nbytes == size
+
+
+def test_of_rows_only_those_that_are_asked_for_move(tmp_path, monkeypatch):
+    """From host memory and from disk, as a sparse step reads values."""
+    x = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
+    store, put, moved = Store(tmp_path), jax.device_put, []
+    tree = store.put({"x": x}, Shares(25, 50), pinned=False)
+    monkeypatch.setattr(jax, "device_put", lambda x, *on: moved.append(x.nbytes) or put(x, *on))
+    rows = np.array([12, 20, 35], np.int32)  # the first ten are on the device, the last on disk
+    np.testing.assert_array_equal(store.take(tree, rows)["x"], x[rows])
+    assert moved == [3 * 8 * 4]
 
 
 # Policies

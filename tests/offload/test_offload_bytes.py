@@ -28,7 +28,8 @@ from jaxllama.planner.cost import (
 from jaxllama.planner.fitting import Calibration, Moving, nnls
 from jaxllama.planner.solve import solve
 from tests.helpers.cases import slow
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.models import FAMILIES
+from tests.helpers.seeded import seeded_params
 
 CFG = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=96, vocab_size=512)
 
@@ -86,7 +87,7 @@ def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme
     cfg, policy = CFG.replace(tie_embeddings=tied), Policy.parse(text)
     # A CPU's layout divides a weight by tiles of 16 rows, which the prediction leaves out.
     place = Placement(policy, jnp.float32, scheme, directory=tmp_path, exact=True)
-    lm = place.model(cfg, place.tree(params_of(cfg)), None)
+    lm = place.model(cfg, place.tree(seeded_params(cfg)), None)
     held = [0, 0, 0]
     for leaf in jax.tree.leaves(
         lm.params, is_leaf=lambda x: is_stored(x) or isinstance(x, RowTable)
@@ -117,7 +118,7 @@ def test_live_device_bytes_stay_within_the_prediction(tmp_path, text):
     policy = Policy.parse(text)
     before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
     place = Placement(policy, jnp.float32, directory=tmp_path)
-    lm = place.model(CFG, place.tree(params_of(CFG)), None)
+    lm = place.model(CFG, place.tree(seeded_params(CFG)), None)
     found, events = measure(lm, task, settings, steps=2)
     assert found["device_bytes"] - before <= need_of(CFG, policy, task, settings).device
     assert {event.lane for event in events} >= {"load weights", "compute"}

@@ -28,7 +28,7 @@ CFG = FAMILIES["gqa"]
 @pytest.fixture
 def on_disk(tmp_path):
     place = Placement(Policy.parse("0 0 0 0 100 0"), jnp.float32, directory=tmp_path)
-    return place.model(CFG, place.tree(jax.tree.map(lambda x: x, params_of(CFG))), None)
+    return place.model(CFG, place.tree(jax.tree.map(np.asarray, params_of(CFG))), None)
 
 
 def test_a_disk_file_has_no_name_and_gives_back_what_was_written(tmp_path):

@@ -37,6 +37,7 @@ from jaxllama.quantization.scheme import parse
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, tree_bytes
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, LLAMA, relative_error, tokens_of
 from tests.helpers.packed_oracle import floats_of
@@ -169,8 +170,8 @@ def test_gptq_is_nearer_than_rounding_at_every_weight(made):
 
 
 def test_rtn_is_quantize_params_and_its_errors_are_what_they_say(lm, made, tokens):
-    params, errors = made("w4a16-sym", "rtn")
-    assert same(params, jl.quantize_params(lm.params, "w4a16-sym"))
+    assert same(made("w8a8", "rtn")[0], jl.quantize_params(lm.params, "w8a8"))
+    params, errors = made("w4a16", "rtn")  # its grids are fitted to the text
     # The first weight's inputs are those of the float model: an independent way to its error.
     floats = jax.tree.map(np.asarray, lm.params)
     weight = floats["layer_0"]["mixer"]["qkv"]["weight"]
@@ -201,7 +202,7 @@ def test_second_moments_are_those_of_the_tokens_whatever_the_batches(lm, tokens)
     assert len(h) == 2  # of 6 windows each
     layer = lm.params["layer_0"]
     parts = calibration.observe(CFG, "attention", layer, h, hessian=True)["mlp/down"]
-    whole = [jnp.asarray(np.concatenate(h))]
+    whole = [as_jax(np.concatenate(h))]
     whole = calibration.observe(CFG, "attention", layer, whole, hessian=True)
     whole = whole["mlp/down"]
     for name in ("hessian", "total", "felt", "peak"):  # float32 sums in another order
@@ -218,10 +219,10 @@ def test_gla_layers_are_scaled_and_folded_too():
     assert [entry["weight"].split("/")[-1] for entry in errors] == ["q", "k", "v", "g", "o"]
     before, after = (tree["layer_0"]["mixer"]["gk_0"]["weight"] for tree in (params, got))
     assert not np.array_equal(before, after) and not isinstance(after, QTensor)
-    lengths = jnp.asarray([16, 16])
-    want = jl.logits(cfg, params, jnp.asarray(tokens), lengths)
+    lengths = as_jax([16, 16])
+    want = jl.logits(cfg, params, as_jax(tokens), lengths)
     # 8 bits: a step is 1/127 of a row's largest weight; five weights one behind the other.
-    assert relative_error(jl.logits(cfg, got, jnp.asarray(tokens), lengths), want) < 0.02
+    assert relative_error(jl.logits(cfg, got, as_jax(tokens), lengths), want) < 0.02
 
 
 # Resuming
@@ -260,13 +261,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(lm, tokens, made, tmp_path, monke
 
 def test_a_stored_layer_keeps_every_dtype(tmp_path):
     leaf = QTensor(
-        jnp.asarray([[-8, 7]], jnp.int4),
-        jnp.asarray([[0.5]], jnp.float16),
-        jnp.asarray([[3]], jnp.int8),
+        as_jax([[-8, 7]], jnp.int4),
+        as_jax([[0.5]], jnp.float16),
+        as_jax([[3]], jnp.int8),
         activations="int8",
         input_scale=jnp.float32(2),
     )
-    fp8 = QTensor(jnp.asarray([[1.5, -448]], jnp.float8_e4m3fn), jnp.asarray([[2.0]], jnp.bfloat16))
+    fp8 = QTensor(as_jax([[1.5, -448]], jnp.float8_e4m3fn), as_jax([[2.0]], jnp.bfloat16))
     layer = {"a": {"weight": leaf, "bias": jnp.ones((1,), jnp.bfloat16)}, "b": {"weight": fp8}}
     work = QuantizeWork(tmp_path)
     work.save("layer_0", layer, [{"weight": "a"}], "layer_1", [jnp.ones((2, 3))])
@@ -481,7 +482,7 @@ def test_a_full_disk_is_named_and_so_is_what_was_finished(lm, tmp_path, monkeypa
         real(file)
 
     monkeypatch.setattr(os, "fsync", full)
-    request = QuantizeRequest(tmp_path / "out", "w8a16", "rtn", "native", TEXT, 2, 32)
+    request = QuantizeRequest(tmp_path / "out", "w4a16", "rtn", "native", TEXT, 12, 128)
     with pytest.raises(jl.JaxLlamaError) as raised:
         quantize_checkpoint(lm, request)
     [work] = tmp_path.iterdir()

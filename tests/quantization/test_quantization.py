@@ -28,6 +28,7 @@ from jaxllama.quantization.scheme import Scheme, parse, round_weight
 from jaxllama.quantization.sites import fold, get, sites
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import codes, grid
+from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, LLAMA, relative_error
 from tests.helpers.packed_oracle import floats_of
 from tests.helpers.seeded import seeded_params
@@ -245,7 +246,7 @@ def test_folded_scales_leave_the_function_alone(normal, name):
         before, after = get(layer, reader)["weight"], get(folded, reader)["weight"]
         assert relative_error(after, before) > 0.1
     x = normal(2, 6, cfg.d_model)
-    [want], [got] = (advance(cfg, kind, one, [jnp.asarray(x)]) for one in (layer, folded))
+    [want], [got] = (advance(cfg, kind, one, [as_jax(x)]) for one in (layer, folded))
     assert relative_error(got - x, want - x) < 2e-5
 
 

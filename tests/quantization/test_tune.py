@@ -91,45 +91,6 @@ def test_scales_in_two_levels_stay_int8(lm, tokens):
     assert np.mean(losses[-6:]) < 0.75 * np.mean(losses[:6])
 
 
-@pytest.mark.core
-def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
-    """Plain gradient descent, so that what is learned in one step is the gradient."""
-    import optax
-
-    monkeypatch.setattr(tuning, "_RULE", optax.identity())
-    jax.clear_caches()
-    tuned, (loss,) = tune(CFG, lm.params, rounded, tokens[:1])
-    monkeypatch.undo()
-    jax.clear_caches()
-    row, lengths = tokens[:1], np.asarray([64])
-
-    def direct(scale, norm):
-        p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
-        params = plain(rounded)
-        w = dataclasses.replace(rounded["layer_0"]["mlp"]["down"]["weight"], scale=scale)
-        params["layer_0"]["mlp"]["down"] = {"weight": dequantize(w)}
-        params["layer_1"]["mixer_norm"] = {"weight": norm}
-        q = jax.nn.log_softmax(_all_logits(params, row, lengths))
-        return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))
-
-    scale = rounded["layer_0"]["mlp"]["down"]["weight"].scale
-    norm = rounded["layer_1"]["mixer_norm"]["weight"]
-    want, grads = jax.jit(jax.value_and_grad(direct, argnums=(0, 1)))(scale, norm)
-    assert loss == pytest.approx(float(want), rel=1e-5)
-    got = tuned["layer_0"]["mlp"]["down"]["weight"].scale, tuned["layer_1"]["mixer_norm"]["weight"]
-    for new, old, grad in zip(got, (scale, norm), grads, strict=True):
-        # of 1 + a, a from 0: d/da = old * d/d(scale); the share learned is minus the rate times it
-        new, old, grad = (np.asarray(one, np.float64) for one in (new, old, grad))
-        assert relative_error((new / old - 1) / -tuning.RATE, old * grad) < 2e-2
-
-
-def _all_logits(params, row, lengths):
-    from jaxllama.model.decoder import forward, logits
-
-    hidden = forward(CFG, params, row, lengths, None, sparse=False)[0]
-    return logits(CFG, params, hidden)[0]
-
-
 class Killed(Exception):
     pass
 
@@ -211,3 +172,43 @@ def test_steps_go_round_the_text_in_another_order(lm):
     some = steps(lm.tokenizer, TEXT, 64, 5)
     again = steps(lm.tokenizer, TEXT, 64, 5)
     assert np.array_equal(some, again) and len({row.tobytes() for row in some}) == 5
+
+
+@pytest.mark.core
+def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
+    """Plain gradient descent, so that what is learned in one step is the gradient. The last test of
+    the file, because it forgets the programs that the others share."""
+    import optax
+
+    monkeypatch.setattr(tuning, "_RULE", optax.identity())
+    jax.clear_caches()
+    tuned, (loss,) = tune(CFG, lm.params, rounded, tokens[:1])
+    monkeypatch.undo()
+    jax.clear_caches()
+    row, lengths = tokens[:1], np.asarray([64])
+
+    def direct(scale, norm):
+        p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
+        params = plain(rounded)
+        w = dataclasses.replace(rounded["layer_0"]["mlp"]["down"]["weight"], scale=scale)
+        params["layer_0"]["mlp"]["down"] = {"weight": dequantize(w)}
+        params["layer_1"]["mixer_norm"] = {"weight": norm}
+        q = jax.nn.log_softmax(_all_logits(params, row, lengths))
+        return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))
+
+    scale = rounded["layer_0"]["mlp"]["down"]["weight"].scale
+    norm = rounded["layer_1"]["mixer_norm"]["weight"]
+    want, grads = jax.jit(jax.value_and_grad(direct, argnums=(0, 1)))(scale, norm)
+    assert loss == pytest.approx(float(want), rel=1e-5)
+    got = tuned["layer_0"]["mlp"]["down"]["weight"].scale, tuned["layer_1"]["mixer_norm"]["weight"]
+    for new, old, grad in zip(got, (scale, norm), grads, strict=True):
+        # of 1 + a, a from 0: d/da = old * d/d(scale); the share learned is minus the rate times it
+        new, old, grad = (np.asarray(one, np.float64) for one in (new, old, grad))
+        assert relative_error((new / old - 1) / -tuning.RATE, old * grad) < 2e-2
+
+
+def _all_logits(params, row, lengths):
+    from jaxllama.model.decoder import forward, logits
+
+    hidden = forward(CFG, params, row, lengths, None, sparse=False)[0]
+    return logits(CFG, params, hidden)[0]

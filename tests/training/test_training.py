@@ -368,6 +368,7 @@ def finished(folder):
     return config, train(config, folder / "finished")
 
 
+@pytest.mark.slow
 def test_an_estimate_is_of_the_whole_run(finished):
     config, _ = finished
     found = estimate(config, TokenFile.open(config.data.tokens))

@@ -22,45 +22,25 @@ from pallas_kernels.attention.op import decode_attention, decode_attention_refer
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.device import H200, gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.qtensor import QTensor
 from tests.helpers import warp_emulator
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import heads_of, poisoned, values_of
 from tests.helpers.cases import each_once
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
 NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
 CACHES = ["bfloat16", "float16", "int8", "int4", "float8_e4m3fn"]
+
+
 QUANTIZED = ("int8", "int4", "float8_e4m3fn")
 _quantize = jax.jit(quantize_kv, static_argnums=1)
 
 
 def as_cache(x, dtype):
+    """By ``quantize_kv`` itself."""
     return _quantize(x, dtype) if dtype in QUANTIZED else x.astype(dtype)
-
-
-def stored(x):
-    """The float64 values that an array's words, with their scales and zero points, stand for."""
-    if not isinstance(x, QTensor):
-        return np.asarray(x).astype(np.float64)
-    words, scale = (np.asarray(y).astype(np.float64) for y in (x.q, x.scale))
-    words = words.reshape(*scale.shape, -1) * scale[..., None]
-    if x.zero is not None:
-        words += np.asarray(x.zero).astype(np.float64)[..., None]
-    return words.reshape(x.q.shape)
-
-
-def make(batch, capacity, n, n_kv, h, cache="float32", q_dtype="float32", size=1.0, seed=0):
-    """q, k, v and lengths; what is drawn is rounded by numpy, which compiles nothing."""
-    rng = np.random.default_rng(seed)
-    q = jnp.asarray((size * rng.standard_normal((batch, n, h))).astype(jnp.dtype(q_dtype)))
-    drawn = [rng.standard_normal((batch, capacity, n_kv, h)).astype(np.float32) for _ in range(2)]
-    if cache in QUANTIZED:
-        k, v = (as_cache(jnp.asarray(x), cache) for x in drawn)
-    else:
-        k, v = (jnp.asarray(x.astype(jnp.dtype(cache))) for x in drawn)
-    some = [0, 1, capacity, capacity // 2 + 3, capacity - 1, 17, 130]
-    lengths = [min(some[i % len(some)], capacity) for i in range(batch)]
-    return q, k, v, jnp.asarray(lengths, jnp.int32)
 
 
 def rotation(h):
@@ -74,7 +54,7 @@ def rotation(h):
 def oracle(q, k, v, lengths, window=None):
     """In float64; int4 values are in a basis of their own, and the result is not."""
     int4 = v.dtype == jnp.int4
-    q, k, v = stored(q), stored(k), stored(v)
+    q, k, v = map(values_of, (q, k, v))
     group, out = q.shape[1] // k.shape[2], np.zeros_like(q)
     for row, length in enumerate(np.asarray(lengths)):
         first = 0 if window is None else max(0, length - window)
@@ -86,25 +66,6 @@ def oracle(q, k, v, lengths, window=None):
     return out @ rotation(out.shape[-1]) if int4 else out
 
 
-def error(got, want):
-    got = np.asarray(got).astype(np.float64)
-    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
-
-
-def poison(x, lengths):
-    """NaN in everything past the lengths that can hold one."""
-    past = np.arange(x.shape[1]) >= np.asarray(lengths)[:, None]
-
-    def put(leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        leaf = np.array(leaf)
-        leaf[past] = np.nan
-        return jnp.asarray(leaf)
-
-    return jax.tree.map(put, x)
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
     "heads, window, capacity",
@@ -113,18 +74,18 @@ def poison(x, lengths):
 )
 def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window, capacity):
     """In one block of keys and in several; narrow caches are in ``test_pages``."""
-    q, k, v, lengths = make(7, capacity, *heads, 64)
+    q, k, v, lengths = heads_of(7, capacity, *heads, 64)
     want = oracle(q, k, v, lengths, window)
     assert not want[0].any()  # no keys, no output
-    k, v = poison(k, lengths), poison(v, lengths)
+    k, v = poisoned(k, lengths), poisoned(v, lengths)
     xla = functools.partial(decode_attention, implementation="xla")
     for form in (xla, decode_attention_reference):
         got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window)
-        assert error(got, want) < 1e-5
+        assert relative_rms(got, want) < 1e-5
 
 
 def test_bad_arguments_are_named():
-    q, k, v, lengths = make(2, 20, 4, 2, 64)
+    q, k, v, lengths = heads_of(2, 20, 4, 2, 64)
     for match, args, window in (
         (r"q \(4, 64\) is", (q[0], k, v, lengths), None),
         (r"k \(1, 20, 2, 64\) is", (q, k[:1], v, lengths), None),
@@ -142,7 +103,7 @@ def test_bad_arguments_are_named():
 
 def test_what_the_kernel_refuses_is_said():
     def reason(h=128, cache="bfloat16", q_dtype="bfloat16"):
-        found = plan(*make(1, 8, 4, 2, h, cache, q_dtype)[:3])
+        found = plan(*heads_of(1, 8, 4, 2, h, cache, q_dtype)[:3])
         return found.text if isinstance(found, Reason) else None
 
     assert reason() is None and reason(64, "int4") is None and reason(256, "float8_e4m3fn") is None
@@ -279,15 +240,15 @@ def test_the_kernel_emulated_is_a_float64_softmax(case, monkeypatch):
     Whole pages are in ``test_pages``."""
     form, capacity, heads, cache, q_dtype, window = case
     form_given(monkeypatch, form)
-    q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
-    lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
-    k, v = poison(k, lengths), poison(v, lengths)
+    q, k, v, _ = heads_of(4, capacity, *heads, cache, q_dtype)
+    lengths = as_jax([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
+    k, v = poisoned(k, lengths), poisoned(v, lengths)
     with emulated(
         *(importlib.import_module(f"pallas_kernels.attention.{name}") for name in KERNELS)
     ):
         got = decode_attention(q, k, v, lengths, window=window, implementation="mosaic")
     want = oracle(q, k, v, lengths, window)
-    assert error(got, want) < 4e-3
+    assert relative_rms(got, want) < 4e-3
     assert not np.asarray(got, np.float32)[1].any()
 
 
@@ -312,10 +273,10 @@ def rope_case(cache, batch=5, capacity=40, n=6, n_kv=2, h=64, dtype="float32"):
     rng = np.random.default_rng(1)
     qkv = rng.standard_normal((batch, n + 2 * n_kv, h)).astype(jnp.dtype(dtype))
     qkv[0, n] = 0  # a key of zeros
-    qkv = jnp.asarray(qkv)
-    angle = jnp.asarray(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
+    qkv = as_jax(qkv)
+    angle = as_jax(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
     k, v = (as_cache(jnp.ones((batch, capacity, n_kv, h)), cache) for _ in range(2))
-    slots = jnp.asarray([0, capacity, capacity - 1, 7, 3], jnp.int32)
+    slots = as_jax([0, capacity, capacity - 1, 7, 3], jnp.int32)
     return qkv, angle, k, v, slots
 
 
@@ -334,24 +295,24 @@ def check_rope(cache, implementation, bound, dtype, h=128):
     q, new_k, new_v = step(
         qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots, implementation=implementation
     )
-    x = stored(qkv)
+    x = values_of(qkv)
     c, s = (f(np.asarray(angle, np.float64))[:, None] for f in (np.cos, np.sin))
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     turned = np.concatenate((first * c - second * s, second * c + first * s), -1)
-    assert error(q, in_basis(turned[:, :n], cache, dtype)) < bound
+    assert relative_rms(q, in_basis(turned[:, :n], cache, dtype)) < bound
     for new, old, want in (
         (new_k, k, turned[:, n : n + k.shape[2]]),
         (new_v, v, x[:, n + k.shape[2] :]),
     ):
-        expected = stored(old)
+        expected = values_of(old)
         words = in_basis(want, cache, dtype).astype(jnp.dtype(dtype))
-        words = stored(as_cache(jnp.asarray(words), cache))
+        words = values_of(as_cache(as_jax(words), cache))
         for row, slot in enumerate(np.asarray(slots)):
             if slot < expected.shape[1]:
                 expected[row, slot] = words[row]
         # Words may differ by one where the rounding is a tie to float32.
-        assert error(stored(new), expected) < bound
+        assert relative_rms(values_of(new), expected) < bound
 
 
 @pytest.mark.core
@@ -399,15 +360,15 @@ def test_int4_words_and_zero_points_are_within_half_a_step(shape):
     x[1] += 50
     x[2] = 0.1
     x[-1, ..., 0] = 1e6
-    got = as_cache(jnp.asarray(x), "int4")
+    got = as_cache(as_jax(x), "int4")
     groups = max(1, shape[-1] // 64)
     assert got.scale.shape == got.zero.shape == (*shape[:-1], groups)
     assert got.scale.dtype == got.zero.dtype == jnp.float16
     want = np.clip(x, -65504, 65504).reshape(*shape[:-1], groups, -1).astype(np.float64)
     span = want.max(-1, keepdims=True) - want.min(-1, keepdims=True)
     bound = span / 30 + np.abs(want).max(-1, keepdims=True) * 2.0**-10 + 2.0**-24
-    assert (np.abs(stored(got).reshape(want.shape) - want) <= bound).all()
-    assert not stored(as_cache(jnp.zeros(shape), "int4")).any()
+    assert (np.abs(values_of(got).reshape(want.shape) - want) <= bound).all()
+    assert not values_of(as_cache(jnp.zeros(shape), "int4")).any()
 
 
 @pytest.mark.gpu
@@ -454,17 +415,17 @@ def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
         if form == "direct" and heads[0] // heads[1] > 8:
             continue
         form_given(monkeypatch, form)
-        q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16", size)
+        q, k, v, lengths = heads_of(7, capacity, *heads, cache, "bfloat16", size)
         run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
         got = run(
             q,
-            poison(k, lengths),
-            poison(v, lengths),
+            poisoned(k, lengths),
+            poisoned(v, lengths),
             lengths,
             window=window,
             implementation="mosaic",
         )
-        assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+        assert relative_rms(got, oracle(q, k, v, lengths, window)) < 4e-3
         again = run(q, k, v, lengths, window=window, implementation="mosaic")
         assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
 
@@ -472,14 +433,14 @@ def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["float16", "int8", "int4", "float8_e4m3fn"])
 def test_the_kernel_with_float16_queries(cache):
-    q, k, v, lengths = make(7, 700, 8, 2, 128, cache, "float16")
+    q, k, v, lengths = heads_of(7, 700, 8, 2, 128, cache, "float16")
     got = decode_attention(q, k, v, lengths, implementation="mosaic")
-    assert error(got, oracle(q, k, v, lengths)) < 4e-3
+    assert relative_rms(got, oracle(q, k, v, lengths)) < 4e-3
 
 
 @pytest.mark.gpu
 def test_a_row_is_the_same_bits_whatever_its_neighbours_hold():
-    q, k, v, lengths = make(5, 3000, 32, 8, 128, "bfloat16", "bfloat16")
+    q, k, v, lengths = heads_of(5, 3000, 32, 8, 128, "bfloat16", "bfloat16")
     run = jax.jit(functools.partial(decode_attention, implementation="mosaic"))
     want = np.asarray(run(q, k, v, lengths), np.float32)
     for row in range(5):

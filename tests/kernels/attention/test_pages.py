@@ -19,7 +19,10 @@ from pallas_kernels.attention.op import decode_attention, decode_attention_refer
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write, store
 from pallas_kernels.dispatch import Reason
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import heads_of, in_pages, poisoned, same, values_of
 from tests.helpers.cases import each_once
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
@@ -28,58 +31,17 @@ from tests.kernels.attention.test_decode_attention import (
     MOSAIC_CACHES,
     NEWEST,
     as_cache,
-    error,
     form_given,
     kernels_of,
-    make,
     oracle,
-    poison,
-    stored,
 )
 from tests.kernels.attention.test_rope_attention import case as step_of_rows
 from tests.kernels.attention.test_rope_attention import norm_of
 
-ANYWHERE = (2**31 - 1, -(2**31), -1, 0, 10**6)
-
-
-def garbage(shape, dtype):
-    """NaN, or codes that no test has."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return np.full(shape, np.nan, dtype)
-    return np.full(shape, -8 if dtype == jnp.int4 else -128, dtype)
-
-
-def in_pages(rows, page, needed, seed=0):
-    """(pools of pages, table) of caches ``[B, S, ...]``, of whose rows b the first ``needed[b]``
-    tokens are to be found: scattered over a pool half of which is garbage."""
-    batch, capacity = jax.tree.leaves(rows)[0].shape[:2]
-    entries = capacity // page
-    owned = -(-np.minimum(np.asarray(needed), capacity) // page)
-    rng = np.random.default_rng(seed)
-    table = rng.choice(np.asarray(ANYWHERE), (batch, entries))
-    free = iter(rng.permutation(2 * batch * entries))
-    for row, count in enumerate(owned):
-        table[row, :count] = [next(free) for _ in range(count)]
-    own = np.arange(entries) < owned[:, None]
-
-    def pool(leaf):
-        pages = np.asarray(leaf).reshape(batch * entries, page, *leaf.shape[2:])
-        out = garbage((2 * batch * entries, *pages.shape[1:]), leaf.dtype)
-        out[table[own]] = pages[own.ravel()]
-        return jnp.asarray(out)
-
-    return jax.tree.map(pool, rows), jnp.asarray(table, jnp.int32)
-
-
-def same(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(*(np.asarray(z).astype(np.float32) for z in (x, y)))
-
 
 def paged_case(cache, page, batch=7, capacity=192, heads=(4, 2, 64)):
-    q, k, v, lengths = make(batch, capacity, *heads, cache)
-    k, v = poison(k, lengths), poison(v, lengths)
+    q, k, v, lengths = heads_of(batch, capacity, *heads, cache)
+    k, v = poisoned(k, lengths), poisoned(v, lengths)
     (paged_k, paged_v), table = in_pages((k, v), page, lengths)
     return q, (k, v), (paged_k, paged_v), lengths, table
 
@@ -105,7 +67,7 @@ def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
         step = jax.jit(form, static_argnames="window")
         want = step(q, *rows, lengths, window=window)
         same(step(q, *pages, lengths, window=window, table=table), want)
-        assert error(want, oracle(q, *rows, lengths, window)) < 1e-5
+        assert relative_rms(want, oracle(q, *rows, lengths, window)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -121,12 +83,12 @@ def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
 def test_several_queries_in_blocks_of_whole_pages(capacity, page, block):
     """And the last block overhangs the capacity."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((3, 5, 4, 64)), jnp.float32)
-    k, v = (jnp.asarray(rng.standard_normal((3, capacity, 2, 64)), jnp.float32) for _ in range(2))
+    q = as_jax(rng.standard_normal((3, 5, 4, 64)), jnp.float32)
+    k, v = (as_jax(rng.standard_normal((3, capacity, 2, 64)), jnp.float32) for _ in range(2))
     first = np.asarray([capacity - 5, 0, capacity // 2])
     positions = first[:, None] + np.arange(5)
     positions[1] = -1  # sees nothing
-    positions = jnp.asarray(positions, jnp.int32)
+    positions = as_jax(positions, jnp.int32)
     needed = [capacity, 0, capacity // 2 + 5]
     pages, table = in_pages((k, v), page, needed)
     rounded = None if block is None else -(-block // page) * page
@@ -143,7 +105,7 @@ def test_rows_share_the_pages_that_they_read():
     k, v = (np.array(x) for x in (k, v))
     for x in (k, v):
         x[1:, :48] = x[:1, :48]
-    lengths = jnp.asarray([192, 48, 100, 49, 64, 1, 0], jnp.int32)
+    lengths = as_jax([192, 48, 100, 49, 64, 1, 0], jnp.int32)
     (k_pages, v_pages), table = in_pages((k, v), 16, lengths)
     shared = np.array(table)
     shared[1:, :3] = shared[:1, :3]
@@ -155,20 +117,20 @@ def test_rows_share_the_pages_that_they_read():
 def rope_case(cache, page, capacity=192):
     """Rows in order, one past the end, one at -1; the last has no page where it would write."""
     rng = np.random.default_rng(1)
-    qkv = jnp.asarray(rng.standard_normal((7, 8, 64)), jnp.float32)
-    angle = jnp.asarray(rng.uniform(0, 6, (7, 32)), jnp.float32)
+    qkv = as_jax(rng.standard_normal((7, 8, 64)), jnp.float32)
+    angle = as_jax(rng.uniform(0, 6, (7, 32)), jnp.float32)
     slots = np.asarray([0, capacity - 1, capacity, -1, 70, 3, 64], np.int32)
-    _, k, v, _ = make(7, capacity, 4, 2, 64, cache)
+    _, k, v, _ = heads_of(7, capacity, 4, 2, 64, cache)
     pages, table = in_pages((k, v), page, slots + 1)
     table = without_page(table, 6, 64 // page)
-    return (qkv, jnp.cos(angle), jnp.sin(angle)), (k, v), pages, jnp.asarray(slots), table
+    return (qkv, jnp.cos(angle), jnp.sin(angle)), (k, v), pages, as_jax(slots), table
 
 
 def without_page(table, row, entry):
     """The table where an entry of a row names a page past the pool's."""
     table = np.array(table)
     table[row, entry] = 2 * table.size
-    return jnp.asarray(table)
+    return as_jax(table)
 
 
 def written(pages, rows, table, page):
@@ -220,11 +182,11 @@ def test_the_whole_step_through_a_table(cache, window, normed):
 def test_store_takes_many_tokens_of_a_row(cache):
     _, _, pages, _, table = rope_case(cache, 16)
     rng = np.random.default_rng(2)
-    new = jnp.asarray(rng.standard_normal((7, 20, 2, 64)), jnp.float32)
+    new = as_jax(rng.standard_normal((7, 20, 2, 64)), jnp.float32)
     slots = np.full((7, 20), 10**6, np.int32)
     slots[1], slots[4, :9] = np.arange(150, 170), np.arange(62, 71)
     slots[5] = -1 - np.arange(20)
-    got = jax.jit(store)(pages[0], new, jnp.asarray(slots), table)
+    got = jax.jit(store)(pages[0], new, as_jax(slots), table)
     words = as_cache(new, cache)
     where = {
         (b, int(slots[b, t])): token(words, (b, t))
@@ -311,16 +273,16 @@ def test_the_kernel_emulated_reads_through_the_table(case, monkeypatch):
     """Every step is that of the rows, to the bit."""
     form, capacity, page, heads, cache, q_dtype, window = case
     form_given(monkeypatch, form)
-    q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
-    lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
-    k, v = poison(k, lengths), poison(v, lengths)
+    q, k, v, _ = heads_of(4, capacity, *heads, cache, q_dtype)
+    lengths = as_jax([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
+    k, v = poisoned(k, lengths), poisoned(v, lengths)
     pages, table = in_pages((k, v), page, lengths)
     options = {"window": window, "implementation": "mosaic"}
     with emulation():
         got = decode_attention(q, *pages, lengths, table=table, **options)
         want = decode_attention(q, k, v, lengths, **options)
     same(got, want)
-    assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+    assert relative_rms(got, oracle(q, k, v, lengths, window)) < 4e-3
     assert not np.asarray(got, np.float32)[1].any()
 
 
@@ -338,9 +300,9 @@ def test_the_write_kernel_emulated_writes_where_the_table_says(cache, page):
     tokens = {(b, int(slots[b])) for b in (0, 1, 4, 5)}
     for x, before, want, expected in zip(got, pages, after, plain, strict=True):
         same(x, written(before, {at: token(want, at) for at in tokens}, table, page))
-        want, expected = stored(want), stored(expected)
+        want, expected = values_of(want), values_of(expected)
         for at in tokens:  # a tie may round either way
-            assert error(want[at], expected[at]) < 0.02
+            assert relative_rms(want[at], expected[at]) < 0.02
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
@@ -378,7 +340,7 @@ def step_case(capacity, heads, dtype):
     """As the one kernel's own, and a row whose slot is on no page."""
     qkv, cos, sin, k, v, slots = step_of_rows(capacity, heads, dtype)
     given = (np.asarray(x) for x in (qkv, cos, sin, k, v, slots))
-    again = [jnp.asarray(np.concatenate((x, x[:1]))) for x in given]
+    again = [as_jax(np.concatenate((x, x[:1]))) for x in given]
     return again[:3], tuple(again[3:5]), again[5]
 
 
@@ -461,12 +423,12 @@ def test_the_kernel_reads_through_the_table(heads, cache, window, monkeypatch):
         if form == "direct" and heads[0] // heads[1] > 8:
             continue
         form_given(monkeypatch, form)
-        q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16")
-        k, v = poison(k, lengths), poison(v, lengths)
+        q, k, v, lengths = heads_of(7, capacity, *heads, cache, "bfloat16")
+        k, v = poisoned(k, lengths), poisoned(v, lengths)
         pages, table = in_pages((k, v), page, lengths)
         run = jax.jit(functools.partial(decode_attention, window=window, implementation="mosaic"))
         got = run(q, *pages, lengths, table=table)
-        assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+        assert relative_rms(got, oracle(q, k, v, lengths, window)) < 4e-3
         same(run(q, *pages, lengths, table=table), got)
         same(got, run(q, k, v, lengths))
 

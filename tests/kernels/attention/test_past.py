@@ -12,8 +12,11 @@ import pytest
 
 from pallas_kernels.attention import past
 from pallas_kernels.dispatch import Reason
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import cache_of, values_of
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
-from tests.kernels.attention.test_decode_attention import NEWEST, as_cache, error, stored
+from tests.kernels.attention.test_decode_attention import NEWEST, as_cache
 
 
 def case(batch, width, capacity, n, n_kv, h, spread=1.0, dtype="bfloat16"):
@@ -22,12 +25,12 @@ def case(batch, width, capacity, n, n_kv, h, spread=1.0, dtype="bfloat16"):
     q = (spread * rng.standard_normal((batch, width, n, h))).astype(jnp.dtype(dtype))
     q[:, 5] = 0
     shape = (batch, capacity, n_kv, h)
-    k, v = (as_cache(jnp.asarray(rng.standard_normal(shape), dtype), "int8") for _ in range(2))
+    k, v = (cache_of(rng.standard_normal(shape), "int8") for _ in range(2))
     n_keys = np.asarray([0, 131, capacity][:batch], np.int32)
     unused = (np.arange(capacity) >= n_keys[:, None])[:, :, None, None]
-    k = k.__class__(k.q, jnp.asarray(np.where(unused, np.float32(np.nan), np.asarray(k.scale))))
-    v = np.where(unused, 0, stored(v)).astype(q.dtype)
-    return jnp.asarray(q), k, jnp.asarray(v), jnp.asarray(n_keys)
+    k = k.__class__(k.q, as_jax(np.where(unused, np.float32(np.nan), np.asarray(k.scale))))
+    v = np.where(unused, 0, values_of(v)).astype(q.dtype)
+    return as_jax(q), k, as_jax(v), as_jax(n_keys)
 
 
 def oracle(q, k, v, n_keys):
@@ -49,14 +52,14 @@ def by_contract(q, sq, k, sk, v, n_keys):
     q = np.asarray(q, np.float64) * np.moveaxis(np.asarray(sq, np.float64), 1, 2)[..., None]
     k = np.asarray(k, np.float64) * np.moveaxis(np.asarray(sk, np.float64), 1, 2)[..., None]
     out, log = oracle(q * math.log(2) * q.shape[-1] ** 0.5, k, v, n_keys)
-    return jnp.asarray(out, v.dtype), jnp.asarray(np.moveaxis(log, 2, 1), jnp.float32)
+    return as_jax(out, v.dtype), as_jax(np.moveaxis(log, 2, 1), jnp.float32)
 
 
 def check(q, k, v, n_keys):
     out, log = past.attend(q, k, v, n_keys)
-    want, logs = oracle(q, stored(k), v, n_keys)
+    want, logs = oracle(q, values_of(k), v, n_keys)
     # q rounded to int8: 0.6% of each of its values; the logarithms are of sums of many.
-    assert error(out, want) < 0.015
+    assert relative_rms(out, want) < 0.015
     np.testing.assert_allclose(np.asarray(log), logs, atol=0.05)
 
 

@@ -18,17 +18,12 @@ from pallas_kernels.attention.rope_attention import plan, rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import heads_of, poisoned, values_of
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
-from tests.kernels.attention.test_decode_attention import (
-    NEWEST,
-    error,
-    kernels_of,
-    make,
-    oracle,
-    poison,
-    stored,
-)
+from tests.kernels.attention.test_decode_attention import NEWEST, kernels_of, oracle
 
 DIRECT = importlib.import_module("pallas_kernels.attention.direct")
 
@@ -36,13 +31,13 @@ DIRECT = importlib.import_module("pallas_kernels.attention.direct")
 def case(capacity, heads, dtype, batch=5, cache=None):
     n, n_kv, h = heads
     rng = np.random.default_rng(3)
-    qkv = jnp.asarray(rng.standard_normal((batch, n + 2 * n_kv, h)), dtype)
-    angle = jnp.asarray(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
+    qkv = as_jax(rng.standard_normal((batch, n + 2 * n_kv, h)), dtype)
+    angle = as_jax(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
     slots = [capacity // 2 + 3, capacity, 0, capacity - 1, capacity + 7][:batch]
-    slots = jnp.asarray(slots, jnp.int32)
-    _, k, v, _ = make(batch, capacity, n, n_kv, h, cache or dtype, dtype)
+    slots = as_jax(slots, jnp.int32)
+    _, k, v, _ = heads_of(batch, capacity, n, n_kv, h, cache or dtype, dtype)
     # Nothing of the new token's place, nor of what follows it, is ever read.
-    k, v = poison(k, slots), poison(v, slots)
+    k, v = poisoned(k, slots), poisoned(v, slots)
     return qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots
 
 
@@ -50,7 +45,7 @@ def norm_of(args):
     """Weights of the norm of q and k, and eps."""
     h, dtype = args[0].shape[-1], args[0].dtype
     rng = np.random.default_rng(5)
-    return *(jnp.asarray(rng.normal(size=h) + 1, dtype) for _ in "qk"), 1e-6
+    return *(as_jax(rng.normal(size=h) + 1, dtype) for _ in "qk"), 1e-6
 
 
 def check(args, window, bound, implementation, norm=None):
@@ -70,11 +65,11 @@ def check(args, window, bound, implementation, norm=None):
     q, want_k, want_v = write(*args, implementation="xla")
     slots = np.asarray(slots)
     want = oracle(q, want_k, want_v, np.where(slots < capacity, slots + 1, 0), window)
-    assert error(out, want) < bound
+    assert relative_rms(out, want) < bound
     assert not np.asarray(out, np.float32)[slots >= capacity].any()
     for got, expected in ((k, want_k), (v, want_v)):
         near = 0.05 if isinstance(got, QTensor) else 2 * bound  # a tie may round either way
-        np.testing.assert_allclose(stored(got), stored(expected), near, near)
+        np.testing.assert_allclose(values_of(got), values_of(expected), near, near)
 
 
 @pytest.mark.core

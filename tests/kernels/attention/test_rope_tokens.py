@@ -13,8 +13,10 @@ from pallas_kernels.attention import rope_cache_kernel
 from pallas_kernels.attention.blockwise import joined
 from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import cache_of, values_of
 from tests.helpers.warp_emulator import emulated
-from tests.kernels.attention.test_decode_attention import CACHES, NEWEST, as_cache, stored
+from tests.kernels.attention.test_decode_attention import CACHES, NEWEST
 
 
 def case(cache, heads=(6, 2, 64), batch=3, width=5, capacity=64, page=None):
@@ -22,27 +24,27 @@ def case(cache, heads=(6, 2, 64), batch=3, width=5, capacity=64, page=None):
     n, n_kv, h = heads
     rng = np.random.default_rng(0)
     dtype = "float16" if cache == "float16" else "bfloat16"
-    qkv = jnp.asarray(rng.standard_normal((batch, width, n + 2 * n_kv, h)), dtype)
-    angle = jnp.asarray(rng.uniform(0, 6, (batch, width, h // 2)), jnp.float32)
+    qkv = as_jax(rng.standard_normal((batch, width, n + 2 * n_kv, h)), dtype)
+    angle = as_jax(rng.uniform(0, 6, (batch, width, h // 2)), jnp.float32)
     k, v = (
-        as_cache(jnp.asarray(rng.standard_normal((batch, capacity, n_kv, h)), dtype), cache)
+        cache_of(rng.standard_normal((batch, capacity, n_kv, h)).astype(jnp.dtype(dtype)), cache)
         for _ in range(2)
     )
     slots = np.arange(width) + np.asarray([capacity - width + 2, 4, 0])[:, None]
     slots[1, -1] = capacity
-    slots, table = jnp.asarray(slots, jnp.int32), None
+    slots, table = as_jax(slots, jnp.int32), None
     if page is not None:
         k, v = (jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), kv) for kv in (k, v))
         entries = capacity // page
         table = np.array(rng.permutation(batch * entries).reshape(batch, entries), np.int32)
         table[2, 0] = batch * entries  # no page
-        table = jnp.asarray(table)
+        table = as_jax(table)
     return (qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots), table
 
 
 def near(got, want, bound=1e-6):
     """By the RMS of the difference."""
-    got, want = stored(got), stored(want)
+    got, want = values_of(got), values_of(want)
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < bound
 
 
@@ -57,7 +59,7 @@ def as_xla(got, given, table, bound):
     for i in (0, 3, 4):
         near(got[i], want[i], bound)
     for new, kv in zip(got[1:3], got[3:], strict=True):
-        whole = stored(kv if table is None else joined(kv, table))
+        whole = values_of(kv if table is None else joined(kv, table))
         for row in range(qkv.shape[0]):
             held = np.asarray(slots[row]) < whole.shape[1]
             if table is not None:
@@ -93,7 +95,7 @@ def test_tokens_at_once_are_tokens_one_by_one(cache, page):
     if page is None:
         row = np.asarray(slots[2])
         for new, kv in zip((new_k, new_v), after, strict=True):
-            near(np.asarray(new)[2], stored(kv)[2, row].astype(qkv.dtype))
+            near(np.asarray(new)[2], values_of(kv)[2, row].astype(qkv.dtype))
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")

@@ -15,7 +15,10 @@ import pytest
 
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.dispatch import Reason
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import heads_of, in_pages, poisoned
 from tests.helpers.cases import each_once
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
@@ -23,26 +26,22 @@ from tests.kernels.attention.test_decode_attention import (
     MOSAIC_CACHES,
     NEWEST,
     as_cache,
-    error,
     form_given,
     kernels_of,
-    make,
     oracle,
-    poison,
 )
-from tests.kernels.attention.test_pages import in_pages
 
 
 def case(tokens, capacity, heads, cache, q_dtype="bfloat16"):
     """Rows that are full, empty, begun by these tokens, and padded behind them; NaN past each."""
-    q, k, v, _ = make(4 * tokens, capacity, *heads, cache, q_dtype)
-    k, v = (jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[:4]), x) for x in (k, v))
+    q, k, v, _ = heads_of(4 * tokens, capacity, *heads, cache, q_dtype)
+    k, v = (jax.tree.map(lambda leaf: as_jax(np.asarray(leaf)[:4]), x) for x in (k, v))
     newest = np.asarray([capacity, 0, tokens - 1, capacity // 2 + 3])
     lengths = np.maximum(newest[:, None] - np.arange(tokens)[::-1], 0)
     lengths[3, -1] = 0
     longest = lengths.max(axis=1)
     q = q.reshape(4, tokens, *q.shape[1:])
-    return q, poison(k, longest), poison(v, longest), jnp.asarray(lengths, jnp.int32)
+    return q, poisoned(k, longest), poisoned(v, longest), as_jax(lengths, jnp.int32)
 
 
 def want_of(q, k, v, lengths, window):
@@ -69,7 +68,7 @@ def test_the_xla_form_and_the_reference_are_a_float64_softmax(cache, window):
     xla = functools.partial(decode_attention, implementation="xla")
     for form in (xla, decode_attention_reference):
         got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window)
-        assert error(got, want) < 1e-5
+        assert relative_rms(got, want) < 1e-5
         assert not np.asarray(got)[np.asarray(lengths) == 0].any()
 
 
@@ -153,7 +152,7 @@ def test_the_kernel_emulated_is_a_float64_softmax(given, monkeypatch):
         got = decode_attention(
             q, k, v, lengths, window=window, table=table, implementation="mosaic"
         )
-    assert error(got, want) < 4e-3
+    assert relative_rms(got, want) < 4e-3
     assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
 
 
@@ -190,7 +189,7 @@ def test_the_kernel_is_a_float64_softmax(tokens, heads, cache, page, window, mon
         run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
         options = {"window": window, "table": table, "implementation": "mosaic"}
         got = run(q, k, v, lengths, **options)
-        assert error(got, want) < 4e-3
+        assert relative_rms(got, want) < 4e-3
         assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
         again = run(q, k, v, lengths, **options)
         assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))

@@ -17,20 +17,10 @@ from pallas_kernels.cpu import attention, frame, jit
 from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
 from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
+from tests.helpers.arrays import as_jax
+from tests.helpers.cache_cases import cache_of, heads_of, in_pages, poisoned, same, values_of
 from tests.helpers.cases import each_once
-from tests.helpers.cpu_cases import (
-    GuardedPages,
-    cache_of,
-    error,
-    heads_of,
-    in_pages,
-    native,
-    poisoned,
-    same,
-    same_bits_under_load,
-    stored,
-    values_of,
-)
+from tests.helpers.cpu_cases import GuardedPages, error, native, same_bits_under_load, stored
 
 CACHES = ["float32", "bfloat16", "float16", "int8", "int4"]
 TOLERANCE = 1e-6
@@ -68,14 +58,14 @@ def new_token(capacity, heads, dtype="float32", cache=None, batch=5):
     """(qkv, cos, sin, k, v, slots) of the op that writes a new token and attends."""
     n, n_kv, width = heads
     rng = np.random.default_rng(3)
-    qkv = jnp.asarray(rng.standard_normal((batch, n + 2 * n_kv, width)), dtype)
+    qkv = as_jax(rng.standard_normal((batch, n + 2 * n_kv, width)), dtype)
     angle = rng.uniform(0, 6, (batch, width // 2))
-    slots = jnp.asarray([capacity // 2 + 3, capacity, 0, capacity - 1, capacity + 7], jnp.int32)
+    slots = as_jax([capacity // 2 + 3, capacity, 0, capacity - 1, capacity + 7], jnp.int32)
     shape = batch, capacity, n_kv, width
     kv = [cache_of(rng.standard_normal(shape), cache or dtype) for _ in range(2)]
     # Nothing of the new token's place, nor of what follows it, is ever read.
     kv = [poisoned(x, slots[:batch]) for x in kv]
-    tables = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    tables = (as_jax(f(angle), jnp.float32) for f in (np.cos, np.sin))
     return qkv, *tables, *kv, slots[:batch]
 
 
@@ -126,8 +116,9 @@ def test_queries_of_16_bits(dtype):
     assert error(np.asarray(got), softmax(q, k, v, lengths)) < 4e-3
 
 
-@pytest.mark.parametrize("target", native(), ids=lambda t: t.name)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("cache", "target"), each_once(CACHES, native()), ids=lambda x: getattr(x, "name", x)
+)
 def test_every_target_of_this_machine_computes_it(cache, target):
     q, k, v, lengths = heads_of(5, PART + 44, *HEADS, cache)
     assert error(by_hand(q, k, v, lengths, on=target), softmax(q, k, v, lengths)) < TOLERANCE
@@ -159,7 +150,7 @@ def test_shapes_of_any_size_on_guarded_pages(seeds):
         n_kv, group = int(rng.integers(1, 4)), int(rng.integers(1, 6))
         batch, capacity = int(rng.integers(1, 5)), int(rng.choice([1, 7, 64, 255, 257, 530, 800]))
         q, k, v, _ = heads_of(batch, capacity, n_kv * group, n_kv, width, cache, seed=seed)
-        lengths = jnp.asarray(rng.integers(0, capacity + 1, batch), jnp.int32)
+        lengths = as_jax(rng.integers(0, capacity + 1, batch), jnp.int32)
         window = int(rng.integers(1, capacity + 1)) if seed % 3 == 0 else None
         want = softmax(q, k, v, lengths, window)
         k, v = poisoned(k, lengths), poisoned(v, lengths)
@@ -183,7 +174,7 @@ def test_a_table_that_lies_reads_some_page():
     (k, v), table = in_pages((k, v), 16, lengths)
     table = jnp.full_like(table, -(2**31)).at[1].set(2**31 - 1)
     by_hand(q, k, v, lengths, table, place=GuardedPages().place)
-    by_hand(q, k, v, jnp.asarray([-5, 2**31 - 1, 9]), table, place=GuardedPages().place)
+    by_hand(q, k, v, as_jax([-5, 2**31 - 1, 9]), table, place=GuardedPages().place)
 
 
 def test_a_rows_bits_do_not_depend_on_its_neighbours():
@@ -214,7 +205,7 @@ def test_the_new_token_is_written_and_seen(cache, paged):
     out, *after = step(qkv, cos, sin, *given, slots)
     q, *want = jax.jit(functools.partial(rope_and_write, table=table))(qkv, cos, sin, *given, slots)
     same(after, want)
-    seen = jnp.asarray(np.where(np.asarray(slots) < capacity, np.asarray(slots) + 1, 0))
+    seen = as_jax(np.where(np.asarray(slots) < capacity, np.asarray(slots) + 1, 0))
     attend = jax.jit(functools.partial(decode_attention, implementation="cpu", **options))
     same(out, attend(q, *want, seen))
     assert not np.asarray(out)[np.asarray(slots) >= capacity].any()
@@ -230,11 +221,11 @@ def test_each_of_several_tokens_has_its_own_steps_bits(cache, paged):
     new = [np.asarray(x) for x in new]
     tokens = [np.stack([np.roll(x, t, axis=-1) for t in range(n_tokens)], axis=1) for x in new]
     qkv, cos, sin = map(jnp.asarray, tokens)
-    first = jnp.asarray([PART - 2, capacity - 3, 0, capacity, 77], jnp.int32)
+    first = as_jax([PART - 2, capacity - 3, 0, capacity, 77], jnp.int32)
     slots = np.minimum(np.asarray(first)[:, None] + np.arange(n_tokens), capacity)
     slots[-1, 2:] = capacity  # not new
-    slots = jnp.asarray(slots, jnp.int32)
-    k, v = jax.tree.map(lambda x: jnp.asarray(np.nan_to_num(np.asarray(x))), (k, v))
+    slots = as_jax(slots, jnp.int32)
+    k, v = jax.tree.map(lambda x: as_jax(np.nan_to_num(np.asarray(x))), (k, v))
     table = None
     if paged:
         (k, v), table = in_pages((k, v), 16, jnp.full(k.shape[0], capacity, jnp.int32))
@@ -248,7 +239,7 @@ def test_each_of_several_tokens_has_its_own_steps_bits(cache, paged):
         one, *want = step(qkv[:, t], cos[:, t], sin[:, t], *want, slots[:, t])
         same(out[:, t], one)
     same(after, want)
-    seen = jnp.asarray(np.where(np.asarray(slots) < capacity, np.asarray(slots) + 1, 0))
+    seen = as_jax(np.where(np.asarray(slots) < capacity, np.asarray(slots) + 1, 0))
     q, *_ = jax.jit(functools.partial(rope_and_write_tokens, table=table))(
         qkv, cos, sin, k, v, slots
     )
@@ -284,7 +275,7 @@ def test_under_scan_vmap_and_grad():
     same(outs[0], outs[1])
     loss = lambda q, how: jnp.sum(jnp.sin(decode_attention(q, k, v, slots, implementation=how)))  # noqa: E731
     q = new[0][:, : HEADS[0]]
-    k, v = (jnp.asarray(np.nan_to_num(x)) for x in (k, v))
+    k, v = (as_jax(np.nan_to_num(x)) for x in (k, v))
     slopes = (jax.jit(jax.grad(loss), static_argnums=1)(q, how) for how in ("cpu", "xla"))
     np.testing.assert_allclose(*slopes, 1e-5, 1e-6)
 

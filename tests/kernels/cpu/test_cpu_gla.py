@@ -13,6 +13,7 @@ from pallas_kernels import explain, gla_step
 from pallas_kernels.cpu import frame, gla, jit
 from pallas_kernels.cpu.gla import CpuPlan, GlaStepProgram
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
+from tests.helpers.arrays import as_jax
 from tests.helpers.cpu_cases import GuardedPages, error, native, same_bits_under_load
 
 TOLERANCE = 1e-6
@@ -91,7 +92,7 @@ def test_a_row_that_stands_still_keeps_its_bits():
 
 
 def test_xla_runs_it_in_place():
-    operands = [jnp.asarray(x) for x in case(2, 2, 32, 64)]
+    operands = [as_jax(x) for x in case(2, 2, 32, 64)]
     step = functools.partial(gla_step, implementation="cpu")
     want = by_hand(*map(np.asarray, operands))
     for got in (step(*operands), jax.jit(step)(*operands)):
@@ -107,7 +108,7 @@ def test_xla_runs_it_in_place():
 
 
 def test_its_derivative_is_xlas():
-    operands = [jnp.asarray(x) for x in case(1, 2, 8, 16)]
+    operands = [as_jax(x) for x in case(1, 2, 8, 16)]
     operands[3] = jnp.maximum(operands[3], -5.0)
 
     def loss(how, *operands):

@@ -20,6 +20,7 @@ from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.matmul import HELD_ROWS, Matmul
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.cpu_cases import (
     SCHEMES,
@@ -43,7 +44,7 @@ ROUNDING = 2e-2
 
 def run(x, w, **options):
     """Of numpy's arrays, by the handler or not at all."""
-    return np.asarray(quantized_matmul(jnp.asarray(x), jax.device_put(w), **options))
+    return np.asarray(quantized_matmul(as_jax(x), jax.device_put(w), **options))
 
 
 @pytest.mark.parametrize(("scheme", "rows"), each_once(list(SCHEMES), [1, 3, 11], pytest.mark.core))
@@ -190,10 +191,10 @@ def test_what_stands_around_the_product_is_inside(rows, fused):
     out = n // 2 if "swiglu" in fused else n
     options, shapes = {}, {}
     if "norm" in fused:
-        options["norm"] = jnp.asarray(floats(k, seed=2)), 1e-5
+        options["norm"] = as_jax(floats(k, seed=2)), 1e-5
     for name, shape in (("bias", (n,)), ("residual", (rows, out))):
         if name in fused:
-            options[name] = shapes[name] = jnp.asarray(floats(*shape, seed=3))
+            options[name] = shapes[name] = as_jax(floats(*shape, seed=3))
     options["swiglu"] = "swiglu" in fused
     assert "cpu, quantized_matmul_cpu" in explain(quantized_matmul, x, prepared(w), **options)
     found = run(x, prepared(w), **options)
@@ -213,7 +214,7 @@ def test_what_stands_around_the_product_is_inside(rows, fused):
 
 def test_a_bias_behind_a_tail_of_rows():
     w, x, bias = weight("q8_0", 21, 64), floats(2, 64), floats(21, seed=4)
-    assert error(run(x, prepared(w), bias=jnp.asarray(bias)), oracle(x, w) + bias) < TOLERANCE
+    assert error(run(x, prepared(w), bias=as_jax(bias)), oracle(x, w) + bias) < TOLERANCE
 
 
 def test_columns_in_another_order_and_leading_axes():
@@ -230,7 +231,7 @@ def test_columns_in_another_order_and_leading_axes():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_activations_of_16_bits(dtype):
-    w, x = weight("q4_0", 32, 64), jnp.asarray(floats(3, 64)).astype(dtype)
+    w, x = weight("q4_0", 32, 64), as_jax(floats(3, 64)).astype(dtype)
     found = quantized_matmul(x, jax.device_put(prepared(w)))
     assert found.dtype == x.dtype
     wanted = oracle(np.asarray(x.astype(jnp.float32)), w)
@@ -239,7 +240,7 @@ def test_activations_of_16_bits(dtype):
 
 def test_transformations():
     w = weight("q4_1", 32, 64)
-    known, x = jax.device_put(prepared(w)), jnp.asarray(floats(4, 64))
+    known, x = jax.device_put(prepared(w)), as_jax(floats(4, 64))
     slope = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(quantized_matmul(x, w) * 0.1))))
     plain = quantized_matmul(x, known)
     np.testing.assert_array_equal(jax.jit(quantized_matmul)(x, known), plain)
@@ -265,7 +266,7 @@ def test_transformations():
 
 
 def test_the_choice_is_the_weights():
-    w, x = jax.device_put(weight("q4_1", 32, 64)), jnp.asarray(floats(1, 64))
+    w, x = jax.device_put(weight("q4_1", 32, 64)), as_jax(floats(1, 64))
     known = jax.device_put(prepared(weight("q4_1", 32, 64)))
     said = explain(quantized_matmul, x, known)
     assert f"cpu, quantized_matmul_cpu, {jit.host().name}, Matmul(bits=4" in said
@@ -284,7 +285,7 @@ def test_the_choice_is_the_weights():
 
 
 def test_without_handlers_xla_takes_it_and_says_why(monkeypatch):
-    w, x = jax.device_put(weight("q4_0", 32, 64)), jnp.asarray(floats(1, 64))
+    w, x = jax.device_put(weight("q4_0", 32, 64)), as_jax(floats(1, 64))
     known = jax.device_put(prepared(weight("q4_0", 32, 64)))
     monkeypatch.setenv(VARIABLE, "off")
     assert f"xla ({VARIABLE}=off)" in explain(quantized_matmul, x, known)

@@ -25,6 +25,7 @@ from pallas_kernels.cpu import (
 )
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.cpu_cases import SCHEMES, prepared, values, weight
 
@@ -85,7 +86,7 @@ def test_scales_that_are_not_finite_come_back():
 def test_rows_are_the_tables(scheme):
     w = weight(scheme, 50, 128)
     table = jax.device_put(prepared(w))
-    tokens = jnp.asarray(np.array([[0, 49, 17], [3, 16, 31]], np.int32))
+    tokens = as_jax(np.array([[0, 49, 17], [3, 16, 31]], np.int32))
     found = jax.jit(lambda t, i: dequantize(t.rows(i)))(table, tokens)
     np.testing.assert_allclose(found, values(w)[np.asarray(tokens)], rtol=1e-6, atol=1e-6)
 
@@ -146,7 +147,7 @@ def test_what_has_no_form_says_why(w, said):
 
 def test_a_stack_of_weights_is_a_weight_with_a_leading_axis():
     one = jax.device_put(prepared(weight("q4_1", 40, 64)))
-    both = jax.tree.map(lambda a: jnp.asarray(np.stack([a, a])), one)
+    both = jax.tree.map(lambda a: as_jax(np.stack([a, a])), one)
     assert both.shape == (2, 40, 64) and both.ndim == 3 and both.size == 2 * 40 * 64
     _same(jax.tree.map(lambda a: np.asarray(a)[1], jax.jit(restore)(both)), restore(one))
 

@@ -15,7 +15,9 @@ from pallas_kernels.cpu import CpuWeight, prepare, restore, unavailable
 from pallas_kernels.experts import predict, xla
 from pallas_kernels.experts.blocks import blocks_of, most_blocks
 from pallas_kernels.experts.op import grouped_matmul_reference
-from tests.helpers.cases import pairwise
+from tests.helpers.arrays import as_jax
+from tests.helpers.cases import each_once, pairwise
+from tests.helpers.packed_oracle import floats_of
 
 E, OUT, IN = 5, 24, 64
 SCHEMES = {
@@ -35,26 +37,42 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def weight(scheme: str, floating_zeros: bool = False) -> jax.Array | QTensor:
-    w = jnp.asarray(draw(E, OUT, IN, seed=1) * IN**-0.5)
+    w = as_jax(draw(E, OUT, IN, seed=1) * IN**-0.5)
     if SCHEMES[scheme] is None:
         return w.astype(scheme)
     made = jax.jit(functools.partial(quantize, **SCHEMES[scheme]))(w)
     if floating_zeros:
-        made = dataclasses.replace(made, zero=jnp.asarray(0.01 * draw(*made.scale.shape)))
+        made = dataclasses.replace(made, zero=as_jax(0.01 * draw(*made.scale.shape)))
     return made
 
 
-def chosen(tokens: int, k: int, seed: int = 0) -> jax.Array:
+def chosen(tokens: int, k: int, seed: int = 0) -> np.ndarray:
     """Different experts for each token; the last expert has none."""
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(E - 1)[:k] for _ in range(tokens)]
-    return jnp.asarray(np.asarray(rows, np.int32).reshape(tokens, k))
+    return np.asarray(rows, np.int32).reshape(tokens, k)
 
 
-def wide_reference(x, w, experts, **options):
-    """The reference of the same numbers, all of them cast up."""
-    up = lambda v: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v  # noqa: E731
-    return grouped_matmul_reference(*map(up, (x, w)), experts, **options)
+def in_numpy(x, w, experts, *, weights=None, bias=None, gated=None) -> np.ndarray:
+    """The op in float64 of the same numbers, token by token."""
+    w = floats_of(w) if isinstance(w, QTensor) else np.asarray(w)
+    w, x, experts = w.astype(np.float64), np.asarray(x).astype(np.float64), np.asarray(experts)
+    x = np.repeat(x[:, None], experts.shape[1], axis=1) if x.ndim == 2 else x
+    y = np.einsum("tki,tkoi->tko", x, w[experts])
+    y = y if bias is None else y + np.asarray(bias, np.float64)[experts]
+    if gated is not None:
+        gate, up = np.split(y, 2, axis=-1)
+        if isinstance(gated, ClampedGate):
+            gate, up = np.minimum(gate, gated.limit), np.clip(up, -gated.limit, gated.limit)
+            y = gate / (1 + np.exp(-gated.alpha * gate)) * (up + 1)
+        elif gated == "silu":
+            y = gate / (1 + np.exp(-gate)) * up
+        else:
+            inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            y = gate * (1 + np.tanh(inner)) / 2 * up
+    if weights is not None:
+        y = np.einsum("tko,tk->to", y, np.asarray(weights, np.float64))
+    return y
 
 
 @pytest.mark.parametrize(
@@ -69,45 +87,53 @@ def wide_reference(x, w, experts, **options):
 )
 def test_values(scheme, dtype, gated, own_rows, weighted) -> None:
     tokens, k = 13, 3
-    x = jnp.asarray(draw(tokens, k, IN) if own_rows else draw(tokens, IN)).astype(dtype)
-    options = {"gated": gated, "bias": jnp.asarray(draw(E, OUT, seed=2))}
+    x = as_jax(draw(tokens, k, IN) if own_rows else draw(tokens, IN)).astype(dtype)
+    options = {"gated": gated, "bias": as_jax(draw(E, OUT, seed=2))}
     if weighted:
-        options["weights"] = jnp.asarray(np.abs(draw(tokens, k, seed=3)))
+        options["weights"] = as_jax(np.abs(draw(tokens, k, seed=3)))
     w, experts = weight(scheme), chosen(tokens, k)
     got = jax.jit(functools.partial(grouped_matmul, gated=gated))(
         x, w, experts, **{name: v for name, v in options.items() if name != "gated"}
     )
-    want = np.asarray(wide_reference(x, w, experts, **options))
+    want = in_numpy(x, w, experts, **options)
     assert (got.dtype, got.shape) == (jnp.dtype(dtype), want.shape)
     error = np.sqrt(np.mean(np.square(np.asarray(got, np.float32) - want)))
     assert error <= BOUND[dtype] * np.sqrt(np.mean(np.square(want)))
 
 
-@pytest.mark.parametrize("scheme", ["float32", "int8", "int4-zeros"])
-@pytest.mark.parametrize("form", predict.XLA_FORMS)
+@pytest.mark.parametrize(
+    ("form", "scheme"), each_once(predict.XLA_FORMS, ["float32", "int8", "int4-zeros"])
+)
 def test_the_forms_of_an_accelerator(form, scheme) -> None:
     """Run here, where another is chosen."""
-    x, w, experts = jnp.asarray(draw(13, IN)), weight(scheme), chosen(13, 3).reshape(-1)
+    x, w, experts = as_jax(draw(13, IN)), weight(scheme), chosen(13, 3).reshape(-1)
     w = QTensor(w.q, w.scale, w.zero) if isinstance(w, QTensor) else w
     size = predict.block_rows(len(experts), E)
     run = functools.partial(xla.BY_FORM[form], fan=3, size=size, dtype=jnp.float32)
-    got = jax.jit(run)(x, w, experts)
-    want = grouped_matmul_reference(x, w, experts.reshape(13, 3)).reshape(-1, OUT)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    many = jax.jit(jax.vmap(run, in_axes=(0, None, 0)))(x[None], w, experts[None])
-    np.testing.assert_allclose(many[0], want, atol=1e-5)
-    loss = lambda f, x, w: jnp.sum(jnp.sin(f(x, w, experts)))  # noqa: E731
+    loss = lambda f, *given: jnp.sum(jnp.sin(f(*given)))  # noqa: E731
     whole = lambda *given: xla.sums(*given, 3)  # noqa: E731
-    d_got, d_want = (jax.jit(jax.grad(functools.partial(loss, f)))(x, w) for f in (run, whole))
-    np.testing.assert_allclose(d_got, d_want, atol=1e-5)
+
+    @jax.jit
+    def all_of(x, w, experts):
+        many = jax.vmap(run, in_axes=(0, None, 0))(x[None], w, experts[None])
+        slopes = [jax.grad(functools.partial(loss, f))(x, w, experts) for f in (run, whole)]
+        return run(x, w, experts), many[0], slopes
+
+    got, many, slopes = all_of(x, w, experts)
+    want = in_numpy(x, w, experts.reshape(13, 3)).reshape(-1, OUT)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(many, want, atol=1e-5)
+    np.testing.assert_allclose(*slopes, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", predict.XLA_FORMS)
 def test_no_nan_of_an_expert_that_is_not_chosen(form) -> None:
-    x, w, experts = jnp.asarray(draw(13, IN)), weight("float32"), chosen(13, 3).reshape(-1)
+    x, w, experts = as_jax(draw(13, IN)), weight("float32"), chosen(13, 3).reshape(-1)
     size = predict.block_rows(len(experts), E)
-    got = xla.BY_FORM[form](x, w.at[-1].set(jnp.nan), experts, fan=3, size=size, dtype=jnp.float32)
-    assert np.isfinite(got).all()
+    w = np.array(w)
+    w[-1] = np.nan
+    run = functools.partial(xla.BY_FORM[form], fan=3, size=size, dtype=jnp.float32)
+    assert np.isfinite(jax.jit(run)(x, w, experts)).all()
 
 
 @pytest.mark.parametrize("scheme", ["float32", "int4-zeros"])
@@ -115,7 +141,7 @@ def test_a_token_has_the_same_bits_in_any_batch(scheme) -> None:
     """Alone, in other batches, in another order, and beside NaN."""
     run = jax.jit(functools.partial(grouped_matmul, gated="silu"))
     x, w, experts = draw(70, IN), weight(scheme), chosen(70, 3)
-    weights = jnp.asarray(np.abs(draw(70, 3, seed=3)))
+    weights = np.abs(draw(70, 3, seed=3))
     want = np.asarray(run(x, w, experts, weights=weights))
     order = np.random.default_rng(1).permutation(70)
     for rows in (np.arange(1), np.arange(9), np.arange(50, 70), order):
@@ -141,8 +167,8 @@ def test_blocks_hold_every_pair_once(size) -> None:
 @pytest.mark.parametrize("scheme", ["float32", "int8", "float-zeros"])
 def test_gradients_are_the_reference_s(scheme) -> None:
     w = weight("int8", floating_zeros=True) if scheme == "float-zeros" else weight(scheme)
-    x, experts = jnp.asarray(draw(9, IN)), chosen(9, 2)
-    weights, bias = jnp.asarray(draw(9, 2, seed=3)), jnp.asarray(draw(E, OUT, seed=2))
+    x, experts = as_jax(draw(9, IN)), chosen(9, 2)
+    weights, bias = as_jax(draw(9, 2, seed=3)), as_jax(draw(E, OUT, seed=2))
     floats, static = (w, lambda w: w), None
     if isinstance(w, QTensor):
         static = w
@@ -158,12 +184,13 @@ def test_gradients_are_the_reference_s(scheme) -> None:
         for op in (grouped_matmul, grouped_matmul_reference)
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
 @functools.cache
 def prepared(scheme: str, group: int | None, zeros: bool) -> tuple[QTensor, CpuWeight]:
-    w = jnp.asarray(draw(E, 64, 128, seed=1) * 128**-0.5)
+    w = as_jax(draw(E, 64, 128, seed=1) * 128**-0.5)
     made = jax.jit(functools.partial(quantize, dtype=scheme, group_size=group, symmetric=not zeros))
     plain = made(w)
     found = prepare(plain)
@@ -176,19 +203,22 @@ handler = pytest.mark.skipif(unavailable() is not None, reason="no handler on th
 
 @handler
 @pytest.mark.parametrize(
-    "scheme,group,zeros", [("int4", 32, True), ("int4", None, False), ("int8", None, False)]
+    "scheme,group,zeros,gated",
+    each_once(
+        [("int4", 32, True), ("int4", None, False), ("int8", None, False)],
+        [None, "silu", "gelu_tanh"],
+    ),
 )
-@pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])
 def test_a_cpu_s_handler(scheme, group, zeros, gated) -> None:
     """Within the rounding of x to 8 bits; the same bits for a token in any batch."""
     plain, w = prepared(scheme, group, zeros)
-    jax.tree.map(np.testing.assert_array_equal, restore(w), plain)
-    x, experts = jnp.asarray(draw(70, 128)), chosen(70, 3)
-    weights = jnp.asarray(np.abs(draw(70, 3, seed=3)))
+    jax.tree.map(np.testing.assert_array_equal, restore(jax.tree.map(np.asarray, w)), plain)
+    x, experts = draw(70, 128), chosen(70, 3)
+    weights = np.abs(draw(70, 3, seed=3))
     assert "grouped_matmul_cpu" in explain("grouped_matmul", x, w, experts)
     run = jax.jit(functools.partial(grouped_matmul, gated=gated))
     got = run(x, w, experts, weights=weights)
-    want = grouped_matmul_reference(x, plain, experts, weights=weights, gated=gated)
+    want = in_numpy(x, plain, experts, weights=weights, gated=gated)
     error = np.sqrt(np.mean(np.square(got - want)))
     assert error <= 0.015 * np.sqrt(np.mean(np.square(want)))
     for rows in (np.arange(1), np.arange(20, 33), np.random.default_rng(1).permutation(70)):
@@ -201,7 +231,7 @@ def test_a_cpu_s_handler(scheme, group, zeros, gated) -> None:
 @handler
 def test_a_cpu_s_handler_has_the_gradients_of_the_weight_that_it_stands_for() -> None:
     plain, w = prepared("int4", 32, True)
-    x, experts = jnp.asarray(draw(9, 128)), chosen(9, 2)
+    x, experts = as_jax(draw(9, 128)), chosen(9, 2)
     loss = lambda x, w: jnp.sum(grouped_matmul(x, w, experts, gated="silu"))  # noqa: E731
     got, want = (jax.jit(jax.grad(loss))(x, one) for one in (w, plain))
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -209,11 +239,12 @@ def test_a_cpu_s_handler_has_the_gradients_of_the_weight_that_it_stands_for() ->
 
 def test_an_empty_call_and_a_wrong_index() -> None:
     w = weight("float32")
-    empty = grouped_matmul(jnp.zeros((0, IN)), w, jnp.zeros((0, 2), jnp.int32))
+    run = jax.jit(grouped_matmul)
+    empty = run(np.zeros((0, IN), np.float32), w, np.zeros((0, 2), np.int32))
     assert empty.shape == (0, 2, OUT)
-    x = jnp.asarray(draw(1, IN))
-    outside = grouped_matmul(x, w, jnp.asarray([[-3, 99]], jnp.int32))
-    inside = grouped_matmul(x, w, jnp.asarray([[0, E - 1]], jnp.int32))
+    x = draw(1, IN)
+    outside = run(x, w, np.asarray([[-3, 99]], np.int32))
+    inside = run(x, w, np.asarray([[0, E - 1]], np.int32))
     np.testing.assert_array_equal(outside, inside)
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.experts import kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.matmul.few_rows import operands, row, row_loops, widen
+from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest, weight
 from tests.helpers.warp_emulator import emulated
 
@@ -41,7 +42,7 @@ def stacked(name: str, n: int, k: int):
 
 def case(name, n, k, has_bias):
     x = activations((PAIRS // 2, k), jnp.bfloat16)
-    experts = jnp.asarray([[2, 0], [1, 2]], jnp.int32)
+    experts = as_jax([[2, 0], [1, 2]], jnp.int32)
     bias = activations((E, n), jnp.float32, 2) if has_bias else None
     return x, stacked(name, n, k), experts, bias
 
@@ -103,7 +104,7 @@ def test_values_on_the_gpu(name, n, k, activation) -> None:
     f = functools.partial(grouped_matmul, bias=bias, gated=activation)
     run = jax.jit(functools.partial(f, implementation="mosaic"))
     got = run(x, w, experts)
-    order = jnp.asarray([1, 0, 1, 1, 0])
+    order = as_jax([1, 0, 1, 1, 0])
     again = run(x[order], w, experts[order])
     assert (again == got[order]).all()
     assert (run(x[1:], w, experts[1:]) == got[1:]).all()

@@ -16,6 +16,7 @@ from pallas_kernels import gated_delta, gated_delta_step
 from pallas_kernels.gated_delta import chunked
 from pallas_kernels.gated_delta.reference import gated_delta_parallel, gated_delta_recurrent
 from pallas_kernels.recurrence import groups
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.delta_cases import oracle
 from tests.kernels.gla.test_gla import BOUND, GATES, error, exponents_of, zeros
@@ -32,8 +33,8 @@ def make(b, t, h, d_k, d_v, *, key_heads=None, decay="head", gate=1.0, dtype="fl
     v, s = rng.standard_normal((b, t, h, d_v)), rng.standard_normal((b, h, d_k, d_v))
     g = -np.log1p(np.exp(-rng.standard_normal((b, t, h, d_k) if decay == "channel" else (b, t, h))))
     beta = 1 / (1 + np.exp(-rng.standard_normal((b, t, h))))
-    cast = [jnp.asarray(x, dtype) for x in (q, k, v)]
-    return *cast, *(jnp.asarray(x, jnp.float32) for x in (gate * g, beta, s))
+    cast = [as_jax(x, dtype) for x in (q, k, v)]
+    return *cast, *(as_jax(x, jnp.float32) for x in (gate * g, beta, s))
 
 
 @functools.partial(jax.jit, static_argnames="normalize_qk")
@@ -47,8 +48,8 @@ def values_and_gradients(q, k, v, g, beta, s, d_o, d_s, **options):
 
 def cotangents(v, s, seed=9):
     rng = np.random.default_rng(seed)
-    d_o = jnp.asarray(rng.standard_normal(v.shape), v.dtype)
-    return d_o, jnp.asarray(rng.standard_normal(s.shape), jnp.float32)
+    d_o = as_jax(rng.standard_normal(v.shape), v.dtype)
+    return d_o, as_jax(rng.standard_normal(s.shape), jnp.float32)
 
 
 def check(got, want, bound, names=NAMES):
@@ -93,7 +94,7 @@ def hard(t, d_k, d_v, dtype, decay, seed=2):
     k[2] = one
     k[3, :, 0] = np.stack([0 * one, one, -one, other])[rng.integers(0, 4, t)]
     as32 = functools.partial(jnp.asarray, dtype=jnp.float32)
-    return q, jnp.asarray(k.astype(jnp.dtype(dtype))), v, as32(gates), as32(beta), s
+    return q, as_jax(k.astype(jnp.dtype(dtype))), v, as32(gates), as32(beta), s
 
 
 @pytest.mark.parametrize(
@@ -171,9 +172,7 @@ def test_lengths_keep_padding_out_of_values_and_gradients():
     spoiled = [x.copy() for x in (*inputs, d_o)]
     for x in spoiled:
         x[padded] = np.nan
-    got = values_and_gradients(
-        *spoiled[:5], s, spoiled[5], d_s, lengths=jnp.asarray(lengths, jnp.int32)
-    )
+    got = values_and_gradients(*spoiled[:5], s, spoiled[5], d_s, lengths=as_jax(lengths, jnp.int32))
     got = [np.asarray(x) for x in got]
     for row, n in enumerate(lengths):
         want = oracle(
@@ -196,7 +195,7 @@ def test_packed_segments_are_separate_calls():
     starts = [0, 1, 65, 130, 200]
     ids = np.repeat([5, 3, 5, 0], np.diff(starts))[None]
     *inputs, s, d_o, d_s = map(np.asarray, (*inputs, s, d_o, d_s))
-    got = values_and_gradients(*inputs, s, d_o, d_s, segment_ids=jnp.asarray(ids, jnp.int32))
+    got = values_and_gradients(*inputs, s, d_o, d_s, segment_ids=as_jax(ids, jnp.int32))
     got = [np.asarray(x) for x in got]
     for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         first, last = i == 0, i == len(starts) - 2

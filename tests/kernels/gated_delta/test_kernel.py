@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.device import H200
+from tests.helpers.arrays import as_jax
 from tests.helpers.delta_cases import case, oracle, relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 
@@ -69,7 +70,7 @@ def test_segment_starts_equal_the_plain_recursion(reverse):
     rng = np.random.default_rng(0)
     local, transitions = rng.normal(size=(1, 2, 3, 4, 5)), rng.normal(size=(1, 2, 3, 4, 4))
     state = rng.normal(size=(1, 2, 4, 5))
-    given = (jnp.asarray(x, jnp.float32) for x in (local, transitions, state))
+    given = (as_jax(x, jnp.float32) for x in (local, transitions, state))
     starts = kernel.segment_starts(*given, reverse=reverse)
     for s in (2, 1, 0) if reverse else (0, 1, 2):
         np.testing.assert_allclose(starts[:, :, s], state, rtol=1e-4, atol=1e-4)
@@ -185,8 +186,8 @@ def test_values(shape, kind, segments, by_channel):
 def test_gradients(shape, kind, segments, by_channel):
     *x, state = case(shape, kind, by_channel=by_channel)
     rng = np.random.default_rng(9)
-    d_out = jnp.asarray(rng.normal(size=x[2].shape), jnp.bfloat16)
-    d_last = jnp.asarray(rng.normal(size=state.shape), jnp.float32)
+    d_out = as_jax(rng.normal(size=x[2].shape), jnp.bfloat16)
+    d_last = as_jax(rng.normal(size=state.shape), jnp.float32)
     got = kernel.gated_delta_backward(
         *x, d_out, d_last, scale=0.1, initial_state=state, segments=segments
     )
@@ -209,7 +210,7 @@ def test_padding_may_hold_anything(segments, dk, by_channel):
         for fill in (jnp.nan, 0)
     )
     o, last = kernel.gated_delta_forward(
-        *poison, scale=0.1, initial_state=state, lengths=jnp.asarray(lengths), segments=segments
+        *poison, scale=0.1, initial_state=state, lengths=as_jax(lengths), segments=segments
     )
     want, want_last = oracle(*clean, state, scale=0.1)
     assert relative_rms(last, want_last) < 5e-3

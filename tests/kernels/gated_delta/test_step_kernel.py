@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers.arrays import as_jax
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
@@ -29,8 +30,8 @@ def step_case(b, hk, h, dk, dv, by_channel, dtype):
     shape = (b, h, dk) if by_channel else (b, h)
     g = np.array([0.0, -0.1, -3.0, -np.inf])[rng.integers(0, 4, size=shape)]
     beta = np.array([0.0, 0.4, 1.0])[rng.integers(0, 3, size=(b, h))]
-    q, k, v = (jnp.asarray(x.astype(jnp.dtype(dtype))) for x in (q, k, v))
-    return q, k, v, *(jnp.asarray(x, jnp.float32) for x in (g, beta, state))
+    q, k, v = (as_jax(x.astype(jnp.dtype(dtype))) for x in (q, k, v))
+    return q, k, v, *(as_jax(x, jnp.float32) for x in (g, beta, state))
 
 
 def step_float64(q, k, v, g, beta, state, scale):

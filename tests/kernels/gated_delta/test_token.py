@@ -18,6 +18,8 @@ from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
 from pallas_kernels.matmul.blocks import Columns
+from tests.helpers.arrays import as_jax
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
@@ -34,14 +36,14 @@ def case(b, key_heads, heads, dk, dv=128, *, gate=True, taps=4, seed=0, dtype="b
     rng = np.random.default_rng(seed)
 
     def draw(*shape, size=1.0, mean=0.0):
-        return jnp.asarray((mean + size * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
+        return as_jax((mean + size * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
 
     features = 2 * key_heads * dk + heads * dv
     width = features + gate * heads * dv
     streams = Columns(draw(b, width + 8), 8, width), Columns(draw(b, 2 * heads), 0, 2 * heads)
     decay = draw(heads), draw(heads, mean=-2.0)
-    lengths = jnp.asarray([1, 0, 1][:b], jnp.int32)
-    state = jnp.asarray(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
+    lengths = as_jax([1, 0, 1][:b], jnp.int32)
+    state = as_jax(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
     conv, norm = draw(features, taps, size=0.5), draw(dv, size=0.2, mean=1.0)
     return streams, conv, decay, norm, lengths, state, draw(b, taps - 1, features)
 
@@ -73,10 +75,6 @@ def expected(streams, conv, decay, norm, lengths, state, last, beta_max):
         o = o * (z / (1 + np.exp(-z))).reshape(o.shape)
     new = np.where(moves[:, None, None, None], new, np.asarray(state, np.float64))
     return o, new, np.where(moves[:, None, None], inputs[:, 1:], inputs[:, :-1])
-
-
-def relative_rms(x, want) -> float:
-    return float(np.sqrt(np.mean((np.asarray(x, np.float64) - want) ** 2) / np.mean(want**2)))
 
 
 def check(given, beta_max=1.0):
@@ -129,7 +127,7 @@ def check_draft(rows, tokens, shape, **special):
         one, *new = gated_delta_token(now, *weights, ones, *map(jnp.array, after[-1]), **options)
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float32).reshape(rows, -1))
         after.append(new)
-    count = jnp.asarray([tokens - 1, 0, 1][:rows], jnp.int32)
+    count = as_jax([tokens - 1, 0, 1][:rows], jnp.int32)
     # A second layer, whose state is a token on and takes the same ones again.
     layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
     states, lasts = gated_delta_commit(layers, count)

@@ -20,6 +20,7 @@ from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.reference import gla_parallel, gla_recurrent
 from pallas_kernels.recurrence import decay as gla_decay
 from pallas_kernels.recurrence import groups
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 
 BOUND = {"float32": 1e-5, "bfloat16": 5e-3}
@@ -49,8 +50,8 @@ def make(b, t, h, d_k, d_v, *, gate=1.0, seed=0, dtype="float32"):
         )
     )
     g = np.asarray(gate) * -np.log1p(np.exp(-g))
-    cast = [jnp.asarray(x, dtype) for x in (q, k, v)]
-    return *cast, jnp.asarray(g, jnp.float32), jnp.asarray(s, jnp.float32)
+    cast = [as_jax(x, dtype) for x in (q, k, v)]
+    return *cast, as_jax(g, jnp.float32), as_jax(s, jnp.float32)
 
 
 def oracle(q, k, v, g, s, d_o=None, d_s=None, scale=None):
@@ -88,7 +89,7 @@ def values_and_gradients(q, k, v, g, s, d_o, d_s, **options):
 
 def cotangents(v, s, seed=9):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.standard_normal(v.shape), v.dtype), jnp.asarray(
+    return as_jax(rng.standard_normal(v.shape), v.dtype), as_jax(
         rng.standard_normal(s.shape), jnp.float32
     )
 
@@ -137,7 +138,7 @@ def check_stability(t, d_k, d_v, dtype):
     q, k, v, _, s = make(2, t, 1, d_k, d_v, dtype=dtype)
     gates = np.random.default_rng(1).choice(GATES, (2, t, 1, d_k))
     gates[1] = GATES[np.arange(d_k) % 6]
-    g = jnp.asarray(gates, jnp.float32)
+    g = as_jax(gates, jnp.float32)
     d_o, d_s = cotangents(v, s)
     got = [np.asarray(x) for x in values_and_gradients(q, k, v, g, s, d_o, d_s)]
     want = oracle(q, k, v, g, s, d_o, d_s)
@@ -160,7 +161,7 @@ def test_stability_promise_with_the_gpu_s_choices(dtype, monkeypatch):
 def test_both_ways_of_summing_decays_agree():
     """Additions up a tree (CPU) and products with 0/1 matrices (GPU), and their transposes."""
     rng = np.random.default_rng(0)
-    g = jnp.asarray(rng.choice(GATES, (2, 64, 5)), jnp.float32)
+    g = as_jax(rng.choice(GATES, (2, 64, 5)), jnp.float32)
     add, back = (
         jax.jit(f, static_argnames=("dtype", "on_gpu"))
         for f in (gla_decay.decay_sums, gla_decay.transpose_sums)
@@ -226,9 +227,7 @@ def test_lengths_keep_padding_out_of_values_and_gradients():
         np.where(padded[:, :, None, None], np.float32(np.nan), np.asarray(x))
         for x in (q, k, v, g, d_o)
     ]
-    got = values_and_gradients(
-        *spoiled[:4], s, spoiled[4], d_s, lengths=jnp.asarray(lengths, jnp.int32)
-    )
+    got = values_and_gradients(*spoiled[:4], s, spoiled[4], d_s, lengths=as_jax(lengths, jnp.int32))
     got = [np.asarray(x) for x in got]
     q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in (q, k, v, g, s, d_o, d_s))
     for row, n in enumerate(lengths):
@@ -253,7 +252,7 @@ def test_packed_segments_are_separate_calls():
     starts = [0, 1, 65, 130, 200]
     ids = np.repeat([5, 3, 5, 0], np.diff(starts))[None]
     given = q, k, v, g, s, d_o, d_s
-    got = values_and_gradients(*given, segment_ids=jnp.asarray(ids, jnp.int32))
+    got = values_and_gradients(*given, segment_ids=as_jax(ids, jnp.int32))
     got = [np.asarray(x) for x in got]
     q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in given)
     for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
@@ -273,8 +272,8 @@ def test_packed_segments_are_separate_calls():
 
 def test_segments_and_lengths_together():
     q, k, v, g, s = make(1, 60, 1, 8, 8)
-    ids = jnp.asarray(np.arange(60)[None] // 25, jnp.int32)
-    lengths = jnp.asarray([40], jnp.int32)
+    ids = as_jax(np.arange(60)[None] // 25, jnp.int32)
+    lengths = as_jax([40], jnp.int32)
     o, state = jax.jit(gla)(q, k, v, g, initial_state=s, segment_ids=ids, lengths=lengths)
     q, k, v, g, s, o = (np.asarray(x) for x in (q, k, v, g, s, o))
     want_o, want_s = oracle(*(x[:, 25:40] for x in (q, k, v, g)), 0 * s)
@@ -325,7 +324,7 @@ def test_parity_with_flash_linear_attention():
     from tests.golden.make_gla_golden import op_inputs
 
     golden = np.load(GOLDEN)
-    data = {name: jnp.asarray(x) for name, x in op_inputs().items()}
+    data = {name: as_jax(x) for name, x in op_inputs().items()}
     got = values_and_gradients(*(data[name] for name in ("q", "k", "v", "g", "s", "d_o", "d_s")))
     names = ("op/o", "op/s", "op/d_q", "op/d_k", "op/d_v", "op/d_g", "op/d_s")
     for name, x in zip(names, got, strict=True):
@@ -383,7 +382,7 @@ def test_bad_input_of_the_step_is_a_named_error():
 def test_a_positive_decay_is_found_only_where_it_counts():
     q, k, v, g, s = (np.array(x) for x in make(1, 6, 1, 8, 4))
     g[:, 4:] = 3.0
-    o, _ = gla(q, k, v, g, lengths=jnp.asarray([4], jnp.int32))
+    o, _ = gla(q, k, v, g, lengths=as_jax([4], jnp.int32))
     o = np.asarray(o)
     assert error(o[:, :4], oracle(*(x[:, :4] for x in (q, k, v, g)), 0 * s)[0]) < 1e-5
     # Under jit there is nothing to look at: the recursion is followed as it stands.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.device import H200
+from tests.helpers.arrays import as_jax
 from tests.helpers.lowering import kernels_in, lowered
 from tests.kernels.gla.test_gla import GATES, NAMES, error, oracle
 
@@ -55,9 +56,9 @@ def test_segment_starts_equal_the_plain_recursion(chunks, n, reverse):
         local[s] = decay[0, 0, c][:, None] * local[s] + update[c]
         state = decay[0, 0, c][:, None] * state + update[c]
     got = gla_mosaic.segment_starts(
-        jnp.asarray(local)[None, None],
-        jnp.asarray(decay),
-        jnp.asarray(start)[None, None],
+        as_jax(local)[None, None],
+        as_jax(decay),
+        as_jax(start)[None, None],
         None,
         n,
         reverse=reverse,
@@ -69,7 +70,7 @@ def test_segment_starts_equal_the_plain_recursion(chunks, n, reverse):
 def test_segment_starts_skip_the_chunks_past_a_row():
     decay = np.asarray([0.5, 0.5, np.nan, np.nan], np.float32).reshape(1, 1, 4, 1)
     local = np.asarray([3.0, 0.0], np.float32).reshape(1, 1, 2, 1, 1)
-    starts = gla_mosaic.segment_starts(local, decay, None, jnp.asarray([100]), 2)
+    starts = gla_mosaic.segment_starts(local, decay, None, as_jax([100]), 2)
     np.testing.assert_array_equal(np.asarray(starts).ravel(), [0.0, 3.0])
 
 
@@ -91,7 +92,7 @@ def test_a_reason_names_the_fact(change, reason):
 def test_ragged_rows_cannot_be_saved():
     q, k, v, g = operands(1, 64, 1, 128, 128)
     with pytest.raises(ValueError, match="save needs whole rows"):
-        gla_mosaic.gla_forward(q, k, v, g, scale=0.1, lengths=jnp.asarray([3]), save="states")
+        gla_mosaic.gla_forward(q, k, v, g, scale=0.1, lengths=as_jax([3]), save="states")
 
 
 def test_supported_shapes_have_no_reason():
@@ -102,9 +103,9 @@ def test_supported_shapes_have_no_reason():
 def test_halves_of_a_head_are_the_head():
     """In the XLA form: values, state and gradients."""
     rng = np.random.default_rng(0)
-    q, k, g = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, 2, 70, 3, 512)))
-    v, d_o = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 2, 70, 3, 64)))
-    state = jnp.asarray(rng.normal(size=(2, 3, 512, 64)), jnp.float32)
+    q, k, g = (as_jax(x, jnp.float32) for x in rng.normal(size=(3, 2, 70, 3, 512)))
+    v, d_o = (as_jax(x, jnp.float32) for x in rng.normal(size=(2, 2, 70, 3, 64)))
+    state = as_jax(rng.normal(size=(2, 3, 512, 64)), jnp.float32)
 
     def whole(q, k, v, g, state):
         o, new = gla(q, k, v, g, initial_state=state, scale=0.1)
@@ -180,14 +181,14 @@ CASES = [  # (B, T, H, Dk, Dv), gates, segments
 def gpu_case(shape, gate):
     b, t, h, dk, dv = shape
     rng = np.random.default_rng(3)
-    q, k = (jnp.asarray(x, jnp.bfloat16) for x in rng.normal(size=(2, b, t, h, dk)))
-    v, d_out = (jnp.asarray(x, jnp.bfloat16) for x in rng.normal(size=(2, b, t, h, dv)))
-    state, d_state = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, b, h, dk, dv)))
+    q, k = (as_jax(x, jnp.bfloat16) for x in rng.normal(size=(2, b, t, h, dk)))
+    v, d_out = (as_jax(x, jnp.bfloat16) for x in rng.normal(size=(2, b, t, h, dv)))
+    state, d_state = (as_jax(x, jnp.float32) for x in rng.normal(size=(2, b, h, dk, dv)))
     if gate == "mixed":
         g = GATES[rng.integers(0, len(GATES), size=(b, t, h, dk))]
     else:
         g = -np.abs(rng.normal(size=(b, t, h, dk))) * (0.05 if gate == "weak" else 2.0)
-    return q, k, v, jnp.asarray(g, jnp.float32), d_out, state, d_state
+    return q, k, v, as_jax(g, jnp.float32), d_out, state, d_state
 
 
 @pytest.mark.gpu
@@ -255,7 +256,7 @@ def test_padding_may_hold_anything():
 def test_pairs_of_blocks_give_the_bits_of_blocks(monkeypatch):
     """Ragged rows, one of which ends in the first chunk."""
     q, k, v, g, _, state, _ = gpu_case((2, 330, 2, 256, 256), "weak")
-    lengths = jnp.asarray([330, 20], jnp.int32)
+    lengths = as_jax([330, 20], jnp.int32)
     forward = gla_mosaic.gla_forward.__wrapped__  # each jit traces it anew
 
     def run(*x):

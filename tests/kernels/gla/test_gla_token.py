@@ -14,7 +14,9 @@ import pytest
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.token import gla_token, plan
 from pallas_kernels.matmul.blocks import Columns
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
@@ -33,7 +35,7 @@ def case(
     rng = np.random.default_rng(seed)
 
     def draw(*shape, size=1.0, mean=0.0):
-        return jnp.asarray((mean + size * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
+        return as_jax((mean + size * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
 
     widths = [heads * dk, kv_heads * dk, kv_heads * dv, rank, heads * dv][: 5 if gate else 4]
     if together:  # with columns in front that nobody reads
@@ -42,8 +44,8 @@ def case(
     else:
         streams = [Columns(draw(b, w), 0, w) for w in widths]
     decay = draw(kv_heads * dk, rank, size=0.5), draw(kv_heads * dk)
-    lengths = jnp.asarray([1, 0, 1, 1, 1][:b], jnp.int32)
-    state = jnp.asarray(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
+    lengths = as_jax([1, 0, 1, 1, 1][:b], jnp.int32)
+    state = as_jax(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
     return streams, decay, draw(dv, size=0.2, mean=1.0), lengths, state
 
 
@@ -67,10 +69,6 @@ def expected(streams, decay, norm, lengths, state, clamp_min):
     for x in gate:
         y = y * (x / (1 + np.exp(-x))).reshape(y.shape)
     return y, state
-
-
-def relative_rms(x, want) -> float:
-    return float(np.sqrt(np.mean((np.asarray(x, np.float64) - want) ** 2) / np.mean(want**2)))
 
 
 def check(given, clamp_min=None):
@@ -121,10 +119,10 @@ def test_the_step_s_code_on_numpy(divided, dtype):
     from pallas_kernels.gla import step_registers
 
     rng = np.random.default_rng(1)
-    q, k = (jnp.asarray(x, dtype) for x in rng.standard_normal((2, 2, 3, 128)))
-    v = jnp.asarray(rng.standard_normal((2, 3, 256)), dtype)
-    g = jnp.asarray(np.where(rng.random((2, 3, 128)) < 0.1, -np.inf, -rng.random((2, 3, 128))))
-    state = jnp.asarray(rng.standard_normal((2, 3, 128, 256)), jnp.float32)
+    q, k = (as_jax(x, dtype) for x in rng.standard_normal((2, 2, 3, 128)))
+    v = as_jax(rng.standard_normal((2, 3, 256)), dtype)
+    g = as_jax(np.where(rng.random((2, 3, 128)) < 0.1, -np.inf, -rng.random((2, 3, 128))))
+    state = as_jax(rng.standard_normal((2, 3, 128, 256)), jnp.float32)
     wide = [np.asarray(x, np.float64) for x in (q, k, v, g, state)]
     want = np.exp(wide[3])[..., None] * wide[4] + wide[1][..., None] * wide[2][:, :, None]
     with emulated(gla_step_mosaic, step_registers):

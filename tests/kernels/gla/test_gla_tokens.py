@@ -14,6 +14,7 @@ from pallas_kernels.gla import token
 from pallas_kernels.gla.commit import gla_commit
 from pallas_kernels.gla.commit import plan as plan_commit
 from pallas_kernels.gla.token import gla_token, gla_tokens
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
@@ -37,7 +38,7 @@ def steps(streams, weights, state, tokens, run):
         now = [x._replace(rows=x.rows[t::tokens]) for x in streams]
         y, after = run(now, *weights, jnp.ones(state.shape[0], jnp.int32), states[-1])
         ys.append(y)
-        states.append(jnp.asarray(after, jnp.float32))
+        states.append(as_jax(after, jnp.float32))
     return ys, states
 
 
@@ -64,8 +65,8 @@ def check(rows, tokens, shape, **special):
     for t, one in enumerate(ys):
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float64).reshape(rows, -1))
     np.testing.assert_array_equal(state, before)
-    count = jnp.asarray([tokens, 0, 1, 2][:rows], jnp.int32)
-    first, second = gla_commit([jnp.array(state), states[1]], *kept, count)
+    count = as_jax([tokens, 0, 1, 2][:rows], jnp.int32)
+    first, second = gla_commit([as_jax(state), states[1]], *kept, count)
     for row, n in enumerate(count.tolist()):
         np.testing.assert_array_equal(first[row], states[n][row])
         if n == 0:
@@ -103,8 +104,8 @@ def test_the_xla_form_of_a_commit_is_the_recursion():
     rng = np.random.default_rng(0)
     k, g = rng.standard_normal((2, 2, 5, 3, 8))
     v, state = rng.standard_normal((2, 5, 3, 4)), rng.standard_normal((2, 3, 8, 4))
-    given = [[jnp.asarray(x, jnp.float32)] for x in (state, k, v, -np.abs(g))]
-    (after,) = gla_commit(*given, jnp.asarray([3, 0], jnp.int32))
+    given = [[as_jax(x, jnp.float32)] for x in (state, k, v, -np.abs(g))]
+    (after,) = gla_commit(*given, as_jax([3, 0], jnp.int32))
     for t in range(3):
         kv = k[0, t][..., None] * v[0, t][:, None]
         state[0] = np.exp(-np.abs(g[0, t]))[..., None] * state[0] + kv

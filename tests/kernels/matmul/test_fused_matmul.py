@@ -13,6 +13,7 @@ from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.shapes import LLAMA_8B
+from tests.helpers.arrays import as_jax
 from tests.helpers.few_rows import run_tiles
 from tests.helpers.matmul_cases import (
     EPS,
@@ -67,7 +68,7 @@ def test_emulated(name, m, k, kinds, changes):
     given = extras(m, n, k, dtype, kinds, jnp.float32 if m % 2 else dtype)
     ref = fused_product(x, w, bias, **given)
     out = run_tiles(x, w, bias, dtype, **given, **changes)
-    check(jnp.asarray(out), ref, dtype)
+    check(as_jax(out), ref, dtype)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes):
     n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
     pending = activations((m, k), dtype if m % 2 else jnp.float32, 9)
-    total = jnp.asarray((wide(x) + wide(pending)).astype(np.float32), dtype)
+    total = as_jax((wide(x) + wide(pending)).astype(np.float32), dtype)
     given = extras(m, n, k, dtype, kinds)
     run = functools.partial(run_tiles, w=w, bias=None, out_dtype=dtype)
     out, stored = run(x, pending=pending, **given, **changes)
@@ -119,7 +120,7 @@ def test_what_is_pending_in_a_composition(dtype):
     norm = extras(2, 96, 512, jnp.bfloat16, "n")["norm"]
     call = jax.jit(lambda x, **more: quantized_matmul(x, w, norm=norm, **more))
     out, total = call(x, pending=pending)
-    want = jnp.asarray((wide(x) + wide(pending)).astype(np.float32), x.dtype)
+    want = as_jax((wide(x) + wide(pending)).astype(np.float32), x.dtype)
     np.testing.assert_array_equal(total, want)
     np.testing.assert_array_equal(out, call(total))
     with pytest.raises(ValueError, match="before a norm"):
@@ -267,7 +268,7 @@ def test_a_row_is_bitwise_its_own(name):
         quantized_matmul(x, w, norm=norm, swiglu=True, implementation="mosaic")
     )
     whole = run(x)
-    others = run(x.at[jnp.array([0, 1, 2, 4, 5, 6, 7])].multiply(100))
+    others = run(x.at[as_jax([0, 1, 2, 4, 5, 6, 7])].multiply(100))
     assert (whole[3] == others[3]).all()
     for m in (2, 3, 5):  # one row has a kernel, and so an order of sums, of its own
         assert (run(x[:m]) == whole[:m]).all()

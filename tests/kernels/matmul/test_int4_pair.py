@@ -18,6 +18,7 @@ from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import multiples
 from tests.helpers import warp_emulator
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.matmul_cases import error, exact, lowered, newest, product, shaped
 from tests.helpers.matmul_cases import wide as floats
@@ -32,15 +33,15 @@ def operands(m, n, k, *, zeros=True, levels=2, codes="int8", group=128, seed=0):
     shape, one = (n, k // group), levels == 1
     scale = rng.uniform(0.01, 0.03, shape) if one else rng.integers(1, 9 if zeros else 16, shape)
     w = QTensor(
-        jnp.asarray(rng.integers(-8, 8, (n, k)), I4),
-        jnp.asarray(scale, BF16 if one else I8),
-        jnp.asarray(rng.integers(-8, 8, shape), I8) if zeros else None,
-        unit=None if one else jnp.asarray(rng.uniform(0.001, 0.003, (n, 1)), F32),
+        as_jax(rng.integers(-8, 8, (n, k)), I4),
+        as_jax(scale, BF16 if one else I8),
+        as_jax(rng.integers(-8, 8, shape), I8) if zeros else None,
+        unit=None if one else as_jax(rng.uniform(0.001, 0.003, (n, 1)), F32),
     )
     x = np.clip(rng.normal(0, 45, (m, k)), -127, 127)
-    x = jnp.asarray(np.round(x) if codes == "int8" else x, codes)
-    x = QTensor(x, jnp.asarray(rng.uniform(0.01, 0.03, (m, 1)), F32))
-    return x, w, jnp.asarray(rng.normal(size=n), BF16)
+    x = as_jax(np.round(x) if codes == "int8" else x, codes)
+    x = QTensor(x, as_jax(rng.uniform(0.01, 0.03, (m, 1)), F32))
+    return x, w, as_jax(rng.normal(size=n), BF16)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -49,7 +50,7 @@ def test_scales_in_two_levels(zeros):
     rng = np.random.default_rng(1)
     w = rng.normal(size=(64, 512)) * np.exp(rng.normal(0, 0.7, (64, 1)))
     w[5], w[6, :128] = 0, 0
-    w = jnp.asarray(w, F32)
+    w = as_jax(w, F32)
     made = jax.jit(
         functools.partial(quantize, dtype="int4", group_size=128, symmetric=not zeros),
         static_argnames="scale_dtype",
@@ -66,7 +67,7 @@ def test_scales_in_two_levels(zeros):
     np.testing.assert_allclose(again[1], t.unit, rtol=1e-6)
     errors = [np.mean((exact(v) - floats(w)) ** 2) for v in (t, one)]
     assert errors[0] < 1.05 * errors[1]
-    rows = t.rows(jnp.asarray([3, 1]))
+    rows = t.rows(as_jax([3, 1]))
     np.testing.assert_array_equal(exact(rows), exact(t)[[3, 1]])
 
 
@@ -89,10 +90,10 @@ def test_the_xla_form(m, n, k, group, codes, levels, zeros):
     out = jax.jit(call)(x, w, bias=bias)
     assert error(out, product(x, w, bias)) < (2e-7 if levels == 2 else 1e-6)
     rows = [np.asarray(part) for part in (x.q, x.scale)]
-    rows = [jnp.asarray(np.stack([part, part[::-1]])) for part in rows]
+    rows = [as_jax(np.stack([part, part[::-1]])) for part in rows]
     both = jax.jit(jax.vmap(lambda q, s: call(QTensor(q, s), w)))(*rows)
     np.testing.assert_allclose(both[1], both[0][::-1], rtol=1e-6)
-    floating = jax.jit(call)(jnp.asarray(exact(x), F32), w)
+    floating = jax.jit(call)(as_jax(exact(x), F32), w)
     np.testing.assert_allclose(floating, product(x, w), rtol=1e-3, atol=1e-3)
 
 
@@ -173,7 +174,7 @@ def test_every_byte_is_two_floats(monkeypatch):
     """For the 16-bit operand: exact, and rounded once by the scale."""
     for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
         monkeypatch.setattr(unpack, name, emulated)
-    byte, scale = np.arange(256, dtype=np.uint32), np.float32(jnp.asarray(0.0137, BF16))
+    byte, scale = np.arange(256, dtype=np.uint32), np.float32(as_jax(0.0137, BF16))
     scales = np.full((256, 2), scale).astype(np.dtype(BF16)).view(np.uint32)[:, 0]
     codes = np.stack([byte & 15, byte >> 4], 1).astype(np.int64)
     for zero in ZEROS:

@@ -20,6 +20,7 @@ from pallas_kernels.matmul.reference import quantized_matmul_reference
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.few_rows import run_tiles
 from tests.helpers.matmul_cases import (
@@ -44,7 +45,7 @@ IMPLEMENTATIONS = ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)]
 def rows_of_codes(shape, words, seed=0):
     """Codes with a scale a row, as activations and weights of W8A8 and FP8 are."""
     scale = np.random.default_rng(seed + 50).uniform(0.01, 0.03, (shape[0], 1))
-    return QTensor(codes(shape, words, seed), jnp.asarray(scale, jnp.float32))
+    return QTensor(codes(shape, words, seed), as_jax(scale, jnp.float32))
 
 
 def refused_or(implementation, x, w, **kwargs):
@@ -110,7 +111,7 @@ def test_int8_sums_are_exact(implementation):
     wq = rng.integers(-128, 128, (144, k)).astype(np.int8)
     xq[0], wq[0], xq[1], wq[1] = 127, 127, -128, -128  # sums near 4.2e7, multiples of 2**k below
     one = jnp.ones((33, 1), jnp.float32), jnp.ones((144, 1), jnp.float32)
-    x, w = QTensor(jnp.asarray(xq), one[0]), QTensor(jnp.asarray(wq), one[1])
+    x, w = QTensor(as_jax(xq), one[0]), QTensor(as_jax(wq), one[1])
     out = np.asarray(refused_or(implementation, x, w, out_dtype=jnp.float32))
     sums = xq.astype(np.int64) @ wq.astype(np.int64).T
     assert (out == sums.astype(np.float32)).all()
@@ -134,10 +135,10 @@ def test_hostile_values(implementation, group, scale, m, dtype):
     q[3], q[4], q[5], zero[3] = 0, -8, 7, 0
     scales = scale * rng.uniform(0.5, 2, (n, k // group))
     scales[6] = 0
-    w = QTensor(jnp.asarray(q, jnp.int4), jnp.asarray(scales, dtype), jnp.asarray(zero, jnp.int8))
+    w = QTensor(as_jax(q, jnp.int4), as_jax(scales, dtype), as_jax(zero, jnp.int8))
     x = rng.standard_normal((m, k))
     x[0, 17], x[m - 1] = 1e4, 0
-    x = jnp.asarray(x, dtype)
+    x = as_jax(x, dtype)
     out, ref = np.asarray(refused_or(implementation, x, w)), product(x, w)
     for row in range(m - 1):
         check(out[row], ref[row], dtype)
@@ -280,7 +281,7 @@ def test_decode_kernel_emulated_with_float32_scales(name):
     assert isinstance(planning.tile_plan(MatmulCall.of(x, w, x.dtype)), planning.TilePlan)
     out = run_tiles(x, w, None, jnp.float32)
     # A folded weight is rounded to bf16; otherwise every step is float32.
-    check(jnp.asarray(out), product(x, w), "bfloat16" if "g32" in name else "float32")
+    check(as_jax(out), product(x, w), "bfloat16" if "g32" in name else "float32")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes):
     x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
     assert isinstance(planning.tile_plan(MatmulCall.of(x, w, x.dtype)), planning.TilePlan)
     out = run_tiles(x, w, bias, dtype, **changes)
-    check(jnp.asarray(out), product(x, w, bias), dtype)
+    check(as_jax(out), product(x, w, bias), dtype)
 
 
 @pytest.mark.parametrize("name, m, k", [("w4-g128-zero", 16, 4096), ("w8-row", 9, 8192)])
@@ -317,7 +318,7 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     values = np.resize(np.concatenate([values, values[::-3]]), (64, 32))
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
     x = np.random.default_rng(0).integers(-100, 100, values.shape)
-    t = QTensor(jnp.asarray(values, words), jnp.ones((64, 1), dtype))
+    t = QTensor(as_jax(values, words), jnp.ones((64, 1), dtype))
     scheme = FewRowsScheme.of(t, kind)
     per_word = 32 // scheme.bits
     bits = (values & (2**scheme.bits - 1)).astype(np.uint64).reshape(64, -1, per_word)
@@ -384,7 +385,7 @@ def test_an_activation_behind_the_product(activation):
     x, bias = activations((3, 64), jnp.float32), activations((40,), jnp.float32, 2)
     w = rows_of_codes((40, 64), "int8", 3)
     given, dtype, bound = {
-        "relu": (jnp.asarray(np.asarray(x), jnp.bfloat16), jnp.bfloat16, 1e-2),
+        "relu": (as_jax(np.asarray(x), jnp.bfloat16), jnp.bfloat16, 1e-2),
         "gelu": (rows_of_codes((3, 64), "int8"), jnp.float32, 1e-6),
     }.get(activation, (x, jnp.float32, 1e-6))
     want = quantized_matmul_reference(given, w, bias=bias, activation=activation)
@@ -406,7 +407,7 @@ def test_an_activation_beside_what_else_is_fused():
     np.testing.assert_allclose(got[0], plain.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(got[1], 2 * np.asarray(x))
     slope = jax.jit(jax.grad(lambda x, w: jnp.sum(ours(x, w) ** 2)))
-    assert relative_error(slope(x, w), slope(x, jnp.asarray(exact(w), jnp.float32))) < 1e-5
+    assert relative_error(slope(x, w), slope(x, as_jax(exact(w), jnp.float32))) < 1e-5
 
 
 def test_unknown_activations_are_refused():

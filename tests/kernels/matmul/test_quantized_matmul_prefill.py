@@ -26,6 +26,7 @@ from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import PairTile
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.matmul_cases import error, lowered, newest, product, shaped
 from tests.helpers.matmul_cases import wide as floats
@@ -52,28 +53,28 @@ def pair(m, n, k, dtype, seed=0):
     def one(rows):
         q = np.clip(rng.normal(0, 45, (rows, k)), -127, 127)
         q = np.round(q) if dtype == I8 else q
-        return QTensor(jnp.asarray(q, dtype), jnp.asarray(rng.uniform(0.01, 0.03, (rows, 1)), F32))
+        return QTensor(as_jax(q, dtype), as_jax(rng.uniform(0.01, 0.03, (rows, 1)), F32))
 
-    return one(m), one(n), jnp.asarray(rng.normal(size=n), BF16)
+    return one(m), one(n), as_jax(rng.normal(size=n), BF16)
 
 
 def plain(m, n, k, dtype=BF16, seed=0):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k), (n,))]
+    return [as_jax(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k), (n,))]
 
 
 def weight_only(m, n, k, dtype, group, zeros=None, x_dtype=BF16, seed=0):
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(m, k)), x_dtype)
+    x = as_jax(rng.normal(size=(m, k)), x_dtype)
     low, high = (-8, 8) if dtype == I4 else (-128, 128)
-    q = jnp.asarray(rng.integers(low, high, (n, k)), dtype)
-    scale = jnp.asarray(rng.uniform(0.01, 0.03, (n, k // group)), x_dtype)
+    q = as_jax(rng.integers(low, high, (n, k)), dtype)
+    scale = as_jax(rng.uniform(0.01, 0.03, (n, k // group)), x_dtype)
     zero = None
     if zeros == "int":
-        zero = jnp.asarray(rng.integers(-8, 8, scale.shape), I8)
+        zero = as_jax(rng.integers(-8, 8, scale.shape), I8)
     elif zeros == "float":
-        zero = jnp.asarray(rng.normal(0, 0.05, scale.shape), x_dtype)
-    return x, QTensor(q, scale, zero), jnp.asarray(rng.normal(size=n), x_dtype)
+        zero = as_jax(rng.normal(0, 0.05, scale.shape), x_dtype)
+    return x, QTensor(q, scale, zero), as_jax(rng.normal(size=n), x_dtype)
 
 
 # --- anywhere ------------------------------------------------------------------------------------
@@ -170,8 +171,8 @@ def low_rank(m, sources, ranks, seed=1):
     """Inner products, some zero as those of other adapters are, and second factors."""
     rng = np.random.default_rng(seed)
     inner = rng.normal(size=(m, len(sources), ranks)) * (rng.random((m, 1, ranks)) < 0.3)
-    second = tuple(jnp.asarray(rng.normal(size=(n, ranks)), BF16) for n in sources)
-    return jnp.asarray(inner.reshape(m, -1), BF16), second
+    second = tuple(as_jax(rng.normal(size=(n, ranks)), BF16) for n in sources)
+    return as_jax(inner.reshape(m, -1), BF16), second
 
 
 def with_low_rank(want, inner, second) -> np.ndarray:
@@ -429,9 +430,9 @@ def test_hostile_values(scheme):
         x, w, _ = pair(m, n, k, I8 if scheme == "int8" else F8)
         sx, sw = (np.asarray(t.scale).copy() for t in (x, w))
         sx[::5], sx[1::5], sw[::7], sw[1::7] = 1e-8, 1e4, 1e-8, 1e4
-        xq = x.q.at[3].set(jnp.zeros(k, x.dtype)).at[4, 5].set(jnp.asarray(127, x.dtype))
-        x = QTensor(xq, jnp.asarray(sx))
-        w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), jnp.asarray(sw))
+        xq = x.q.at[3].set(jnp.zeros(k, x.dtype)).at[4, 5].set(as_jax(127, x.dtype))
+        x = QTensor(xq, as_jax(sx))
+        w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), as_jax(sw))
         run = jax.jit(lambda x, w: matmul(x, w, None, BF16))
     else:
         zeros = "int" if scheme == "w4_zeros" else None
@@ -441,9 +442,9 @@ def test_hostile_values(scheme):
         s[::5], s[1::5] = 1e-8, 1e4
         zero = w.zero
         if zeros:
-            zero = jnp.asarray(np.where(rng.random(s.shape) < 0.5, -8, 7), I8)
-        x = x.at[3].set(jnp.zeros(k, BF16)).at[4, 5].set(jnp.asarray(1e4, BF16))
-        w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), jnp.asarray(s, BF16), zero)
+            zero = as_jax(np.where(rng.random(s.shape) < 0.5, -8, 7), I8)
+        x = x.at[3].set(jnp.zeros(k, BF16)).at[4, 5].set(as_jax(1e4, BF16))
+        w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), as_jax(s, BF16), zero)
         run = jax.jit(lambda x, w: matmul(x, w, None, BF16))
     got, want = floats(run(x, w)), product(x, w)
     assert np.isfinite(got).all() and not got[3].any()

@@ -12,6 +12,7 @@ from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import (
@@ -126,7 +127,7 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds, dtype):
     """The same bits as with a sum that was rounded before."""
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
     pending = activations((1, k), dtype, 9)
-    total = jnp.asarray((wide(x) + wide(pending)).astype(np.float32), x.dtype)
+    total = as_jax((wide(x) + wide(pending)).astype(np.float32), x.dtype)
     given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
     with few_rows():
         out, stored = kernel.matmul(x, w, pending=pending, **given)

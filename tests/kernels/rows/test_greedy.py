@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import Reason
 from pallas_kernels.rows import greedy
 from pallas_kernels.rows.greedy import append_greedy
 from tests.helpers import warp_emulator
+from tests.helpers.arrays import as_jax
 
 PLACES = 7
 by_xla = jax.jit(append_greedy, static_argnames="capacity")
@@ -20,10 +21,10 @@ by_xla = jax.jit(append_greedy, static_argnames="capacity")
 
 def operands(vocabulary, stops=(3,), *, done=0, length=9, step=2, batch=1, seed=0):
     rng = np.random.default_rng(seed)
-    logits = jnp.asarray(3 * rng.normal(size=(batch, vocabulary)), jnp.bfloat16)
+    logits = as_jax(3 * rng.normal(size=(batch, vocabulary)), jnp.bfloat16)
     rows = np.tile(np.asarray([[11], [done], [step], [length], [step]], np.int32), (1, batch))
     written = rng.integers(0, 99, (2, batch, PLACES)).astype(np.int32)
-    rest = (jnp.asarray(x, jnp.int32) for x in (rows, written, tuple(stops)))
+    rest = (as_jax(x, jnp.int32) for x in (rows, written, tuple(stops)))
     return logits, *rest
 
 
@@ -53,7 +54,7 @@ def test_the_xla_form_against_float64():
     token = x.argmax(1)
     logprob = x.max(1) - np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) - x.max(1)
     rows = rows.at[1, 1].set(1)  # done
-    stops = jnp.asarray([token[2]], jnp.int32)
+    stops = as_jax([token[2]], jnp.int32)
     after, out = map(np.asarray, by_xla(logits, rows, written, stops, capacity=None))
     np.testing.assert_array_equal(after[0], [token[0], 0, token[2]])
     np.testing.assert_array_equal(after[1], [0, 1, 1])
@@ -106,7 +107,7 @@ def test_the_kernel_at_the_edges(name):
         logits[:] = fill
     for token, value in at or ():
         logits[0, token] = value
-    logits = jnp.asarray(logits)
+    logits = as_jax(logits)
     want = by_xla(logits, *rest, capacity=capacity)
     check(by_kernel(logits, *rest, capacity=capacity), want)
     if name == "the first of equals":

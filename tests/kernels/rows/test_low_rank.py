@@ -17,6 +17,7 @@ from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
 from tests.helpers import warp_emulator
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 
 EPS = 1e-5
@@ -27,14 +28,13 @@ forms = pytest.mark.parametrize("form", FORMS)
 def operands(form, rows, width, n, sources, rank, dtype="bfloat16"):
     rng = np.random.default_rng(rows + width)
     x, residual = (
-        jnp.asarray(rng.normal(size=(rows, width * (1 + (form == "gate")))), dtype)
-        for _ in range(2)
+        as_jax(rng.normal(size=(rows, width * (1 + (form == "gate")))), dtype) for _ in range(2)
     )
-    weight = jnp.asarray(rng.normal(size=width) + 1, dtype)
-    first = jnp.asarray(rng.normal(size=(n, sources, rank, width)) / width**0.5, dtype)
+    weight = as_jax(rng.normal(size=width) + 1, dtype)
+    first = as_jax(rng.normal(size=(n, sources, rank, width)) / width**0.5, dtype)
     adapter = rng.integers(0, n + 1, rows)
     adapter[0], adapter[-1] = 0, n
-    adapter = jnp.asarray(adapter, jnp.int32)
+    adapter = as_jax(adapter, jnp.int32)
     how = {
         "norm": {"norm": (weight, EPS)},
         "residual": {"norm": (weight, EPS), "residual": residual},
@@ -53,7 +53,7 @@ def floats_of(form, x, how):
     if form == "copy":
         return x
     if form == "residual":
-        x = np.asarray(jnp.asarray(x, jnp.bfloat16) + how["residual"], np.float64)
+        x = np.asarray(as_jax(x, jnp.bfloat16) + how["residual"], np.float64)
     weight = np.asarray(how["norm"][0], np.float64)
     return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + EPS) * weight
 

@@ -19,6 +19,7 @@ from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.rows import plan as planning
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.matmul_cases import exact as dense
 from tests.helpers.matmul_cases import lowered, newest, shaped, wide
@@ -28,7 +29,7 @@ dtypes = pytest.mark.parametrize("dtype", BOUND)
 
 
 def normal(shape, dtype="float32", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return as_jax(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def jitted(op, **static):
@@ -70,7 +71,7 @@ def test_the_residual_is_rounded_before_it_is_normalised(dtype):
 def test_quantized_rows_are_within_half_a_step(words):
     x = np.array(normal((9, 128)))
     x[4], x[5] = 0, x[5] * 1e6
-    x = jnp.asarray(x)
+    x = as_jax(x)
     weight = normal((128,), seed=1)
     got = jitted(rms_norm, eps=1e-5, quantize=words)(x, weight)
     assert isinstance(got, QTensor) and got.dtype == words and got.scale.shape == (9, 1)
@@ -82,7 +83,7 @@ def test_quantized_rows_are_within_half_a_step(words):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0])
 def test_eps_at_its_extremes(eps):
-    x, weight = jnp.asarray(1e-3 * np.asarray(normal((4, 32)))), jnp.ones((32,))
+    x, weight = as_jax(1e-3 * np.asarray(normal((4, 32)))), jnp.ones((32,))
     want = norm64(x, weight, eps)
     np.testing.assert_allclose(jitted(rms_norm, eps=eps)(x, weight), want, rtol=2e-6)
 
@@ -94,7 +95,7 @@ def test_a_row_of_zeros_stays_zeros():
 @pytest.mark.core
 @dtypes
 def test_swiglu_is_the_float64_gate(dtype):
-    x = jnp.asarray(4 * np.asarray(normal((3, 5, 2 * 48))), dtype)
+    x = as_jax(4 * np.asarray(normal((3, 5, 2 * 48))), dtype)
     got = jitted(swiglu)(x)
     gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
     want = silu64(gate) * up
@@ -105,7 +106,7 @@ def test_swiglu_is_the_float64_gate(dtype):
 def test_swiglu_quantized_rows_are_within_half_a_step():
     x = np.array(normal((6, 2 * 64)))
     x[2] = 0
-    x = jnp.asarray(x)
+    x = as_jax(x)
     got = jitted(swiglu, quantize="int8")(x)
     gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
     scale = np.asarray(got.scale)
@@ -162,7 +163,7 @@ def test_tokens_are_quantized_as_qtensor_says():
     np.testing.assert_array_equal(got.q, want.q)
     np.testing.assert_array_equal(got.scale, want.scale)
     with pytest.raises(ValueError, match="int4"):
-        quantize_tokens(jnp.asarray(x), "int4")
+        quantize_tokens(as_jax(x), "int4")
 
 
 def test_gradients_with_a_residual_and_in_half_precision():

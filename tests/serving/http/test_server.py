@@ -49,6 +49,7 @@ from jaxllama.serving.ipc.facts import Facts
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient, local
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.arrays import as_jax
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import (
     CFG,
@@ -238,7 +239,7 @@ def test_other_servers_words_for_no_limit_and_the_likeliest_token(http, engine, 
         assert reply.status_code == 200
         request = engine.requests[-1]
         assert request.max_new_tokens == MAX_LEN - len(request.prompt), "what the context leaves"
-        logits = jnp.asarray([[1.0, 3.0, 2.9, -5.0]] * 20)
+        logits = as_jax([[1.0, 3.0, 2.9, -5.0]] * 20)
         rows = [dataclasses.replace(request.sampling, seed=seed) for seed in range(20)]
         params = SamplingParams.stack(rows, 4)
         tokens, _ = jax.jit(sample)(logits, params, jnp.arange(20))
@@ -334,7 +335,7 @@ def test_embeddings_are_the_unit_mean_of_the_hidden_states(http, lm):
     rows = [[10, 20, 30], [7]]
     reply = http.post("/v1/embeddings", json={"model": NAME, "input": rows}).json()
     assert reply["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
-    tokens, lengths = jnp.asarray([[10, 20, 30], [7, 0, 0]]), jnp.asarray([3, 1])
+    tokens, lengths = as_jax([[10, 20, 30], [7, 0, 0]]), as_jax([3, 1])
     hidden, _ = jax.jit(forward, static_argnums=0)(CFG, lm.params, tokens, lengths)
     hidden = final_norm(CFG, lm.params, hidden)
     for index, (item, row) in enumerate(zip(reply["data"], rows, strict=True)):
