@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import NotRequired, TypedDict
 
 TARGET = "JAXLLAMA_TARGET"
 KIB = 1024
@@ -96,8 +97,18 @@ _HOPPER = {
     "pair_arithmetic": True,
     "float8": True,
 }
-_SMALL = {"shared_bytes": 99 * KIB, "shared_per_sm": 100 * KIB, "threads": 1536}
-_LARGE = {"shared_bytes": 227 * KIB, "shared_per_sm": 228 * KIB}
+
+
+class _Limits(TypedDict):
+    """Fields of an ``Architecture`` that several share."""
+
+    shared_bytes: int
+    shared_per_sm: int
+    threads: NotRequired[int]
+
+
+_SMALL: _Limits = {"shared_bytes": 99 * KIB, "shared_per_sm": 100 * KIB, "threads": 1536}
+_LARGE: _Limits = {"shared_bytes": 227 * KIB, "shared_per_sm": 228 * KIB}
 
 ARCHITECTURES = (
     Architecture(

@@ -14,7 +14,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from pallas_kernels.device import H200, gpu
-from pallas_kernels.dispatch import Predicted, Reason, named_plan
+from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.types import HasShape
@@ -393,10 +393,12 @@ def divide_blocks(
     group leaves SMs to the others where that costs it no time."""
     plans = []
     for call in calls:
-        found = named_plan(divided := tile_plan(call))
-        if found is None:
-            return divided
-        plans.append(found)
+        divided = tile_plan(call)
+        if isinstance(divided, Reason):
+            if not isinstance(divided.plan, TilePlan):
+                return divided
+            divided = divided.plan
+        plans.append(divided)
     if len(plans) > 1 and any(found.split > 1 for found in plans):
         return Reason("weights that are stored differently, and K divided among blocks")
     if any(found.apart for found in plans):
