@@ -176,6 +176,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
 }
 
+DIVIDED = ("olmoe", "qwen2_moe", "granitemoe")  # transformers' classes know no other head's width
+
 
 def drawn(family: str, seed: int) -> ModelConfig:
     """The config of a draw of the family's options."""
@@ -184,6 +186,8 @@ def drawn(family: str, seed: int) -> ModelConfig:
     config = {key: draw.choice(values) for key, values in options.items()}
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = 1
+    if family in DIVIDED:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config_from_hf({"model_type": family, **config}, "tiny")
 
 

@@ -323,7 +323,7 @@ class Chat(GenerationBody):
     prediction: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = None  # for a template that knows it
     verbosity: str | None = None
 
 
