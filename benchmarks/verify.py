@@ -24,8 +24,8 @@ from jax import lax
 import jaxllama as jl
 from jaxllama import compiler_options
 from jaxllama.evaluation.speed.harness import timed
-from jaxllama.generation import Params
 from jaxllama.model.cache import Cache
+from jaxllama.typing import Params
 
 PASSES = 48  # of a call
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,7 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
     return next((options for options in choices if _adds_up(mesh, options)), None)
 
 
-def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Tree) -> Jitted:
+def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
     """Return the jitted ``program`` with the options for its devices.
 
     Without options it is ``program`` itself. There is one function per program and options.

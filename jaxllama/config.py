@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject, Params
 
 _PACKAGE = Path(__file__).resolve().parent
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -237,6 +238,8 @@ class ExpertsConfig:
         for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
+        limit = self.gate_limit
+        _require(limit is None or limit > 0, "experts.gate_limit", limit, "must be positive")
         _require(self.shared >= 0, "experts.shared", self.shared, "must not be negative")
         _require(
             self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
@@ -304,7 +307,7 @@ class ModelConfig:
 
     Its layers are attention, GLA, the gated delta rule, or another kind of ``model.mixers``. Sizes
     are counts of features, heads or tokens. ``load_config`` makes one from a preset or a TOML file,
-    and ``replace`` changes fields of one. rope is a ``jaxllama.config.RopeConfig``.
+    and ``replace`` changes fields of one. rope is a ``RopeConfig``.
 
     layer_types: "attention", "gla", "delta" or a key of ``mixers`` for each layer. sliding_window:
     number of keys that a query sees, itself included; None for all of them. window_layers: indices
@@ -370,6 +373,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_literals(self)
+        _require(isinstance(self.rope, RopeConfig), "rope", self.rope, "must be a RopeConfig")
         object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
@@ -501,7 +505,7 @@ class ModelConfig:
                     f"times d_model ({self.d_model}) must divide into {self.gla.n_heads} heads",
                 )
 
-    def options_of(self, kind: str) -> dict[str, Any]:
+    def options_of(self, kind: str) -> JsonObject:
         """Return the options of a kind of layers in ``mixers``."""
         return dict(dict(self.mixers)[kind])
 
@@ -509,7 +513,7 @@ class ModelConfig:
         """Return ``mixers`` with changed options of one kind."""
         return _frozen(dict(self.mixers) | {kind: self.options_of(kind) | changes})
 
-    def with_head_of(self, params: Mapping[str, Any]) -> ModelConfig:
+    def with_head_of(self, params: Params) -> ModelConfig:
         """Return the config, untied if ``params`` have a head beside the embedding.
 
         ``quantize_params`` makes such a copy of a tied head.
@@ -592,7 +596,7 @@ class ModelConfig:
             experts=experts if sparse else None,
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         fields = dataclasses.asdict(self)
         mixers = {kind: self.options_of(kind) for kind, _ in fields.pop("mixers")}
         return fields | ({"mixers": mixers} if mixers else {})
@@ -613,7 +617,7 @@ def load_config(name: str | Path) -> ModelConfig:
         raise JaxLlamaError(f"{path}: {error}") from None
 
 
-def preset_sampling(name: str | Path) -> dict[str, Any]:
+def preset_sampling(name: str | Path) -> JsonObject:
     """Return the sampling of a preset: keyword arguments of ``sampling.Sampling``."""
     return read_toml(_preset_path(name)).get("sampling", {})
 
@@ -651,7 +655,7 @@ def configs_dir() -> Path:
     return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> JsonObject:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -663,7 +667,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 T = typing.TypeVar("T")
 
 
-def from_dict(cls: type[T], data: dict[str, Any], prefix: str = "") -> T:
+def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
     hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -716,7 +720,7 @@ def _frozen(value: Any) -> Any:
 
 
 @functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def _type_hints(cls: type) -> JsonObject:
     return typing.get_type_hints(cls)
 
 

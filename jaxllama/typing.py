@@ -31,6 +31,7 @@ Tree: TypeAlias = Any
 
 # An object of a JSON or TOML file, a request's body, or one of a checkpoint's headers.
 JsonObject: TypeAlias = dict[str, Any]
+JsonMapping: TypeAlias = Mapping[str, Any]
 
 # Keyword arguments that are passed on, or a config's changed fields.
 Options: TypeAlias = dict[str, Any]

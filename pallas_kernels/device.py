@@ -132,9 +132,9 @@ _SHEET_SHARE = 0.9
 def gpu() -> Gpu:
     """Return the facts of the device on which new arrays are placed.
 
-    A card without measured rates gets the sheet's bandwidth times 0.9 and the H200's costs.  An
-    unknown card is the first one of its architecture with the device's own multiprocessors.  A CPU,
-    for which kernels are lowered only, stands for an H200, or for the first card of
+    A card without measured rates gets the sheet's bandwidth times 0.9, and the H200's costs scaled.
+    An unknown card is the first one of its architecture, with the device's own multiprocessors.  A
+    CPU, for which kernels are lowered only, stands for an H200, or for the first card of
     ``JAXLLAMA_TARGET``.
     """
     device, target = device_of(()), asked_target()
@@ -165,13 +165,34 @@ def _facts(
     measured = TABLES.get(kind)
     if measured is None:
         rate = _SHEET_SHARE * card.bandwidth
-        measured = dataclasses.replace(H200, sms=card.sms, copy_rate=rate, sum_rate=rate)
+        measured = dataclasses.replace(
+            H200, sms=card.sms, copy_rate=rate, sum_rate=rate, costs=_scaled_costs(card)
+        )
     return dataclasses.replace(
         measured,
         sms=sms or measured.sms,
         shared_bytes=min(shared or arch.shared_bytes, arch.shared_bytes),
         arch=arch,
     )
+
+
+def _scaled_costs(card: Card) -> dict[str, KernelCost]:
+    """Return the H200's costs on a card that was not measured.
+
+    Megabytes of memory, the first of the amounts that overlap, take longer by the sheets'
+    bandwidths, and the rest of these by the multiprocessors.  Costs of experts are relative to the
+    rate of a copy already.
+    """
+    h200 = CARDS["NVIDIA H200"]
+    slower = h200.bandwidth / card.bandwidth
+    fewer = h200.sms / card.sms
+    costs: dict[str, KernelCost] = {}
+    for family, cost in H200.costs.items():
+        if cost.shared and not family.startswith("experts"):
+            first, *rest = cost.shared
+            cost = cost._replace(shared=(first * slower, *(x * fewer for x in rest)))
+        costs[family] = cost
+    return costs
 
 
 def card_of(kind: str, capability: str = "") -> tuple[Card, Architecture]:

@@ -9,24 +9,25 @@ scales and floating-point zeros take the multiplier.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllama.model.param import Stacked, TensorSource
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 
-def fold(source: TensorSource, value: Any) -> Any:
+def fold(source: TensorSource, value: Tree) -> Tree:
     """Return a tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
     if isinstance(source.turned, Stacked):
         return _stacked(source, value, inverse=False)
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 
-def unfold(source: TensorSource, value: Any) -> Any:
+def unfold(source: TensorSource, value: Tree) -> Tree:
     """The inverse of ``fold``."""
     if isinstance(source.turned, Stacked):
         return _stacked(source, value, inverse=True)
@@ -47,7 +48,7 @@ def _stacked(source: TensorSource, value: np.ndarray, inverse: bool) -> np.ndarr
     return value.swapaxes(-1, -2) if source.is_transposed and inverse else value
 
 
-def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) -> Any:
+def _moved(value: Tree, order: np.ndarray | None, scale: float, offset: float) -> Tree:
     if isinstance(value, np.ndarray):
         value = value if order is None else value[order]
         if (scale, offset) == (1.0, 0.0):
@@ -62,7 +63,7 @@ def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) ->
 def _times(w: QTensor, factor: np.float32) -> QTensor:
     if w.unit is not None:
         return dataclasses.replace(w, unit=w.unit * factor)
-    changes: dict[str, Any] = {"scale": np.asarray(w.scale, np.float32) * factor}
+    changes: JsonObject = {"scale": np.asarray(w.scale, np.float32) * factor}
     if w.zero is not None and not np.issubdtype(np.dtype(w.zero.dtype), np.integer):
         changes["zero"] = np.asarray(w.zero, np.float32) * factor
     return dataclasses.replace(w, **changes)

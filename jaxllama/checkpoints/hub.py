@@ -33,11 +33,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working, write
+from jaxllama.typing import JsonObject
 
 # Files of a hub repository that the loaders read.
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
@@ -362,7 +362,7 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
         enable_progress_bars,
     )
 
-    files: dict[str, Any] = {
+    files: JsonObject = {
         "allow_patterns": list(_HUB_FILES),
         "ignore_patterns": list(_HUB_COPIES),
         "revision": revision,

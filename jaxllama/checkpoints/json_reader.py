@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.typing import JsonMapping
 
 MAX_SIZE = 1 << 31
 _MISSING: Any = object()
@@ -39,7 +40,7 @@ _INERT = frozenset(
 class JsonReader:
     """Reads the keys of an object. ``prefix`` precedes a key in messages, like "rope_scaling."."""
 
-    def __init__(self, config: Mapping[str, Any], prefix: str = ""):
+    def __init__(self, config: JsonMapping, prefix: str = ""):
         self.config, self.prefix = config, prefix
 
     def error(self, key: str, why: str) -> JaxLlamaError:
@@ -55,7 +56,7 @@ class JsonReader:
         name: str,
         kind: str,
         known: Collection[str],
-        fixed: Mapping[str, tuple[Any, ...]],
+        fixed: Mapping[str, tuple[object, ...]],
         file: str = "config.json",
     ) -> None:
         """Check all keys, so that none is ignored silently.

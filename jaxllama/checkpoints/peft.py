@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,9 +36,9 @@ _MAX_RANK = 1 << 16
 _PRODUCTS = ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")
 # Prefix of the decoder's names inside a multimodal model, instead of "model".
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
-_NONE: tuple[Any, ...] = (None, False, [], {})
+_NONE: tuple[object, ...] = (None, False, [], {})
 # Keys that change what an adapter computes, with the values that are supported.
-_FIXED: dict[str, tuple[Any, ...]] = {
+_FIXED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, *_NONE, "gaussian", "eva", "orthogonal"),

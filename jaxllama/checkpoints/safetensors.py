@@ -19,12 +19,12 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 DTYPES = {
     "F64": np.dtype("<f8"),
@@ -153,7 +153,7 @@ class SafetensorsFile:
         self.tensors = {name: self._entry(name, value, data) for name, value in header.items()}
         self._check_layout(data)
 
-    def _entry(self, name: str, value: Any, data: int) -> SafetensorsEntry:
+    def _entry(self, name: str, value: object, data: int) -> SafetensorsEntry:
         if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= set(value):
             raise self.error(f"tensor {name!r}: needs dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -209,7 +209,7 @@ def write(
         If the disk is full, for example. The incomplete file stays, and the caller removes it.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     tensors = list(tensors)
     for name, shape, dtype in tensors:
@@ -235,10 +235,10 @@ def _write_all(fd: int, view: memoryview) -> None:
         done += os.write(fd, view[done : done + 16 * CHUNK])
 
 
-def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+def parse_json(raw: bytes, what: str) -> JsonObject:
     """Return a JSON object without duplicate keys; JaxLlamaErrors begin with ``what``."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> JsonObject:
         result = dict(pairs)
         if len(result) != len(pairs):
             seen: set[str] = set()
@@ -262,11 +262,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Return a value for a message: one line of bounded length."""
     try:
         text = repr(value)

@@ -8,6 +8,7 @@ import os
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.gpu_memory import gpu_share
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
 
@@ -19,7 +20,6 @@ ENGINE = (
     ("page-size", "tokens in a page of the cache"),
     ("steps-per-call", "most tokens of a row between two looks of the host"),
 )
-GPU_SHARE = 0.95  # the rest is for CUDA's context and kernels: 0.6 GB on an H200
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
@@ -98,12 +98,12 @@ def _plain(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def take_memory() -> None:
-    """Let jax use most of a GPU's memory; unused memory holds no cache.
+    """Let jax use most of a GPU's memory, less what a display needs; unused memory holds no cache.
 
     jax takes three quarters by default. Call this before jax starts its devices.
     """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_share())
 
 
 def options(sub: Parser) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ PREFILL_TOKENS = 32768
 CPU_PREFILL_TOKENS = 512
 
 
-def donated(at: int, **static: Tree) -> Callable[[Callable[..., Tree]], jax.stages.Wrapped]:
+def donated(at: int, **static: Any) -> Callable[[Callable[..., Tree]], jax.stages.Wrapped]:
     """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
     static: keyword arguments of ``jax.jit``.  ``lower`` and ``trace`` are the donating program's.
@@ -45,7 +45,7 @@ def donated(at: int, **static: Tree) -> Callable[[Callable[..., Tree]], jax.stag
         donating = jax.jit(function, donate_argnums=at, **static)
 
         @functools.wraps(function)
-        def call(*args: Tree, **kwargs: Tree) -> Tree:
+        def call(*args: Tree, **kwargs: Any) -> Tree:
             is_traced = get_opaque_trace_state() != _untraced()
             return (keeping if is_traced else donating)(*args, **kwargs)
 

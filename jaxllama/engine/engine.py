@@ -41,6 +41,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jaxllama.engine import blocks
 from jaxllama.engine.admission import Admission
@@ -56,7 +57,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.reader import Reader
-from jaxllama.typing import Options, Tree
+from jaxllama.typing import Options
 
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
@@ -127,7 +128,7 @@ class Engine:
         *,
         draft: Draft = None,
         observe: Callable[[str, float], None] | None = None,
-        **options: Tree,
+        **options: Any,
     ) -> None:
         checked_names(options)
         self.lm = lm
@@ -148,7 +149,7 @@ class Engine:
         self.arrivals = 0
         self.steps = 0
         self.compiled = self.runner.compiled_programs()
-        self._stats = count(self)
+        self._stats = self._count()
         self._inbox = Inbox()
         self._stepping = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -222,13 +223,13 @@ class Engine:
             for sequence, reason in overdue:
                 self._end_from_outside(sequence.request.id, reason)
             if not self.live:
-                self._stats = count(self)
+                self._stats = self._count()
                 self._told()
                 return bool(overdue)
             self._run()
             self.steps += 1
             self.counts["busy_ms"] += round((time.monotonic() - began) * 1000)
-            self._stats = count(self)
+            self._stats = self._count()
             self._told()
             return True
 
@@ -322,7 +323,7 @@ class Engine:
         live.error = error
         self.cancel(live.sequence.request.id)
 
-    def _end(self, request_id: str, reason: FinishReason, **event: Tree) -> None:
+    def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
         live = self.live[request_id]
         self.scheduler.finish(live.sequence)
         self.runner.drop(live.sequence)
@@ -336,7 +337,7 @@ class Engine:
         self._observe("e2e", time.monotonic() - live.sequence.submitted)
         self._tell_end(live, reason, **event)
 
-    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Tree) -> None:
+    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
         """Send the last event and forget the request."""
         self.counts[f"finished {reason}"] += 1
         self.counts["ended"] += 1
@@ -419,7 +420,7 @@ class Engine:
         with self._stepping:
             self.runner.warm_up()
             self.compiled = self.runner.compiled_programs()
-            self._stats = count(self)
+            self._stats = self._count()
 
     def warm_up_behind(self) -> None:
         """Compile the programs of a first request; a thread compiles the others.
@@ -430,7 +431,11 @@ class Engine:
         with self._stepping:
             self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
             self.compiled = self.runner.compiled_programs()
-            self._stats = count(self)
+            self._stats = self._count()
+
+    def _count(self) -> EngineStats:
+        compilations = self.runner.compiled_programs() - self.compiled
+        return count(self.scheduler, self.options, self.counts, self.steps, compilations)
 
     def stats(self) -> EngineStats:
         """Return the figures as of the last step; may be called from any thread."""
@@ -484,7 +489,7 @@ class Engine:
                     self._add(*entry)
             for request_id in list(self.live):
                 self._end(request_id, "cancelled")
-            self._stats = count(self)
+            self._stats = self._count()
             self._told()
         self._inbox.wake()
 

@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import DETERMINISTIC_ROWS
+from jaxllama.executors.executor import DETERMINISTIC_ROWS
 from jaxllama.model.cache import init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
+from pallas_kernels.architecture import CARDS
 from pallas_kernels.qtensor import tree_bytes
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
@@ -35,8 +37,19 @@ SHORT_CONTEXTS = (2048, 8192)
 # Largest number of tokens of a pass in which rows draft, by whether the backend is a CPU. In larger
 # passes the drafted tokens and the search for drafts cost too much beside a plain step.
 DRAFTING_TOKENS = {True: 16, False: 64}
+# Caches of 16-bit activations by default, by the largest memory of a card in GB.
+SMALL_CARDS = ((8, "int4"), (16, "int8"))
 # Default bytes of the host's memory for the cache.
 CPU_CACHE_BYTES = 2**30
+
+
+def default_cache_dtype(dtype: DTypeLike, device: Any) -> str:
+    """Return the cache's dtype for activations of ``dtype`` on a device."""
+    name = jnp.dtype(dtype).name
+    card = CARDS.get(device.device_kind)
+    if card is None or name == "float32":
+        return name
+    return next((small for gb, small in SMALL_CARDS if card.memory <= gb << 30), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +64,8 @@ class EngineOptions:
         Largest number of tokens of a request, prompt and answer together. The default is the
         model's context length, or the cache's size if that is smaller.
     kv_dtype : str or None
-        Dtype of the cache, as for ``init_cache``. The default is the dtype of the activations.
+        Dtype of the cache, as for ``init_cache``. The default is the dtype of the activations, and
+        of 16-bit ones on a small card int8 (up to 16 GB) or int4 (up to 8 GB).
     cache_tokens : int or None
         Number of tokens that the cache holds for all requests and known prefixes together, at least
         max_len. On a GPU the default is the memory that memory_share leaves. On a CPU it is 1 GiB,
@@ -172,7 +186,7 @@ class EngineOptions:
                 f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}"
             )
         on_cpu = jax.default_backend() == "cpu"
-        kv_dtype = self.kv_dtype or jnp.dtype(dtype).name
+        kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
         cfgs = (cfg, self.draft) if isinstance(self.draft, ModelConfig) else (cfg,)
         tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
         share = tokens // self.max_slots if self.deterministic else tokens

@@ -7,13 +7,14 @@ listener.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxllama.engine import scheduler
 from jaxllama.engine.grammar import Matcher
 from jaxllama.engine.request import Event, FinishReason
 from jaxllama.engine.runner import Written
 from jaxllama.text.reader import Reader
-from jaxllama.typing import Options, Tree
+from jaxllama.typing import Options
 
 OnEvent = Callable[[Event], None]
 
@@ -65,7 +66,7 @@ class RequestOutput:
             self.reason = self.reason or ("stop" if self.reader.stopped else "length")
         return {**news, "text": text}
 
-    def emit(self, **news: Tree) -> None:
+    def emit(self, **news: Any) -> None:
         """Call the listener with an Event; the listener may raise."""
         sequence = self.sequence
         self.on_event(

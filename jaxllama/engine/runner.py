@@ -28,7 +28,7 @@ from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.engine.programs import Programs, Wanted, folder
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
-from jaxllama.language_model import DraftSource
+from jaxllama.executors.executor import DraftSource
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.parallel.mesh import mesh_of

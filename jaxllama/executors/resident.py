@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -61,18 +61,9 @@ class Resident:
     """
 
     mesh: Mesh | None = None
-
-    @property
-    def block_size(self) -> int | None:
-        return None
-
-    @property
-    def on_device(self) -> bool:
-        return True
-
-    @property
-    def runs_ahead(self) -> bool:
-        return True
+    on_device: ClassVar[bool] = True
+    runs_ahead: ClassVar[bool] = True
+    block_size: ClassVar[int | None] = None
 
     def with_params(self, params: Params) -> Executor:
         return Resident(mesh_of(params) if params else None)

@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,7 @@ def _rule() -> optax.GradientTransformation:
     return optimizer(_config(1, final_share=1.0))
 
 
-def _config(count: int, **options: Tree) -> TrainConfig:
+def _config(count: int, **options: Any) -> TrainConfig:
     """Return a config with the options that the optimizer reads."""
     return TrainConfig(
         data=DataConfig(""),

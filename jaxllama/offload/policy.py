@@ -13,10 +13,10 @@ Left out: percentages for each layer, and compression that differs between tiers
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.typing import Options, Tree
+from jaxllama.typing import Options
 
 PERCENTAGES = (
     "weights_device",
@@ -148,7 +148,7 @@ class Policy:
         shares = self.weights, self.cache, self.activations
         return self.cpu_attention or any(share.device < 100 for share in shares)
 
-    def also(self, **asked: Tree) -> Policy:
+    def also(self, **asked: Any) -> Policy:
         """Return the policy with further options; None changes nothing.
 
         Raises JaxLlamaError if the policy has another value that is not the default.

@@ -11,9 +11,9 @@ import datetime
 import json
 import logging
 from collections.abc import Generator
-from typing import Any
 
 from jaxllama import progress
+from jaxllama.typing import JsonObject
 
 
 class JsonLines(logging.Formatter):
@@ -21,7 +21,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        line: dict[str, Any] = {
+        line: JsonObject = {
             "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "event": record.getMessage(),
@@ -47,7 +47,7 @@ def progress_lines() -> Generator[None]:
         progress.write = write
 
 
-def configuration(level: str = "INFO") -> dict[str, Any]:
+def configuration(level: str = "INFO") -> JsonObject:
     return {
         "version": 1,
         "disable_existing_loggers": False,

@@ -22,11 +22,11 @@ _PIECE = 16  # bytes of one copy
 class WarpRing(Ring):
     """``Ring`` of one warp: ``member`` and ``barriers`` are unused."""
 
-    def start(self, condition, fills: Sequence[Callable[[], None]]) -> None:
+    def start(self, condition: p.Value | None, fills: Sequence[Callable[[], None]]) -> None:
         for fill in fills:
             self._group(condition, fill)
 
-    def _group(self, condition, fill: Callable[[], None]) -> None:
+    def _group(self, condition: p.Value | None, fill: Callable[[], None]) -> None:
         """Copy where the condition holds (None: always), and close the group in any case."""
         if condition is None:
             fill()
@@ -34,7 +34,7 @@ class WarpRing(Ring):
             p.when(condition, fill)
         p.copies_commit()
 
-    def fill(self, token0, slot, values: bool, entry) -> None:
+    def fill(self, token0: p.Value, slot: p.Value, values: bool, entry: p.Value | None) -> None:
         pieces = self.token_bytes // _PIECE  # of a token
         at_once = 32 // pieces  # tokens
         token = p.shift_right(self.lane, pieces.bit_length() - 1)
@@ -51,7 +51,7 @@ class WarpRing(Ring):
         shift = self.pages.shift(token0, entry) if self.pages else None
         unit = max(at_once, self.per_run)  # tokens of a turn: whole runs
 
-        def copy(done, carry):
+        def copy(done: p.Value, carry: list[p.Value]) -> list[p.Value]:
             # Unrolled, the turns' addresses take more registers than there are.
             (at,) = carry
             for rest in range(0, unit, at_once):
@@ -63,21 +63,36 @@ class WarpRing(Ring):
         first = p.add(token0, token)
         p.loop(0, p.opaque(RUNS * self.per_run), unit, [to], copy)
 
-    def wait(self, slot, parity, values: bool) -> None:
+    def wait(self, slot: p.Value, parity: p.Value, values: bool) -> None:
         del slot, parity, values
         # A step closes two groups.  With one step in the ring the keys of the next come before the
         # values of this one; with more, the values of ``depth - 1`` steps ahead before the keys.
         p.copies_wait(1 if self.depth == 1 else 2 * self.depth - 2)
         p.warp_barrier()
 
-    def release(self, slot, values: bool) -> None:
+    def release(self, slot: p.Value, values: bool) -> None:
         del slot, values
         p.warp_barrier()
 
-    def refill(self, token0, slot, parity, values: bool, entry) -> None:
+    def refill(
+        self,
+        token0: p.Value,
+        slot: p.Value,
+        parity: p.Value,
+        values: bool,
+        entry: p.Value | None,
+    ) -> None:
         self.refill_if(None, token0, slot, parity, values, entry)
 
-    def refill_if(self, condition, token0, slot, parity, values: bool, entry) -> None:
+    def refill_if(
+        self,
+        condition: p.Value | None,
+        token0: p.Value,
+        slot: p.Value,
+        parity: p.Value,
+        values: bool,
+        entry: p.Value | None,
+    ) -> None:
         del parity
         token = p.add(token0, self.depth * self.apart)
         inside = p.at_most(token, self.last)

@@ -9,11 +9,12 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxllama import extras
-from jaxllama.cli import bench, common, domains, experiment, quantize, serve
+from jaxllama.cli import bench, common, domains, experiment, gpu_memory, quantize, serve
 from jaxllama.cli import main as cli
 from jaxllama.cli.domains import Number, OutFile, Parser
 
@@ -276,4 +277,20 @@ def test_a_cache_s_options_need_a_cache(words, monkeypatch, capsys):
 def test_serving_takes_most_of_a_gpu_unless_it_is_told(own, monkeypatch):
     monkeypatch.setattr(serve.os, "environ", environment := dict(own))
     serve.take_memory()
-    assert environment == (own or {"XLA_CLIENT_MEM_FRACTION": str(serve.GPU_SHARE)})
+    assert environment == (own or {"XLA_CLIENT_MEM_FRACTION": str(gpu_memory.gpu_share())})
+
+
+@pytest.mark.parametrize(
+    "said, share",
+    [
+        ("140000, 143771, Disabled, Disabled", 0.95),
+        ("22000, 24564, Enabled, Enabled", 0.761),
+        ("12000, 12288, Disabled, Enabled\n80000, 81559, Disabled, Disabled", 0.83),
+        ("[N/A], [N/A], Enabled, [N/A]", 0.95),
+        ("", 0.95),
+    ],
+)
+def test_serving_leaves_a_display_its_share(said, share, monkeypatch):
+    run = lambda *_, **__: SimpleNamespace(stdout=said)  # noqa: E731
+    monkeypatch.setattr(gpu_memory.subprocess, "run", run)
+    assert gpu_memory.gpu_share() == share

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import threading
 import types
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxllama.config import RopeConfig
 from jaxllama.engine import runner
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.grammar import Matcher
-from jaxllama.engine.options import EngineOptions, ResolvedOptions
+from jaxllama.engine.options import EngineOptions, ResolvedOptions, default_cache_dtype
 from jaxllama.engine.programs import (
     KEPT,
     Kept,
@@ -480,6 +481,19 @@ def test_options_that_do_not_go_together_are_refused_by_name():
     for smallest in ({"max_len": 2, "max_slots": 1}, {"max_len": 3, "prefill_chunk": 3}):
         eng = Engine(lm, **smallest)
         assert eng.options.steps_per_call == eng.options.max_len - 1
+
+
+@pytest.mark.parametrize(
+    "card, dtype, cache",
+    [
+        ("NVIDIA GeForce RTX 4070", "bfloat16", "int8"),
+        ("NVIDIA GeForce RTX 4070", "float32", "float32"),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", "bfloat16"),
+        ("cpu", "float16", "float16"),
+    ],
+)
+def test_a_small_card_has_a_cache_of_codes(card, dtype, cache):
+    assert default_cache_dtype(dtype, SimpleNamespace(device_kind=card)) == cache
 
 
 def test_a_cache_on_a_cpu_is_a_gibibyte_or_what_the_slots_can_use():

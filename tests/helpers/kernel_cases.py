@@ -21,8 +21,9 @@ from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import gla_token, gla_tokens
-from pallas_kernels.matmul.blocks import Columns, blocks_matmul
+from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.operands import Columns
 from pallas_kernels.rows import greedy_kernel
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens

@@ -14,16 +14,10 @@ import re
 import jax
 import pytest
 
-WHEELS = (
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "nvidia-cuda-nvcc",
-    "nvidia-nvvm",
-    "nvidia-nvjitlink",
-    "nvidia-cuda-runtime",
-)
+from tests.helpers import assembling
+
 HERE = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-if MISSING := [name for name in WHEELS if name not in HERE]:
+if MISSING := [name for name in assembling.WHEELS if name not in HERE]:
     pytest.skip(
         f"the assembler is not here: pip install 'jaxllama[assemble]' brings {', '.join(MISSING)}",
         allow_module_level=True,
@@ -33,24 +27,9 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from pallas_kernels import dispatch  # noqa: E402
+from pallas_kernels.architecture import BY_NAME  # noqa: E402
 from tests.helpers.kernel_cases import CASES, S  # noqa: E402
 
-# What XLA and Mosaic ask of the device that they compile for.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 dnn_version: "9.8.0"
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 # Their kernels are among those of another case: a backward pass with its forward one, another dtype
 # or length.
 IMPLIED = {
@@ -93,15 +72,15 @@ def device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
         patch.setattr(dispatch, "hopper_reason", lambda *_: None)
-        where = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+        where = topologies.get_topology_desc(
+            platform="cuda",
+            topology="1x1x1",
+            target_config=assembling.description(BY_NAME["sm_90"]),
+        )
         yield SingleDeviceSharding(where.devices[0])
     jax.config.update("jax_enable_compilation_cache", kept)
 
 
-_KERNEL = re.compile(
-    r"entry function '(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
-    re.DOTALL,
-)
 _SERIALIZED = re.compile(
     r"wgmma.mma_async instructions are serialized.*?'(\w+?)_mosaic_gpu_kernel'"
 )
@@ -109,7 +88,9 @@ _SERIALIZED = re.compile(
 
 def assembled(said: str) -> tuple[dict[str, tuple[int, int]], set[str]]:
     """What the assembler said: (registers, bytes spilled) by kernel; whose wgmma are serialized."""
-    found = {name: (int(used), int(spilled)) for name, spilled, used in _KERNEL.findall(said)}
+    found = {
+        name: (int(used), int(spilled)) for name, spilled, used in assembling.KERNEL.findall(said)
+    }
     return found, set(_SERIALIZED.findall(said))
 
 

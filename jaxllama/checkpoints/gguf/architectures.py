@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+
+from jaxllama.typing import JsonMapping, JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +29,16 @@ class Architecture:
     windowed: str | None = None
     interleaved: bool = False
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    more: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    more: Callable[[JsonMapping], JsonObject] | None = None
     mlp_norm: str = "ffn_norm"
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def _gemma(largest: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
     """Return a function for q's scale; the 27B ones have the most layers."""
 
-    def more(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    def more(sizes: JsonMapping) -> JsonObject:
         is_largest = sizes["num_hidden_layers"] == largest
         wide = sizes["hidden_size"] // sizes["num_attention_heads"]
         return {"query_pre_attn_scalar": wide if is_largest else sizes["head_dim"]}

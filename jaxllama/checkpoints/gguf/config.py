@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 # Metadata of every architecture -> config.json.
 _KEYS = {
@@ -52,7 +52,7 @@ _ROPE_KEYS = (
 )
 # Keys that change the computation, with the supported value. ``_INERT`` has the keys that are read
 # by name or have no effect.
-_FIXED: dict[str, Any] = {
+_FIXED: JsonObject = {
     "expert_used_count": 0,
     "nextn_predict_layers": 0,
     "attention.causal": True,
@@ -166,7 +166,7 @@ def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
         raise file.error(finetuned, "a model without positions is not supported")
 
 
-def _sizes(file: GGUFFile, name: str) -> dict[str, Any]:
+def _sizes(file: GGUFFile, name: str) -> JsonObject:
     """Return the keys that every config.json has."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
@@ -222,15 +222,15 @@ def _per_layer(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 
 def _window(
-    file: GGUFFile, name: str, kind: str, window: int | None, sizes: dict[str, Any]
-) -> dict[str, Any]:
+    file: GGUFFile, name: str, kind: str, window: int | None, sizes: JsonObject
+) -> JsonObject:
     """Return the keys of a sliding window.
 
     A window of 0 means none, and so does a missing key, except for Gemma 2.
     """
     if FAMILIES[kind].window == "none" or (window is None and name == "gemma2"):
         return {}
-    result: dict[str, Any] = {"sliding_window": window or None}
+    result: JsonObject = {"sliding_window": window or None}
     if FAMILIES[kind].window == "use":
         result |= {"use_sliding_window": bool(window), "max_window_layers": 0}
     key, n = f"{name}.attention.sliding_window_pattern", sizes["num_hidden_layers"]
@@ -247,12 +247,12 @@ def _window(
     }
 
 
-def _rope(file: GGUFFile, name: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def _rope(file: GGUFFile, name: str, kind: str, sizes: JsonObject) -> JsonObject:
     """Return the keys of RoPE, with a table for each kind of layer if the family has two."""
     head_dim, family = sizes["head_dim"], FAMILIES[kind]
     theta = file.number(f"{name}.rope.freq_base", 10000.0)
     turning = file.integer(f"{name}.rope.dimension_count", head_dim)
-    result: dict[str, Any] = {"rope_theta": theta}
+    result: JsonObject = {"rope_theta": theta}
     if "partial_rotary_factor" in family.defaults:
         result["partial_rotary_factor"] = turning / head_dim if head_dim else 1.0
     elif turning != head_dim:
@@ -277,7 +277,7 @@ def _rope(file: GGUFFile, name: str, kind: str, sizes: dict[str, Any]) -> dict[s
     }
 
 
-def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int) -> dict[str, Any]:
+def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int) -> JsonObject:
     prefix = f"{name}.rope.scaling"
     factor = file.number(f"{prefix}.factor", 1.0)
     kind = file.string(f"{prefix}.type", "none" if factor == 1.0 else "linear")
@@ -289,7 +289,7 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
         if kind not in ("none", "longrope") or "rope_freqs.weight" in file.tensors:
             raise file.error(f"tensor {tables[0]!r}", f"beside {kind!r} scaling or rope_freqs")
         long, short = (_factors(file, table, turning).tolist() for table in tables)
-        found: dict[str, Any] = {
+        found: JsonObject = {
             "rope_type": "longrope",
             "original_max_position_embeddings": trained,
             "long_factor": long,
@@ -337,7 +337,7 @@ def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
     return np.array([str(x) for x in found], np.float64)
 
 
-def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> dict[str, Any]:
+def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> JsonObject:
     """Find the llama3 rule that gives ``rope_freqs.weight``, which holds each frequency's divisor.
 
     The file does not have the rule's constants. Those of Llama 3.1 and 3.2 are tried with the

@@ -20,10 +20,11 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.gguf import codes as gguf_words
@@ -42,6 +43,7 @@ from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.param import Path as TreePath
 from jaxllama.model.params import param_table
 from jaxllama.progress import working
+from jaxllama.typing import Leaf, ParamsDict
 from pallas_kernels.cpu import from_blocks
 
 if TYPE_CHECKING:
@@ -87,13 +89,13 @@ _CHUNK = 1 << 17  # number of features dequantized at once: 512 KB of float32 st
 def load_params(
     path: str | Path | GGUFFile,
     cfg: ModelConfig,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     keep_quantized: bool = False,
     laid_out: bool = False,
     progress: bool = False,
-    place: Callable[[TreePath, Any], Any] | None = None,
-) -> dict[str, Any]:
+    place: Callable[[TreePath, Leaf], Leaf] | None = None,
+) -> ParamsDict:
     """Return the parameter tree of a GGUF file.
 
     Parameters
@@ -134,7 +136,7 @@ def load_params(
         table = _table(file, cfg)
         _check(file, table)
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
-        params: dict[str, Any] = {}
+        params: ParamsDict = {}
         with working(f"reading {file.path.name}", total, progress) as advance:
             for (*rooms, name), spec in table.items():
                 room = params

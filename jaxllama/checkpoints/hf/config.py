@@ -30,6 +30,7 @@ from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
@@ -38,7 +39,7 @@ _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
 } | {model.architecture: kind for kind, model in MODELS.items()}
 # Defaults of transformers for missing keys, unless the family has its own.
-COMMON: dict[str, Any] = {
+COMMON: JsonObject = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
@@ -67,7 +68,7 @@ _KEYS = frozenset(
     """.split()
 )
 # Keys that can change the computation of any family, with the supported value.
-_FIXED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
+_FIXED: dict[str, tuple[object, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Bounds what a damaged file can make us build before its tensors are checked.
@@ -75,7 +76,7 @@ _MAX_LAYERS = 4096
 
 
 def config_from_hf(
-    config: Mapping[str, Any], name: str, generation: Mapping[str, Any] | None = None
+    config: JsonMapping, name: str, generation: JsonMapping | None = None
 ) -> ModelConfig:
     """Return the ModelConfig of a parsed ``config.json``; for a multimodal model its text
     decoder's.
@@ -138,7 +139,7 @@ def config_from_hf(
     fields |= {} if family.fields is None else family.fields(read)
     stored, fields = stored_of(kind, fields)
     eos, bos = read.token_ids("eos_token_id", None), read.token_ids("bos_token_id", None)
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "name": name,
         "vocab_size": read.size("vocab_size"),
         "d_model": d_model,
@@ -163,7 +164,7 @@ def config_from_hf(
     return ModelConfig(**{**found, **fields, **family.facts})
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: JsonMapping) -> JsonMapping:
     """Return the text decoder's part of a multimodal config.json; other configs as they are."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
@@ -178,7 +179,7 @@ def _same(read: JsonReader, key: str, default: Any) -> Any:
     return read.number(key, default)
 
 
-def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
+def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
     """Return the ``config.json`` that transformers (4 and 5) reads as ``cfg``.
 
     dtype: name of the weights' dtype, for ``torch_dtype``. Raises JaxLlamaError naming an option
@@ -190,7 +191,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         return config_to_paper(cfg)
     kind = _hf_model_type(cfg)
     family = FAMILIES[kind]
-    result: dict[str, Any] = {
+    result: JsonObject = {
         "architectures": [family.architectures[0]],
         "model_type": kind,
         "vocab_size": cfg.vocab_size,
@@ -244,7 +245,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
     return result if dtype is None else {**result, "torch_dtype": dtype}
 
 
-def _check_way_back(cfg: ModelConfig, config: dict[str, Any], kind: str) -> None:
+def _check_way_back(cfg: ModelConfig, config: JsonObject, kind: str) -> None:
     """Raise JaxLlamaError naming a field for which the family has no key."""
     ours, theirs = _flat(cfg), _flat(config_from_hf(config, cfg.name))
     for key, value in ours.items():
@@ -256,13 +257,13 @@ def _check_way_back(cfg: ModelConfig, config: dict[str, Any], kind: str) -> None
             )
 
 
-def generation_config(cfg: ModelConfig, sampling: Sampling | None = None) -> dict[str, Any]:
+def generation_config(cfg: ModelConfig, sampling: Sampling | None = None) -> JsonObject:
     """Return ``generation_config.json``: the tokens that end a text, and the sampling."""
     ids = {"bos_token_id": cfg.bos_token_id, "eos_token_id": _id_or_ids(cfg.eos_token_ids)}
     ids = {key: value for key, value in ids.items() if value is not None}
     if sampling is None:
         return {"_from_model_config": True, **ids}
-    keys: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+    keys: JsonObject = {"do_sample": sampling.temperature > 0}
     if sampling.temperature > 0:
         keys |= {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p", "min_p")}
     return {**ids, **keys, "repetition_penalty": sampling.repetition_penalty}
@@ -271,7 +272,7 @@ def generation_config(cfg: ModelConfig, sampling: Sampling | None = None) -> dic
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def sampling_of(generation: Mapping[str, Any]) -> Sampling | None:
+def sampling_of(generation: JsonMapping) -> Sampling | None:
     """Return the sampling of a parsed ``generation_config.json``; None if it has none.
 
     Without ``do_sample`` the sampling is greedy, as in transformers. A missing step is skipped,
@@ -317,8 +318,8 @@ def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
     )
 
 
-def _flat(cfg: ModelConfig) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _flat(cfg: ModelConfig) -> JsonObject:
+    result: JsonObject = {}
     for key, value in dataclasses.asdict(cfg).items():
         result |= (
             {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
@@ -326,7 +327,7 @@ def _flat(cfg: ModelConfig) -> dict[str, Any]:
     return result
 
 
-def _model_type(config: Mapping[str, Any]) -> str:
+def _model_type(config: JsonMapping) -> str:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise JsonReader(config).error("architectures", "expected a list")
@@ -343,7 +344,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
     return kind
 
 
-def _why_not(config: Mapping[str, Any], kind: str) -> str:
+def _why_not(config: JsonMapping, kind: str) -> str:
     """Return why a model is not supported, with the nearest supported ones."""
     supported = tuple(dict.fromkeys(_ARCHITECTURES.values()))
     what, architectures = "not supported", config.get("architectures") or ()
@@ -359,7 +360,7 @@ def _why_not(config: Mapping[str, Any], kind: str) -> str:
     return f"{what}; supported: {', '.join(supported)}{nearest}"
 
 
-def _has_experts(config: Mapping[str, Any], kind: str) -> bool:
+def _has_experts(config: JsonMapping, kind: str) -> bool:
     """Return whether a config is of a mixture of experts.
 
     Dense models of such families keep the keys, with a false flag or zero experts. The family's
@@ -423,7 +424,7 @@ def _ropes(
     if not isinstance(scaling, Mapping):
         raise top.error(key, "expected an object")
     theta = top.number("rope_theta")
-    local: Mapping[str, Any] = {}
+    local: JsonMapping = {}
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]
     if nested:  # one entry for each kind of layer, as transformers 5 may write it
         full = scaling.get("full_attention") or {}
@@ -525,10 +526,10 @@ def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+def _rope_scaling(rope: RopeConfig) -> JsonObject | None:
     if rope.scaling == "none":
         return None
-    result: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    result: JsonObject = {"rope_type": rope.scaling, "factor": rope.factor}
     if rope.scaling in ("llama3", "yarn", "longrope"):
         result["original_max_position_embeddings"] = rope.original_max_position
     if rope.scaling == "llama3":

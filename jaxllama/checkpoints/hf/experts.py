@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonMapping, JsonObject
 
-Fields = dict[str, Any]
+Fields = JsonObject
 _COUNTS = ("num_experts", "num_local_experts")
 # Keys that concern training only.
 _TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
@@ -46,7 +46,7 @@ class Mixture:
     has_norm_key: bool = False
     shared: int | None = None
     is_mixed: bool = False
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    facts: JsonMapping = dataclasses.field(default_factory=JsonObject)
     same: tuple[tuple[str, str, float], ...] = ()
 
     @property
@@ -208,7 +208,7 @@ class SigmoidMixture:
     active: int
     width: int
     scale: float = 1.0
-    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, Any])
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=JsonObject)
     has_types: bool = False
 
     @property

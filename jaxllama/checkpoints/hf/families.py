@@ -18,8 +18,9 @@ from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMix
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonMapping, JsonObject
 
-Fields = dict[str, Any]
+Fields = JsonObject
 # The names of activations in config.json, and ours.
 ACTIVATIONS = {
     "silu": "silu",
@@ -48,14 +49,14 @@ class Family:
     """
 
     architectures: tuple[str, ...]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: JsonMapping = dataclasses.field(default_factory=dict)
     keys: tuple[str, ...] = ()
     same: tuple[tuple[str, str, Any], ...] = ()
     fields: Callable[[JsonReader], Fields] | None = None
     to_hf: Callable[[ModelConfig], Fields] | None = None
-    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    stored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
+    facts: JsonMapping = dataclasses.field(default_factory=dict)
+    stored: JsonMapping = dataclasses.field(default_factory=dict)
     eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     window: str | Callable[[int, JsonReader], bool] = "none"
@@ -857,7 +858,7 @@ FAMILIES: dict[str, Family] = {
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
 
 
-def stored_of(family: str, fields: Mapping[str, Any]) -> tuple[CheckpointForm, Fields]:
+def stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Fields]:
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}

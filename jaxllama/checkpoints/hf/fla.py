@@ -28,6 +28,7 @@ from jaxllama.config import (
     RopeConfig,
 )
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonMapping, JsonObject
 
 _LOW_RANK, _NORMALIZER = 16, 16.0
 _THETA = 10000.0
@@ -65,11 +66,11 @@ PLAIN = (
     ("attn_gate", False),
 )
 # Options that change the computation, with the only supported value.
-_FIXED: dict[str, tuple[Any, ...]] = {
+_FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("swish", "silu"),
     "attnres_block_size": (None,),
 }
-Fields = dict[str, Any]
+Fields = JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class _Model:
     keys: tuple[str, ...]
     fields: Callable[[JsonReader, int], Fields]
     to_fla: Callable[[ModelConfig], Fields]
-    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
 
 
 # The library's feature maps without parameters; the first name of a map is the one written.
@@ -355,7 +356,7 @@ def model_of(cfg: ModelConfig) -> str | None:
     return "gla" if "gla" in cfg.layer_types and cfg.stored.family != PAPER else None
 
 
-def config_from_fla(config: Mapping[str, Any], name: str, kind: str = "gla") -> ModelConfig:
+def config_from_fla(config: JsonMapping, name: str, kind: str = "gla") -> ModelConfig:
     """Return the ModelConfig of a parsed ``config.json`` with a model type of ``MODELS``.
 
     Raises JaxLlamaError naming the key and its value.
@@ -433,7 +434,7 @@ def swiglu_width(read: JsonReader, d_model: int) -> int:
     return -(-width // 256) * 256
 
 
-def _attention(config: Mapping[str, Any], n_layers: int) -> Mapping[str, Any] | None:
+def _attention(config: JsonMapping, n_layers: int) -> JsonMapping | None:
     attn = config.get("attn")
     if isinstance(attn, list) and len(attn) <= 1:
         attn = attn[0] if attn else None
@@ -451,7 +452,7 @@ def _attention(config: Mapping[str, Any], n_layers: int) -> Mapping[str, Any] | 
     return attn
 
 
-def config_to_fla(cfg: ModelConfig) -> dict[str, Any]:
+def config_to_fla(cfg: ModelConfig) -> JsonObject:
     """Return the ``config.json`` that flash-linear-attention reads as ``cfg``, one of ``MODELS``.
 
     Raises JaxLlamaError naming an option that its models lack.

@@ -11,12 +11,11 @@ Left out: gates of values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from jaxllama.checkpoints.hf.fla import PAPER, PLAIN, only, swiglu_width
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
+from jaxllama.typing import JsonMapping, JsonObject
 
 _EPS = 1e-5
 _KEYS = (
@@ -35,7 +34,7 @@ _KEYS = (
 )
 
 
-def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
+def config_from_paper(config: JsonMapping, name: str) -> ModelConfig:
     """Return the ModelConfig. Raises JaxLlamaError naming the key and its value."""
     read = JsonReader(config)
     read.check_keys(name, PAPER, _KEYS, {"use_gv": (False,)})
@@ -74,7 +73,7 @@ def config_from_paper(config: Mapping[str, Any], name: str) -> ModelConfig:
     )
 
 
-def config_to_paper(cfg: ModelConfig) -> dict[str, Any]:
+def config_to_paper(cfg: ModelConfig) -> JsonObject:
     """Return the config.json. Raises JaxLlamaError naming an option that these models lack."""
     gla, eos = cfg.gla, cfg.eos_token_ids
     assert gla is not None

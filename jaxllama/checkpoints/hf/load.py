@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -43,6 +43,7 @@ from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
 from jaxllama.progress import working
+from jaxllama.typing import JsonObject, Leaf, ParamsDict
 
 if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
@@ -60,8 +61,8 @@ _MAX_JSON = 1 << 26  # bytes; the largest index in use has about 200 KB
 # Tables in old checkpoints that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
-Place = Callable[[tensors.Path, np.ndarray], Any]
-Stream = Callable[[tensors.Path, tensors.Shape, Callable[[int, np.ndarray], None]], Any]
+Place = Callable[[tensors.Path, np.ndarray], Leaf]
+Stream = Callable[[tensors.Path, tensors.Shape, Callable[[int, np.ndarray], None]], Leaf]
 
 
 def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
@@ -93,7 +94,7 @@ def read_sampling(directory: str | Path) -> Sampling | None:
         raise JaxLlamaError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
-def _to_config(directory: Path, config: dict[str, Any], name: str | None = None) -> ModelConfig:
+def _to_config(directory: Path, config: JsonObject, name: str | None = None) -> ModelConfig:
     generation_path = directory / GENERATION
     generation = _read_json(generation_path) if generation_path.is_file() else None
     try:
@@ -111,7 +112,7 @@ def load(
     place: Place | None = None,
     stream: Stream | None = None,
     added: Factors | None = None,
-) -> tuple[ModelConfig, dict[str, Any]]:
+) -> tuple[ModelConfig, ParamsDict]:
     """Read an HF directory.
 
     Parameters
@@ -174,7 +175,7 @@ def load(
         _check(directory, files, plain, cfg, known)
         names = {source.name for spec in plain.values() for source in spec.sources} | known
         total = sum(files[name][1].nbytes for name in names)
-        params: dict[str, Any] = {}
+        params: ParamsDict = {}
         with working(f"reading {directory.name}", total, progress) as advance:
 
             def floats(spec: Param) -> np.ndarray:
@@ -201,7 +202,7 @@ def load(
 Tensors = dict[str, tuple[SafetensorsFile, SafetensorsEntry]]
 
 
-def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.ExitStack) -> Tensors:
+def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitStack) -> Tensors:
     """Return ``open_tensors``; for a multimodal model only its text decoder's, with plain names."""
     files = open_tensors(directory, stack)
     if text_config(config) is config:
@@ -432,7 +433,7 @@ def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size * dtype.itemsize].view(dtype)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         if path.stat().st_size > _MAX_JSON:
             raise JaxLlamaError(f"{path}: more than {_MAX_JSON} bytes are no model config")

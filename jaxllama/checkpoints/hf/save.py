@@ -29,6 +29,7 @@ from jaxllama.model import param as tensors
 from jaxllama.model.param import Param
 from jaxllama.model.params import param_table
 from jaxllama.progress import working
+from jaxllama.typing import JsonObject, Params, Tree
 
 if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
@@ -60,7 +61,7 @@ class SaveUnit:
 def save(
     directory: str | Path,
     cfg: ModelConfig,
-    params: dict[str, Any],
+    params: Params,
     tokenizer_files: Iterable[str | Path] | None = None,
     *,
     sampling: Sampling | None = None,
@@ -112,7 +113,7 @@ def index_file(stem: str) -> str:
 
 def write_directory(
     directory: str | Path,
-    documents: Mapping[str, dict[str, Any]],
+    documents: Mapping[str, JsonObject],
     units: Sequence[SaveUnit],
     tokenizer_files: Iterable[str | Path] | None,
     max_shard_bytes: int,
@@ -152,7 +153,7 @@ def write_directory(
 Leaf = tuple[Param, Any]
 
 
-def _leaves(cfg: ModelConfig, params: dict[str, Any]) -> list[Leaf]:
+def _leaves(cfg: ModelConfig, params: Params) -> list[Leaf]:
     """Return (spec, array) of every parameter, after checking the tree against the table."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
@@ -171,7 +172,7 @@ def _leaves(cfg: ModelConfig, params: dict[str, Any]) -> list[Leaf]:
     return [(spec, flat[path]) for path, spec in table.items()]
 
 
-def check_paths(flat: dict[tensors.Path, Any], table: Iterable[tensors.Path]) -> None:
+def check_paths(flat: dict[tensors.Path, Tree], table: Iterable[tensors.Path]) -> None:
     """Raise JaxLlamaError naming a parameter that is missing or unknown to the config."""
     paths = set(table)
     for path in paths ^ flat.keys():
@@ -179,15 +180,15 @@ def check_paths(flat: dict[tensors.Path, Any], table: Iterable[tensors.Path]) ->
         raise JaxLlamaError(f"params: {state}: {'/'.join(path)}")
 
 
-def flatten(tree: dict[str, Any], at: tensors.Path = ()) -> dict[tensors.Path, Any]:
+def flatten(tree: Params, at: tensors.Path = ()) -> dict[tensors.Path, Tree]:
     """Return the parameters by path; every value that is not a dict is a parameter."""
-    result: dict[tensors.Path, Any] = {}
+    result: dict[tensors.Path, Tree] = {}
     for key, value in tree.items():
         result |= flatten(value, (*at, key)) if isinstance(value, dict) else {(*at, key): value}
     return result
 
 
-def floats_unit(spec: Param, value: Any) -> SaveUnit:
+def floats_unit(spec: Param, value: Tree) -> SaveUnit:
     """Return the checkpoint's tensors of a parameter, which comes to the host once and is split."""
     dtype = np.dtype(value.dtype)
 
@@ -242,5 +243,5 @@ def _values(shard: Iterable[SaveUnit], advance: Callable[[int], None]) -> Iterat
             advance(array.nbytes)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: JsonObject) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from jaxllama.checkpoints.packed.codes import (
 )
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -40,7 +41,7 @@ _PLACE = np.argsort(_ORDER)
 _BITS, _FIELDS = 4, 8
 
 
-def reader(config: dict[str, Any]) -> Reader:
+def reader(config: JsonObject) -> Reader:
     """Return the reader of a ``quantization_config`` of method "awq".
 
     Raises JaxLlamaError naming an option that is not supported.
@@ -146,7 +147,7 @@ def layout(w: QTensor, group_size: int) -> dict[str, tuple[tuple[int, int], np.d
     return {name: (shape, np.dtype(dtypes[name])) for name, shape in shapes.items()}
 
 
-def to_config(group_size: int, floats: list[str]) -> dict[str, Any]:
+def to_config(group_size: int, floats: list[str]) -> JsonObject:
     """Return the ``quantization_config``; ``floats`` are the Linears that are not quantized."""
     return {
         "quant_method": "awq",

@@ -42,13 +42,14 @@ from jaxllama.checkpoints.packed.codes import (
 from jaxllama.checkpoints.packed.fp8 import read_block, read_weight, scale_shapes, with_input_scale
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 _CLASS = "Linear"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_ABSENT: tuple[Any, ...] = (None, {}, [])
+_ABSENT: tuple[object, ...] = (None, {}, [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class _Scheme:
     static: bool
 
 
-def reader(config: dict[str, Any]) -> Reader:
+def reader(config: JsonObject) -> Reader:
     """Return the reader of a ``quantization_config`` of method "compressed-tensors".
 
     Raises JaxLlamaError naming an option that is not supported.

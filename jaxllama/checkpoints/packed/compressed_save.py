@@ -10,11 +10,12 @@ class Linear; otherwise modules are named.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllama.checkpoints.packed.codes import FP8, INT4, pack, packed_size, unsigned
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -49,7 +50,7 @@ def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
 def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of ``to_tensors``."""
     out, width = w.shape
-    tensors: dict[str, tuple[tuple[int, ...], Any]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], Tree]] = {}
     if _packed(w):
         tensors["weight_packed"] = (out, packed_size(width, _bits(w))), np.int32
         tensors["weight_shape"] = (2,), np.int64
@@ -64,9 +65,9 @@ def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in tensors.items()}
 
 
-def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, Any]:
+def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> JsonObject:
     """Return the ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
-    kinds: dict[tuple[Any, ...], list[str]] = {}
+    kinds: dict[tuple[object, ...], list[str]] = {}
     for name, w in weights.items():
         kinds.setdefault(_kind(w), []).append(name)
     groups = {}
@@ -84,16 +85,16 @@ def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, An
     }
 
 
-def _kind(w: QTensor) -> tuple[Any, ...]:
+def _kind(w: QTensor) -> tuple[object, ...]:
     """Return the properties that the members of a config group share."""
     groups = None if w.scale.shape[1] == 1 else w.group_size
     static = w.input_scale is not None
     return np.dtype(w.q.dtype).name, groups, w.zero is None, w.activations, static
 
 
-def _group(w: QTensor) -> dict[str, Any]:
+def _group(w: QTensor) -> JsonObject:
     kind = "float" if np.dtype(w.q.dtype) == FP8 else "int"
-    weights: dict[str, Any] = {"num_bits": _bits(w), "type": kind, "symmetric": w.zero is None}
+    weights: JsonObject = {"num_bits": _bits(w), "type": kind, "symmetric": w.zero is None}
     if w.scale.shape[1] == 1:
         weights["strategy"] = "channel"
     else:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed.codes import by_group, check_scale, consecutive, n_groups
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -35,7 +36,7 @@ _INPUTS = ("input_scale", "activation_scale")
 _FIXED = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8"}
 
 
-def reader(config: dict[str, Any]) -> Reader:
+def reader(config: JsonObject) -> Reader:
     """The reader of a ``quantization_config`` of method "fp8".
 
     Raises JaxLlamaError naming the option that is not supported.

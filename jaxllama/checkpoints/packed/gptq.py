@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,13 +38,14 @@ from jaxllama.checkpoints.packed.codes import (
     unsigned,
 )
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
+from jaxllama.typing import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 # Options that change the meaning of the tensors, with the supported values.
-_FIXED: dict[str, tuple[Any, ...]] = {
+_FIXED: dict[str, tuple[object, ...]] = {
     "is_marlin_format": (False,),
     "pack_dtype": ("int32",),
     "rotation": ("",),
@@ -52,7 +53,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def reader(config: dict[str, Any]) -> Reader:
+def reader(config: JsonObject) -> Reader:
     """Return the reader of a ``quantization_config`` of method "gptq".
 
     Raises JaxLlamaError naming an option that is not supported.
@@ -98,7 +99,7 @@ def _bits(read: JsonReader) -> int:
     return bits
 
 
-def _rules(read: JsonReader) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+def _rules(read: JsonReader) -> list[tuple[re.Pattern[str], JsonMapping]]:
     """Return (pattern of module names, overrides); the first match decides.
 
     A "-:" pattern marks a module in floats, which its tensors show too.
@@ -185,7 +186,7 @@ def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {name: (shape, np.dtype(dtypes.get(name, np.int32))) for name, shape in shapes.items()}
 
 
-def to_config(weights: Mapping[str, QTensor], floats: list[str], v2: bool) -> dict[str, Any]:
+def to_config(weights: Mapping[str, QTensor], floats: list[str], v2: bool) -> JsonObject:
     """Return the ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
     schemes = {name: (bits_of(w), file_group_size(w)) for name, w in weights.items()}
     kinds = list(schemes.values())

@@ -20,7 +20,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -48,12 +48,13 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
+from jaxllama.typing import JsonMapping, JsonObject, Params, ParamsDict
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
 FORMATS = ("native", "awq", "gptq", "compressed-tensors", "mxfp4")
-_READERS: dict[str, Callable[[dict[str, Any]], Reader]] = {
+_READERS: dict[str, Callable[[JsonObject], Reader]] = {
     "awq": packed_awq.reader,
     "gptq": packed_gptq.reader,
     "compressed-tensors": packed_compressed.reader,
@@ -65,7 +66,7 @@ KEYS = ("quantization_config", "compression_config")  # keys of config.json
 
 def plan(
     directory: Path,
-    config: Mapping[str, Any],
+    config: JsonMapping,
     table: Mapping[tensors.Path, Param],
     files: Tensors,
 ) -> dict[tensors.Path, Leaf]:
@@ -109,7 +110,7 @@ def _naming(directory: Path) -> Generator[None]:
         raise JaxLlamaError(f"{directory}: {error}") from None
 
 
-def _method(config: Mapping[str, Any], key: str) -> tuple[str, dict[str, Any]]:
+def _method(config: JsonMapping, key: str) -> tuple[str, JsonObject]:
     options = config[key]
     if not isinstance(options, dict):
         raise JsonReader(config).error(key, "expected an object")
@@ -167,7 +168,7 @@ def read(
     return value
 
 
-def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
+def check(cfg: ModelConfig, params: Params, format: str) -> None:
     """Raise the JaxLlamaError of ``save`` for parameters that the format cannot hold.
 
     The parameters may be stand-ins of their shapes and dtypes. Nothing is written.
@@ -177,7 +178,7 @@ def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
     packed_save.check(cfg, params, format)
 
 
-def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def in_floats(params: Params, dtype: DTypeLike) -> ParamsDict:
     """Return the tree with every quantized weight dequantized to floats."""
     from jaxllama.checkpoints.packed import save as packed_save
 
@@ -187,7 +188,7 @@ def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
 def save(
     directory: str | Path,
     cfg: ModelConfig,
-    params: dict[str, Any],
+    params: Params,
     tokenizer_files: Iterable[str | Path] | None = None,
     *,
     format: str = "native",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jaxllama.checkpoints import safetensors as safetensors_file
 from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, one
+from jaxllama.typing import Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -135,7 +136,7 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
     return blocks[0] if len(blocks) == 1 else RowBlocks(tuple(blocks))
 
 
-def _storage(w: QTensor | np.ndarray) -> tuple[Any, ...]:
+def _storage(w: QTensor | np.ndarray) -> tuple[object, ...]:
     """Return the properties that two blocks must share to become one."""
     from pallas_kernels.qtensor import QTensor
 
@@ -152,7 +153,7 @@ class Leaf:
     """A parameter of a packed checkpoint: its parts, and the function that joins them."""
 
     parts: tuple[PackedPart, ...]
-    join: Callable[[list[Any]], Any] = fuse
+    join: Callable[[list[Tree]], Tree] = fuse
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from jaxllama.checkpoints.packed.codes import (
 from jaxllama.checkpoints.packed.module import FLOATS, Leaf, Module, PackedPart, Tensors, plain
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, Path
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -52,7 +53,7 @@ _ACTIVATIONS = {
 }
 
 
-def plan(config: dict[str, Any], table: Mapping[Path, Param], files: Tensors) -> dict[Path, Leaf]:
+def plan(config: JsonObject, table: Mapping[Path, Param], files: Tensors) -> dict[Path, Leaf]:
     """Return how every parameter of ``table`` is read.
 
     Raises JaxLlamaError naming an invalid entry or tensor.
@@ -72,7 +73,7 @@ def plan(config: dict[str, Any], table: Mapping[Path, Param], files: Tensors) ->
     }
 
 
-def _leaf(path: Path, entry: Any, shape: tuple[int, ...], files: Tensors) -> Leaf:
+def _leaf(path: Path, entry: Tree, shape: tuple[int, ...], files: Tensors) -> Leaf:
     name = ".".join(path)
     if entry is None:
         return Leaf((plain(name, shape, files),), operator.itemgetter(0))
@@ -99,7 +100,7 @@ def _leaf(path: Path, entry: Any, shape: tuple[int, ...], files: Tensors) -> Lea
     return Leaf(tuple(parts), _row_blocks)
 
 
-def _row_blocks(parts: list[Any]) -> RowBlocks:
+def _row_blocks(parts: list[Tree]) -> RowBlocks:
     from pallas_kernels.qtensor import RowBlocks
 
     return RowBlocks(tuple(parts))
@@ -109,7 +110,7 @@ def _wrong(name: str, why: str) -> JaxLlamaError:
     return JaxLlamaError(f"quantization_config.weights: {name}: {why}")
 
 
-def _quantized(name: str, entry: Any, shape: tuple[int, ...], files: Tensors) -> PackedPart:
+def _quantized(name: str, entry: Tree, shape: tuple[int, ...], files: Tensors) -> PackedPart:
     if not isinstance(entry, Mapping):
         raise _wrong(name, "expected an object or null")
     words, activations = entry.get("words"), entry.get("activations")
@@ -228,7 +229,7 @@ def layout(
         yield name, tuple(value.shape), np.dtype(value.dtype)
 
 
-def to_config(params: Mapping[Path, Any]) -> dict[str, Any]:
+def to_config(params: Mapping[Path, Any]) -> JsonObject:
     """Return the ``quantization_config`` of parameters by path."""
     from pallas_kernels.qtensor import QTensor, RowBlocks
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.model.params import param_table
+from jaxllama.typing import JsonObject, Params, ParamsDict, Tree
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class _Member:
     """
 
     source: TensorSource
-    block: Any
+    block: Tree
     start: int
     stop: int
 
@@ -97,13 +98,13 @@ class _Format:
 
     layout: Callable[[QTensor], Layout]
     to_tensors: Callable[[QTensor], Tensors]
-    config: dict[str, Any]
+    config: JsonObject
 
 
 def save(
     directory: str | Path,
     cfg: ModelConfig,
-    params: dict[str, Any],
+    params: Params,
     tokenizer_files: Iterable[str | Path] | None,
     format: str,
     sampling: Sampling | None,
@@ -122,10 +123,10 @@ def save(
     )
 
 
-def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def in_floats(params: Params, dtype: DTypeLike) -> ParamsDict:
     """Return the tree with every quantized weight dequantized to floats."""
 
-    def dense(leaf: Any) -> Any:
+    def dense(leaf: Tree) -> Tree:
         if isinstance(leaf, RowBlocks):
             return jnp.concatenate([dense(block) for block in leaf.blocks])
         return dequantize(leaf, dtype) if isinstance(leaf, QTensor) else leaf
@@ -133,14 +134,12 @@ def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
     return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
 
 
-def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
+def check(cfg: ModelConfig, params: Params, format: str) -> None:
     """Raise JaxLlamaError for what ``save`` would refuse; ``params`` may be stand-ins."""
     _units(cfg.with_head_of(params), params, format)
 
 
-def _units(
-    cfg: ModelConfig, params: dict[str, Any], format: str
-) -> tuple[dict[str, Any], list[SaveUnit]]:
+def _units(cfg: ModelConfig, params: Params, format: str) -> tuple[JsonObject, list[SaveUnit]]:
     """Return (the ``quantization_config``, the tensors of every parameter)."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
@@ -162,7 +161,7 @@ def _units(
     return chosen.config, [_unit(members[path], chosen) for path in table]
 
 
-def _native_unit(path: Key, value: Any) -> SaveUnit:
+def _native_unit(path: Key, value: Tree) -> SaveUnit:
     name = ".".join(path)
 
     def values() -> Iterator[np.ndarray]:
@@ -172,7 +171,7 @@ def _native_unit(path: Key, value: Any) -> SaveUnit:
     return SaveUnit(tuple(packed_native.layout(name, value)), values)
 
 
-def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
+def _members(path: Key, value: Tree, spec: Param) -> list[_Member]:
     """Return the checkpoint's tensors of a parameter, each within one of its blocks."""
     members = []
     blocks = list(value.blocks) if isinstance(value, RowBlocks) else [value]

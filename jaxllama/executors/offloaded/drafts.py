@@ -27,6 +27,7 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.records import places_of
 from jaxllama.typing import Params, Tree
 
 
@@ -92,7 +93,7 @@ def _piece(
 ) -> tuple[Tree, ...]:
     """Return the fields of a pass's TokenPiece: each row's newest token and its draft."""
     inputs = start(rows, draft, width, limit)
-    positions, is_new, rope = decoder.places_of(cfg, inputs.fields.length, inputs.lengths, width)
+    positions, is_new, rope = places_of(cfg, inputs.fields.length, inputs.lengths, width)
     return inputs.tokens.reshape(-1, 1), is_new, positions, rope
 
 

@@ -29,7 +29,7 @@ Left out: a mesh, drafts of a deterministic model, tokens of a grammar.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,18 +97,9 @@ class Offloaded:
     policy: Policy
     store: Store
     recorder: Recording = NO_RECORD
-
-    @property
-    def mesh(self) -> None:
-        return None
-
-    @property
-    def on_device(self) -> bool:
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        return False
+    mesh: ClassVar[None] = None
+    on_device: ClassVar[bool] = False
+    runs_ahead: ClassVar[bool] = False
 
     @property
     def block_size(self) -> int:
@@ -117,7 +108,7 @@ class Offloaded:
     def with_params(self, params: Params) -> Offloaded:
         return self
 
-    def with_policy(self, **changes: Tree) -> Offloaded:
+    def with_policy(self, **changes: Any) -> Offloaded:
         """Return the executor with other values in its policy. The store stays."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **changes))
 

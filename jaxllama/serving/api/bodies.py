@@ -32,6 +32,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.serving.api import other_fields
 from jaxllama.serving.api.schemas import ApiError
+from jaxllama.typing import JsonObject
 
 MAX_VALUES = 2**16  # texts, objects and numbers of a body; token ids are counted separately
 MAX_ROWS = 2048  # prompts of a body
@@ -91,7 +92,7 @@ class JsonSchema(Strict):
     name: str = "answer"
     description: str | None = None
     strict: bool | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -107,7 +108,7 @@ class Structure(Strict):
     """A structure: ``begin``, which starts with a trigger, JSON of the schema, ``end``."""
 
     begin: str
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     end: str
 
 
@@ -135,7 +136,7 @@ class StructuredOutputs(Strict):
     json: a schema or its JSON text. structural_tag may be JSON text too.
     """
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
@@ -184,7 +185,7 @@ class GenerationBody(Strict):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
@@ -283,7 +284,7 @@ OnlyFunctions = BeforeValidator(_drop_foreign)
 class Function(Strict):
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -307,21 +308,21 @@ class Chat(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: Annotated[list[Literal["text", "audio"]], FIRST_ERROR] | None = None
     # Refused by ``calls``, unless the value has no effect.
-    audio: dict[str, Any] | None = None
-    functions: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
-    function_call: str | dict[str, Any] | None = None
-    moderation: dict[str, Any] | None = None
-    web_search_options: dict[str, Any] | None = None
+    audio: JsonObject | None = None
+    functions: Annotated[list[JsonObject], FIRST_ERROR] | None = None
+    function_call: str | JsonObject | None = None
+    moderation: JsonObject | None = None
+    web_search_options: JsonObject | None = None
     # Without effect, as above.
-    prediction: dict[str, Any] | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prediction: JsonObject | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None  # for a template that knows it
     verbosity: str | None = None
@@ -345,7 +346,7 @@ class Tokenize(Strict):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     enable_thinking: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR] | None = None
     add_generation_prompt: bool | None = None

@@ -38,6 +38,7 @@ from jaxllama.serving.api.tools import offered
 from jaxllama.serving.tools import harmony
 from jaxllama.text.prompt_text import ChatPrompt
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import JsonObject
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 SMALLEST_TOP_P = 1e-30  # stands for a body's 0: only the likeliest token
@@ -224,7 +225,7 @@ class Prompts:
             )
         return row
 
-    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> ChatPrompt:
+    def chat_prompt(self, body: Chat | Tokenize, tools: list[JsonObject] | None) -> ChatPrompt:
         """Return the conversation after the checkpoint's template."""
         tokenizer = self.tokenizer()
         plain = [_plain(message) for message in body.messages or ()]
@@ -424,7 +425,7 @@ def _only_limit(body: GenerationBody, *names: str) -> int | None:
     return next(iter(given.values()), None)
 
 
-def _template_variables(body: Chat | Tokenize, template: str) -> dict[str, Any]:
+def _template_variables(body: Chat | Tokenize, template: str) -> JsonObject:
     """Return the template's variables other than messages and tools."""
     more = dict(body.chat_template_kwargs or {})
     thinks = body.enable_thinking
@@ -462,7 +463,7 @@ def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
     return prompt.until(begin + end)
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message) -> JsonObject:
     """Return a message for templates: text content, arguments of tool calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if message.role == "developer":  # OpenAI's newer name; templates know the older one
@@ -480,7 +481,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _name_results(messages: list[dict[str, Any]]) -> None:
+def _name_results(messages: list[JsonObject]) -> None:
     """Add the function's name to each tool message, because some templates show it.
 
     Clients need not send it.

@@ -26,6 +26,7 @@ from jaxllama.serving.api.reading import Reading, special_id
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import Tools
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.typing import JsonObject
 
 _BARS = re.compile(r"(<\|\w+\|>)")  # special tokens of harmony
 _ANYTHING = r"/(.|\n)*/"
@@ -41,7 +42,7 @@ class AnswerConstraint:
     is_lenient: bool = False
 
     @property
-    def nested(self) -> dict[str, Any]:
+    def nested(self) -> JsonObject:
         """This form as a nested grammar with the name "form"."""
         if self.kind == "json_schema":
             return {"name": "form", "json_schema": _tight(json.loads(self.source), self.is_lenient)}
@@ -89,7 +90,7 @@ def _response_format(body: GenerationBody) -> AnswerConstraint | None:
     raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
 
 
-def _best_effort(schema: dict[str, Any]) -> AnswerConstraint:
+def _best_effort(schema: JsonObject) -> AnswerConstraint:
     """Return a form with everything of the schema that the library can enforce.
 
     Its notes list the rest. The engine refuses an invalid schema.
@@ -105,11 +106,11 @@ def _best_effort(schema: dict[str, Any]) -> AnswerConstraint:
     return AnswerConstraint("json_schema", json.dumps(lenient), tuple(told), is_lenient=True)
 
 
-def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+def _lenient(schema: JsonObject) -> JsonObject:
     return {**schema, "x-guidance": {"whitespace_flexible": False, "lenient": True}}
 
 
-def _warnings(schema: dict[str, Any]) -> tuple[bool, list[str]]:
+def _warnings(schema: JsonObject) -> tuple[bool, list[str]]:
     """Return (whether the library refuses a schema, the library's messages)."""
     try:
         from llguidance import LLMatcher
@@ -129,8 +130,8 @@ def _without_patterns(value: Any) -> tuple[Any, list[str]]:
         return [part for part, _ in parts], [name for _, found in parts for name in found]
     if not isinstance(value, dict):
         return value, []
-    schema: dict[str, Any] = value
-    kept: dict[str, Any] = {}
+    schema: JsonObject = value
+    kept: JsonObject = {}
     dropped: list[str] = []
     for key, item in schema.items():
         given = [item] if key == "pattern" and isinstance(item, str) else []
@@ -177,9 +178,7 @@ def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
         raise _wrong("structured_outputs", "structural_tag needs structures and triggers") from None
 
 
-def _json(
-    schema: str | dict[str, Any] | None, param: str = "guided_json"
-) -> AnswerConstraint | None:
+def _json(schema: str | JsonObject | None, param: str = "guided_json") -> AnswerConstraint | None:
     if schema is None:
         return None
     if isinstance(schema, str):
@@ -365,7 +364,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _tight(schema: dict[str, Any], is_lenient: bool = False) -> dict[str, Any]:
+def _tight(schema: JsonObject, is_lenient: bool = False) -> JsonObject:
     """Return a schema with at most one blank between tokens: a weak model would repeat blanks.
 
     is_lenient: the library ignores what it cannot enforce, instead of refusing it.

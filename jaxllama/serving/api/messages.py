@@ -23,6 +23,7 @@ from jaxllama.engine.journal import JournalUnavailable
 from jaxllama.engine.request import EngineClosed, EngineFailed, FinishReason, QueueFull
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.schemas import ApiError
+from jaxllama.typing import JsonObject
 
 _log = logging.getLogger("jaxllama.serving")
 
@@ -170,7 +171,7 @@ class Failed(IpcMessage, tag=4):
 class EngineReport(IpcMessage, tag=6):
     """A replica's figures, its observed times since the last report, and its failure."""
 
-    stats: dict[str, Any]
+    stats: JsonObject
     times: list[tuple[str, float]]
     failure: str | None
 

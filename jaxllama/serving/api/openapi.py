@@ -5,12 +5,11 @@ document(max_len, keyed) -> dict     for GET /openapi.json
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import TypeAdapter
 
 from jaxllama.serving.api import bodies, response_schemas, schemas
 from jaxllama.serving.api.response_bodies import Responses
+from jaxllama.typing import JsonObject
 
 _ANSWERS = {**vars(schemas), **vars(response_schemas)}
 _BODIES = {**vars(bodies), "Responses": Responses}
@@ -27,7 +26,7 @@ _ERRORS = {
 }
 
 
-def document(max_len: int, keyed: bool) -> dict[str, Any]:
+def document(max_len: int, keyed: bool) -> JsonObject:
     """Return the OpenAPI document.
 
     max_len: the context length in tokens, for the description. keyed: whether requests need an API
@@ -66,7 +65,7 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
         "/tokenize": ("Text or messages to token ids", "Tokenize", "Tokens"),
         "/detokenize": ("Token ids to text", "Detokenize", "Text"),
     }
-    paths: dict[str, Any] = {}
+    paths: JsonObject = {}
     for path, (text, body, answer) in post.items():
         streams = body in ("Completion", "Chat", "Responses")
         paths[path] = {
@@ -123,8 +122,8 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
             "parameters": [_path_parameter("id")],
             "responses": responses,
         }
-    components: dict[str, Any] = {"schemas": shared["$defs"]}
-    page: dict[str, Any] = {
+    components: JsonObject = {"schemas": shared["$defs"]}
+    page: JsonObject = {
         "openapi": "3.1.0",
         "info": {
             "title": "jaxllama",
@@ -141,22 +140,22 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
     return page
 
 
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
+def _json(schema: JsonObject) -> JsonObject:
     return {"application/json": {"schema": schema}}
 
 
-def _path_parameter(name: str) -> dict[str, Any]:
+def _path_parameter(name: str) -> JsonObject:
     schema = {"type": "string", "minLength": 1}
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
 def _responses(
-    schema: dict[str, Any],
-    content: dict[str, Any],
+    schema: JsonObject,
+    content: JsonObject,
     streams: bool,
     keyed: bool,
     errors: tuple[str, ...],
-) -> dict[str, Any]:
+) -> JsonObject:
     if streams:
         # A stream has chunks, and an error object if the engine fails midway: no schema fits both.
         content = {**content, "text/event-stream": {}}

@@ -11,14 +11,14 @@ has a table of the supported fields.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from jaxllama.serving.api.schemas import ApiError
+from jaxllama.typing import JsonMapping
 
 _SAMPLER = "this sampler is not here; temperature, top_k, top_p and min_p are"
 _LIMIT = "send max_tokens"
 # Name: (reason for the refusal, values without effect).
-ELSEWHERE: dict[str, tuple[str, tuple[Any, ...]]] = {
+ELSEWHERE: dict[str, tuple[str, tuple[object, ...]]] = {
     # vLLM
     "chat_template": ("the checkpoint's is used; chat_template_kwargs are its variables", ()),
     "documents": ("send chat_template_kwargs.documents", ()),
@@ -63,7 +63,7 @@ ELSEWHERE: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def refuse(
-    endpoint: str, unknown: Mapping[str, Any], fields: Collection[str], hints: Mapping[str, str]
+    endpoint: str, unknown: JsonMapping, fields: Collection[str], hints: Mapping[str, str]
 ) -> None:
     """Refuse the first unknown field that would change the answer.
 

@@ -37,6 +37,7 @@ from jaxllama.serving.api.bodies import (
     explain,
 )
 from jaxllama.serving.api.schemas import ApiError
+from jaxllama.typing import JsonObject
 
 
 class InputText(Lenient):
@@ -84,7 +85,7 @@ class FunctionTool(Strict):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -93,7 +94,7 @@ class TextFormat(Strict):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
 
 
 class TextOptions(Strict):
@@ -128,7 +129,7 @@ class Responses(Strict):
     tools: (
         Annotated[list[FunctionTool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None
     ) = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     # Extensions, as for chat
@@ -136,7 +137,7 @@ class Responses(Strict):
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     deadline: float | None = Field(None, gt=0, le=86400)
     bad_words: Words | None = None
@@ -148,21 +149,21 @@ class Responses(Strict):
     cache_salt: CacheSalt | None = None
     # Refused, unless the value has no effect.
     background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
-    image: dict[str, Any] | None = None
-    moderation: dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
+    conversation: str | JsonObject | None = None
+    image: JsonObject | None = None
+    moderation: JsonObject | None = None
+    prompt: JsonObject | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Without effect: these fields concern OpenAI's own service or its own tools, or are hints.
     access_programs: Any = None
-    background_options: dict[str, Any] | None = None
+    background_options: JsonObject | None = None
     context_management: Any = None
     include: Annotated[list[str], FIRST_ERROR] | None = None
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: JsonObject | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -212,7 +213,7 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
         add_items(messages, body.input)
     opening = [Message(role="system", content=body.instructions)] if body.instructions else []
     form = body.text.format if body.text else None
-    asked: dict[str, Any] = {
+    asked: JsonObject = {
         **{name: getattr(body, name) for name in _SHARED},
         "messages": [*opening, *messages],
         "max_completion_tokens": body.max_output_tokens,
@@ -256,12 +257,12 @@ def _text(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: FunctionTool) -> JsonObject:
     function = tool.model_dump(exclude={"type"}, exclude_none=True)
     return {"type": "function", "function": function}
 
 
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _choice(choice: str | JsonObject | None) -> str | JsonObject | None:
     """Return a tool choice in chat's format; chat refuses invalid ones."""
     if not isinstance(choice, dict):
         return choice
@@ -277,7 +278,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(form: TextFormat) -> dict[str, Any]:
+def _format(form: TextFormat) -> JsonObject:
     if form.type != "json_schema":
         return {"type": form.type}
     if form.schema_ is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from jaxllama.serving.api.schemas import Schema, schema
+from jaxllama.typing import JsonObject
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -91,9 +92,9 @@ class ResponseObject(Schema):
     previous_response_id: str | None
     store: bool
     temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    text: JsonObject
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None

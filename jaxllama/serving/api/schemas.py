@@ -347,10 +347,10 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Return the JSON of one of these objects, or of the values that they consist of."""
     return _adapter(type(value)).dump_json(value)
 
 
-def respond(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def respond(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(to_json(value), status, headers, "application/json")

@@ -15,6 +15,7 @@ from typing import Any
 from jaxllama.serving.api.bodies import Chat, Function
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.tools.formats import Format, format_of
+from jaxllama.typing import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Tools:
     is_forced: at least one must be called. only_one: at most one call is allowed.
     """
 
-    shown: tuple[dict[str, Any], ...]
+    shown: tuple[JsonObject, ...]
     functions: tuple[Function, ...]
     is_forced: bool
     only_one: bool
@@ -90,7 +91,7 @@ def _choice(body: Chat) -> tuple[str, list[str] | None]:
     )
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value

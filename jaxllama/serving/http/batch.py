@@ -17,17 +17,17 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from starlette.types import ASGIApp, Message
 
 from jaxllama import progress
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 AGAIN_SECONDS = 0.05
-Line = tuple[str, str, dict[str, Any]]  # custom_id, url, body
+Line = tuple[str, str, JsonObject]  # custom_id, url, body
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
     return counts
 
 
-async def _all(lines: list[Line], one: Any, at_once: int) -> None:
+async def _all(lines: list[Line], one: Callable[[Line], Awaitable[None]], at_once: int) -> None:
     """Run ``at_once`` workers, each of which takes the next line after an answer."""
     rest = iter(lines)
 
@@ -90,8 +90,8 @@ async def _all(lines: list[Line], one: Any, at_once: int) -> None:
 
 
 async def post(
-    app: ASGIApp, path: str, body: dict[str, Any], request_id: str
-) -> tuple[int, dict[str, Any]]:
+    app: ASGIApp, path: str, body: JsonObject, request_id: str
+) -> tuple[int, JsonObject]:
     """Return the application's answer to one body: (status, JSON)."""
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]

@@ -35,6 +35,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.messages import ServedRequest
 from jaxllama.serving.api.schemas import ApiError, respond
 from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.typing import JsonObject
 
 CLIENT_GONE = 499  # nginx's status for a client that left; only the log shows it
 BODY_SECONDS = 30.0  # seconds for a body to arrive
@@ -85,7 +86,7 @@ class Middleware:
         headers = dict(scope["headers"])
         own = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = own if _ID.fullmatch(own) else uuid.uuid4().hex
-        fields: dict[str, Any] = {}
+        fields: JsonObject = {}
         state = {**scope.get("state", {}), "request_id": request_id, "fields": fields}
         scope["state"] = state
         status = CLIENT_GONE  # stays if nothing is ever sent

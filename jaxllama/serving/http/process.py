@@ -36,11 +36,11 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 from jaxllama import extras, progress
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.typing import JsonObject, Options
 
 try:
     from starlette.types import ASGIApp
@@ -87,7 +87,7 @@ class ServeOptions:
     max_body: int = 4 * 2**20
     drain_timeout: int = 30
     state: Path | None = None
-    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    engine: JsonObject = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -170,9 +170,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
 
 
 @contextlib.contextmanager
-def local_app(
-    lm: LanguageModel, name: str, options: dict[str, Any]
-) -> Generator[tuple[ASGIApp, Engine]]:
+def local_app(lm: LanguageModel, name: str, options: Options) -> Generator[tuple[ASGIApp, Engine]]:
     """Yield the application over a running engine of its own, without a port."""
     metrics = Metrics()
     engine = Engine(lm, observe=metrics.observe, **options)

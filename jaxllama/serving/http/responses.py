@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+from pydantic import BaseModel
+
 from jaxllama.serving.api import answers
 from jaxllama.serving.api.bodies import Message
 from jaxllama.serving.api.calls import AcceptedCall
@@ -45,6 +47,7 @@ from jaxllama.serving.api.response_schemas import (
 from jaxllama.serving.api.schemas import ApiError, Usage, to_json
 from jaxllama.serving.http.runs import CallRun, EventStream
 from jaxllama.serving.tools.formats import AnswerPart
+from jaxllama.typing import JsonObject
 
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
@@ -117,7 +120,7 @@ class ResponseFrame:
         return messages
 
 
-def _dump(model: Any) -> dict[str, Any]:
+def _dump(model: BaseModel) -> JsonObject:
     return model.model_dump(exclude_none=True, by_alias=True)
 
 
@@ -128,7 +131,7 @@ def _usage(usage: Usage) -> ResponseUsage:
     )
 
 
-Told = dict[str, Any]
+Told = JsonObject
 
 
 class Writer:

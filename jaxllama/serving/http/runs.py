@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -42,6 +41,7 @@ from jaxllama.serving.http.middleware import (
 )
 from jaxllama.serving.ipc.link import EngineClient, PieceStream
 from jaxllama.serving.tools.formats import AnswerPart
+from jaxllama.typing import JsonObject
 
 AGAIN_SECONDS = 0.05
 Outcome = CompletionObject | ChatObject | ErrorObject
@@ -94,7 +94,7 @@ class CallRun:
         kind: str,
         call: AcceptedCall,
         stream: PieceStream,
-        fields: dict[str, Any],
+        fields: JsonObject,
         finish: Finish,
         kept: bool = True,
     ) -> None:

@@ -90,7 +90,7 @@ class Served(Protocol):
     def listen(self, told: Callable[[], None]) -> None: ...
 
 
-Passes = Mapping[str, Callable[..., Any]]
+Passes = Mapping[str, Callable[..., object]]
 
 
 def forward_passes(lm: LanguageModel) -> Passes:
@@ -100,7 +100,7 @@ def forward_passes(lm: LanguageModel) -> Passes:
     """
     if not lm.executor.on_device:
 
-        def refused(*_: Any) -> None:
+        def refused(*_: object) -> None:
             raise JaxLlamaError("the model is offloaded: no embeddings, no logprobs of prompts")
 
         return {"embed": refused, "score": refused}
@@ -503,7 +503,7 @@ class Port:
         if value is not None:
             self.send(messages.Reply(ask.call, value))
 
-    def passed(self, call: int, done: Future[Any]) -> None:
+    def passed(self, call: int, done: Future[object]) -> None:
         """Send the result of a forward pass."""
         if done.cancelled():
             return

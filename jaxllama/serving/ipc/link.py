@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxllama.engine.request import EngineFailed, Request
+from jaxllama.engine.request import EngineFailed, FinishReason, Request
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import Accepted, TextPiece
 from jaxllama.serving.ipc.hub import Hub
@@ -292,7 +292,7 @@ class EngineClient:
         if self._choices.pop(number, None) is not None:
             self._end(number, "cancelled", 0)
 
-    def _end(self, number: int, reason: Any, kept: int) -> None:
+    def _end(self, number: int, reason: FinishReason, kept: int) -> None:
         self.tell(messages.End(number, reason, kept))
 
     async def ask(self, name: Any, *arguments: Any) -> Any:

@@ -47,6 +47,7 @@ from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.ipc.facts import Facts
 from jaxllama.serving.ipc.hub import Hub, forward_passes
 from jaxllama.serving.ipc.wire import Pulse, Wire
+from jaxllama.typing import Options
 
 PREFIXES = (1024, 256, 64)  # lengths, in tokens, of the beginnings by which prompts are recognized
 REMEMBERED = 8192  # number of remembered beginnings
@@ -92,7 +93,7 @@ class Flight:
 class Replica:
     """A replica, as the parent process sees it."""
 
-    def __init__(self, number: int, load: Load, options: dict[str, Any], device: str) -> None:
+    def __init__(self, number: int, load: Load, options: Options, device: str) -> None:
         self.number, self._spec = number, pickle.dumps((load, options))
         self.socket, theirs = socket.socketpair()
         with theirs:
@@ -289,7 +290,7 @@ class Replicas:
     """
 
     def __init__(
-        self, count: int, load: Load, options: dict[str, Any], observe: Callable[[str, float], None]
+        self, count: int, load: Load, options: Options, observe: Callable[[str, float], None]
     ) -> None:
         named = [name for name in os.environ.get(DEVICES, "").split(",") if name]
         if named and len(named) < count:

@@ -17,18 +17,10 @@ from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference
 from pallas_kernels.attention.rope_attention import rope_and_attend
+from tests.helpers.cache_cases import heads_of, in_pages, poisoned, values_of
+from tests.helpers.delta_cases import relative_rms
 from tests.helpers.warp_emulator import emulated
-from tests.kernels.attention.test_decode_attention import (
-    KERNELS,
-    NEWEST,
-    error,
-    form_given,
-    make,
-    poison,
-    rotation,
-    stored,
-)
-from tests.kernels.attention.test_pages import in_pages
+from tests.kernels.attention.test_decode_attention import KERNELS, NEWEST, form_given, rotation
 from tests.kernels.attention.test_several_tokens import case, without_nan
 from tests.model.test_cudnn_attention import plain
 
@@ -43,7 +35,7 @@ def sinks_for(n, seed=3):
 def oracle(q, k, v, lengths, sinks, window=None):
     """In float64, token by token: ``q [B, T, N, H]``, ``lengths [B, T]``."""
     int4 = v.dtype == jnp.int4
-    q, k, v = (stored(jax.tree.map(without_nan, x)) for x in (q, k, v))
+    q, k, v = (values_of(jax.tree.map(without_nan, x)) for x in (q, k, v))
     sinks, out = np.asarray(sinks, np.float64), np.zeros_like(q)
     group = q.shape[2] // k.shape[2]
     for row, token in np.ndindex(*lengths.shape):
@@ -76,16 +68,16 @@ def test_the_forms_of_this_machine_are_a_float64_softmax(cache, window):
     xla, cpu = (functools.partial(decode_attention, implementation=x) for x in ("xla", "cpu"))
     for form in (xla, cpu, decode_attention_reference):
         got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window, sinks=sinks)
-        assert error(got, want) < 1e-5
+        assert relative_rms(got, want) < 1e-5
         assert not np.asarray(got)[np.asarray(lengths) == 0].any()
     if cache == "float32":
         pages, table = in_pages((k, v), 30, np.asarray(lengths).max(axis=1))
         got = cpu(q, *pages, lengths, window=window, sinks=sinks, table=table)
-        assert error(got, want) < 1e-5
+        assert relative_rms(got, want) < 1e-5
 
 
 def test_sinks_of_another_width_are_named():
-    q, k, v, lengths = make(2, 20, 4, 2, 64)
+    q, k, v, lengths = heads_of(2, 20, 4, 2, 64)
     with pytest.raises(ValueError, match="sinks"):
         decode_attention(q, k, v, lengths, sinks=jnp.zeros(2))
     with pytest.raises(ValueError, match=r"sinks \(2,\) is not \[4\]"):
@@ -102,7 +94,7 @@ def test_sinks_of_another_width_are_named():
 
 def test_the_gradient_of_a_sink_is_the_difference_quotient():
     """Central differences of the float64 oracle, steps of 1e-5: 1e-4 of the largest."""
-    q, k, v, lengths = make(3, 20, 4, 2, 64)
+    q, k, v, lengths = heads_of(3, 20, 4, 2, 64)
     sinks = sinks_for(4).at[0].set(0.5).at[-1].set(2.0)
     weights = np.random.default_rng(5).standard_normal(q.shape)
 
@@ -138,11 +130,11 @@ def test_a_prompts_forms_agree_with_float64(window, monkeypatch):
     def chosen(q, k, v, sinks):
         return chunk.attend(q, k, v, positions, window, None, sinks)
 
-    assert error(jax.jit(xla)(q, k, v, sinks), want) < 1e-5
-    assert error(jax.jit(chosen)(q, k, v, sinks), want) < 1e-5
+    assert relative_rms(jax.jit(xla)(q, k, v, sinks), want) < 1e-5
+    assert relative_rms(jax.jit(chosen)(q, k, v, sinks), want) < 1e-5
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     monkeypatch.setattr(chunk, "has_cudnn", lambda q: True)
-    assert error(jax.jit(chosen)(q, k, v, sinks), want) < 1e-5
+    assert relative_rms(jax.jit(chosen)(q, k, v, sinks), want) < 1e-5
     if window == 40:
         finite = sinks.at[0].set(0.0)
         of = [
@@ -168,7 +160,7 @@ def test_a_chunk_after_a_past_by_cudnn_is_the_same(window, monkeypatch):
     got = cudnn_attention.extend(
         *new, k, v, jnp.full(2, 110, jnp.int32), window=window, sinks=sinks
     )
-    assert error(got, want) < 1e-5
+    assert relative_rms(got, want) < 1e-5
 
 
 EMULATED = [  # form, tokens of a row, capacity, heads, cache, window
@@ -187,9 +179,9 @@ def test_the_kernels_emulated_are_a_float64_softmax(given, monkeypatch):
     form, tokens, capacity, heads, cache, window = given
     form_given(monkeypatch, form)
     if tokens == 1:
-        q, k, v, _ = make(4, capacity, *heads, cache, "bfloat16")
+        q, k, v, _ = heads_of(4, capacity, *heads, cache, "bfloat16")
         lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
-        k, v = poison(k, lengths), poison(v, lengths)
+        k, v = poisoned(k, lengths), poisoned(v, lengths)
         several = q[:, None], lengths[:, None]
     else:
         q, k, v, lengths = case(tokens, capacity, heads, cache)
@@ -201,5 +193,5 @@ def test_the_kernels_emulated_are_a_float64_softmax(given, monkeypatch):
             q, k, v, lengths, window=window, sinks=sinks, implementation="mosaic"
         )
     want = oracle(several[0], k, v, np.asarray(several[1]), sinks, window).reshape(got.shape)
-    assert error(got, want) < 4e-3
+    assert relative_rms(got, want) < 4e-3
     assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.token import gla_token, plan
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.delta_cases import relative_rms

@@ -1,0 +1,72 @@
+"""Kernels at real shapes through the assembler for GPUs that are not here, one process for each.
+
+Nothing spills, the assembler warns of nothing, and a block's shared memory is within the table.
+The wheels are those of the extra ``assemble``; the whole table is
+``python -m benchmarks.kernels.assembled``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from pallas_kernels.architecture import BY_NAME
+from pallas_kernels.dispatch import OTHER_JAX
+
+HERE = {found.metadata["Name"] for found in importlib.metadata.distributions()}
+if jax.__version_info__ < OTHER_JAX or "nvidia-nvjitlink" not in HERE:
+    pytest.skip("the assembler is not here, or jax is older than 0.12", allow_module_level=True)
+
+# One of each kernel by default; sm_80's code is the one that differs from Hopper's.
+DEFAULT = {
+    "sm_80": (
+        "product 1 int4",
+        "product 8 int4",
+        "product 16 int8",
+        "decode 64 int8",
+        "direct",
+        "rope and cache int8",
+        "norm to int8",
+        "GLA step",
+        "delta layer",
+        "greedy",
+    ),
+    "sm_89": ("product 1 int8", "product 16 int8", "decode 64 bfloat16", "norm FP8"),
+    "sm_100": ("product 8 int4", "decode 64 int8", "direct"),
+    "sm_120": ("product 16 int8", "decode 64 bfloat16", "direct", "greedy"),
+}
+# Bytes that a thread spills, at most.
+SPILLED = {("sm_80", "product 8 int4 all", "quantized_matmul_decode"): 4}
+
+
+def check(arch: str, cases: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tests.helpers.assembling", arch, *cases]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(found) >= len(cases) and any(line.get("kernels") for line in found)
+    for line in found:
+        assert not line.get("warnings"), line
+        assert "none" not in line or " has no " in line["none"], line
+        assert "none" not in line or not cases, line
+        for kernel in line.get("kernels", ()):
+            known = SPILLED.get((arch, line["case"], kernel["kernel"]), 0)
+            assert kernel["spilled"] <= known, line
+            assert kernel["registers"] <= 255, line
+            assert kernel["shared"] <= BY_NAME[arch].shared_bytes, line
+
+
+@pytest.mark.parametrize("arch", DEFAULT)
+def test_kernels_fit_their_registers(arch):
+    check(arch, DEFAULT[arch])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", DEFAULT)
+def test_every_kernel_fits_its_registers(arch):
+    check(arch, ())
