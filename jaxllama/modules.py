@@ -10,6 +10,7 @@ from jaxllama.model.mixers.attention.module import Attention
 from jaxllama.model.mixers.delta.module import GatedDeltaNet
 from jaxllama.model.mixers.gla.module import GatedLinearAttention
 from jaxllama.model.mixers.short_conv.module import ShortConvolution
+from jaxllama.model.mixers.ssm.module import Mamba2
 from jaxllama.model.module import (
     Decoder,
     DecoderLayer,
@@ -27,6 +28,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "LayerNorm",
+    "Mamba2",
     "MixtureOfExperts",
     "RMSNorm",
     "ShortConvolution",

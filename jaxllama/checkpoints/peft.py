@@ -33,7 +33,7 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]
 _MAX_CONFIG = 1 << 22  # bytes; patterns for every layer of the largest models take 100 KB
 _MAX_RANK = 1 << 16
 # products that take adapters
-_PRODUCTS = ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")
+_PRODUCTS = ("qkv", "qkvz", "zxbcdt", "o", "gate_up", "up", "down", "q", "k", "v", "g")
 # Prefix of the decoder's names inside a multimodal model, instead of "model".
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
 _NONE: tuple[object, ...] = (None, False, [], {})

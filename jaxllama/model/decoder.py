@@ -100,18 +100,30 @@ def feed_half(
     ops: LayerOps = linear,
     before: Stream | None = None,
 ) -> Stream:
-    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``, or its experts.
+    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``, or its experts, or nothing
+    in a layer without them.
 
     before: what a parallel block reads instead, the stream without the mixer's part.
     """
+    if cfg.bare_layers:
+        return stream
     if cfg.experts is not None:
         return feed_experts(cfg, p, stream, ops, before)
-    gate_up, down = p["mlp"]["gate_up"], p["mlp"]["down"]
     if before is not None:
-        y, _ = ops.norm_linear(before, p.get("mixer_norm"), gate_up, cfg, into=down)
+        y, _ = inner(cfg, p["mlp"], before, p.get("mixer_norm"), ops)
     else:
-        y, stream = ops.norm_linear(stream, p.get("mlp_norm"), gate_up, cfg, into=down)
-    return ops.linear_add(y, down, stream, cfg, p.get("mlp_out_norm"))
+        y, stream = inner(cfg, p["mlp"], stream, p.get("mlp_norm"), ops)
+    return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
+
+
+def inner(
+    cfg: ModelConfig, p: Params, stream: Stream, norm: Params | None, ops: LayerOps = linear
+) -> tuple[linear.Input, Stream]:
+    """(what the last product of the feed-forward ``p`` reads, the stream)."""
+    if cfg.gated_mlp:
+        return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
+    y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
+    return linear.activated(y, cfg.activation), stream
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,6 +140,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         window_layers=(),
         window_rope=None,
         nope_layers=(),
+        bare_layers=(0,) if index in cfg.bare_layers else (),
     )
     return one, kind
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -445,6 +445,20 @@ def _gate_for(y: jax.Array, into: Params, cfg: ModelConfig) -> Input:
             return swiglu(y, quantize=codes)
         return Adapted(*quantize_adapted(y, lora.a, lora.of(y), codes, gated=True))
     return _quantized(gate(y, cfg.activation), codes, lora)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def activated(x: jax.Array, activation: str) -> jax.Array:
+    """An activation without a gate, in float32 with one cast."""
+    return _ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _lora(linear: Params) -> Lora | None:

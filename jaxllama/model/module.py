@@ -36,6 +36,7 @@ from jaxllama.model.decoder import (
     embed_tokens,
     forward,
     head_product,
+    inner,
     layer_config,
 )
 from jaxllama.model.experts.feed import mixture
@@ -84,9 +85,8 @@ class SwiGLU(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """``x[..., D]`` -> the same shape and dtype."""
         params, cfg = self.tree(), self.cfg
-        gate_up, down = params["gate_up"], params["down"]
-        y, _ = linear.norm_linear(Stream(x), None, gate_up, cfg, into=down)
-        return linear.linear(y, down, x.dtype)
+        y, _ = inner(cfg, params, Stream(x), None)
+        return linear.linear(y, params["down"], x.dtype)
 
 
 class MixtureOfExperts(SwiGLU):

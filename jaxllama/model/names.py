@@ -29,6 +29,7 @@ class Names:
     mixer, mlp: prefixes of their tensors' names.  other_mlp: a prefix that files may have instead
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
+    is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
     mixers: the own names of each kind of mixer, in a type of that mixer.
     """
 
@@ -48,6 +49,7 @@ class Names:
     o: str = "o_proj"
     sinks: str = "sinks"
     down: str = "down_proj"
+    is_halved: bool = False
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
 

@@ -24,6 +24,7 @@ from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
+from jaxllama.model.mixers.ssm import parameters as ssm
 from jaxllama.model.names import Names
 from jaxllama.model.param import Param, Path, Shape, fused, one, written
 from jaxllama.typing import Params, ParamsDict, Tree
@@ -57,6 +58,13 @@ _GRANITE = ExpertNames(
 _ERNIE = ExpertNames(
     shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
 )
+_MAMBA = Names(
+    embed="backbone.embeddings",
+    layer="backbone.layers.{}",
+    mixer_norm="norm",
+    norm="backbone.norm_f",
+    mixers={"ssm": ssm.SSMNames(mixer="mixer.")},
+)
 _GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
@@ -87,6 +95,17 @@ FAMILIES = {
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
+    "mamba2": _MAMBA,
+    "nemotron_h": dataclasses.replace(
+        _MAMBA, mlp_norm="norm", mlp="mixer.", is_halved=True, mixer="mixer."
+    ),
+    "bamba": Names(mlp_norm="pre_ff_layernorm", mlp="feed_forward.", norm="model.final_layernorm"),
+    "granitemoehybrid": Names(
+        mlp="shared_mlp.",
+        gate_up=("input_linear",),
+        down="output_linear",
+        mixers={"experts": dataclasses.replace(_GRANITE, shared="shared_mlp.", is_beside=True)},
+    ),
     "phimoe": Names(mixers={"experts": _MIXTRAL}),
     "ernie4_5_moe": Names(mixers={"experts": _ERNIE}),
     "mixtral": Names(mixers={"experts": _MIXTRAL}),
@@ -120,26 +139,28 @@ def param_table(
         )
     }
     for index, kind in enumerate(cfg.layer_types):
-        prefix, layer = names.layer.format(index), f"layer_{index}"
+        (prefix, feed), layer = _halves(cfg, names, index), f"layer_{index}"
         mixer = MIXERS[kind].parameters.table(cfg, f"{prefix}.", names, present)
         is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
         mlp_prefix = names.other_mlp if is_other else names.mlp
-        mlp = (
-            _mlp(cfg, f"{prefix}.{mlp_prefix}", names, present)
-            if cfg.experts_of(index) is None
-            else experts.table(cfg, f"{prefix}.", names, present)
-        )
+        mlp: dict[Path, Param] = {}
+        if index not in cfg.bare_layers:
+            mlp = (
+                _mlp(cfg, f"{feed}.{mlp_prefix}", names, present)
+                if cfg.experts_of(index) is None
+                else experts.table(cfg, f"{feed}.", names, present)
+            )
         norm = functools.partial(_norm, cfg)
         if cfg.pre_norms:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
         if cfg.post_norms:
             table |= norm((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
-        if cfg.pre_norms and not cfg.parallel_block:
-            table |= norm((layer, "mlp_norm"), f"{prefix}.{names.mlp_norm}")
+        if mlp and cfg.pre_norms and not cfg.parallel_block:
+            table |= norm((layer, "mlp_norm"), f"{feed}.{names.mlp_norm}")
         table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
-        if cfg.post_norms:
-            table |= norm((layer, "mlp_out_norm"), f"{prefix}.{names.mlp_out_norm}")
+        if mlp and cfg.post_norms:
+            table |= norm((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
     table |= _norm(cfg, ("norm",), names.norm, scale)
@@ -150,6 +171,14 @@ def param_table(
     if cfg.mtp_layers:
         table |= _mtp(cfg, names, present)
     return table
+
+
+def _halves(cfg: ModelConfig, names: Names, index: int) -> tuple[str, str]:
+    """The prefixes of a layer's mixer and of its feed-forward."""
+    if not names.is_halved:
+        return (names.layer.format(index),) * 2
+    first = 2 * index - sum(bare < index for bare in cfg.bare_layers)
+    return names.layer.format(first), names.layer.format(first + 1)
 
 
 def _mtp(cfg: ModelConfig, names: Names, present: Collection[str]) -> dict[Path, Param]:
@@ -182,14 +211,16 @@ def _mlp(
 ) -> dict[Path, Param]:
     """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
     one tensor, too."""
+    down, residual = f"{prefix}{names.down}", cfg.stored.residual
+    last = written("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
+    if not cfg.gated_mlp:
+        up = (f"{prefix}{names.gate_up[-1]}", cfg.d_ff, {})
+        return fused("up", [up], cfg.d_model, cfg.mlp_bias) | last
     gate_up = [f"{prefix}{name}" for name in names.gate_up]
     if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
         gate_up = gate_up[:1]
     parts = [(name, 2 * cfg.d_ff // len(gate_up), {}) for name in gate_up]
-    table = fused("gate_up", parts, cfg.d_model, cfg.mlp_bias)
-    down = f"{prefix}{names.down}"
-    residual = cfg.stored.residual
-    return table | written("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
+    return fused("gate_up", parts, cfg.d_model, cfg.mlp_bias) | last
 
 
 def nested(table: Mapping[Path, object]) -> ParamsDict:

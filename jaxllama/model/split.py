@@ -35,7 +35,7 @@ Path = tuple[str, ...]
 @functools.cache
 def _axes() -> dict[str, int]:
     """By a parameter's name; a mixer's are its own, and ``o`` writes the residual stream."""
-    axes = {"embed": 0, "head": 0, "gate_up": 0, "down": 1, "o": 1}
+    axes = {"embed": 0, "head": 0, "gate_up": 0, "up": 0, "down": 1, "o": 1}
     for mixer in MIXERS.values():
         for name, axis in mixer.parameters.SPLIT.items():
             assert axes.setdefault(name, axis) == axis, f"{name} is split along two axes"

@@ -68,7 +68,8 @@ SCHEMES = (
 )
 # Parents of a "weight" that is a matmul.
 _EXPERTS = ("experts_gate_up", "experts_down")  # [E, out, in]
-MATMULS = frozenset(("qkv", "qkvz", "q", "k", "v", "g", "o", "gate_up", "down", "head", *_EXPERTS))
+_MIXERS = ("qkv", "qkvz", "zxbcdt", "q", "k", "v", "g", "o")
+MATMULS = frozenset((*_MIXERS, "gate_up", "up", "down", "head", *_EXPERTS))
 _NAMES = MATMULS | {"embed", "mixer", "mlp"}
 _GROUPS = (128, 64, 32)
 

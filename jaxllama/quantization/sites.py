@@ -76,18 +76,24 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     if kind == "head":
         return (Site("head", ("head",), "norm", None, model),)
     before = "mixer_norm" if cfg.pre_norms else ""
-    beside, gate_up = (), ("mlp/gate_up",)
+    if cfg.bare_layers:  # a layer without a feed-forward
+        return _mixer_sites(cfg, kind, before, (), model)
+    first = "mlp/gate_up" if cfg.gated_mlp else "mlp/up"
+    beside, gate_up = (), (first,)
     if cfg.parallel_block:  # one norm for both sublayers
         beside, gate_up = gate_up, ()
     if cfg.experts is not None:
         mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model))
         return (*_mixer_sites(cfg, kind, before, (), model), *mlp)
     mlp = tuple(
-        Site("mlp/gate_up", gate_up, "mlp_norm" if cfg.pre_norms else "", None, model)
-        for _ in gate_up
+        Site(first, gate_up, "mlp_norm" if cfg.pre_norms else "", None, model) for _ in gate_up
     ) + (
         Site(
-            "mlp/down", ("mlp/down",), "mlp/gate_up", (cfg.d_ff, 2 * cfg.d_ff), np.arange(cfg.d_ff)
+            "mlp/down",
+            ("mlp/down",),
+            first if cfg.gated_mlp else "",  # an activation keeps no scale
+            (cfg.d_ff, 2 * cfg.d_ff) if cfg.gated_mlp else None,
+            np.arange(cfg.d_ff),
         ),
     )
     return (*_mixer_sites(cfg, kind, before, beside, model), *mlp)

@@ -95,6 +95,30 @@ _DELTA = {
 }
 _SIGMOID = {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+}
+_MAMBA2 = {
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 12,
+    "n_groups": 2,
+    "expand": 2,
+    "layer_norm_epsilon": 1e-5,
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "tie_word_embeddings": True,
+    "head_dim": 8,
+}
 # (model type, case, what its config.json says besides the sizes): every option of each family
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "", {}),
@@ -442,6 +466,59 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "original_max_position_embeddings": 96,
             "max_position_embeddings": 256,
             "rope_scaling": {**_LONG, "short_mscale": 1.2, "long_mscale": 1.2},
+        },
+    ),
+    ("mamba2", "", _MAMBA2),
+    (
+        "mamba2",
+        "bias",
+        {
+            **_MAMBA2,
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("bamba", "", {**_MAMBA, "attn_layer_indices": [1], "head_dim": 8}),
+    (
+        "granitemoehybrid",
+        "",
+        {
+            **_GRANITE,
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    (
+        "granitemoehybrid",
+        "experts",
+        {
+            **_GRANITE,
+            **_MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    (
+        "nemotron_h",
+        "",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention"]
+            + ["full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "num_hidden_layers": 5,
+            "layer_norm_epsilon": 1e-5,
         },
     ),
 )

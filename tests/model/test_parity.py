@@ -139,6 +139,11 @@ ALSO = (
     "ernie4_5_moe",
     "qwen3_next-bias",
     "qwen3_moe-mixed-window",
+    "mamba2",
+    "mamba2-bias",
+    "granitemoehybrid",
+    "granitemoehybrid-experts",
+    "bamba",
 )
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 
@@ -221,6 +226,11 @@ WRITTEN = (
     "gpt_oss",
     "ernie4_5_moe",
     "phimoe",
+    "mamba2-bias",
+    "bamba",
+    "granitemoehybrid",
+    "granitemoehybrid-experts",
+    "nemotron_h",
 )
 
 

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllama.checkpoints.hf import mamba
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
@@ -28,6 +29,8 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
+    "relu2": "relu2",
+    "relu": "relu",
 }
 
 
@@ -100,6 +103,46 @@ def _gemma(read: JsonReader) -> Fields:
 
 def _gemma_to_hf(cfg: ModelConfig) -> Fields:
     return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}
+
+
+def _mamba2(read: JsonReader) -> Fields:
+    n = read.size("num_hidden_layers")
+    found = _MAMBA2.fields(read)
+    ssm = found["mixers"]["ssm"]
+    return {
+        **found,
+        "layer_types": ("ssm",) * n,
+        "bare_layers": tuple(range(n)),
+        "head_dim": ssm["head_dim"],
+        "d_ff": ssm["n_heads"] * ssm["head_dim"],  # no layer has one
+    }
+
+
+def _granite_hybrid(read: JsonReader) -> Fields:
+    """Return the fields.  The expert of every token is a feed-forward where there is no other."""
+    experts = _HYBRID_EXPERTS.fields(read)
+    shared = read.size("shared_intermediate_size", 1024)
+    if experts["experts"] is None:
+        experts["d_ff"] = shared
+    else:
+        experts["experts"] = dataclasses.replace(experts["experts"], shared=shared)
+    kinds = mamba.mamba_layers(read)
+    return {**_granite(read), **_MAMBA.fields(read), **experts, "layer_types": kinds}
+
+
+def _granite_hybrid_to_hf(cfg: ModelConfig) -> Fields:
+    experts = cfg.experts
+    keys = {"num_local_experts": 0} if experts is None else _HYBRID_EXPERTS.to_hf(cfg)
+    for name in ("mlp_only_layers", "decoder_sparse_step"):
+        keys.pop(name, None)
+    return {
+        **keys,
+        **_granite_to_hf(cfg),
+        **_MAMBA.to_hf(cfg),
+        "shared_intermediate_size": cfg.d_ff if experts is None else experts.shared,
+        "layer_types": mamba.kinds_to_hf(cfg),
+        "position_embedding_type": None if cfg.nope_layers else "rope",
+    }
 
 
 def _phimoe_to_hf(cfg: ModelConfig) -> Fields:
@@ -329,6 +372,27 @@ _PHI_EXPERTS = Mixture(
 )
 _ERNIE_EXPERTS = IntervalMixture()
 _GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
+_MAMBA = mamba.MambaKeys()
+_MAMBA2 = mamba.MambaKeys(
+    n_heads=("num_heads", 128),
+    head_dim=("head_dim", 64),
+    state=("state_size", 128),
+    n_groups=("n_groups", 8),
+    taps=("conv_kernel", 4),
+    conv_bias=("use_conv_bias", True),
+    bias=("use_bias", False),
+    expand="expand",
+    eps="layer_norm_epsilon",
+)
+_NEMOTRON_H = dataclasses.replace(
+    _MAMBA2,
+    n_heads=("mamba_num_heads", 128),
+    head_dim=("mamba_head_dim", 64),
+    state=("ssm_state_size", 128),
+    bias=("mamba_proj_bias", False),
+    least=("time_step_min", 0.001),
+)
+_HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
 _GRANITE_SCALES = (
     *_BIAS,
     ("embedding_multiplier", "stored.embed", 1.0),
@@ -588,6 +652,100 @@ FAMILIES: dict[str, Family] = {
         same=_GRANITE_SCALES,
         fields=lambda read: {**_granite(read), **_GRANITE_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
+    ),
+    "mamba2": Family(
+        ("Mamba2ForCausalLM",),
+        defaults={
+            "num_attention_heads": 1,
+            "intermediate_size": 1,
+            "head_dim": 64,
+            "bos_token_id": 0,
+            "layer_norm_epsilon": 1e-5,
+        },
+        keys=_MAMBA2.keys,
+        fields=_mamba2,
+        to_hf=_MAMBA2.to_hf,
+        fixed={"hidden_act": ("silu", None)},
+        eps="layer_norm_epsilon",
+        is_nope=lambda *_: True,
+    ),
+    "bamba": Family(
+        ("BambaForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        keys=(*_MAMBA.keys, "attn_layer_indices", "attn_rotary_emb", "layer_types"),
+        same=(*_BIAS, *_MLP_BIAS),
+        fields=lambda read: {**_MAMBA.fields(read), "layer_types": mamba.indexed_layers(read)},
+        to_hf=lambda cfg: {
+            **_MAMBA.to_hf(cfg),
+            "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
+        },
+    ),
+    "granitemoehybrid": Family(
+        ("GraniteMoeHybridForCausalLM",),
+        keys=(
+            "attention_multiplier",
+            "logits_scaling",
+            "shared_intermediate_size",
+            "layer_types",
+            "layers_block_type",
+            "position_embedding_type",
+            "init_method",
+            "normalization_function",
+            *_MAMBA.keys,
+            *_HYBRID_EXPERTS.keys,
+        ),
+        same=_GRANITE_SCALES,
+        fields=_granite_hybrid,
+        to_hf=_granite_hybrid_to_hf,
+        fixed={"mamba_proj_bias": (False, None)},
+        is_nope=lambda i, read, slides: read.config.get("position_embedding_type") != "rope",
+    ),
+    "nemotron_h": Family(
+        ("NemotronHForCausalLM",),
+        defaults={
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+        },
+        keys=(
+            *_NEMOTRON_H.keys,
+            "hybrid_override_pattern",
+            "layers_block_type",
+            "layer_types",
+            "attention_head_dim",
+            "mtp_layers_block_type",
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_overlap",
+            "n_group",
+            "n_routed_experts",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "num_experts_per_tok",
+            "output_router_logits",
+            "routed_scaling_factor",
+            "topk_group",
+        ),
+        same=_MLP_BIAS,
+        fields=lambda read: {**_NEMOTRON_H.fields(read), **mamba.nemotron_layers(read)},
+        to_hf=lambda cfg: {**_NEMOTRON_H.to_hf(cfg), **mamba.nemotron_to_hf(cfg)},
+        # transformers reads attention_bias, and has no biases
+        fixed={
+            "use_bias": (False, None),
+            "sliding_window": (None,),
+            "moe_latent_size": (None,),
+        },
+        facts={"gated_mlp": False},
+        eps="layer_norm_epsilon",
+        activation="mlp_hidden_act",
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),

@@ -64,6 +64,8 @@ PLAIN = (
     ("window_rope", None),
     ("nope_layers", ()),
     ("attn_gate", False),
+    ("gated_mlp", True),
+    ("bare_layers", ()),
 )
 # Options that change the computation, with the only supported value.
 _FIXED: dict[str, tuple[object, ...]] = {

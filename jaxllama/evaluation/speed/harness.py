@@ -277,7 +277,7 @@ def bytes_per_step(lm: LanguageModel, rows: int = 1) -> int:
         tree_bytes(part)
         for name, layer in lm.params.items()
         if name.startswith("layer_")
-        for path, part in layer["mlp"].items()
+        for path, part in layer.get("mlp", {}).items()
         if path.startswith("experts_")
     )
     return total - round(unread * held)

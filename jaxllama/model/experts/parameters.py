@@ -37,6 +37,7 @@ class ExpertNames:
     is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's.
     shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
     expert's own gate, up and down, where they are not a dense layer's.
+    is_beside: the shared expert is beside ``prefix``, not behind it.
     choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
     """
 
@@ -55,6 +56,7 @@ class ExpertNames:
     shared_gate: str = "shared_expert_gate"
     choice_bias: str = "gate.e_score_correction_bias"
     is_matrix: bool = False
+    is_beside: bool = False
 
 
 def table(
@@ -73,9 +75,10 @@ def table(
         rows["router", "choice_bias"] = Param((source,), (n,), std=0.0, is_float32=True)
     rows |= _experts(options, d, prefix, own, present, residual)
     if options.shared:
-        shared = f"{prefix}{own.shared}"
+        shared = f"{layer if own.is_beside else prefix}{own.shared}"
         *gate_up, down = own.shared_parts or (*names.gate_up, names.down)
-        parts = [(f"{shared}{name}", options.shared, {}) for name in gate_up]
+        width = 2 * options.shared // len(gate_up)
+        parts = [(f"{shared}{name}", width, {}) for name in gate_up]
         rows |= fused("gate_up", parts, d, False)
         rows |= written("down", f"{shared}{down}", d, options.shared, False, residual)
     if options.shared_gate:

@@ -102,5 +102,5 @@ class Mixer:
 
 
 MIXERS: dict[str, Mixer] = {
-    kind: Mixer(kind) for kind in ("attention", "gla", "delta", "short_conv")
+    kind: Mixer(kind) for kind in ("attention", "gla", "delta", "short_conv", "ssm")
 }

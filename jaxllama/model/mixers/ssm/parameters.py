@@ -1,0 +1,150 @@
+"""The parameters of a Mamba-2 layer, and functions of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Literal
+
+import numpy as np
+
+from jaxllama.config import ModelConfig, from_dict
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers.common import Heads, Sites
+from jaxllama.model.names import Names
+from jaxllama.model.param import Param, Path, TensorSource, fused, one, written
+from jaxllama.typing import Options
+
+KEEPS_TOKENS = False
+SPLIT = dict.fromkeys(("zxbcdt", "conv", "decay", "y_norm"), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMOptions:
+    """``[mixers.ssm]``: the sizes of a Mamba-2 layer.
+
+    n_heads, head_dim: number and width of the heads.  state: features of B and C, and so of a
+    head's state.  n_groups: the heads of a group share B and C; the norm is over a group's heads.
+    taps: of the short convolution, with a bias if ``conv_bias``.  bias: whether the input's and the
+    output's product have one.  least_step, largest_step: bounds of dt; None for no bound.
+    norm: RMSNorm of the gated heads ("gate_first"), or of the heads before the gate ("norm_first"),
+    or "none".
+    """
+
+    n_heads: int
+    head_dim: int
+    state: int
+    n_groups: int = 1
+    taps: int = 4
+    norm_eps: float = 1e-5
+    least_step: float = 0.0
+    largest_step: float | None = None
+    conv_bias: bool = True
+    bias: bool = False
+    norm: Literal["gate_first", "norm_first", "none"] = "gate_first"
+
+    def __post_init__(self) -> None:
+        for key in ("n_heads", "head_dim", "state", "n_groups", "taps"):
+            if getattr(self, key) < 1:
+                raise JaxLlamaError(f"mixers.ssm.{key}: must be positive")
+        if self.n_heads % self.n_groups:
+            raise JaxLlamaError(f"mixers.ssm.n_groups: must divide n_heads ({self.n_heads})")
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Features of x, B and C, which the convolution reads."""
+        return self.width + 2 * self.n_groups * self.state
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMNames:
+    """The names of the tensors in a checkpoint; ``mixer`` is their prefix."""
+
+    mixer: str = "mamba."
+    inputs: str = "in_proj"
+    conv: str = "conv1d"
+    norm: str = "norm"
+    o: str = "out_proj"
+
+
+@functools.lru_cache(maxsize=64)
+def options(cfg: ModelConfig) -> SSMOptions:
+    """Raises JaxLlamaError naming the key."""
+    return from_dict(SSMOptions, cfg.options_of("ssm"), "mixers.ssm.")
+
+
+def table(
+    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
+) -> dict[Path, Param]:
+    """z|x|B|C|dt fused by rows, the convolution, what makes the decay, the norm and o."""
+    del present
+    own, ssm, d = names.of("ssm", SSMNames()), options(cfg), cfg.d_model
+    prefix, heads = f"{layer}{own.mixer}", ssm.n_heads
+    rows = ssm.width + ssm.convolved + heads
+    # The checkpoint's [features, 1, W] is the same memory.
+    conv = TensorSource(f"{prefix}{own.conv}.weight", (ssm.convolved, 1, ssm.taps))
+    found = fused("zxbcdt", [(f"{prefix}{own.inputs}", rows, {})], d, ssm.bias)
+    found["conv", "weight"] = Param((conv,), (ssm.convolved, ssm.taps), std=ssm.taps**-0.5)
+    if ssm.conv_bias:
+        found["conv", "bias"] = one(f"{prefix}{own.conv}.bias", ssm.convolved, std=0.0)
+    found["decay", "a_log"] = one(f"{prefix}A_log", heads, mean=2.0, std=0.5)
+    found["decay", "dt_bias"] = one(f"{prefix}dt_bias", heads, mean=-4.6, std=1.0)
+    found["decay", "skip"] = one(f"{prefix}D", heads, mean=1.0, std=0.0)
+    if ssm.norm != "none":
+        found["y_norm", "weight"] = one(f"{prefix}{own.norm}.weight", ssm.width, mean=1.0, std=0.0)
+    return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.bias, cfg.stored.residual)
+
+
+def heads(cfg: ModelConfig) -> int:
+    """Return the largest number of shards that each have a group of heads."""
+    return options(cfg).n_groups
+
+
+def obstacle(cfg: ModelConfig, n: int) -> str | None:
+    """Return the name of the groups that ``n`` shards do not divide, or None: the norm is over
+    all heads of a group."""
+    groups = options(cfg).n_groups
+    return f"the {groups} groups of Mamba-2 heads" if groups % n else None
+
+
+def replicated(cfg: ModelConfig, n: int) -> Options:
+    """No changes: each of ``n`` shards has groups of its own."""
+    del cfg, n
+    return {}
+
+
+def shard(cfg: ModelConfig, n: int) -> Options:
+    """Changes of the config that make it one of ``n`` shards'."""
+    ssm = options(cfg)
+    sizes = {"n_heads": ssm.n_heads // n, "n_groups": ssm.n_groups // n}
+    return {"mixers": cfg.with_options("ssm", **sizes)}
+
+
+def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+    """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
+    del n
+    ssm = options(cfg)
+    x, group = (ssm.n_heads, ssm.head_dim), (ssm.n_groups, ssm.state)
+    if name == "zxbcdt":
+        return [x, x, group, group, (ssm.n_heads, 1)]
+    return [x, group, group] if name == "conv" else None
+
+
+def sites(cfg: ModelConfig) -> Sites:
+    """The norm's weight stands last before o."""
+    ssm = options(cfg)
+    source = "" if ssm.norm == "none" else "y_norm"
+    return Sites(("zxbcdt",), source, None, np.arange(ssm.width))
+
+
+def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+    """A token's operations beside its products with weights."""
+    del index, sequence_length
+    ssm = options(cfg)
+    return 4.0 * ssm.width * ssm.state

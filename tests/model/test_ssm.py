@@ -1,0 +1,164 @@
+"""Mamba-2's mixer against its formula in float64, and the ways to run it against one another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints.hf.config import config_from_hf
+from jaxllama.config import ModelConfig, from_dict
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
+from jaxllama.model.params import param_table
+from jaxllama.model.records import whole_rows
+from jaxllama.model.split import check_shards, local_config, natural_rows, row_order, split_axis
+from pallas_kernels.operands import Columns
+from tests.helpers.arrays import as_jax
+from tests.helpers.cases import slow
+from tests.helpers.engine_cases import every_way_generates
+from tests.helpers.models import LLAMA, params_of
+
+SIZES = {"n_heads": 4, "head_dim": 6, "state": 5, "n_groups": 2, "least_step": 0.3}
+CFG = LLAMA.replace(
+    n_layers=2, layer_types=("ssm", "attention"), bare_layers=(0,), mixers={"ssm": SIZES}
+)
+ROWS, WIDTH = 2, 9
+
+
+@functools.cache
+def model() -> tuple[jl.LanguageModel, np.ndarray, np.ndarray]:
+    """(the model, tokens, teacher-forced logits)."""
+    params = params_of(CFG)
+    tokens = np.random.default_rng(0).integers(0, CFG.vocab_size, (ROWS, WIDTH), np.int32)
+    lm = jl.LanguageModel(CFG, params, None)
+    return lm, tokens, np.asarray(lm.logits(tokens, np.full(ROWS, WIDTH, np.int32)))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def reference(ssm: SSMOptions, p: dict, x: np.ndarray) -> np.ndarray:
+    """The mixer in float64, of the normed input ``[T, D]``, without the output product."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p)
+    z, xbc, dt = np.split(x @ p["zxbcdt"]["weight"].T, [ssm.width, ssm.width + ssm.convolved], -1)
+    taps = p["conv"]["weight"]
+    read = np.pad(xbc, ((taps.shape[1] - 1, 0), (0, 0)))
+    made = [(read[t : t + taps.shape[1]] * taps.T).sum(axis=0) for t in range(len(x))]
+    xbc = silu(np.stack(made) + p["conv"]["bias"])
+    u, b, c = np.split(xbc, [ssm.width, ssm.width + ssm.n_groups * ssm.state], axis=-1)
+    dt = np.clip(np.log1p(np.exp(dt + p["decay"]["dt_bias"])), ssm.least_step, ssm.largest_step)
+    y = np.zeros((len(x), ssm.n_heads, ssm.head_dim))
+    for head in range(ssm.n_heads):
+        group = head // (ssm.n_heads // ssm.n_groups)
+        own = slice(group * ssm.state, (group + 1) * ssm.state)
+        v = u[:, head * ssm.head_dim : (head + 1) * ssm.head_dim]
+        state = np.zeros((ssm.state, ssm.head_dim))
+        for t in range(len(x)):
+            decay = np.exp(-np.exp(p["decay"]["a_log"][head]) * dt[t, head])
+            state = decay * state + np.outer(b[t, own], dt[t, head] * v[t])
+            y[t, head] = c[t, own] @ state + p["decay"]["skip"][head] * v[t]
+    y = y.reshape(len(x), ssm.n_groups, -1)
+    gate = silu(z).reshape(y.shape)
+    y = y if ssm.norm == "norm_first" else y * gate
+    if ssm.norm != "none":
+        y = y / np.sqrt((y**2).mean(axis=-1, keepdims=True) + ssm.norm_eps)
+        y = y * p["y_norm"]["weight"].reshape(y.shape[1:])
+    y = y * gate if ssm.norm == "norm_first" else y
+    return y.reshape(len(x), -1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("norm", ["gate_first", *slow("norm_first", "none")])
+def test_the_mixer_is_the_formula(norm):
+    cfg = CFG.replace(mixers={"ssm": {**SIZES, "norm": norm}})
+    p = params_of(cfg)["layer_0"]["mixer"]
+    x = np.random.default_rng(1).standard_normal((1, WIDTH, cfg.d_model))
+    made = as_jax(x @ np.asarray(p["zxbcdt"]["weight"], np.float64).T, jnp.float32)
+    at = whole_rows(cfg, 1, WIDTH)
+
+    @jax.jit
+    def mixed(p, made):
+        return MIXERS["ssm"].mix.mix(cfg, p, [Columns(made, 0, made.shape[-1])], None, at)
+
+    got, state = mixed(p, made)
+    assert state is None
+    np.testing.assert_allclose(got[0], reference(options(cfg), p, x[0]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.core
+def test_prompt_and_steps_are_the_whole_sequence():
+    """Rows of different lengths, then steps, then a draft of which one row keeps nothing."""
+    lm, tokens, want = model()
+    lengths = as_jax([5, 3])
+    cache = jl.init_cache(CFG, ROWS, 16, dtype=jnp.float32)
+    scores, cache = jl.prefill(CFG, lm.params, tokens[:, :5], lengths, cache)
+    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=1e-5)
+    newest = as_jax([tokens[0, 5], tokens[1, 3]])
+    scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
+    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=1e-5)
+    drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
+    scores, proposal = jl.verify_step(CFG, lm.params, drafted, as_jax([2, 2]), cache)
+    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=1e-5)
+    cache = jl.commit(proposal, as_jax([1, -1]))
+    newest = as_jax([tokens[0, 8], tokens[1, 4]])
+    scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
+    np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("engines_of_one_size")
+def test_engine_drafts_and_offloading_give_generates_answers():
+    every_way_generates(*model()[:2])
+
+
+def test_a_shard_is_a_smaller_model():
+    local = param_table(local_config(CFG, 2))
+    for path, param in param_table(CFG).items():
+        if "mixer" not in path or path[0] != "layer_0":
+            continue
+        order, axis = row_order(CFG, path, 2), split_axis(path)
+        shape = list(param.shape)
+        if axis is not None:
+            shape[axis] //= 2
+        assert local[path].shape == tuple(shape), path
+        if order is not None and path[-2] == "zxbcdt":
+            # z of two heads, x of two, B and C of one group, dt of two heads
+            want = [*range(12), *range(24, 36), *range(48, 53), *range(58, 63), 68, 69]
+            np.testing.assert_array_equal(order[:36], want)
+            np.testing.assert_array_equal(order[natural_rows(order)], np.arange(72))
+    with pytest.raises(JaxLlamaError, match="the 2 groups of Mamba-2 heads"):
+        check_shards(CFG, 4)
+
+
+def test_config():
+    assert from_dict(ModelConfig, CFG.to_dict()) == CFG
+    with pytest.raises(JaxLlamaError, match=r"mixers.ssm.n_groups: must divide n_heads \(4\)"):
+        param_table(CFG.replace(mixers={"ssm": {**SIZES, "n_groups": 3}}))
+    with pytest.raises(JaxLlamaError, match="bare_layers"):
+        CFG.replace(bare_layers=(2,))
+    with pytest.raises(JaxLlamaError, match="gated_mlp"):
+        CFG.replace(activation="relu2")
+
+
+def nemotron(pattern: str) -> ModelConfig:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    config = {"model_type": "nemotron_h", **sizes, "num_key_value_heads": 2}
+    config |= {"intermediate_size": 48}
+    return config_from_hf({**config, "hybrid_override_pattern": pattern}, "tiny")
+
+
+def test_nemotron_layers():
+    """A feed-forward belongs to the mixer before it."""
+    cfg = nemotron("M-M*-")
+    assert cfg.layer_types == ("ssm", "ssm", "attention")
+    assert cfg.bare_layers == (1,)
+    table = param_table(cfg)
+    assert table["layer_2", "mlp", "up", "weight"].sources[0].name.startswith("backbone.layers.4.")
+    for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME", "experts"), ("MX", "unknown")):
+        with pytest.raises(JaxLlamaError, match=why):
+            nemotron(pattern)
