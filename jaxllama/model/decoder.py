@@ -27,6 +27,7 @@ from typing import TypedDict, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -199,11 +200,26 @@ def places_of(
     return positions, is_new, rope
 
 
-def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
-    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past."""
+def whole_rows(
+    cfg: ModelConfig, batch: int, length: int, segments: jax.Array | None = None
+) -> Chunk:
+    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past.
+
+    segments: int32 ``[batch, length]``, for packed rows; positions then count from each segment's
+    first token. Tables of dynamic RoPE are those of ``length`` tokens.
+    """
     lengths = jnp.full((batch,), length, jnp.int32)
-    positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
-    return Chunk(positions, lengths, rope)
+    if segments is None:
+        positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
+        return Chunk(positions, lengths, rope)
+    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    positions = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
+    rope = None
+    if cfg.ropes:
+        tables = (rope_tables(one, cfg.head_dim, positions, lengths) for one in cfg.ropes)
+        rope = Ropes(cfg.ropes, tuple(tables))
+    return Chunk(positions, lengths, rope, segments=segments)
 
 
 def embed_tokens(

@@ -43,6 +43,9 @@ class Chunk:
         are alike; ``sparse`` then says whether they do.
     fresh
         Every row begins here, so its cache need not be read.
+    segments
+        int32 ``[B, T]`` where several sequences lie in a row, for rows without a cache. A token
+        sees only tokens of its own segment, and a state begins anew where the number changes.
     """
 
     positions: jax.Array
@@ -52,6 +55,7 @@ class Chunk:
     sparse_tokens: jax.Array | None = None
     sparse: bool = _static(False)
     fresh: bool = _static(False)
+    segments: jax.Array | None = None
 
     def row_lengths(self) -> jax.Array:
         """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
@@ -76,6 +80,7 @@ class Step:
     table: jax.Array | None = None
     sparse_tokens: jax.Array | None = None
     sparse: bool = _static(True)
+    segments: ClassVar[None] = None
 
     def row_lengths(self) -> jax.Array:
         """As ``Chunk``'s."""
@@ -104,6 +109,7 @@ class Draft:
     exact: bool = _static(False)
     sparse: bool = _static(True)
     sparse_tokens: ClassVar[None] = None
+    segments: ClassVar[None] = None
 
     def row_lengths(self) -> jax.Array:
         """Return the tokens of each row of the cache, int32 ``[B]``; a row's stand first."""
