@@ -15,8 +15,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxllama.model.rope import Ropes
+from jaxllama.config import ModelConfig
+from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.typing import ArrayOrNumpy
 
 
@@ -142,6 +144,57 @@ def new_tokens(
     if cached and positions.shape[1] == 1:
         return Step(positions, lengths, rope, table, tokens, every)
     return Chunk(positions, lengths, rope, table, tokens, every, fresh)
+
+
+def positions_of(
+    cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
+) -> tuple[jax.Array, Ropes | None]:
+    """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
+    each row when the whole prompt is in."""
+    positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
+    if not cfg.ropes:
+        return positions, None
+    tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
+    return positions, Ropes(cfg.ropes, tuple(tables))
+
+
+def places_of(
+    cfg: ModelConfig, start: jax.Array, lengths: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, Ropes | None]:
+    """Return the places of ``lengths[B]`` tokens from ``start[B]`` on, each as a row by itself.
+
+    width: the largest number of tokens of a row.
+
+    Returns (positions ``[B width, 1]``, 1 for each token that exists, else 0, int32 ``[B width]``,
+    RoPE tables or None).
+    """
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    first = (start[:, None] + place).reshape(-1)
+    is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
+    positions, rope = positions_of(cfg, first, first + is_new, 1)
+    return positions, is_new, rope
+
+
+def whole_rows(
+    cfg: ModelConfig, batch: int, length: int, segments: jax.Array | None = None
+) -> Chunk:
+    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past.
+
+    segments: int32 ``[batch, length]``, for packed rows; positions then count from each segment's
+    first token. Tables of dynamic RoPE are those of ``length`` tokens.
+    """
+    lengths = jnp.full((batch,), length, jnp.int32)
+    if segments is None:
+        positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
+        return Chunk(positions, lengths, rope)
+    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    positions = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
+    rope = None
+    if cfg.ropes:
+        tables = (rope_tables(one, cfg.head_dim, positions, lengths) for one in cfg.ropes)
+        rope = Ropes(cfg.ropes, tuple(tables))
+    return Chunk(positions, lengths, rope, segments=segments)
 
 
 @jax.tree_util.register_dataclass

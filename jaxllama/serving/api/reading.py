@@ -71,7 +71,9 @@ def answer_reader(reading: Reading) -> MessageReader | harmony.ChannelReader:
     if reading.opened is None:
         return MessageReader(reading)
     tools = reading.tools
-    reader = harmony.ChannelReader(*((tools.names, tools.only_one) if tools else ()))
+    reader = (
+        harmony.ChannelReader(tools.names, tools.only_one) if tools else harmony.ChannelReader()
+    )
     reader.feed(reading.opened)
     return reader
 
