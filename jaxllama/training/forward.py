@@ -44,6 +44,6 @@ def embed(
     segments: jax.Array | None = None,
 ) -> tuple[Stream, At]:
     """Return the arguments of the first layer."""
-    return Stream(embed_tokens(cfg, params, tokens, dtype)), whole_rows(
-        cfg, *tokens.shape, segments
-    )
+    batch, length = tokens.shape
+    stream = Stream(embed_tokens(cfg, params, tokens, dtype))
+    return stream, whole_rows(cfg, batch, length, segments)

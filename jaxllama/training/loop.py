@@ -58,7 +58,7 @@ from jaxllama.training.step import (
     update,
     validation_loss,
 )
-from jaxllama.typing import JsonObject, Params, Tree
+from jaxllama.typing import JsonObject, Params, ParamsDict, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _run(
 def _sample(
     setup: TrainingSetup,
     state: State,
-    fixed: Params | None,
+    fixed: ParamsDict | None,
     data: Data,
     run: RunDirectory,
     step: int,

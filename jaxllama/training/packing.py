@@ -133,6 +133,7 @@ class PackedRows:
             epoch, place = divmod(number, len(self))
             indices.append(int(epoch_order(seed, epoch, len(self))[place]))
         rows = self.rows(indices)
+        assert rows.weights is not None
         return rows._replace(weights=rows.weights / np.float32(np.mean(rows.weights)))
 
     def validation(self, size: int, length: int, devices: int = 1) -> Iterator[Batch]:
