@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import Parser, filled, new_folder, text_file
-from jaxllama.errors import JaxLlamaError
-
-if TYPE_CHECKING:
-    from jaxllama.text.tokenizer import Tokenizer
 
 HELP = "Make a token file of texts, for train."
 
@@ -39,20 +34,6 @@ def run(args: argparse.Namespace) -> None:
     """
     from jaxllama.training import data
 
-    file = data.tokenize(args.texts, args.out, load_tokenizer(args.tokenizer), progress=True)
+    file = data.tokenize(args.texts, args.out, data.load_tokenizer(args.tokenizer), progress=True)
     report = {"directory": str(file.directory), "tokens": len(file), "sha256": file.sha256}
     common.show(args, report, common.lines)
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    from jaxllama.checkpoints import hub
-    from jaxllama.text.tokenizer import Tokenizer
-
-    if name == "bytes":
-        return Tokenizer.byte_level()
-    path = hub.resolve(name, progress=True)
-    if path.suffix == ".gguf":
-        return Tokenizer.from_gguf(path)
-    if not (path / "tokenizer.json").is_file():
-        raise JaxLlamaError(f"{name}: no tokenizer.json; --tokenizer takes a model's name or bytes")
-    return Tokenizer.from_file(path)
