@@ -10,7 +10,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
+    from jaxllama.config import DeltaConfig as DeltaConfig
+    from jaxllama.config import ExpertsConfig as ExpertsConfig
+    from jaxllama.config import GLAConfig as GLAConfig
+    from jaxllama.config import LatentConfig as LatentConfig
     from jaxllama.config import ModelConfig as ModelConfig
+    from jaxllama.config import RopeConfig as RopeConfig
     from jaxllama.config import load_config as load_config
     from jaxllama.decoding.sampling import Sampling as Sampling
     from jaxllama.engine.engine import Engine as Engine
@@ -38,6 +43,11 @@ _HOME = {
     "Generation": "language_model",
     "load_config": "config",
     "ModelConfig": "config",
+    "RopeConfig": "config",
+    "GLAConfig": "config",
+    "DeltaConfig": "config",
+    "LatentConfig": "config",
+    "ExpertsConfig": "config",
     "Tokenizer": "text.tokenizer",
     "init_params": "generation",
     "quantize_params": "quantization.quantize",

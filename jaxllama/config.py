@@ -238,6 +238,8 @@ class ExpertsConfig:
         for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
+        limit = self.gate_limit
+        _require(limit is None or limit > 0, "experts.gate_limit", limit, "must be positive")
         _require(self.shared >= 0, "experts.shared", self.shared, "must not be negative")
         _require(
             self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
@@ -305,7 +307,7 @@ class ModelConfig:
 
     Its layers are attention, GLA, the gated delta rule, or another kind of ``model.mixers``. Sizes
     are counts of features, heads or tokens. ``load_config`` makes one from a preset or a TOML file,
-    and ``replace`` changes fields of one. rope is a ``jaxllama.config.RopeConfig``.
+    and ``replace`` changes fields of one. rope is a ``RopeConfig``.
 
     layer_types: "attention", "gla", "delta" or a key of ``mixers`` for each layer. sliding_window:
     number of keys that a query sees, itself included; None for all of them. window_layers: indices
@@ -324,6 +326,7 @@ class ModelConfig:
     latent: keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a
     mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
     options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
+    mtp_layers: 1 with a head for multi-token prediction (``model.mtp``), which drafts; else 0.
     """
 
     name: str
@@ -367,10 +370,12 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     mixers: tuple[tuple[str, Options], ...] = ()
+    mtp_layers: int = 0
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
         _check_literals(self)
+        _require(isinstance(self.rope, RopeConfig), "rope", self.rope, "must be a RopeConfig")
         object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
@@ -439,6 +444,7 @@ class ModelConfig:
             )
             found = () if len(found) == self.n_layers else found
             object.__setattr__(self, "experts", dataclasses.replace(self.experts, layers=found))
+        _require(self.mtp_layers in (0, 1), "mtp_layers", self.mtp_layers, "must be 0 or 1")
         for key in ("attn_softcap", "logit_softcap"):
             cap = getattr(self, key)
             _require(cap is None or cap > 0, key, cap, "must be positive")
@@ -591,6 +597,22 @@ class ModelConfig:
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
             experts=experts if sparse else None,
+            mtp_layers=0,
+        )
+
+    def mtp_config(self) -> ModelConfig:
+        """Return the config of the layer of the MTP head: full attention, and experts if any."""
+        return dataclasses.replace(
+            self,
+            n_layers=1,
+            layer_types=("attention",),
+            sliding_window=None,
+            window_layers=(),
+            window_rope=None,
+            nope_layers=(),
+            experts=self.experts and dataclasses.replace(self.experts, layers=()),
+            attn_sparsity=1.0,
+            mtp_layers=0,
         )
 
     def to_dict(self) -> JsonObject:

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import tempfile
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -29,25 +25,23 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.rows import Report
-from jaxllama.decoding.sampling import Sampling, SamplingParams, whole
+from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.sampling import Sampling, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
-from jaxllama.executors.executor import Alone, Call, DraftSource, Executor, KeptCalls
+from jaxllama.executors.batches import GenerateCall, OnPrompt, Steps, generations
+from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.lora import for_rows
-from jaxllama.model.shardings import fetch
-from jaxllama.text.reader import Reader
 from jaxllama.text.rows import (
     Generation,
-    ids_of,
-    pad_rows,
-    pieces_of,
+    check_rows,
+    encoded,
     sampling_of,
-    shapes_of,
     short,
     stops_of,
+    token_batch,
 )
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf, Params
@@ -55,19 +49,11 @@ from pallas_kernels.brief import brief, size_text
 from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
-# Seconds of decoding between two reads of the text, if a caller streams it or stop strings may end
-# it. 12 pieces a second read as one flow.
-PIECE_SECONDS = 0.08
-# Rows of the program that decodes every batch of a deterministic model.
-DETERMINISTIC_ROWS = 32
 _QUANTIZED = QTensor | RowBlocks | CpuWeight
 SAVE_FORMATS = ("floats", *packed.FORMATS)
 _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
-OnPrompt = Callable[[int, int], None]
-# Yields (row, new text) during decoding, and returns the results.
-Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +166,9 @@ class LanguageModel:
             One of ``adapters``, or one per row. None selects the model itself.
         draft : str or LanguageModel, optional
             The source of drafts, which the model verifies several tokens at a time. "ngram"
-            proposes the tokens that followed the newest tokens earlier in the text. A smaller model
-            needs the same tokenizer; ``first_layers`` makes one. Drafts do not change the tokens.
+            proposes the tokens that followed the newest tokens earlier in the text. "mtp" is the
+            head of a checkpoint that has one (Qwen3.5, Qwen3-Next). A smaller model needs the same
+            tokenizer; ``first_layers`` makes one. Drafts do not change the tokens.
         draft_tokens : int
             Tokens of one draft, up to 15. With 0 each row adapts the number.
 
@@ -406,41 +393,26 @@ class LanguageModel:
         if chunk is not None and chunk < 1:
             raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
         stops = stops_of(stop)
-        self._check(rows, max_new_tokens, stops)
+        check_rows(self.config, self.tokenizer, rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
         cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
-        width = drafting.plan.widths[0] if drafting else 1
-        options = _Options(
+        call = GenerateCall(
+            rows,
+            per_row,
+            numbers,
             max_new_tokens,
             stops,
             cache_dtype,
             chunk,
             watched,
+            self.deterministic,
             drafting,
             on_prompt,
-            deterministic_rows=self.executor.block_size or DETERMINISTIC_ROWS // width,
         )
-        return self._batches(rows, per_row, numbers, options)
-
-    def _batches(
-        self,
-        rows: list[list[int]],
-        sampling: list[Sampling],
-        adapters: list[int],
-        options: _Options,
-    ) -> Steps:
-        """Run the rows batch by batch."""
-        results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
-        for members in self._groups(rows, options):
-            numbers = [adapters[index] for index in members]
-            if self.deterministic:
-                numbers += [0] * (options.deterministic_rows - len(members))
-            model = self._for_rows(numbers)
-            outs = yield from model._run(members, rows, sampling, options)
-            for index, out in zip(members, outs, strict=True):
-                results[index] = out
-        return results
+        return generations(
+            self.executor, self.config, self.tokenizer, call, self._params_for, self._kept
+        )
 
     def _numbers(self, adapter: str | Sequence[str | None] | None, batch: int) -> list[int]:
         """Return each row's adapter number, as ``model.lora`` counts them."""
@@ -476,111 +448,15 @@ class LanguageModel:
             raise JaxLlamaError(f"adapter = {short(name)}: {self.config.name} has {there}")
         return self.adapters.index(name) + 1
 
-    def _for_rows(self, numbers: list[int]) -> LanguageModel:
-        """Return the model of a batch whose rows have these adapters.
+    def _params_for(self, numbers: list[int]) -> Params:
+        """Return the parameters of a batch whose rows have these adapters.
 
         If no row has an adapter, the base model's program runs. A deterministic model is the
         exception: a row's bits must not depend on its neighbours.
         """
         if not self.adapters or not (self.deterministic or any(numbers)):
-            return self
-        params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
-        return dataclasses.replace(self, params=params)
-
-    def _groups(self, rows: list[list[int]], options: _Options) -> list[list[int]]:
-        """Return the indices of the rows that run together.
-
-        A group has as many rows as the executor takes. In a deterministic model its programs have
-        the same shapes as in any other batch.
-        """
-        if not self.deterministic:
-            count = len(rows)
-            size = self.executor.block_size or count
-            return [list(range(at, min(at + size, count))) for at in range(0, count, size)]
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for index, row in enumerate(rows):
-            shapes = shapes_of([row], options.max_new_tokens)
-            alike.setdefault((*shapes[:2], _pieces(len(row))), []).append(index)
-        size = options.deterministic_rows
-        return [
-            members[first : first + size]
-            for members in alike.values()
-            for first in range(0, len(members), size)
-        ]
-
-    def _run(
-        self,
-        members: list[int],
-        rows: list[list[int]],
-        sampling: list[Sampling],
-        options: _Options,
-    ) -> Steps:
-        """Run one batch, the rows ``members``, through prefill and the decode loop."""
-        rows, sampling = [rows[i] for i in members], [sampling[i] for i in members]
-        max_new_tokens, stops = options.max_new_tokens, options.stops
-        eos = self.config.eos_token_ids
-        answers = [_Answer(Reader(self.tokenizer, eos, stops)) for _ in rows]
-        if self.deterministic:
-            empty = options.deterministic_rows - len(rows)
-            rows, sampling = rows + [[]] * empty, sampling + [Sampling()] * empty
-        params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
-        width, capacity, room = shapes_of(rows, max_new_tokens)
-        tokens, lengths = pad_rows(rows, width)
-        stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
-        call = Call(
-            tokens,
-            lengths,
-            params,
-            stop_ids,
-            capacity=capacity,
-            room=room,
-            limit=max_new_tokens,
-            kv_dtype=options.kv_dtype,
-            chunk=options.chunk,
-            alone=self._alone(lengths),
-            drafting=options.drafting,
-            on_prompt=None if self.deterministic else options.on_prompt,
-            kept=self._kept,
-        )
-        decoding = self.executor.begin(self.config, self.params, call)
-        pace = _Pieces(max_new_tokens, is_read=options.watched or bool(stops))
-        counts, report = np.ones(len(rows), int), decoding.report
-        while True:
-            ahead = None
-            # The device gets the next call before the host reads this one. The first piece is the
-            # exception: it does not wait until the loop is compiled.
-            if self.executor.runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
-                ahead = decoding.advance(pace.next(counts))
-            found: Report = fetch(report)
-            counts = found.counts
-            pace.arrived()
-            for row, answer in enumerate(answers):
-                text = answer.read(found.tokens[row, : counts[row]])
-                if text and options.watched:
-                    yield members[row], text
-            ended = np.ones(len(rows), bool)
-            ended[: len(answers)] = [answer.reader.stopped for answer in answers]
-            if not (~ended & ~found.done & (counts < max_new_tokens)).any():
-                break
-            if stops:
-                decoding.end(ended)
-            if ahead is None:
-                ahead = decoding.advance(pace.next(counts[~ended]))
-            report = ahead
-        results = []
-        for row, answer in enumerate(answers):
-            tail = answer.close()
-            if tail and options.watched:
-                yield members[row], tail
-            drafted, accepted = map(int, found.drafts[:, row])
-            results.append(answer.result(found.logprobs[row], drafted, accepted))
-        return results
-
-    def _alone(self, lengths: jax.Array) -> Alone | None:
-        """Return the shapes in which a deterministic model reads prompts of ``lengths[B]``."""
-        if not self.deterministic:
-            return None
-        return Alone(DETERMINISTIC_ROWS, _pieces(int(jax.device_get(lengths).max())))
+            return self.params
+        return for_rows(self.params, jnp.asarray(numbers, jnp.int32))
 
     @property
     def _kept(self) -> KeptCalls | None:
@@ -600,7 +476,7 @@ class LanguageModel:
         Parameters
         ----------
         draft : str or LanguageModel, optional
-            "ngram", or a model with the same tokenizer.
+            "ngram", "mtp", or a model with the same tokenizer.
         draft_tokens : int
             Tokens of one draft, up to 15. With 0 each row adapts the number.
 
@@ -624,11 +500,22 @@ class LanguageModel:
             own, params = drafts.ModelDraft(draft.config, vocab_size), draft.params
         elif draft == "ngram":
             own = drafts.NGram(unsure=not draft_tokens)
+        elif draft == "mtp":
+            self._check_mtp()
+            own = MTPDraft(self.config)
         else:
-            raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
+            raise JaxLlamaError(
+                f'draft = {short(draft)}: expected "ngram", "mtp" or a LanguageModel'
+            )
         plan = drafts.DraftPlan.of(own, draft_tokens, self.deterministic)
         self.executor.check_drafts(self.deterministic)
         return DraftSource(plan, params)
+
+    def _check_mtp(self) -> None:
+        if not self.config.mtp_layers or "mtp" not in self.params:
+            raise JaxLlamaError(
+                f'draft = "mtp": {self.config.name} has no head for multi-token prediction'
+            )
 
     def _check_draft(self, draft: LanguageModel) -> None:
         name = draft.config.name
@@ -667,7 +554,7 @@ class LanguageModel:
         cfg, count = self.config, whole("layers", count)
         if not 1 <= count <= cfg.n_layers:
             raise JaxLlamaError(f"layers = {count}: {cfg.name} has {cfg.n_layers}")
-        gone = {f"layer_{index}" for index in range(count, cfg.n_layers)}
+        gone = {"mtp", *(f"layer_{index}" for index in range(count, cfg.n_layers))}
         params = {name: part for name, part in self.params.items() if name not in gone}
         return dataclasses.replace(self, config=cfg.first_layers(count), params=params)
 
@@ -696,49 +583,20 @@ class LanguageModel:
             If shapes differ, a number is not whole, a valid id is outside of the vocabulary, or the
             model has no such adapter.
         """
-        tokens, lengths = self._batch(tokens, lengths)
+        tokens, lengths = token_batch(tokens, lengths, self.config.vocab_size)
         numbers = self._numbers(adapter, tokens.shape[0])
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
         check_prompts(self.config, tokens, lengths)
         parts = [
             self.executor.logits(
                 self.config,
-                self._for_rows(numbers[i : i + rows]).params,
+                self._params_for(numbers[i : i + rows]),
                 tokens[i : i + rows],
                 lengths[i : i + rows],
             )
             for i in range(0, tokens.shape[0], rows)
         ]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-
-    def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-        """Return ``logits``'s arguments as int32 arrays. Traced arguments are checked for their
-        shapes only.
-        """
-        given = [x if isinstance(x, Tracer) else np.asarray(x) for x in (tokens, lengths)]
-        tokens, lengths = given
-        for name, x in (("tokens", tokens), ("lengths", lengths)):
-            if not np.issubdtype(x.dtype, np.integer):
-                raise JaxLlamaError(f"{name}: {x.dtype.name}: expected whole numbers")
-        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-            raise JaxLlamaError(
-                f"tokens{list(tokens.shape)}, lengths{list(lengths.shape)}: expected [B, T] and [B]"
-            )
-        if not any(isinstance(x, Tracer) for x in given):
-            if np.any((lengths < 0) | (lengths > tokens.shape[1])):
-                raise JaxLlamaError(f"lengths: must be from 0 to {tokens.shape[1]}")
-            valid = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
-            bad = valid[(valid < 0) | (valid >= self.config.vocab_size)]
-            if bad.size:
-                raise JaxLlamaError(
-                    f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}"
-                )
-        # numpy converts: ``jnp.asarray`` would compile a program for each shape.
-        tokens, lengths = (
-            x.astype(jnp.int32) if isinstance(x, Tracer) else jax.device_put(x.astype(np.int32))
-            for x in given
-        )
-        return tokens, lengths
 
     def encode(self, prompts: str | Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -758,28 +616,7 @@ class LanguageModel:
         JaxLlamaError
             If a prompt is empty text, or is text and the model has no tokenizer.
         """
-        try:
-            given = [prompts] if isinstance(prompts, str) else list(prompts)
-        except TypeError:
-            raise JaxLlamaError(
-                f"prompts = {short(prompts)}: expected text, or a list of texts or token ids"
-            ) from None
-        if not given:
-            raise JaxLlamaError("no prompts: the list is empty")
-        rows = []
-        for index, prompt in enumerate(given):
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise JaxLlamaError(
-                        f"prompt {index} is text, but {self.config.name} has no tokenizer: "
-                        "pass token ids"
-                    )
-                if not prompt:
-                    raise JaxLlamaError(f"prompt {index} is empty")
-                rows.append(self.tokenizer.encode(prompt))
-            else:
-                rows.append(ids_of(index, prompt))
-        return rows
+        return encoded(self.tokenizer, self.config.name, prompts)
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Return the token ids of the prompt for a conversation.
@@ -810,125 +647,6 @@ class LanguageModel:
                 f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
             )
         return self.tokenizer.encode_chat(messages)
-
-    def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
-        """Raise JaxLlamaError unless ``generate`` can run these rows with these arguments."""
-        if max_new_tokens < 1:
-            raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
-        if stops and self.tokenizer is None:
-            raise JaxLlamaError(f"stop strings need a tokenizer, and {self.config.name} has none")
-        if "" in stops:
-            raise JaxLlamaError("stop = '': a stop string must not be empty")
-        limit, vocab = self.config.max_position, self.config.vocab_size
-        for index, row in enumerate(rows):
-            if not row:
-                raise JaxLlamaError(f"prompt {index} is empty")
-            bad = [token for token in row if not 0 <= token < vocab]
-            if bad:
-                raise JaxLlamaError(
-                    f"prompt {index}: token id {bad[0]} is outside the vocabulary of {vocab}"
-                )
-            if len(row) + max_new_tokens > limit:
-                raise JaxLlamaError(
-                    f"prompt {index}: {len(row)} tokens and {max_new_tokens} new ones exceed the "
-                    f"context of {limit}"
-                )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of one call of ``generate`` that are the same for every row."""
-
-    max_new_tokens: int
-    stops: tuple[str, ...]
-    kv_dtype: DTypeLike
-    chunk: int | None
-    watched: bool  # a caller reads the text during decoding
-    drafting: DraftSource | None
-    on_prompt: OnPrompt | None
-    # Rows of every batch of a deterministic model: the executor's block, or the number with which a
-    # pass has DETERMINISTIC_ROWS tokens.
-    deterministic_rows: int
-
-
-def _pieces(length: int) -> tuple[int, ...]:
-    """Return the widths in which a deterministic model reads a prompt of ``length`` tokens.
-
-    The prompt's last token is not among them: the first decode step reads it.
-    """
-    return pieces_of(length - 1, jax.default_backend() == "cpu")
-
-
-class _Pieces:
-    """The number of tokens that each call of the loop writes.
-
-    If ``is_read`` is true, a caller waits for the text. Each call then takes about
-    ``PIECE_SECONDS``, estimated from the fastest step so far. A slow model thus shows each token,
-    and the host does not delay a fast one. Calls have 2 steps until one has been measured, and grow
-    by at most four times. Otherwise one call writes all tokens. ``until`` is the number of tokens
-    of each row after the calls so far.
-    """
-
-    def __init__(self, limit: int, is_read: bool) -> None:
-        self._limit, self._is_read = limit, is_read
-        self._steps = 2 if is_read else limit
-        self._running: list[tuple[int, float]] = []  # steps, time of the call
-        self._arrived = 0.0
-        self._step_seconds = math.inf
-        self.until = 1
-
-    def next(self, counts: np.ndarray) -> int:
-        """Return the tokens that each row shall have after the call that begins now.
-
-        counts: the open rows' tokens, as far as they are known.
-        """
-        if self._is_read and self._step_seconds < math.inf:
-            affordable = max(int(PIECE_SECONDS / self._step_seconds), 1)
-            self._steps = min(affordable, 4 * self._steps)
-        # After a correct draft a row has more tokens than the call requested.
-        self.until = min(max(self.until, int(counts.min())) + self._steps, self._limit)
-        self._running.append((self._steps, time.perf_counter()))
-        return self.until
-
-    def arrived(self) -> None:
-        """Record that the tokens of the oldest call have arrived."""
-        now = time.perf_counter()
-        if self._running:
-            steps, asked = self._running.pop(0)
-            seconds = now - max(asked, self._arrived)
-            self._step_seconds = min(self._step_seconds, seconds / steps)
-        self._arrived = now
-
-
-@dataclasses.dataclass
-class _Answer:
-    """One row's tokens and text so far, as its reader returns them."""
-
-    reader: Reader
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    text: str = ""
-
-    def read(self, written: np.ndarray) -> str:
-        """Read the row's tokens, of which the first are known, and return the new text."""
-        if self.reader.stopped:
-            return ""
-        new = written[len(self.tokens) :].tolist()
-        count, text = self.reader.read(new)
-        self.tokens += new[:count]
-        self.text += text
-        return text
-
-    def close(self) -> str:
-        """Return the text that the reader held back."""
-        text = self.reader.close()
-        self.text += text
-        return text
-
-    def result(self, logprobs: np.ndarray, drafted: int, accepted: int) -> Generation:
-        """Return the row's Generation, with these log-probabilities."""
-        reason = "stop" if self.reader.stopped else "length"
-        known = logprobs[: len(self.tokens)].tolist()
-        return Generation(self.text, self.tokens, known, reason, drafted, accepted)
 
 
 def _weights(params: Params) -> list[Leaf]:

@@ -6,16 +6,16 @@
 between the parameters of ``Decoder(cfg)`` and of ``Decoder(cfg, scan=True)``.
 """
 
+from jaxllama.model.mixers.attention.module import Attention
+from jaxllama.model.mixers.delta.module import GatedDeltaNet
+from jaxllama.model.mixers.gla.module import GatedLinearAttention
+from jaxllama.model.mixers.short_conv.module import ShortConvolution
 from jaxllama.model.module import (
-    Attention,
     Decoder,
     DecoderLayer,
-    GatedDeltaNet,
-    GatedLinearAttention,
     LayerNorm,
     MixtureOfExperts,
     RMSNorm,
-    ShortConvolution,
     SwiGLU,
 )
 from jaxllama.model.stacked import stack_layers, unstack_layers

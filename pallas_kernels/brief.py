@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from pallas_kernels.operands import has_shape
 from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.types import has_shape
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.jax_internals import Primitive
-from pallas_kernels.types import TreeDef
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
-
-    from pallas_kernels.transform import OpCall
 
 Leaves = Sequence[jax.Array]
 _Dims = Sequence[int | None]  # of the mapped axes
@@ -37,53 +34,21 @@ def is_codes(x: jax.Array) -> bool:
     return not is_float(x) or x.dtype.itemsize == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Derivative:
-    """The derivative of an op's call, as a function.
+class LinearFunction(Protocol):
+    """A function of (what was kept, linear operands), hashable. ``transform.Derivative`` is one."""
 
-    It takes (operands, saved, tangents of the operands that move) and returns the tangents of the
-    float results.  Transposed, it returns the cotangents of the operands that move.
-    """
+    def __call__(self, *args: jax.Array) -> list[jax.Array]: ...
 
-    call: OpCall[object]
-    moves: tuple[bool, ...]
-    saved: TreeDef
-    transposed: bool = False
-    smooth: bool = False  # uses only jax.numpy, for the derivative of a derivative
-
-    def __call__(self, *args: jax.Array) -> list[jax.Array]:
-        op, call, n = self.call.op, self.call, len(self.moves)
-        primals, n_kept = args[:n], n + self.saved.num_leaves
-        saved, moved = args[n:n_kept], args[n_kept:]
-        if self.transposed and op.backward is not None and not self.smooth:
-            operands = jax.tree.unflatten(call.tree, primals)
-            saved = jax.tree.unflatten(self.saved, saved)
-            back = op.backward(call.choice, call.static, operands, saved, *moved)
-            back = call.tree.flatten_up_to(back)
-            return [d for d, m in zip(back, self.moves, strict=True) if m]
-        differentiated = op.derivative or op.xla
-        assert differentiated is not None
-        moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
-
-        def form(*moving: jax.Array) -> list[jax.Array]:
-            each = iter(moving)
-            leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
-            outs = jax.tree.leaves(call.run(differentiated, leaves))
-            return [x for x in outs if is_float(x)]
-
-        if self.transposed:
-            return list(jax.vjp(form, *moving)[1](list(moved)))
-        return jax.jvp(form, tuple(moving), moved)[1]
-
-    def smoothed(self) -> Derivative:
-        return dataclasses.replace(self, smooth=True)
+    def smoothed(self) -> LinearFunction:
+        """Return the same function in jax.numpy alone, for the derivative of a derivative."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
     """A derivative under vmap, mapped over the leading axes."""
 
-    f: Derivative | _Mapped
+    f: LinearFunction
     axes: tuple[int | None, ...]
 
     def __call__(self, *args: jax.Array) -> list[jax.Array]:
@@ -93,18 +58,17 @@ class _Mapped:
         return dataclasses.replace(self, f=self.f.smoothed())
 
 
-_Linear = Derivative | _Mapped
 linear_p = Primitive("linear_derivative")
 linear_p.multiple_results = True
 
 
 @linear_p.def_impl
-def _linear_impl(*args: jax.Array, f: _Linear, **_: object) -> list[jax.Array]:
+def _linear_impl(*args: jax.Array, f: LinearFunction, **_: object) -> list[jax.Array]:
     return _run(f, *args)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(f: _Linear, *args: jax.Array) -> list[jax.Array]:
+def _run(f: LinearFunction, *args: jax.Array) -> list[jax.Array]:
     return f(*args)
 
 
@@ -117,7 +81,7 @@ def _linear_jvp(
     primals: Leaves,
     tangents: Sequence[jax.Array | ad.Zero],
     *,
-    f: _Linear,
+    f: LinearFunction,
     n_kept: int,
     **params: object,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -141,8 +105,8 @@ def _linear_jvp(
 def _linear_transpose(
     d_outs: Sequence[jax.Array | ad.Zero],
     *args: jax.Array | ad.UndefinedPrimal,
-    f: _Linear,
-    transpose: _Linear,
+    f: LinearFunction,
+    transpose: LinearFunction,
     n_kept: int,
     out_types: _Types,
 ) -> list[jax.Array | None]:
@@ -162,8 +126,8 @@ def _linear_batching(
     args: Leaves,
     dims: _Dims,
     *,
-    f: _Linear,
-    transpose: _Linear,
+    f: LinearFunction,
+    transpose: LinearFunction,
     n_kept: int,
     out_types: _Types,
 ) -> tuple[list[jax.Array], list[int]]:

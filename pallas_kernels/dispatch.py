@@ -32,7 +32,8 @@ import jax
 from jax.core import Tracer
 
 from pallas_kernels.architecture import TARGET, asked_target, nearest
-from pallas_kernels.types import Device, has_shape
+from pallas_kernels.operands import has_shape
+from pallas_kernels.types import Device
 
 Implementation = Literal["xla", "mosaic", "cpu"]
 _IMPLEMENTATIONS = ("xla", "mosaic", "cpu", None)

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.rounding import CODES, kept, on_float, reciprocal
+from pallas_kernels.rounding import CODES, kept, on_float
 
 E8M0 = "float8_e8m0fnu"
 E4M3 = "float8_e4m3fn"
@@ -93,10 +93,14 @@ def _e8m0_scales(w: jax.Array, group: int) -> jax.Array:
 
 def _e4m3_scales(w: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     """Return (scales of the groups, the tensor's scale once a row)."""
-    peaks = _group_peaks(w, group) * np.float32(1 / CODES["float4_e2m1fn"][1])
-    top = CODES[E4M3][1]
-    unit = jnp.max(peaks, axis=(-2, -1) if w.ndim > 1 else -1, keepdims=True) * np.float32(1 / top)
-    scale = jnp.clip(on_float(peaks * reciprocal(unit), 3, -6), 0.0, top).astype(jnp.dtype(E4M3))
+    peaks, top_code, top = _group_peaks(w, group), CODES["float4_e2m1fn"][1], CODES[E4M3][1]
+    peak = jnp.max(peaks, axis=(-2, -1) if w.ndim > 1 else -1, keepdims=True)
+    # Files hold this divisor, so the unit is its inverse to the bit.  XLA would simplify it away.
+    divisor = np.float32(top_code * top) / jnp.where(peak > 0, peak, 1.0)
+    divisor = lax.optimization_barrier(divisor)
+    unit = jnp.where(peak > 0, 1.0 / divisor, 0.0)
+    scale = peaks * np.float32(1 / top_code) * divisor
+    scale = jnp.clip(on_float(scale, 3, -6), 0.0, top).astype(jnp.dtype(E4M3))
     return scale, jnp.broadcast_to(unit, (*w.shape[:-1], 1))
 
 

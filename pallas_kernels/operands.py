@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.rounding import CODES, NIBBLES
-from pallas_kernels.types import HasShape, has_shape
+from pallas_kernels.types import HasShape
 
 if TYPE_CHECKING:
     import jax
@@ -33,11 +33,28 @@ FLOATS = ("float32", "bfloat16", "float16")
 _Sizes = dict[str, tuple[Any, str]]  # by axis: its size, and the operand that it was read off
 
 
+class Columns(NamedTuple):
+    """An operand that is columns of a wider array, ``rows[..., start : start + width]``."""
+
+    rows: jax.Array
+    start: int
+    width: int
+
+    @property
+    def value(self) -> jax.Array:
+        return self.rows[..., self.start : self.start + self.width]
+
+
 class _Line(NamedTuple):
     dtypes: tuple[str, ...]
     quantized: bool
     axes: tuple[str, ...]
     optional: bool
+
+
+def has_shape(x: object) -> TypeGuard[HasShape]:
+    """Return whether x is an array, or a shape and dtype."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def check(op: str, lines: Mapping[str, str], **operands: HasShape | None) -> dict[str, int]:

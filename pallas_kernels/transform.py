@@ -32,7 +32,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.derivative import Derivative, is_codes, is_float, linear_p
+from pallas_kernels.derivative import is_codes, is_float, linear_p
 from pallas_kernels.dispatch import KERNELS, Implementation, Plan
 from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
 from pallas_kernels.types import TreeDef
@@ -124,6 +124,48 @@ class OpCall(Generic[Out_co]):
         """Compute the op's kernel of the operands' leaves."""
         assert self.op.kernel is not None
         return self.op.kernel(self.static, *self.tree.unflatten(leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """The derivative of an op's call, as a function.
+
+    It takes (operands, saved, tangents of the operands that move) and returns the tangents of the
+    float results.  Transposed, it returns the cotangents of the operands that move.
+    """
+
+    call: OpCall[object]
+    moves: tuple[bool, ...]
+    saved: TreeDef
+    transposed: bool = False
+    smooth: bool = False  # uses only jax.numpy, for the derivative of a derivative
+
+    def __call__(self, *args: jax.Array) -> list[jax.Array]:
+        op, call, n = self.call.op, self.call, len(self.moves)
+        primals, n_kept = args[:n], n + self.saved.num_leaves
+        saved, moved = args[n:n_kept], args[n_kept:]
+        if self.transposed and op.backward is not None and not self.smooth:
+            operands = jax.tree.unflatten(call.tree, primals)
+            saved = jax.tree.unflatten(self.saved, saved)
+            back = op.backward(call.choice, call.static, operands, saved, *moved)
+            back = call.tree.flatten_up_to(back)
+            return [d for d, m in zip(back, self.moves, strict=True) if m]
+        differentiated = op.derivative or op.xla
+        assert differentiated is not None
+        moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
+
+        def form(*moving: jax.Array) -> list[jax.Array]:
+            each = iter(moving)
+            leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
+            outs = jax.tree.leaves(call.run(differentiated, leaves))
+            return [x for x in outs if is_float(x)]
+
+        if self.transposed:
+            return list(jax.vjp(form, *moving)[1](list(moved)))
+        return jax.jvp(form, tuple(moving), moved)[1]
+
+    def smoothed(self) -> Derivative:
+        return dataclasses.replace(self, smooth=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

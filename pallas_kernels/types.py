@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,10 +16,6 @@ class HasShape(Protocol):
 
     @property
     def dtype(self) -> np.dtype: ...
-
-
-def has_shape(x: object) -> TypeGuard[HasShape]:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 class Device(Protocol):

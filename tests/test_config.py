@@ -8,11 +8,13 @@ import math
 import jax
 import pytest
 
+import jaxllama as jl
 from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
 from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import init_params
 from jaxllama.model.params import param_table
+from pallas_kernels import ClampedGate
 
 # Parameters as the model cards' files count them (a tied head once).
 PUBLISHED = {
@@ -143,6 +145,16 @@ def test_bad_toml_is_one_line_naming_file_and_key(tmp_path, change, words) -> No
         load_config(path)
     message = str(caught.value)
     assert words in message and "m.toml" in message and "\n" not in message
+
+
+def test_a_config_in_python_is_checked_as_a_file_is() -> None:
+    cfg = jl.load_config("smollm2-135m")
+    with pytest.raises(JaxLlamaError, match=r"^rope = None: must be a RopeConfig$"):
+        cfg.replace(rope=None)
+    with pytest.raises(JaxLlamaError, match=r"^experts.gate_limit = -7.0: must be positive$"):
+        jl.ExpertsConfig(n_experts=4, n_active=2, d_ff=8, gate_limit=-7.0)
+    with pytest.raises(ValueError, match=r"^ClampedGate: limit = -7.0: must be positive$"):
+        ClampedGate(limit=-7.0)
 
 
 def test_unknown_preset_lists_the_presets() -> None:

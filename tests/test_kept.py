@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllama import kept, language_model
+from jaxllama import kept
 from jaxllama.decoding.sampling import Sampling
+from jaxllama.executors import batches
 from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.kept import KeptPrograms
 from jaxllama.language_model import LanguageModel
@@ -67,10 +68,10 @@ def test_what_one_process_compiled_the_next_one_reads(lm, tmp_path, monkeypatch)
     ],
 )
 def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monkeypatch):
-    monkeypatch.setattr(language_model, "PIECE_SECONDS", 0.08)
+    monkeypatch.setattr(batches, "PIECE_SECONDS", 0.08)
     clock = [0.0]
-    monkeypatch.setattr(language_model.time, "perf_counter", lambda: clock[0])
-    pieces, found, before = language_model._Pieces(1000, is_read=True), [], 1
+    monkeypatch.setattr(batches.time, "perf_counter", lambda: clock[0])
+    pieces, found, before = batches._Pieces(1000, is_read=True), [], 1
     for _ in calls:
         until = pieces.next(np.array([before]))
         clock[0] += step_seconds * (until - before) * 1.001
@@ -78,18 +79,18 @@ def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monke
         found.append(until)
         before = until
     assert found == calls
-    whole = language_model._Pieces(1000, is_read=False)
+    whole = batches._Pieces(1000, is_read=False)
     assert whole.next(np.array([1])) == 1000
 
 
 def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch):
     """But for the first piece, which waits for no loop; a text is the same however it is cut."""
-    monkeypatch.setattr(language_model, "PIECE_SECONDS", 0.0)
-    order, advance, fetch = [], ResidentDecoding.advance, language_model.fetch
+    monkeypatch.setattr(batches, "PIECE_SECONDS", 0.0)
+    order, advance, fetch = [], ResidentDecoding.advance, batches.fetch
     monkeypatch.setattr(
         ResidentDecoding, "advance", lambda *args: order.append("call") or advance(*args)
     )
-    monkeypatch.setattr(language_model, "fetch", lambda tree: order.append("read") or fetch(tree))
+    monkeypatch.setattr(batches, "fetch", lambda tree: order.append("read") or fetch(tree))
     [want] = lm.generate("abc", 6)
     assert order == ["read", "call", "read"]
     order.clear()

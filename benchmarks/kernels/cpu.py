@@ -24,8 +24,9 @@ import numpy as np
 
 from pallas_kernels.cpu import CpuWeight, jit, prepare
 from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.formats import E4M3, E8M0, FORMATS
 from pallas_kernels.matmul.op import quantized_matmul
-from pallas_kernels.qtensor import QTensor, tree_bytes
+from pallas_kernels.qtensor import FLOAT4, QTensor, tree_bytes
 from pallas_kernels.shapes import LLAMA_1B, SMOLLM2_135M
 
 MODELS = {"smollm2": (SMOLLM2_135M, 30), "1b": (LLAMA_1B, 16)}
@@ -61,13 +62,19 @@ class Read(Program):
 
 
 def weights(shapes: Sequence[tuple[str, int, int]], layers: int, scheme: str) -> list[Any]:
-    """Of each product in its order.  scheme: float32, or a dtype and a group, "int4-32"."""
+    """Of each product in its order.  scheme: float32, mxfp4, nvfp4, or a dtype and a group,
+    "int4-32"."""
     rng = np.random.default_rng(0)
     *of_layer, head = shapes
     found = []
     for _, n, k in [*(of_layer * layers), head]:
         if scheme == "float32":
             found.append(jnp.asarray(np.broadcast_to(np.float32(0.01), (n, k)).copy()))
+            continue
+        if scheme in FORMATS:
+            w = prepare(_float4(rng, n, k, scheme))
+            assert isinstance(w, CpuWeight), w
+            found.append(jax.device_put(w))
             continue
         dtype, _, group = scheme.partition("-")
         low, high = (-8, 8) if dtype == "int4" else (-127, 128)
@@ -77,6 +84,16 @@ def weights(shapes: Sequence[tuple[str, int, int]], layers: int, scheme: str) ->
         assert isinstance(w, CpuWeight), w
         found.append(jax.device_put(w))
     return found
+
+
+def _float4(rng: np.random.Generator, n: int, k: int, scheme: str) -> QTensor:
+    """Random codes; scales of 2^-8."""
+    q = rng.integers(0, 16, (n, k), dtype=np.uint8).view(FLOAT4)
+    groups = (n, k // FORMATS[scheme].group)
+    if scheme == "mxfp4":
+        return QTensor(q, np.full(groups, 2.0**-8, jnp.dtype(E8M0)))
+    unit = np.full((n, 1), 2.0**-8, np.float32)
+    return QTensor(q, np.ones(groups, jnp.dtype(E4M3)), unit=unit)
 
 
 def step(x: jax.Array, found: list[Any]) -> jax.Array:

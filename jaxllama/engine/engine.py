@@ -149,7 +149,7 @@ class Engine:
         self.arrivals = 0
         self.steps = 0
         self.compiled = self.runner.compiled_programs()
-        self._stats = count(self)
+        self._stats = self._count()
         self._inbox = Inbox()
         self._stepping = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -223,13 +223,13 @@ class Engine:
             for sequence, reason in overdue:
                 self._end_from_outside(sequence.request.id, reason)
             if not self.live:
-                self._stats = count(self)
+                self._stats = self._count()
                 self._told()
                 return bool(overdue)
             self._run()
             self.steps += 1
             self.counts["busy_ms"] += round((time.monotonic() - began) * 1000)
-            self._stats = count(self)
+            self._stats = self._count()
             self._told()
             return True
 
@@ -420,7 +420,7 @@ class Engine:
         with self._stepping:
             self.runner.warm_up()
             self.compiled = self.runner.compiled_programs()
-            self._stats = count(self)
+            self._stats = self._count()
 
     def warm_up_behind(self) -> None:
         """Compile the programs of a first request; a thread compiles the others.
@@ -431,7 +431,11 @@ class Engine:
         with self._stepping:
             self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
             self.compiled = self.runner.compiled_programs()
-            self._stats = count(self)
+            self._stats = self._count()
+
+    def _count(self) -> EngineStats:
+        compilations = self.runner.compiled_programs() - self.compiled
+        return count(self.scheduler, self.options, self.counts, self.steps, compilations)
 
     def stats(self) -> EngineStats:
         """Return the figures as of the last step; may be called from any thread."""
@@ -485,7 +489,7 @@ class Engine:
                     self._add(*entry)
             for request_id in list(self.live):
                 self._end(request_id, "cancelled")
-            self._stats = count(self)
+            self._stats = self._count()
             self._told()
         self._inbox.wake()
 

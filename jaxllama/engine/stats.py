@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from jaxllama.engine.engine import Engine
+from jaxllama.engine.options import ResolvedOptions
+from jaxllama.engine.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,13 @@ class EngineStats:
     accepted_tokens: int
 
 
-def count(engine: Engine) -> EngineStats:
-    scheduler, counts, options = engine.scheduler, engine.counts, engine.options
+def count(
+    scheduler: Scheduler,
+    options: ResolvedOptions,
+    counts: Mapping[str, int],
+    steps: int,
+    compilations: int,
+) -> EngineStats:
     pages = scheduler.pages
     return EngineStats(
         waiting=len(scheduler.waiting),
@@ -60,8 +65,8 @@ def count(engine: Engine) -> EngineStats:
             if key.startswith("finished ")
         },
         preemptions=counts["preemptions"],
-        steps=engine.steps,
-        compilations=engine.runner.compiled_programs() - engine.compiled,
+        steps=steps,
+        compilations=compilations,
         drafted_tokens=counts["drafted_tokens"],
         accepted_tokens=counts["accepted_tokens"],
     )

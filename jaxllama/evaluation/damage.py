@@ -29,17 +29,10 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import predictions, summary, tokens_of, window_and_stride
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.decoder import (
-    activation_dtype,
-    block,
-    embed_tokens,
-    logits,
-    walk,
-    whole_rows,
-)
+from jaxllama.model.decoder import activation_dtype, block, embed_tokens, logits, walk
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.records import At, Hidden
+from jaxllama.model.records import At, Hidden, whole_rows
 from jaxllama.typing import JsonObject, Params
 
 WORST = 10  # number for each kind

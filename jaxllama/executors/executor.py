@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -25,6 +25,9 @@ from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.kept import KeptPrograms
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params
+
+# Rows of the program that decodes every batch of a deterministic model.
+DETERMINISTIC_ROWS = 32
 
 
 class DraftSource(NamedTuple):
@@ -100,7 +103,14 @@ class RowsDecoder(Protocol):
 
 
 class Executor(Protocol):
-    """The interface of an executor. See the module docstring."""
+    """The interface of an executor. See the module docstring.
+
+    on_device: whether all parameters are arrays that any program may take. runs_ahead: whether
+    ``advance`` returns before the device has finished the turns.
+    """
+
+    on_device: ClassVar[bool]
+    runs_ahead: ClassVar[bool]
 
     @property
     def mesh(self) -> Mesh | None:
@@ -110,16 +120,6 @@ class Executor(Protocol):
     @property
     def block_size(self) -> int | None:
         """Largest number of rows that run together, from first to last token; None for no limit."""
-        ...
-
-    @property
-    def on_device(self) -> bool:
-        """Whether all parameters are arrays that any program may take."""
-        ...
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether ``advance`` returns before the device has finished the turns."""
         ...
 
     def with_params(self, params: Params) -> Executor:

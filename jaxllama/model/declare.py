@@ -22,12 +22,11 @@ import jax.numpy as jnp
 from flax.core.meta import AxisMetadata
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import positions_of
 from jaxllama.model.flax_state import register
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Param
 from jaxllama.model.params import nested, param_table
-from jaxllama.model.records import At, new_tokens
+from jaxllama.model.records import At, new_tokens, positions_of
 from jaxllama.model.split import split_axis
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.typing import Params, ParamsDict, Tree
@@ -52,9 +51,9 @@ class Declared:
         """Draw the values, float32, in their box."""
         lead = (self.count,) if self.count else ()
         param, axes = self.param, (None,) * len(lead) + self.axes
-        normal = nn.initializers.normal(param.std)
-        draw = normal if param.std else nn.initializers.constant(param.mean)
-        return nn.Partitioned(draw(key, (*lead, *param.shape), jnp.float32), axes)
+        draw = nn.initializers.normal(param.std)
+        drawn = param.mean + draw(key, (*lead, *param.shape), jnp.float32)
+        return nn.Partitioned(drawn, axes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -46,8 +46,7 @@ from jaxllama.model.lora import ROWS, chosen, for_rows
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.params import check
-from jaxllama.model.records import At, Chunk, Draft, Hidden, new_tokens
-from jaxllama.model.rope import Ropes, rope_tables
+from jaxllama.model.records import At, Draft, Hidden, new_tokens, places_of, positions_of
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params
@@ -72,7 +71,7 @@ def block(
     """One layer; ``cfg`` and ``kind`` are ``layer_config``'s.
 
     state: None where there is no cache.  ops: who does ``norm_linear`` and ``linear_add``: the
-    module ``model.linear``, or a ``linear.Observer`` that watches.
+    module ``model.linear``, or an ``observer.Observer`` that records.
     """
     mixed, state = mix_half(cfg, kind, p, stream, state, at, ops)
     return feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None), state
@@ -168,42 +167,6 @@ def _block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
 
 
 # The code around the layers
-
-
-def positions_of(
-    cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
-) -> tuple[jax.Array, Ropes | None]:
-    """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
-    each row when the whole prompt is in."""
-    positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
-    if not cfg.ropes:
-        return positions, None
-    tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
-    return positions, Ropes(cfg.ropes, tuple(tables))
-
-
-def places_of(
-    cfg: ModelConfig, start: jax.Array, lengths: jax.Array, width: int
-) -> tuple[jax.Array, jax.Array, Ropes | None]:
-    """Return the places of ``lengths[B]`` tokens from ``start[B]`` on, each as a row by itself.
-
-    width: the largest number of tokens of a row.
-
-    Returns (positions ``[B width, 1]``, 1 for each token that exists, else 0, int32 ``[B width]``,
-    RoPE tables or None).
-    """
-    place = jnp.arange(width, dtype=jnp.int32)[None, :]
-    first = (start[:, None] + place).reshape(-1)
-    is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
-    positions, rope = positions_of(cfg, first, first + is_new, 1)
-    return positions, is_new, rope
-
-
-def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
-    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past."""
-    lengths = jnp.full((batch,), length, jnp.int32)
-    positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
-    return Chunk(positions, lengths, rope)
 
 
 def embed_tokens(

@@ -40,9 +40,10 @@ from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.op import grouped_matmul
-from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
+from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -223,7 +224,7 @@ class GroupedOptions(TypedDict, total=False):
 
 
 class LayerOps(Protocol):
-    """The operations that a layer calls: this module, or an ``Observer``."""
+    """The operations that a layer calls: this module, or an ``observer.Observer``."""
 
     def norm_linear(
         self,
@@ -258,73 +259,6 @@ class LayerOps(Protocol):
         /,
         **options: Unpack[GroupedOptions],
     ) -> jax.Array: ...
-
-
-class Observer:
-    """Runs the two operations step by step and records each layer's input and output.
-
-    ``inputs`` and ``outputs`` are keyed by the identity of the layer's parameters.  Calibration and
-    distillation read them.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: dict[int, jax.Array] = {}
-        self.outputs: dict[int, jax.Array] = {}
-        self.experts: dict[int, jax.Array] = {}  # that a mixture's layer took, ``[T, k]``
-
-    def norm_linear(
-        self,
-        stream: Stream,
-        scale: Params | None,
-        linear: Params | Sequence[Params],
-        cfg: ModelConfig,
-        *,
-        into: Params | None = None,
-    ) -> tuple[Tree, Stream]:
-        x, stream = norm(stream, scale, cfg)
-        if isinstance(linear, Mapping):
-            y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg, into=into))
-        else:
-            y = columns(x, linear)
-            for one, made in zip(linear, y, strict=True):
-                self._tell(one, x, made.value)
-        return y, stream
-
-    def linear_add(
-        self,
-        x: Input,
-        linear: Params,
-        stream: Stream,
-        cfg: ModelConfig,
-        scale: Params | None = None,
-    ) -> Stream:
-        y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg))
-        return Stream(stream.total, y if scale is None else norm(Stream(y), scale, cfg)[0])
-
-    def product(
-        self,
-        x: Input,
-        linear: Params,
-        dtype: DTypeLike,
-        cfg: ModelConfig,
-        *,
-        into: Params | None = None,
-    ) -> Tree:
-        return self._tell(linear, x, product(x, linear, dtype, cfg, into=into))
-
-    def grouped(
-        self,
-        x: jax.Array,
-        linear: Params,
-        experts: jax.Array,
-        **options: Unpack[GroupedOptions],
-    ) -> jax.Array:
-        self.experts[id(linear)] = experts
-        return self._tell(linear, x, grouped(x, linear, experts, **options))
-
-    def _tell(self, linear: Params, x: Tree, y: Made) -> Made:
-        self.inputs[id(linear)], self.outputs[id(linear)] = x, y
-        return y
 
 
 # Their parts

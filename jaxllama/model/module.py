@@ -41,27 +41,10 @@ from jaxllama.model.decoder import (
 from jaxllama.model.experts.feed import mixture
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.mixers.attention.module import Attention
-from jaxllama.model.mixers.delta.module import GatedDeltaNet
-from jaxllama.model.mixers.gla.module import GatedLinearAttention
-from jaxllama.model.mixers.short_conv.module import ShortConvolution
 from jaxllama.model.records import Hidden
 from jaxllama.model.stacked import recomputed_block, runs, walk
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params, ParamsDict
-
-__all__ = [
-    "Attention",
-    "Decoder",
-    "DecoderLayer",
-    "GatedDeltaNet",
-    "GatedLinearAttention",
-    "LayerNorm",
-    "MixtureOfExperts",
-    "RMSNorm",
-    "ShortConvolution",
-    "SwiGLU",
-]
 
 
 class RMSNorm(nn.Module):
@@ -184,6 +167,8 @@ class Decoder(nn.Module):
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
             found["head"] = ParameterTree(table["head"], name="head").tree()
+        if "mtp" in table:
+            found["mtp"] = ParameterTree(table["mtp"], name="mtp").tree()
         return found
 
     def __call__(

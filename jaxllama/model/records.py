@@ -16,7 +16,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxllama.model.rope import Ropes
+from jaxllama.config import ModelConfig
+from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.typing import ArrayOrNumpy
 
 
@@ -136,6 +137,42 @@ def new_tokens(
     if cached and positions.shape[1] == 1:
         return Step(positions, lengths, rope, table, tokens, every)
     return Chunk(positions, lengths, rope, table, tokens, every, fresh)
+
+
+def positions_of(
+    cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
+) -> tuple[jax.Array, Ropes | None]:
+    """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
+    each row when the whole prompt is in."""
+    positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
+    if not cfg.ropes:
+        return positions, None
+    tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
+    return positions, Ropes(cfg.ropes, tuple(tables))
+
+
+def places_of(
+    cfg: ModelConfig, start: jax.Array, lengths: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, Ropes | None]:
+    """Return the places of ``lengths[B]`` tokens from ``start[B]`` on, each as a row by itself.
+
+    width: the largest number of tokens of a row.
+
+    Returns (positions ``[B width, 1]``, 1 for each token that exists, else 0, int32 ``[B width]``,
+    RoPE tables or None).
+    """
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    first = (start[:, None] + place).reshape(-1)
+    is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
+    positions, rope = positions_of(cfg, first, first + is_new, 1)
+    return positions, is_new, rope
+
+
+def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
+    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past."""
+    lengths = jnp.full((batch,), length, jnp.int32)
+    positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
+    return Chunk(positions, lengths, rope)
 
 
 @jax.tree_util.register_dataclass

@@ -39,9 +39,11 @@ from jax import lax
 from jaxllama.config import ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.decoder import activation_dtype, block, embed_tokens, whole_rows
-from jaxllama.model.linear import Observer, Stream
+from jaxllama.model.decoder import activation_dtype, block, embed_tokens
+from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.attention.mix import split_heads, unpacked
+from jaxllama.model.observer import Observer
+from jaxllama.model.records import whole_rows
 from jaxllama.model.rope import apply_rope, rope_tables
 from jaxllama.quantization.sites import Layer, get, sites
 from jaxllama.text.tokenizer import Tokenizer

@@ -55,6 +55,12 @@ from jaxllama.quantization.work import QuantizeWork, fingerprint
 from jaxllama.typing import DictKey, JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
+# Formats that keep the head in floats unless a rule names it, and why.
+_FLOAT_HEADS = {
+    "awq": "no quantized head",
+    "fp8": "no weights of other schemes",
+    "modelopt": "no weights of other schemes",
+}
 # Formats whose readers expect float16 scales: codes are computed with scales rounded to float16.
 _FLOAT16_SCALES = ("awq", "gptq")
 
@@ -102,6 +108,8 @@ class QuantizeRequest:
         for name, least in (("samples", 0), ("window", 2), ("tune", 0)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
+        if self.tune and any(one.weights == "mxfp4" for one in recipe.schemes):
+            raise JaxLlamaError(f"tune = {self.tune}: mxfp4's scales are powers of two, which stay")
         if self.text is not None and not self.text.strip():
             raise JaxLlamaError("the calibration text is empty")
         for path in self.report:
@@ -120,9 +128,9 @@ class QuantizeRequest:
     def notes(self) -> list[str]:
         """Differences between the result and the scheme."""
         names_head = any(pattern == "head" for pattern, _ in parse(self.scheme).rules)
-        if self.format != "awq" or names_head:
+        if self.format not in _FLOAT_HEADS or names_head:
             return []
-        return ["the head stays in floats: format 'awq' has no quantized head"]
+        return [f"the head stays in floats: format {self.format!r} has {_FLOAT_HEADS[self.format]}"]
 
     @property
     def scale_dtype(self) -> str | None:

@@ -34,9 +34,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import block, head, layer_config, logits, whole_rows
+from jaxllama.model.decoder import block, head, layer_config, logits
 from jaxllama.model.linear import Stream
-from jaxllama.model.records import Hidden
+from jaxllama.model.records import Hidden, whole_rows
 from jaxllama.quantization.calibration import advance, embed, windows
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer

@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +120,92 @@ def pieces_of(n_tokens: int, on_cpu: bool) -> tuple[int, ...]:
     whole, rest = divmod(n_tokens, chunk)
     last = [width for width in chunk_widths(chunk, on_cpu) if width >= rest][:1] if rest else []
     return (chunk,) * whole + tuple(last)
+
+
+def encoded(
+    tokenizer: Tokenizer | None, model: str, prompts: str | Sequence[str | Sequence[int]]
+) -> list[list[int]]:
+    """Return the token ids of each prompt; ``model`` is the model's name in errors."""
+    try:
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise JaxLlamaError(
+            f"prompts = {short(prompts)}: expected text, or a list of texts or token ids"
+        ) from None
+    if not given:
+        raise JaxLlamaError("no prompts: the list is empty")
+    rows = []
+    for index, prompt in enumerate(given):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise JaxLlamaError(
+                    f"prompt {index} is text, but {model} has no tokenizer: pass token ids"
+                )
+            if not prompt:
+                raise JaxLlamaError(f"prompt {index} is empty")
+            rows.append(tokenizer.encode(prompt))
+        else:
+            rows.append(ids_of(index, prompt))
+    return rows
+
+
+def check_rows(
+    cfg: ModelConfig,
+    tokenizer: Tokenizer | None,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    stops: tuple[str, ...],
+) -> None:
+    """Raise JaxLlamaError unless ``generate`` can run these rows with these arguments."""
+    if max_new_tokens < 1:
+        raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
+    if stops and tokenizer is None:
+        raise JaxLlamaError(f"stop strings need a tokenizer, and {cfg.name} has none")
+    if "" in stops:
+        raise JaxLlamaError("stop = '': a stop string must not be empty")
+    limit, vocab = cfg.max_position, cfg.vocab_size
+    for index, row in enumerate(rows):
+        if not row:
+            raise JaxLlamaError(f"prompt {index} is empty")
+        bad = [token for token in row if not 0 <= token < vocab]
+        if bad:
+            raise JaxLlamaError(
+                f"prompt {index}: token id {bad[0]} is outside the vocabulary of {vocab}"
+            )
+        if len(row) + max_new_tokens > limit:
+            raise JaxLlamaError(
+                f"prompt {index}: {len(row)} tokens and {max_new_tokens} new ones exceed the "
+                f"context of {limit}"
+            )
+
+
+def token_batch(tokens: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """Return tokens ``[B, T]`` and lengths ``[B]`` as int32 arrays.
+
+    Traced arguments are checked for their shapes only.
+    """
+    given = [x if isinstance(x, Tracer) else np.asarray(x) for x in (tokens, lengths)]
+    tokens, lengths = given
+    for name, x in (("tokens", tokens), ("lengths", lengths)):
+        if not np.issubdtype(x.dtype, np.integer):
+            raise JaxLlamaError(f"{name}: {x.dtype.name}: expected whole numbers")
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise JaxLlamaError(
+            f"tokens{list(tokens.shape)}, lengths{list(lengths.shape)}: expected [B, T] and [B]"
+        )
+    if not any(isinstance(x, Tracer) for x in given):
+        if np.any((lengths < 0) | (lengths > tokens.shape[1])):
+            raise JaxLlamaError(f"lengths: must be from 0 to {tokens.shape[1]}")
+        valid = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+        bad = valid[(valid < 0) | (valid >= vocab_size)]
+        if bad.size:
+            raise JaxLlamaError(f"token id {bad[0]} is outside the vocabulary of {vocab_size}")
+    # numpy converts: ``jnp.asarray`` would compile a program for each shape.
+    tokens, lengths = (
+        x.astype(jnp.int32) if isinstance(x, Tracer) else jax.device_put(x.astype(np.int32))
+        for x in given
+    )
+    return tokens, lengths
 
 
 def ids_of(index: int, prompt: Any) -> list[int]:

@@ -26,9 +26,11 @@ import jax.numpy as jnp
 from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.decoder import block, walk, whole_rows
-from jaxllama.model.linear import Observer, columns, linear
+from jaxllama.model.decoder import block, walk
+from jaxllama.model.linear import columns, linear
 from jaxllama.model.mixers.gla import mix as gla
+from jaxllama.model.observer import Observer
+from jaxllama.model.records import whole_rows
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.forward import embed
 from jaxllama.typing import Params, Tree

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import block, embed_tokens, final_norm, whole_rows
+from jaxllama.model.decoder import block, embed_tokens, final_norm
 from jaxllama.model.linear import Stream
-from jaxllama.model.records import At
+from jaxllama.model.records import At, whole_rows
 from jaxllama.model.stacked import recomputed_block, walk
 from jaxllama.typing import Params
 

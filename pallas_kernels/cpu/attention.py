@@ -199,7 +199,9 @@ def _results(
 
 @dataclasses.dataclass(frozen=True)
 class Attend(Program):
-    """group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
+    """The program of attention over a cache.
+
+    group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
     norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
 
     Operands: q and lengths (qkv and slots), k, v, table, cos, sin, weights of q's norm and of k's,

@@ -13,7 +13,7 @@ first; sums over such heads are permuted back by ``in_order`` at the end.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,27 @@ def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason
     if name == "int8" and groups != 1:
         return Reason(f"{groups} scales a head; the handler takes one of int8")
     return CacheForm(name, heads, width, groups)
+
+
+class AttendForm(Protocol):
+    """What the parts of an attention program read of it; ``attention.Attend`` is one."""
+
+    @property
+    def cache(self) -> CacheForm: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def paged(self) -> bool: ...
+    @property
+    def new(self) -> bool: ...
+    @property
+    def norm(self) -> bool: ...
+    @property
+    def sinks(self) -> bool: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def arguments(self) -> int: ...
 
 
 class CachePlaces:

@@ -128,6 +128,18 @@ class Emitter:
         shift = ir.Constant(wide.type, [16] * value.type.count)
         return self.b.bitcast(self.b.shl(wide, shift), kind)
 
+    def widen_float8(self, value: Value, dtype: str) -> Value:
+        """Bytes of non-negative 8-bit floats as float32: float8_e8m0fnu, or 2^-8 times e4m3fn."""
+        count = value.type.count
+        if dtype == "float8_e8m0fnu":  # the exponent's field; 2^-127 becomes 0
+            wide = self.b.zext(value, vector(I32, count))
+            return self.b.bitcast(
+                self.b.shl(wide, self.splat(self.i32(23), count)), vector(F32, count)
+            )
+        wide = self.b.zext(value, vector(I16, count))
+        shift = ir.Constant(wide.type, [7] * count)
+        return self.widen(self.b.bitcast(self.b.shl(wide, shift), vector(F16, count)))
+
     def narrow(self, value: Value, dtype: str) -> Value:
         """A vector of float32 in float32, float16 or bfloat16 (as 16-bit integers), to nearest."""
         if dtype == "float32":
@@ -335,6 +347,23 @@ class Emitter:
 
     # --- dot products of 8-bit integers ---------------------------------------------------------
 
+    def lookup(self, table: Sequence[int], index: Value) -> Value:
+        """64 bytes of a table of 16; index: 64 bytes, 0..15."""
+        name, lanes = {
+            "avx512vnni": ("llvm.x86.avx512.pshuf.b.512", 64),
+            "avxvnni": ("llvm.x86.avx2.pshuf.b", 32),
+            "avx2": ("llvm.x86.avx2.pshuf.b", 32),
+            "neon": ("llvm.aarch64.neon.tbl1.v16i8", 16),
+        }[self.target.name]
+        values = ir.Constant(vector(I8, lanes), [*table] * (lanes // 16))
+        parts = [
+            self.call(name, values.type, values, self.lanes(index, first, lanes))
+            for first in range(0, 64, lanes)
+        ]
+        while len(parts) > 1:
+            parts = [self.join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
     def code_offset(self, bits: int) -> int:
         """Return the offset that ``dots`` adds to each code.
 
@@ -347,19 +376,25 @@ class Emitter:
         return self._unsigned(w, bits) if self.code_offset(bits) else w
 
     def dots(
-        self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int, raised: bool = False
+        self,
+        acc: Value,
+        pairs: Sequence[tuple[Value, Value]],
+        bits: int,
+        raised: bool = False,
+        largest: int = 15,
     ) -> Value:
         """acc (i32 in 16 lanes) + the sum over pairs (w, x) of lane l's four products
         ``(w[4 l + i] + code_offset) x[4 l + i]``: 64 bytes each.
 
-        w: of 8 bits signed codes, -128..127; of 4 bits unsigned ones, 0..15.  x: -127..127.
+        w: of 8 bits signed codes, -128..127; of 4 bits unsigned ones, 0..largest.  x: -127..127.
         """
         if raised and self.code_offset(bits):
             bits = 0  # nothing more to add
+        if self.target.name == "avx2":
+            return self._avx2(acc, pairs, bits, largest)
         part = {
             "avx512vnni": self._vnni512,
             "avxvnni": self._vnni256,
-            "avx2": self._avx2,
             "neon": self._neon,
         }[self.target.name]
         return part(acc, pairs, bits)
@@ -394,9 +429,11 @@ class Emitter:
 
         return self._parts(acc, 8, one)
 
-    def _avx2(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
-        """vpmaddubsw saturates at 16 bits: 8 products of 4-bit codes stay below, and two of 8-bit
-        ones where the code's sign goes to x: 2 * 128 * 127."""
+    def _avx2(
+        self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int, largest: int
+    ) -> Value:
+        """vpmaddubsw saturates at 16 bits: 8 pairs of products of codes up to 15 stay below, 5 of
+        codes up to 24, and one of 8-bit codes where the code's sign goes to x: 2 * 128 * 127."""
 
         def sixteen(w: Value, x: Value) -> Value:
             if bits == 8:
@@ -405,7 +442,7 @@ class Emitter:
             return self.products_of_pairs(w, x)
 
         def one(part: Value, first: int) -> Value:
-            at_once = 8 if bits == 4 else 1
+            at_once = 32767 // (2 * 127 * largest) if bits == 4 else 1
             for start in range(0, len(pairs), at_once):
                 total = None
                 for w, x in pairs[start : start + at_once]:

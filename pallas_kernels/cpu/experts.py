@@ -55,6 +55,8 @@ def plan(w: CpuWeight, n_pairs: int, swiglu: bool) -> CpuPlan | Reason:
         zero=None if w.zero is None else w.zero.dtype.name,
         minimum=w.form.minimum,
         rows=next(r for r in (1, 2, 4, 8) if r >= min(mean, target.rows)),
+        float4=w.form.is_float4,
+        unit=w.form.has_unit,
         swiglu=swiglu and n % (2 * TILE) == 0,
     )
     return GroupedPlan(program, target.name)
@@ -67,6 +69,7 @@ def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Arr
     """
     program, (n_pairs, _) = plan.program, x.shape
     parts = (w.q, w.scale) if w.zero is None else (w.q, w.scale, w.zero)
+    parts = parts if w.unit is None else (*parts, w.unit)
     tiles = [v.reshape(-1, *v.shape[2:]) for v in parts]
     blocks = w.padded_k // program.block
     scratch = n_pairs * (w.padded_k + 8 * blocks + 4 * w.groups)

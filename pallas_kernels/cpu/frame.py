@@ -91,7 +91,16 @@ class CallFrame:
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
-_TYPES = {"float32": 11, "int8": 2, "uint8": 6, "int32": 4, "float16": 10, "bfloat16": 16}
+_TYPES = {
+    "float32": 11,
+    "int8": 2,
+    "uint8": 6,
+    "int32": 4,
+    "float16": 10,
+    "bfloat16": 16,
+    "float8_e4m3fn": 20,
+    "float8_e8m0fnu": 33,
+}
 _Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
 _Task = ctypes.CFUNCTYPE(None, _Pointer)
 

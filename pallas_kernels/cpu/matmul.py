@@ -13,6 +13,9 @@ zero point is multiplied by that sum.
 Up to 8 rows of x share each unpacked vector of w.  More rows go through a run of w in turns, while
 the run stays in the L2 cache.  One row reads w at the rate of memory.
 
+float4_e2m1fn codes become twice their values plus 12 by a table in a register, and then go the same
+way.  Scales of 8-bit floats stay a byte each.  A weight's ``unit`` multiplies its rows' sums.
+
 Leaves out: x in codes, reordered columns together with a norm, a pending residual, a gate with an
 activation other than SiLU, and a gate whose halves are not whole tiles.
 """
@@ -29,8 +32,9 @@ import numpy as np
 
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.weight import TILE, CpuWeight, block_size
+from pallas_kernels.cpu.weight import TILE, CpuWeight, WeightForm, block_size
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.formats import E4M3, E8M0
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -53,6 +57,9 @@ HELD_ROWS, AT_ONCE, LEAST_HELD = 64, 4, 4
 _LARGEST = 3.4028234663852886e38  # finite float32
 _SUMS = TILE * 4  # bytes of a row's
 PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
+# Twice the values of float4_e2m1fn's codes, plus an offset, since a dot product takes unsigned w.
+FLOAT4_OFFSET = 12
+FLOAT4_TABLE = [FLOAT4_OFFSET + sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12)]
 
 
 class MatmulPlan(CpuPlan):
@@ -84,7 +91,9 @@ def plan(call: MatmulCall) -> CpuPlan | Reason:
         scale=w.scale.dtype.name,
         zero=None if w.zero is None else w.zero.dtype.name,
         minimum=w.form.minimum,
-        rows=shared_rows(call.m, w.form.bits, target),
+        rows=shared_rows(call.m, w.form, target),
+        float4=w.form.is_float4,
+        unit=w.form.has_unit,
         norm=call.norm is not None,
         bias=call.bias,
         swiglu=call.swiglu,
@@ -93,9 +102,10 @@ def plan(call: MatmulCall) -> CpuPlan | Reason:
     return MatmulPlan(program, target.name)
 
 
-def shared_rows(m: int, bits: int, target: Target) -> int:
+def shared_rows(m: int, form: WeightForm, target: Target) -> int:
     """How many of m rows of x share a vector of w that is unpacked."""
-    if target.name == "avx2" and bits == 4 and m >= LEAST_HELD:
+    is_int4 = form.bits == 4 and not form.is_float4
+    if target.name == "avx2" and is_int4 and m >= LEAST_HELD:
         return HELD_ROWS
     return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
 
@@ -113,6 +123,7 @@ def run(
     program = plan.program
     operands = [x, w.q, w.scale]
     operands += [] if w.zero is None else [w.zero]
+    operands += [] if w.unit is None else [w.unit]
     for v in (gamma, bias, residual):
         operands += [] if v is None else [v]
     operands = [
@@ -135,6 +146,7 @@ def run(
 class Matmul(Program):
     """block: columns of x that share a scale.  group: of w; 0 for one scale a row.  scale, zero:
     dtypes.  minimum: the zero is beside code + 8.  rows: of x that share an unpacked vector of w.
+    float4: the codes are float4_e2m1fn.  unit: rows' sums have a factor, an operand behind zero.
     """
 
     bits: int
@@ -148,6 +160,8 @@ class Matmul(Program):
     bias: bool = False
     swiglu: bool = False
     residual: bool = False
+    float4: bool = False
+    unit: bool = False
 
     @property
     def results(self) -> int:
@@ -156,7 +170,12 @@ class Matmul(Program):
     @property
     def fused(self) -> int:
         """The first operand that is neither x nor w."""
-        return 3 + (self.zero is not None)
+        return 3 + (self.zero is not None) + self.unit
+
+    @property
+    def x_factor(self) -> float:
+        """The factor of x's scales that undoes the codes' doubling and ``_numbers``' scaling."""
+        return (0.5 if self.float4 else 1.0) * (2.0**8 if self.scale == E4M3 else 1.0)
 
     @property
     def arguments(self) -> int:
@@ -203,6 +222,8 @@ class _Body:
     @property
     def offset(self) -> int:
         """The amount by which the multiplied bytes of w exceed its codes."""
+        if self.p.float4:
+            return FLOAT4_OFFSET
         kept = 8 if self.p.bits == 4 and not self.p.minimum and self.p.zero != "int8" else 0
         return kept + self.e.code_offset(self.p.bits)
 
@@ -290,7 +311,7 @@ class _Round(_Body):
             code = e.round_to_i32(value)
             e.store(b.trunc(code, e.vector(e.I8)), codes, TILE * i)
             total = code if total is None else b.add(total, code)
-        return b.fmul(largest, e.f32(1 / 127)), e.sum(total)
+        return b.fmul(largest, e.f32(self.p.x_factor / 127)), e.sum(total)
 
 
 def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
@@ -564,7 +585,13 @@ class TilesOfRows(_Body):
                 made.append(e.fma(scale, found, total))
             return made
 
-        return e.loop(self.groups, group, [e.floats(0.0)] * len(rows))
+        sums = e.loop(self.groups, group, [e.floats(0.0)] * len(rows))
+        if not p.unit:
+            return sums
+        first = b.mul(tile, e.i64(TILE))
+        left = b.sub(self.call.argument_dim(p.fused - 1, 0), first)
+        unit = e.load_part(e.at(self.call.argument(p.fused - 1), b.mul(first, e.i64(4))), left)
+        return [b.fmul(total, unit) for total in sums]
 
     def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
         """Return each row's sum over group g of w's codes times x, with x's scales applied."""
@@ -592,13 +619,15 @@ class TilesOfRows(_Body):
                 continue
             word = e.load(at, e.vector(e.I32), unit)
             high = b.lshr(word, e.splat(e.i32(4)))
-            codes += [b.bitcast(b.and_(v, low), e.vector(e.I8, 64)) for v in (word, high)]
+            halves = [b.bitcast(b.and_(v, low), e.vector(e.I8, 64)) for v in (word, high)]
+            codes += [e.lookup(FLOAT4_TABLE, v) for v in halves] if p.float4 else halves
+        largest = max(FLOAT4_TABLE) if p.float4 else 15
         made = []
         for row, total in zip(rows, sums, strict=True):
             fours = (e.load(e.at(row.codes, column), e.I32, 4 * i) for i in range(len(codes)))
             xs = (b.bitcast(e.splat(v), e.vector(e.I8, 64)) for v in fours)
             start = e.splat(self._word(row.presets, block, e.I32) if self.offset else e.i32(0))
-            found = e.dots(start, list(zip(codes, xs, strict=True)), p.bits)
+            found = e.dots(start, list(zip(codes, xs, strict=True)), p.bits, largest=largest)
             found = b.sitofp(found, e.vector(e.F32))
             made.append(e.fma(found, e.splat(self._word(row.x_scales, block)), total))
         return made
@@ -607,8 +636,11 @@ class TilesOfRows(_Body):
         return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
 
     def _numbers(self, argument: int, dtype: str, index: Value, lanes: int = TILE) -> Value:
-        """Scales or zeros as float32."""
+        """Scales or zeros as float32; of float8_e4m3fn 2^-8 times them."""
         e = self.e
+        if dtype in (E4M3, E8M0):
+            byte = e.load(self.call.argument(argument), e.vector(e.I8, lanes), index)
+            return e.widen_float8(byte, dtype)
         kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
         size = np.dtype(jnp.dtype(dtype)).itemsize
         at = e.b.mul(index, e.i64(size))

@@ -14,12 +14,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import LANES, CacheForm, CachePlaces, Heads
+from pallas_kernels.cpu.cache import LANES, AttendForm, CacheForm, CachePlaces, Heads
 from pallas_kernels.cpu.scores import KEYS, scores_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
 
 if TYPE_CHECKING:
-    from pallas_kernels.cpu.attention import Attend
     from pallas_kernels.cpu.emit import Emitter, Value
     from pallas_kernels.cpu.frame import CallFrame
 
@@ -53,7 +52,7 @@ class RowParts:
 class CallRows:
     """The sizes and addresses that both phases read from the call."""
 
-    def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
+    def __init__(self, program: AttendForm, e: Emitter, call: CallFrame) -> None:
         self.p, self.e, self.call, self.b = program, e, call, e.b
         self.batch = call.argument_dim(0, 0)
         table = 2 + 2 * program.cache.arrays if program.paged else None
@@ -126,7 +125,7 @@ class CallRows:
 class Write(CallRows):
     """The new tokens of one row of the cache."""
 
-    def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
+    def __init__(self, program: AttendForm, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         f, arrays = program.cache, program.cache.arrays
         self.k, self.v = (Heads.of(f, call, 2 + i * arrays) for i in range(2))
@@ -185,7 +184,7 @@ class KeyPart(Write):
     """A part of a row's keys: all heads.  Rows that share a row of the cache take a part in turn,
     while it is near."""
 
-    def __init__(self, program: Attend, e: Emitter, call: CallFrame) -> None:
+    def __init__(self, program: AttendForm, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         f = program.cache
         self.scored = scores_of(self.k, program.heads)

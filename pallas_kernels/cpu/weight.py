@@ -9,13 +9,14 @@
 A tile is 16 rows.  A tile stores the first 4 columns of all its rows (64 bytes), then the next 4
 columns.  So each of the 16 lanes of a vector sums its own row, and no sum runs across lanes.
 
-4-bit codes are stored as code + 8.  In 64 bytes, columns ``8 j .. 8 j + 3`` are in the low halves
-and the next four columns in the high halves.  Scales and zero points lie by tile, group, row, in
-float16 where that is exact.
+int4 codes are stored as code + 8, float4_e2m1fn codes as they are.  In 64 bytes, columns ``8 j ..
+8 j + 3`` are in the low halves and the next four columns in the high halves.  Scales and zero
+points lie by tile, group, row, in float16 where that is exact, and 8-bit floats as they are.
 
 Padding has codes 0 and scales 0.  Rows are padded to whole tiles.  The columns of a weight with
 one group are padded to whole blocks.  The two levels of a two-level scale are multiplied into one;
-``unit`` allows ``restore`` to separate them.  One layout serves all targets.
+``unit`` allows ``restore`` to separate them.  Beside float4_e2m1fn codes the levels stay apart.
+One layout serves all targets.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.brief import short_repr
 from pallas_kernels.cpu import pages
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.qtensor import QTensor, RowBlocks, tree_bytes
+from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.qtensor import FLOAT4, QTensor, RowBlocks, tree_bytes
+from pallas_kernels.rounding import NIBBLES
 
 Params = TypeVar("Params")  # a tree of parameters
 AnyArray = Any  # jax's or numpy's array, or its shape: no type has the methods of all
@@ -60,7 +63,16 @@ class WeightForm:
 
     @property
     def bits(self) -> int:
-        return 4 if self.dtype == "int4" else 8
+        return 4 if self.dtype in NIBBLES else 8
+
+    @property
+    def is_float4(self) -> bool:
+        return self.dtype == "float4_e2m1fn"
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether the weight's ``unit`` multiplies the sums."""
+        return self.is_float4 and self.scale == E4M3
 
 
 @jax.tree_util.register_dataclass
@@ -128,11 +140,16 @@ class CpuWeight:
         return QTensor(like(form.k, self.dtype), like(self.groups, form.scale), zero, unit=unit)
 
     def rows(self, index: jax.Array) -> QTensor:
-        """Rows of a table ``[n, k]``, in int8 codes: ``dequantize`` gives their floats."""
+        """Rows of a table ``[n, k]``, in int8 or float4 codes; ``dequantize`` makes floats."""
         tile, lane = index // TILE, index % TILE
         q = _unpacked(self.q.reshape(*self.q.shape[:-1], -1, TILE, 4)[tile, :, lane], self.form)
+        scale, zero = self.scale[tile, :, lane], None
+        q = q[..., : self.form.k]
+        if self.form.is_float4:
+            unit = None if self.unit is None else self.unit[index]
+            return QTensor(_float4(q), scale, columns=self.columns, unit=unit)
         zero = None if self.zero is None else self.zero[tile, :, lane]
-        return _affine(q[..., : self.form.k], self.scale[tile, :, lane], zero, self)
+        return _affine(q, scale, zero, self)
 
 
 def prepare(w: QTensor) -> CpuWeight | Reason:
@@ -142,7 +159,7 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     so nothing traced."""
     if reason := _reason(w):
         return Reason(reason)
-    arrays = (w.q, w.in_one_level.scale, w.zero)
+    arrays = (w.q, w.scale if w.dtype == FLOAT4 else w.in_one_level.scale, w.zero)
     # Experts lie one behind the other, so they are the rows of one weight.
     q, scale, zero = (None if v is None else _rows(np.asarray(v)) for v in arrays)
     assert q is not None and scale is not None
@@ -174,6 +191,8 @@ def restore(w: CpuWeight) -> QTensor:
     q = w.q.reshape(*w.q.shape[:-1], -1, TILE, 4).swapaxes(-2, -3)
     q = _unpacked(q, form).reshape(*lead, -1, w.padded_k)[..., : form.n, : form.k]
     scale, zero = by_row(w.scale), None if w.zero is None else by_row(w.zero)
+    if form.is_float4:
+        return QTensor(_float4(q), scale, None, form.activations, w.columns, unit=w.unit)
     if form.bits == 4:
         q = q - np.int8(8)
     q = q.astype(form.dtype)
@@ -233,8 +252,8 @@ def _reason(w: QTensor) -> str | None:
         return f"w {w.shape} is not [N, K]"
     if len(w.shape) == 3 and w.shape[1] % TILE:
         return f"w has experts of {w.shape[1]} rows, not a multiple of {TILE}"
-    if w.q.dtype not in (_INT4, np.int8):
-        return f"w has codes of {w.dtype.name}; the handler reads int4 and int8"
+    if w.q.dtype not in (_INT4, FLOAT4, np.int8):
+        return f"w has codes of {w.dtype.name}; the handler reads int4, int8 and float4_e2m1fn"
     groups = w.scale.shape[-1]
     if groups > 1 and w.group_size % 16:
         return f"w has groups of {w.group_size} columns, not a multiple of 16"
@@ -243,6 +262,10 @@ def _reason(w: QTensor) -> str | None:
         zero = np.asarray(w.zero)  # jax would compile a program for each shape
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
             return f"w has zero points outside of {low} to {high}"
+    if w.scale.dtype.name in (E4M3, E8M0):
+        least = 255 if w.scale.dtype.name == E8M0 else 127  # the first code that is negative or NaN
+        if np.any(np.asarray(w.scale).view(np.uint8) >= least):
+            return "w has scales that are negative or NaN"
     return None
 
 
@@ -265,9 +288,8 @@ def _numbers(
                 kept = below
         kept = _narrow(kept)
     names = w.scale.dtype.name, None if zero is None else zero.dtype.name
-    dtype = "int4" if w.q.dtype == _INT4 else "int8"
-    form = WeightForm(len(scale), w.shape[-1], dtype, *names, minimum, w.activations)
-    return form, _narrow(scale), kept
+    form = WeightForm(len(scale), w.shape[-1], w.q.dtype.name, *names, minimum, w.activations)
+    return form, scale if names[0] in (E4M3, E8M0) else _narrow(scale), kept
 
 
 def _bits(v: np.ndarray) -> np.ndarray:
@@ -325,20 +347,21 @@ def _packed(q: np.ndarray, form: WeightForm, groups: int) -> np.ndarray:
             rows = padded
         rows = np.ascontiguousarray(rows)
         if form.bits == 4:
-            words = _eights(rows.view(np.uint64)).reshape(count, TILE, -1)
+            words = _eights(rows.view(np.uint64), form.is_float4).reshape(count, TILE, -1)
         else:
             words = rows.view(np.uint32).reshape(count, TILE, -1)
         out[first // TILE : first // TILE + count] = words.swapaxes(1, 2)
     return out.view(np.uint8).reshape(tiles, -1)
 
 
-def _eights(v: np.ndarray) -> np.ndarray:
-    """Eight int4 codes, a byte each, as code + 8: the first four in the low halves of the lowest
-    four bytes, the next four in their high halves."""
+def _eights(v: np.ndarray, is_float4: bool) -> np.ndarray:
+    """Eight 4-bit codes, a byte each, int4 as code + 8: the first four in the low halves of the
+    lowest four bytes, the next four in their high halves."""
     found = v >> np.uint64(28)
     found &= np.uint64(0xF0F0F0F0)
     found |= v & np.uint64(0x0F0F0F0F)
-    found ^= np.uint64(0x88888888)  # of 4 bits, + 8
+    if not is_float4:
+        found ^= np.uint64(0x88888888)  # of 4 bits, + 8
     return found.astype(np.uint32)
 
 
@@ -350,6 +373,13 @@ def _unpacked(q: AnyArray, form: WeightForm) -> AnyArray:
         return q.astype(np.int8).reshape(*q.shape[:-3], -1)
     q = q.view(np.int8) if isinstance(q, np.ndarray) else jax.lax.bitcast_convert_type(q, np.int8)
     return q.reshape(*q.shape[:-2], -1)
+
+
+def _float4(q: AnyArray) -> AnyArray:
+    """int8 0..15 as the float4_e2m1fn codes of these bits."""
+    if isinstance(q, np.ndarray):
+        return q.view(FLOAT4)
+    return jax.lax.bitcast_convert_type(q.astype(jnp.uint4), FLOAT4)
 
 
 def _affine(q: AnyArray, scale: AnyArray, zero: AnyArray, w: CpuWeight) -> QTensor:

@@ -25,14 +25,22 @@ class ClampedGate:
     Parameters
     ----------
     limit : float
-        The gate is clamped to at most ``limit`` and ``up`` to [-limit, limit]. It must be positive,
-        which is not checked.
+        The gate is clamped to at most ``limit`` and ``up`` to [-limit, limit].
     alpha : float
         Factor inside of the sigmoid.
+
+    Raises
+    ------
+    ValueError
+        If ``limit`` is not positive.
     """
 
     limit: float = 7.0
     alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ValueError(f"ClampedGate: limit = {self.limit!r}: must be positive")
 
 
 Gate = Literal["silu", "gelu", "gelu_tanh"] | ClampedGate

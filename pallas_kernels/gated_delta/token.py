@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
-from pallas_kernels.matmul.blocks import Columns
-from pallas_kernels.operands import check, half_reason
+from pallas_kernels.operands import Columns, check, half_reason
 from pallas_kernels.transform import Op, OpChoice
 
 if TYPE_CHECKING:

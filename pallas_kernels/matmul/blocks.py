@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan, divide_blocks
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks, stacked
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, OpChoice
@@ -36,18 +36,6 @@ Weight = jax.Array | QTensor
 _Static = tuple[float, jnp.dtype, Plan | None]  # eps, the result's dtype, the plan
 _Groups = tuple[tuple[Weight, ...], ...]
 SMALL = 64  # rows of a weight that has blocks of its own, one to 16 of them
-
-
-class Columns(NamedTuple):
-    """``rows[..., start : start + width]``."""
-
-    rows: jax.Array
-    start: int
-    width: int
-
-    @property
-    def value(self) -> jax.Array:
-        return self.rows[..., self.start : self.start + self.width]
 
 
 def blocks_matmul(

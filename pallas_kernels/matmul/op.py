@@ -374,7 +374,8 @@ def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     if around.out.name not in FLOATS:
         raise ValueError(f"{op}: out_dtype {around.out} is not a float")
     if isinstance(x, QTensor):
-        operands.check_codes(x, w, around)
+        is_fused = around.norm is not None or around.residual is not None or around.swiglu
+        operands.check_codes(x, w, is_fused)
     if not around.is_nothing or around.low_rank is not None:
         _check_around(x, w, around)
 

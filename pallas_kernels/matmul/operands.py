@@ -6,22 +6,20 @@ stands in ``matmul.op``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
-if TYPE_CHECKING:
-    from pallas_kernels.matmul.op import Around
-
 GATES = ("silu", "gelu", "gelu_tanh")  # of SwiGLU
 
 
-def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, around: Around) -> None:
-    """Raise ValueError for a quantized x that no scheme multiplies by w."""
+def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, is_fused: bool) -> None:
+    """Raise ValueError for a quantized x that no scheme multiplies by w.
+
+    is_fused: whether the call has a norm, a residual or SwiGLU.
+    """
     if not isinstance(w, QTensor):
         raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
     pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
@@ -41,7 +39,7 @@ def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, around: Around) 
                 f"zeros, not {t.scale.shape[-1]} groups"
                 + (" with zeros" if t.zero is not None else "")
             )
-    if around.norm is not None or around.residual is not None or around.swiglu:
+    if is_fused:
         raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
 
 

@@ -58,6 +58,9 @@ _Plan = RowPlan | TilePlan | PairTile | WeightTile
 
 
 def kernel_us(plan: _Plan, call: MatmulCall) -> float:
+    if isinstance(plan, TilePlan) and plan.m < call.m:
+        part = dataclasses.replace(call, m=plan.m)
+        return math.ceil(call.m / plan.m) * predicted_us(kernel_work(plan, part))
     fitted, times = _fitted(call)
     if times > 1:
         found = many_rows.plan(fitted)
@@ -225,7 +228,12 @@ def _rounds(m: int, n: int, tile: int) -> int:
 
 
 def _codes(call: MatmulCall) -> str:
-    return "float" if call.plain else jnp.dtype(call.w.dtype).name
+    if call.plain:
+        return "float"
+    name = jnp.dtype(call.w.dtype).name
+    if name == "float8_e4m3fn":
+        return "int8"
+    return "int4" if name in NIBBLES else name  # as many bytes, measured for int4 and int8
 
 
 def _megabytes(call: MatmulCall) -> float:

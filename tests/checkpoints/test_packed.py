@@ -17,6 +17,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
+from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
 from tests.helpers import packed_cases as cases
 from tests.helpers import packed_oracle as oracle
@@ -240,8 +241,11 @@ EXPORTS = [
     *(
         ("compressed-tensors", case)
         for case in IMPORTS
-        if case.startswith(("packed", "int8", "fp8", "awq", "gptq-8bit-v2")) and "act" not in case
+        if case.startswith(("packed", "int8", "fp8", "awq", "gptq-8bit-v2", "mxfp4", "nvfp4"))
+        and "act" not in case
     ),
+    ("modelopt", "modelopt"),
+    ("fp8", "fp8-blocks-of-128"),
     *(
         ("native", case)
         for case in (
@@ -277,8 +281,11 @@ AS_IT_CAME = {
             "int8-static",
             "fp8-channel-tokens",
             "fp8-weights-only",
+            "mxfp4",
+            "nvfp4",
         )
     ),
+    ("fp8", "fp8-blocks-of-128"),
 }
 
 
@@ -297,6 +304,40 @@ def test_export_and_back_is_identical(tmp_path: Path, format: str, case: str) ->
         written = oracle.load(out)
         for name, value in tensors_of(case)[0].items():
             _same(written[name], value)
+
+
+def test_modelopt_s_own_file_says_what_config_json_may_not(tmp_path: Path) -> None:
+    folder, _ = write_case(tmp_path / "m", "modelopt")
+    cfg, params = hf.load(folder)
+    out = packed.save(tmp_path / "out", cfg, params, format="modelopt")
+    written = oracle.load(out)
+    for name, value in tensors_of("modelopt")[0].items():
+        if not name.endswith("input_scale"):
+            _same(written[name], value)
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert hf.is_packed(out)
+    _same(hf.load(out)[1], params)
+    (out / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(JaxLlamaError, match="quant_algo = 'W4A8_AWQ': not supported"):
+        hf.load(out)
+
+
+def test_rounded_models_are_written_bit_for_bit(tmp_path: Path) -> None:
+    """What ``quantize_params`` makes, in the formats of other programs."""
+    cfg = CFG.replace(d_ff=128)
+    for name, format in (
+        ("nvfp4", "compressed-tensors"),
+        ("nvfp4", "modelopt"),
+        ("mxfp4", "compressed-tensors"),
+        ("fp8-block", "fp8"),
+        ("fp8-block", "compressed-tensors"),
+    ):
+        # The embedding stays the head, which these formats leave in floats.
+        params = jax.device_get(quantize_params(seeded_params(cfg), f"{name},head=none,qkv=none"))
+        out = packed.save(tmp_path / f"{name}-{format}", cfg, params, format=format)
+        _same(hf.load(out)[1], params)
 
 
 @pytest.mark.parametrize("format", ["native", "compressed-tensors"])

@@ -117,9 +117,13 @@ def test_compressed_tensors_reads_the_same_weights(tmp_path: Path, case: str) ->
                 if key.startswith(prefix)
             }
             # In float32, so that its product of words and scales rounds no more than ours.
-            state["weight_scale"] = state["weight_scale"].to(torch.float32)
+            if case not in ("mxfp4", "nvfp4"):
+                state["weight_scale"] = state["weight_scale"].to(torch.float32)
             got = compressor.decompress(state, scheme)["weight"].to(torch.float32).numpy()
-            np.testing.assert_array_equal(got, weights[f"{prefix}weight"])
+            want = weights[f"{prefix}weight"]
+            # Its float4 values are bfloat16; NVFP4's scale is divided there, not multiplied.
+            error = 2.0**-8 if case == "nvfp4" else 0
+            np.testing.assert_allclose(got, want, rtol=error)
 
 
 def _torch(value: np.ndarray) -> Any:

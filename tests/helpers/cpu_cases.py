@@ -35,6 +35,8 @@ SCHEMES = {
     "int8 rows": ("int8", 0, "float32", None),
     "int4 rows": ("int4", 0, "float32", "int8"),
     "w4a8": ("int4", 128, "int8", "int8"),
+    "mxfp4": ("float4_e2m1fn", 32, "float8_e8m0fnu", None),
+    "nvfp4": ("float4_e2m1fn", 16, "float8_e4m3fn", None),
 }
 
 
@@ -42,9 +44,11 @@ def weight(scheme: str, n: int, k: int, seed: int = 0) -> QTensor:
     """numpy's arrays.  Codes cover their whole range."""
     dtype, group, scale_dtype, zero_dtype = SCHEMES[scheme]
     rng = np.random.default_rng(seed)
+    groups = k // group if group else 1
+    if dtype == "float4_e2m1fn":
+        return _float4_weight(rng, n, k, groups, scale_dtype)
     low, high = (-8, 8) if dtype == "int4" else (-128, 128)
     q = rng.integers(low, high, (n, k)).astype(jnp.dtype(dtype))
-    groups = k // group if group else 1
     # Small whole numbers times a power of two, so that the affine forms of files are exact.
     scale = (rng.integers(1, 64, (n, groups)) * 2.0**-9).astype(np.float32)
     if scale_dtype == "float32":
@@ -61,6 +65,18 @@ def weight(scheme: str, n: int, k: int, seed: int = 0) -> QTensor:
         zero, unit = zero // 4, (rng.integers(1, 64, (n, 1)) * 2.0**-9).astype(np.float32)
         scale = rng.integers(1, 12, (n, groups)).astype(np.int8)
     return QTensor(q, scale, zero, unit=unit)
+
+
+def _float4_weight(
+    rng: np.random.Generator, n: int, k: int, groups: int, scale_dtype: str
+) -> QTensor:
+    q = rng.integers(0, 16, (n, k)).astype(np.uint8).view(jnp.dtype("float4_e2m1fn"))
+    if scale_dtype == "float8_e8m0fnu":
+        bits = rng.integers(110, 130, (n, groups)).astype(np.uint8)
+        return QTensor(q, bits.view(jnp.dtype(scale_dtype)))
+    bits = rng.integers(0, 127, (n, groups)).astype(np.uint8)  # subnormal ones too
+    unit = (rng.integers(1, 64, (n, 1)) * 2.0**-15).astype(np.float32)
+    return QTensor(q, bits.view(jnp.dtype(scale_dtype)), unit=unit)
 
 
 def floats(*shape: int, seed: int = 1) -> np.ndarray:
@@ -137,7 +153,8 @@ def by_hand(
     blocks = w.padded_k // program.block
     scratch = place(np.zeros(len(x) * (w.padded_k + 8 * blocks + 4 * w.groups), np.uint8))
     out = place(np.zeros((len(x), w.shape[0]), np.float32))
-    arrays = [place(np.asarray(a)) for a in (x, w.q, w.scale, w.zero) if a is not None]
+    operands = (x, w.q, w.scale, w.zero, w.unit if w.form.has_unit else None)
+    arrays = [place(np.asarray(a)) for a in operands if a is not None]
     address = jit.compiled(program, on or jit.host()).address
     frame.call(address, arrays, [out, scratch], threads=threads)
     return np.array(out)

@@ -36,8 +36,14 @@ ARCHITECTURES = {
     "stablelm": "stablelm",
     "cohere": "command-r",
     "cohere2": "cohere2",
+    "qwen3_5_text": "qwen35",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
 }
-_PERMUTED = ("llama", "mistral", "ministral", "smollm3", "granite")
+_PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", "granite")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -58,9 +64,40 @@ _NAMES = {
     "post_mlp_layernorm": "post_ffw_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_LAYER = r"model\.layers\.(\d+)\."
+_EXPERT = re.compile(_LAYER + r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_GPT_OSS = re.compile(_LAYER + r"mlp\.experts\.(gate_up|down)_proj(_bias)?")
+_SINKS = re.compile(_LAYER + r"self_attn\.sinks")
+_PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
-_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "seed_oss")
+_BEHIND = (
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "seed_oss",
+    "qwen3_5_text",
+    "gpt_oss",
+)
 _KEYS = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -78,9 +115,19 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "mtp_num_hidden_layers": "nextn_predict_layers",
 }
 _ROPE = {
     "factor": "factor",
@@ -90,12 +137,15 @@ _ROPE = {
 }
 
 
-def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes: Any) -> None:
+def write_gguf(
+    path: Path, directory: Path, kind: Type | None = None, split: int = 0, **changes: Any
+) -> None:
     """The model of a Hugging Face directory as one file; kind: of matrices whose rows are whole
-    blocks; changes: of its metadata, None leaves a key out."""
+    blocks; split: tensors of each of several files; changes: of its metadata, None leaves a key
+    out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     keys = _metadata(config, config["model_type"])
     for key, value in {**{f"{arch}.{k}": v for k, v in keys.items()}, **changes}.items():
         if value is None:
@@ -109,9 +159,13 @@ def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes:
         }[type(value)]
         add(key, value)
     tensors = load_file(directory / "model.safetensors")
-    for name, value in tensors.items():
-        name, value = _tensor(name, value, config)
-        if kind is None or value.ndim == 1 or value.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
+    own = _of_gpt_oss(tensors)
+    for name, value in {**_stacked(tensors), **own}.items():
+        if not name.startswith("blk."):
+            name, value = _tensor(name, value, config)
+        value = value.squeeze()
+        is_weight = value.ndim > 1 and name.endswith(".weight")
+        if kind is None or not is_weight or value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(name, value)
         else:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
@@ -126,6 +180,40 @@ def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes:
     writer.close()
 
 
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with those of single experts as one of all under GGUF's name."""
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, value in tensors.items():
+        if (one := _EXPERT.fullmatch(name)) is None:
+            found[name] = value
+            continue
+        part = _PARTS.get(one[3], one[3].removesuffix("_proj"))
+        experts.setdefault(f"blk.{one[1]}.ffn_{part}_exps.weight", {})[int(one[2])] = value
+    return found | {
+        name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()
+    }
+
+
+def _of_gpt_oss(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss's experts and sinks under GGUF's names, taken out of ``tensors``: gate and up apart,
+    as [E, out, in]."""
+    found: dict[str, np.ndarray] = {}
+    for name in [*tensors]:
+        if sinks := _SINKS.fullmatch(name):
+            found[f"blk.{sinks[1]}.attn_sinks.weight"] = tensors.pop(name)
+        if (one := _GPT_OSS.fullmatch(name)) is None:
+            continue
+        value, leaf = tensors.pop(name), "bias" if one[3] else "weight"
+        value = value if one[3] else value.swapaxes(1, 2)
+        parts = {"down": value}
+        if one[2] == "gate_up":
+            parts = {"gate": value[:, 0::2], "up": value[:, 1::2]}
+        for part, own in parts.items():
+            found[f"blk.{one[1]}.ffn_{part}_exps.{leaf}"] = np.ascontiguousarray(own)
+    return found
+
+
 def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     keys = {_KEYS[k]: v for k, v in config.items() if k in _KEYS and v is not None}
     keys["vocab_size"] = config["vocab_size"]
@@ -135,6 +223,12 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         keys["attention.sliding_window_pattern"] = slides
+    if kind == "qwen3_5_text":
+        heads = config["linear_num_value_heads"]
+        keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]
+        keys["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+        keys["rope.dimension_sections"] = [11, 11, 10, 0]
+        keys["block_count"] += config.get("mtp_num_hidden_layers", 0)
     rope = config.get("rope_scaling") or {}
     parameters = config.get("rope_parameters") or {}
     if "sliding_attention" in parameters:
@@ -159,9 +253,46 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = value.reshape(heads, 2, -1, *value.shape[1:])
         value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    if kind == "qwen3_5_text":
+        name, value = _linear_attention(name, value, config)
     stem, leaf = name.rsplit(".", 1)
     layer = re.match(r"model\.layers\.(\d+)\.", stem)
     stem = stem[layer.end() :] if layer else stem
     between = "post_attention_norm" if kind in _BEHIND else "ffn_norm"
-    new = between if stem == "post_attention_layernorm" else _NAMES[stem]
+    if stem.endswith("A_log"):
+        return f"blk.{layer[1]}.ssm_a", value
+    new = between if stem == "post_attention_layernorm" else _NAMES.get(stem, stem)
     return f"{f'blk.{layer[1]}.' if layer else ''}{new}.{leaf}", value
+
+
+def _linear_attention(
+    name: str, value: np.ndarray, config: dict[str, Any]
+) -> tuple[str, np.ndarray]:
+    """As llama.cpp's ``conversion/qwen.py``: norms plus one, -exp(A_log), and value heads in the
+    order head 0 of every key head, head 1 of every key head."""
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
+
+    def tiled(value: np.ndarray, width: int) -> np.ndarray:
+        grid = value.reshape(groups, heads // groups, width, *value.shape[1:])
+        return np.ascontiguousarray(grid.swapaxes(0, 1)).reshape(value.shape)
+
+    if name.startswith("mtp."):
+        layer = f"model.layers.{config['num_hidden_layers']}."
+        name = name.replace("mtp.layers.0.", layer) if ".layers." in name else layer + name
+    *_, room, part, leaf = f"..{name}".split(".")
+    if leaf == "A_log":
+        return f"{name}.", tiled(-np.exp(value), 1)
+    if leaf == "dt_bias":
+        return name.replace("linear_attn.dt_bias", "ssm_dt.bias"), tiled(value, 1)
+    if room != "linear_attn":
+        return name, value + 1 if "norm" in part else value
+    if part in ("in_proj_qkv", "conv1d"):
+        keys = 2 * groups * d_k
+        value = value.reshape(len(value), -1)
+        return name, np.concatenate([value[:keys], tiled(value[keys:], d_v)])
+    if part == "out_proj":
+        return name, np.ascontiguousarray(tiled(value.T, d_v).T)
+    if part == "norm":
+        return name, value
+    return name, tiled(value, d_v if part == "in_proj_z" else 1)

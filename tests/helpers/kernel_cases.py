@@ -14,6 +14,7 @@ from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.experts.op import grouped_matmul
+from pallas_kernels.formats import FORMATS
 from pallas_kernels.gated_delta import kernel as delta
 from pallas_kernels.gated_delta import step_kernel as delta_step
 from pallas_kernels.gated_delta import token as delta_token
@@ -21,8 +22,9 @@ from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import gla_token, gla_tokens
-from pallas_kernels.matmul.blocks import Columns, blocks_matmul
+from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.operands import Columns
 from pallas_kernels.rows import greedy_kernel
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -38,6 +40,8 @@ def weight(scheme: str, n: int, k: int):
     floats = S((n, k), BF16)
     if scheme == "bfloat16":
         return floats
+    if scheme in FORMATS:
+        return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
     how = {"int4": (128, True), "zeros": (128, False)}.get(scheme, (k, True))
     words = scheme.replace("zeros", "int4")
     return jax.eval_shape(lambda w: quantize(w, words, group_size=how[0], symmetric=how[1]), floats)
@@ -149,6 +153,19 @@ CASES = {
     "experts zeros short row": lambda: grouped("zeros", 2048, 768),
     "experts int8": lambda: grouped("int8", 2048, 1024),
     "product 8 int4": lambda: product(8, "int4"),
+    "product 1 mxfp4": lambda: product(1, "mxfp4", shape=(28672, 4096), swiglu=True),
+    "product 1 nvfp4": lambda: product(1, "nvfp4"),
+    "product 1 fp8-block": lambda: product(1, "fp8-block"),
+    "product 16 fp8-block": lambda: product(16, "fp8-block"),
+    "product 8 mxfp4": lambda: product(8, "mxfp4"),
+    "product 16 nvfp4": lambda: product(16, "nvfp4"),
+    "product 64 nvfp4": lambda: product(64, "nvfp4"),
+    "product 64 fp8-block": lambda: product(64, "fp8-block"),
+    "product 2048 fp8-block": lambda: product(2048, "fp8-block"),
+    "product 64 mxfp4": lambda: product(64, "mxfp4"),
+    "product 2048 mxfp4": lambda: product(2048, "mxfp4"),
+    "product 2048 nvfp4": lambda: product(2048, "nvfp4"),
+    "grouped mxfp4": lambda: grouped("mxfp4", 5760, 2880),
     "product 16 int8": lambda: product(16, "int8"),
     "product 64 int4": lambda: product(64, "int4"),
     "product 64 W8A8": lambda: product(64, "int8", "int8"),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
 
@@ -37,6 +38,9 @@ WEIGHTS = {  # words, group, zeros
     "w8-g32": ("int8", 32, None),
     "w8-g64-zero": ("int8", 64, "int"),
     "fp8-row": ("float8_e4m3fn", None, None),
+    "fp8-block": ("float8_e4m3fn", 128, None),
+    "mxfp4": ("float4_e2m1fn", 32, None),
+    "nvfp4": ("float4_e2m1fn", 16, None),
 }
 
 
@@ -51,6 +55,8 @@ def activations(shape, dtype, seed=1) -> jax.Array:
 def codes(shape, dtype, seed=0) -> jax.Array:
     """Over the whole range of integers; float8 within its own."""
     rng = np.random.default_rng(seed)
+    if dtype == "float4_e2m1fn":
+        return jnp.asarray(rng.integers(0, 16, shape).astype(np.uint8).view(jnp.dtype(dtype)))
     if dtype == "float8_e4m3fn":
         return as_jax(np.clip(120 * rng.standard_normal(shape), -448, 448), dtype)
     end = 8 if dtype == "int4" else 128
@@ -62,6 +68,14 @@ def weights(name, n, k, scale_dtype, seed=0) -> QTensor:
     rng = np.random.default_rng(seed + 100)
     dtype, group, zeros = WEIGHTS[name]
     groups = n, k // (group or k)
+    if name == "mxfp4":
+        bits = rng.integers(117, 123, groups).astype(np.uint8)
+        return QTensor(codes((n, k), dtype, seed), jnp.asarray(bits.view(jnp.dtype(E8M0))))
+    if name == "nvfp4":
+        bits = rng.integers(1, 127, groups).astype(np.uint8)  # subnormal ones too
+        unit = jnp.asarray(rng.uniform(0.03, 0.09, (n, 1)) / (6 * 448), jnp.float32)
+        scale = jnp.asarray(bits.view(jnp.dtype(E4M3)))
+        return QTensor(codes((n, k), dtype, seed), scale, unit=unit)
     largest = {"int4": 7, "int8": 127}.get(dtype, 448)
     scale = as_jax(rng.uniform(0.03, 0.09, groups) / largest, scale_dtype)
     zero = None

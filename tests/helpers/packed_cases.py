@@ -65,6 +65,8 @@ GROUP, CHANNEL, TENSOR = (
 BLOCK = {"strategy": "block", "block_structure": [16, 16]}
 BLOCK_INPUTS = floating({**TOKEN, "strategy": "group", "group_size": 16})
 INT8 = {"num_bits": 8}
+FLOAT4 = {"num_bits": 4, "type": "float"}
+WIDE = CFG.replace(d_ff=160)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -99,6 +101,10 @@ def packed(group=16, order=None, **kwargs):
         return oracle.packed(rng, out, width, group, g_idx=g_idx, **kwargs)
 
     return make
+
+
+def float4(name):
+    return lambda rng, linear, out, width: oracle.float4(rng, out, width, name)
 
 
 def plain(**kwargs):
@@ -281,6 +287,34 @@ IMPORTS = {
         {**FP8, "weight_block_size": [32, 32]},
         plain(floating=True, scale="block", block=(32, 32), name="weight_scale_inv"),
         ["float8_e4m3fn", 1, 11, False, False, None, False],
+    ),
+    "fp8-blocks-of-128": (
+        WIDE,
+        {**FP8, "weight_block_size": [128, 128], "fmt": "e4m3"},
+        plain(floating=True, scale="block", block=(128, 128), name="weight_scale_inv"),
+        ["float8_e4m3fn", 1, 5, False, False, None, False],
+    ),
+    "mxfp4": (
+        WIDE,
+        compressed("mxfp4-pack-quantized", {**FLOAT4, "strategy": "group", "group_size": 32}),
+        float4("mxfp4"),
+        ["float4_e2m1fn", 1, 5, False, False, None, False],
+    ),
+    "nvfp4": (
+        WIDE,
+        compressed(
+            "nvfp4-pack-quantized",
+            {**FLOAT4, "strategy": "tensor_group", "group_size": 16},
+            {**FLOAT4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+        ),
+        float4("nvfp4"),
+        ["float4_e2m1fn", 2, 10, False, False, None, False],
+    ),
+    "modelopt": (
+        WIDE,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        float4("modelopt"),
+        ["float4_e2m1fn", 2, 10, False, False, None, False],
     ),
     "fp8-scalar": (
         CFG,

@@ -181,6 +181,31 @@ def plain(
     return tensors, words.astype(np.float32) * scales[at].astype(np.float32)
 
 
+def float4(rng: np.random.Generator, out: int, width: int, name: str) -> Linear:
+    """Codes two to a byte; name: mxfp4, nvfp4 (compressed-tensors) or modelopt."""
+    group = 32 if name == "mxfp4" else 16
+    fields = rng.integers(0, 16, (out, width)).astype(np.uint8)
+    packed = fields[:, 0::2] | fields[:, 1::2] << 4
+    values = fields.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    if name == "mxfp4":
+        exponents = rng.integers(117, 123, (out, width // group)).astype(np.uint8)
+        scale = np.exp2(exponents.astype(np.float32) - 127)
+        tensors = {"weight_packed": packed, "weight_scale": exponents}
+        return tensors, values * np.repeat(scale, group, axis=1)
+    scales = rng.uniform(0, 448, (out, width // group)).astype(ml_dtypes.float8_e4m3fn)
+    peak = np.float32(rng.uniform(0.1, 0.3)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    divisor = np.float32(2688) / peak
+    if name == "modelopt":
+        unit = peak / np.float32(2688)
+        more = {"weight_scale_2": np.array(unit), "input_scale": np.array(0.5, np.float32)}
+        tensors = {"weight": packed, "weight_scale": scales, **more}
+    else:
+        unit = np.float32(1) / divisor
+        more = {"weight_global_scale": np.array([divisor])}
+        tensors = {"weight_packed": packed, "weight_scale": scales, **more}
+    return tensors, values * np.repeat(scales.astype(np.float32) * unit, group, axis=1)
+
+
 def checkpoint(
     cfg: ModelConfig, options: dict[str, Any], make: Callable[[str, int, int], Linear | None]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, np.ndarray]]:

@@ -46,9 +46,9 @@ def _oracle(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarra
             scale, unit = np.where(peaks == 0, 1.0, found).astype(E8M0), None
             whole = scale.astype(np.float32)
         else:
-            peaks = peaks * np.float32(1 / 6)
-            unit = np.broadcast_to(peaks.max() * np.float32(1 / 448), (n, 1)).astype(np.float32)
-            scale = (peaks * (np.float32(1) / unit)).astype(FP8)
+            divisor = np.float32(6 * 448) / peaks.max()
+            unit = np.full((n, 1), np.float32(1) / divisor, np.float32)
+            scale = (peaks * np.float32(1 / 6) * divisor).astype(FP8)
             whole = scale.astype(np.float32) * unit
         codes = FP4
     groups = w.reshape(n, whole.shape[1], -1)

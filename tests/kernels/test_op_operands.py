@@ -17,7 +17,7 @@ import pallas_kernels as pk
 from pallas_kernels import dispatch
 from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.gla.token import gla_token
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.kernels.gla.test_gla_token import case as token_case
 from tests.kernels.gla.test_gla_token import expected as token_expected

@@ -12,9 +12,8 @@ import pytest
 import jaxllama as jl
 from jaxllama.config import LatentConfig, RopeConfig
 from jaxllama.model import cache as caches
-from jaxllama.model.decoder import positions_of
 from jaxllama.model.mixers.attention.mix import mix
-from jaxllama.model.records import new_tokens
+from jaxllama.model.records import new_tokens, positions_of
 from pallas_kernels.dispatch import choices
 from tests.helpers.arrays import as_jax
 from tests.helpers.delta_cases import relative_rms

@@ -22,11 +22,11 @@ from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, logits, prefill
 from jaxllama.model.cache import init_cache
-from jaxllama.model.decoder import mix_half, whole_rows
+from jaxllama.model.decoder import mix_half
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.recurrent import RecurrentState
 from jaxllama.model.params import param_table
-from jaxllama.model.records import new_tokens
+from jaxllama.model.records import new_tokens, whole_rows
 from tests.golden.make_gla_golden import CONFIGS, tokens, weights
 from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of

@@ -20,7 +20,8 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.decoder import layer_config, mix_half, whole_rows
+from jaxllama.model.decoder import layer_config, mix_half
+from jaxllama.model.records import whole_rows
 from jaxllama.quantization import sites
 from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softplus
 from tests.helpers.models import FAMILIES, relative_error, tokens_of

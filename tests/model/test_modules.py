@@ -16,9 +16,12 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.model import linear
-from jaxllama.model.decoder import embed_tokens, forward, logits, whole_rows
+from jaxllama.model.declare import Declared
+from jaxllama.model.decoder import embed_tokens, forward, logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
+from jaxllama.model.param import one
+from jaxllama.model.records import whole_rows
 from jaxllama.model.shardings import specs
 from jaxllama.model.stacked import runs
 from jaxllama.modules import (
@@ -223,6 +226,13 @@ def test_layers_one_by_one_are_the_decoder_to_the_bit():
         start = start + lengths
     with pytest.raises(ValueError, match="a state and start"):
         layers[0].apply({"params": params["layer_0"]}, x, states[0])
+
+
+def test_parameters_are_drawn_around_their_means():
+    for mean, std in ((2.0, 0.5), (1.0, 0.0)):
+        param = one("a_log", 4096, mean=mean, std=std)
+        drawn = np.asarray(Declared(param, (None,)).init(jax.random.key(0)).value)
+        np.testing.assert_allclose([drawn.mean(), drawn.std()], [mean, std], atol=0.03)
 
 
 def test_the_decoder_is_forward_and_its_init_is_init_params():

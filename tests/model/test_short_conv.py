@@ -10,12 +10,12 @@ import pytest
 import jaxllama as jl
 from jaxllama.config import ModelConfig, from_dict
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.decoder import whole_rows
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.params import param_table
+from jaxllama.model.records import whole_rows
 from jaxllama.model.split import local_config, natural_rows, row_order, split_axis
 from jaxllama.quantization.sites import fold, sites
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.engine_cases import every_way_generates
 from tests.helpers.models import LLAMA, params_of

@@ -15,7 +15,7 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
-from jaxllama.language_model import LanguageModel, pad_rows
+from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.sparse import quotas, sparse_decode
@@ -23,6 +23,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.planner.trial import random_run
+from jaxllama.text.rows import pad_rows
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow

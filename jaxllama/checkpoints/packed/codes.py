@@ -122,6 +122,17 @@ def repeat_groups(w: QTensor, group_size: int) -> QTensor:
     return dataclasses.replace(w, scale=scale, zero=zero)
 
 
+def by_block(w: QTensor, size: int) -> np.ndarray | None:
+    """Return the scales of blocks of ``size`` rows and columns that ``w`` repeats, or None."""
+    (out, width), scale = w.shape, np.asarray(w.scale)
+    group = width // scale.shape[1]
+    if group != math.gcd(width, size):
+        return None
+    found = scale[::size, :: size // group]
+    again = np.repeat(np.repeat(found, size, axis=0), size // group, axis=1)
+    return found if np.array_equal(again[:out, : scale.shape[1]], scale) else None
+
+
 def check_scale(w: QTensor, name: str) -> None:
     """Raise JaxLlamaError for scales of a damaged file.
 

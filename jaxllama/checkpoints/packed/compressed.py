@@ -6,6 +6,7 @@
     int-quantized     weight int8 [out, in], weight_scale (and weight_zero_point int8); 4 bits too
     float-quantized   weight float8_e4m3fn [out, in], weight_scale
                       with input_scale where activations have one static scale
+    nvfp4-pack-quantized, mxfp4-pack-quantized        see ``float4``
 
 ``config_groups`` says how each Linear is stored: by name, by regular expression, by class. A scale
 is for the tensor, a row (channel), a group of columns or a block; see ``fp8`` for blocks.
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.checkpoints.packed import float4 as packed_float4
 from jaxllama.checkpoints.packed.codes import (
     INT4,
     by_group,
@@ -48,7 +50,14 @@ if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 _CLASS = "Linear"
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FLOAT4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    *_FLOAT4,
+)
 _ABSENT: tuple[object, ...] = (None, {}, [])
 
 
@@ -64,6 +73,7 @@ class _Scheme:
     block: tuple[int, int] | None
     activations: str | None
     static: bool
+    float4: str | None = None  # "mxfp4" or "nvfp4"
 
 
 def reader(config: JsonObject) -> Reader:
@@ -135,6 +145,8 @@ def _scheme(read: JsonReader, default_format: Any) -> _Scheme:
     weights = _nested(read, "weights")
     if weights is None:
         raise JaxLlamaError(f"missing key '{read.prefix}weights'")
+    if kind in _FLOAT4:
+        return _float4_scheme(read, weights, _FLOAT4[kind])
     floating, bits = _codes(weights)
     if weights.get("dynamic", False) is not False:
         raise weights.error("dynamic", "only false is supported")
@@ -156,6 +168,19 @@ def _scheme(read: JsonReader, default_format: Any) -> _Scheme:
     symmetric = weights.flag("symmetric", True)
     scheme = _Scheme(packed, bits, floating, symmetric, group_size, block, None, False)
     return _with_activations(scheme, read)
+
+
+def _float4_scheme(read: JsonReader, weights: JsonReader, name: str) -> _Scheme:
+    """Return the scheme of float4_e2m1fn codes. Activations in codes of floats stay floats."""
+    group = packed_float4.GROUPS[name]
+    wanted = {"num_bits": 4, "type": "float", "group_size": group, "symmetric": True}
+    for key, value in wanted.items():
+        if weights.get(key, True if key == "symmetric" else None) != value:
+            raise weights.error(key, f"{name} has {value!r}")
+    inputs = _nested(read, "input_activations")
+    if inputs is not None and inputs.text("type", "int") != "float":
+        raise inputs.error("type", f"not supported beside {name} weights; supported: 'float'")
+    return _Scheme(True, 4, True, True, group, None, None, False, name)
 
 
 def _nested(read: JsonReader, key: str) -> JsonReader | None:
@@ -212,6 +237,8 @@ def _with_activations(scheme: _Scheme, read: JsonReader) -> _Scheme:
 
 
 def _part(module: Module, scheme: _Scheme) -> PackedPart:
+    if scheme.float4 is not None:
+        return packed_float4.part(module, scheme.float4)
     out, width = module.shape
     groups = n_groups(width, scheme.group_size)
     names = ["weight_packed" if scheme.packed else "weight", "weight_scale"]

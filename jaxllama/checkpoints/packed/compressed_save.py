@@ -2,9 +2,11 @@
 
 int4 and int8 codes with float activations, and int4 codes with FP8 activations, are
 "pack-quantized". Both with int8 activations are "int-quantized", with one byte for an int4 code.
-FP8 codes are "float-quantized". Scales in two levels are written as their products. Weights of one
-kind make one config group. If all quantized weights are of one kind, the group's target is the
-class Linear; otherwise modules are named.
+FP8 codes are "float-quantized", in blocks of 128 x 128 where rows repeat their scales so.
+float4_e2m1fn codes are "mxfp4-pack-quantized" and "nvfp4-pack-quantized" (``float4``). Scales in
+two levels of int4 codes are written as their products. Weights of one kind make one config group.
+If all quantized weights are of one kind, the group's target is the class Linear; otherwise modules
+are named.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxllama.checkpoints.packed import float4, fp8
 from jaxllama.checkpoints.packed.codes import FP8, INT4, pack, packed_size, unsigned
 from jaxllama.typing import JsonObject, Tree
 
@@ -32,6 +35,10 @@ def _bits(w: QTensor) -> int:
 
 def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
     """Return the tensors of one Linear."""
+    if float4.format_of(w) is not None:
+        return float4.to_tensors(w)
+    if fp8.is_blocked(w):
+        return fp8.to_tensors(w, "weight_scale")
     w, tensors = w.in_one_level, {}
     if _packed(w):
         tensors["weight_packed"] = pack(unsigned(w.q, _bits(w)), _bits(w))
@@ -49,6 +56,10 @@ def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
 
 def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of ``to_tensors``."""
+    if float4.format_of(w) is not None:
+        return float4.layout(w)
+    if fp8.is_blocked(w):
+        return fp8.layout(w, "weight_scale")
     out, width = w.shape
     tensors: dict[str, tuple[tuple[int, ...], Tree]] = {}
     if _packed(w):
@@ -89,13 +100,19 @@ def _kind(w: QTensor) -> tuple[object, ...]:
     """Return the properties that the members of a config group share."""
     groups = None if w.scale.shape[1] == 1 else w.group_size
     static = w.input_scale is not None
-    return np.dtype(w.q.dtype).name, groups, w.zero is None, w.activations, static
+    form = float4.format_of(w) or ("fp8-block" if fp8.is_blocked(w) else None)
+    return np.dtype(w.q.dtype).name, groups, w.zero is None, w.activations, static, form
 
 
 def _group(w: QTensor) -> JsonObject:
+    name = float4.format_of(w)
+    if name is not None:
+        return _float4_group(name)
     kind = "float" if np.dtype(w.q.dtype) == FP8 else "int"
     weights: JsonObject = {"num_bits": _bits(w), "type": kind, "symmetric": w.zero is None}
-    if w.scale.shape[1] == 1:
+    if fp8.is_blocked(w):
+        weights |= {"strategy": "block", "block_structure": [fp8.BLOCK, fp8.BLOCK]}
+    elif w.scale.shape[1] == 1:
         weights["strategy"] = "channel"
     else:
         weights |= {"strategy": "group", "group_size": w.group_size}
@@ -114,4 +131,26 @@ def _group(w: QTensor) -> JsonObject:
         "input_activations": inputs,
         "output_activations": None,
         "format": "pack-quantized" if _packed(w) else plain,
+    }
+
+
+def _float4_group(name: str) -> JsonObject:
+    """Return the config group of MXFP4 or NVFP4 weights beside activations in floats."""
+    is_mx = name == "mxfp4"
+    scale = "torch.uint8" if is_mx else "torch.float8_e4m3fn"
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "group" if is_mx else "tensor_group",
+        "group_size": float4.GROUPS[name],
+        "scale_dtype": scale,
+        "zp_dtype": scale,
+    }
+    return {
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": f"{name}-pack-quantized",
     }

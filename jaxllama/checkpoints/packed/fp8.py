@@ -1,4 +1,5 @@
-"""Read FP8 checkpoints of method "fp8" (DeepSeek, Qwen, AutoFP8, transformers) into QTensors.
+"""Read FP8 checkpoints of method "fp8" (DeepSeek, Qwen, AutoFP8, transformers) into QTensors, and
+write those with blocks of 128 x 128.
 
     weight            float8_e4m3fn [out, in]
     weight_scale_inv  (or weight_scale) float, w = weight * scale:
@@ -11,7 +12,11 @@ FP8 too, with one scale for each token or the static one. Blocks become groups a
 activations stay in floats. That is more exact than the FP8 activations with which such models are
 often served.
 
-Sources: DeepSeek-V3 (arXiv 2412.19437), transformers' FP8Linear. Left out: UE8M0 scales, FP4.
+A QTensor of the format "fp8-block", or one that was read so, is written with ``weight_scale_inv``,
+bit for bit.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437), transformers' FP8Linear. Left out: UE8M0 scales, FP4;
+writing other forms.
 """
 
 from __future__ import annotations
@@ -23,7 +28,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.checkpoints.packed.codes import by_group, check_scale, consecutive, n_groups
+from jaxllama.checkpoints.packed.codes import (
+    FP8,
+    by_block,
+    by_group,
+    check_scale,
+    consecutive,
+    n_groups,
+)
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.typing import JsonObject
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUTS = ("input_scale", "activation_scale")
+BLOCK = 128  # rows and columns of a block that is written
 _FIXED = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8"}
 
 
@@ -126,3 +139,39 @@ def with_input_scale(w: QTensor, module: Module, tensor: str) -> QTensor:
     if not np.isfinite(scale) or scale <= 0:
         raise JaxLlamaError(f"{module.name}.{tensor}: {scale} is no scale")
     return dataclasses.replace(w, input_scale=scale)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def is_blocked(w: QTensor) -> bool:
+    """Whether blocks of 128 x 128 hold these codes and scales."""
+    is_plain = w.activations is None and w.zero is None and w.columns is None
+    return np.dtype(w.q.dtype) == FP8 and is_plain and by_block(w, BLOCK) is not None
+
+
+def to_tensors(w: QTensor, scale_name: str = "weight_scale_inv") -> dict[str, np.ndarray]:
+    """Return the tensors of one Linear that ``is_blocked``."""
+    scale = by_block(w, BLOCK)
+    assert scale is not None
+    return {"weight": np.ascontiguousarray(w.q), scale_name: np.ascontiguousarray(scale)}
+
+
+def layout(
+    w: QTensor, scale_name: str = "weight_scale_inv"
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return the shapes and dtypes of ``to_tensors``."""
+    out, width = w.shape
+    blocks = n_groups(out, BLOCK), n_groups(width, BLOCK)
+    return {"weight": ((out, width), FP8), scale_name: (blocks, np.dtype(w.scale.dtype))}
+
+
+def to_config(floats: list[str]) -> JsonObject:
+    """Return the ``quantization_config``; ``floats`` are the Linears that are not quantized."""
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": floats,
+    }

@@ -8,7 +8,11 @@ JaxLlamaError that names the parameter.
     native              everything; in files that other programs do not look for
     awq                 int4; one group size for all, the finest there is (scales repeat)
     gptq                int4, int8, act-order; exceptions go into ``dynamic``
-    compressed-tensors  int4, int8, FP8, with their activations; a config group per kind
+    compressed-tensors  int4, int8, FP8, with their activations, MXFP4, NVFP4; a config group per
+                        kind
+    fp8                 FP8 in blocks of 128 x 128
+    modelopt            NVFP4
+    mxfp4               gpt-oss's experts in MXFP4; all else in floats
 
 AWQ and GPTQ store scales as float16, so the scales must be exact in float16.
 """
@@ -16,6 +20,7 @@ AWQ and GPTQ store scales as float16, so the scales must be exact in float16.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,9 +43,13 @@ from jaxllama.checkpoints.hf.save import (
 )
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
+from jaxllama.checkpoints.packed import float4 as packed_float4
+from jaxllama.checkpoints.packed import fp8 as packed_fp8
 from jaxllama.checkpoints.packed import gptq as packed_gptq
+from jaxllama.checkpoints.packed import mxfp4 as packed_mxfp4
 from jaxllama.checkpoints.packed import native as packed_native
-from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
+from jaxllama.checkpoints.packed.codes import FP4, FP8, INT4, INT8, check_scale
+from jaxllama.checkpoints.packed.load import OTHER_FILE
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
@@ -86,8 +95,11 @@ class _Member:
         q, scale = (
             jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype) for leaf in (w.q, w.scale)
         )
-        zero = None if w.zero is None else np.asarray(w.zero)[self.start : self.stop]
-        return dataclasses.replace(w, q=q, scale=scale, zero=zero)
+        slices = slice(self.start, self.stop)
+        zero, unit = (None if v is None else np.asarray(v)[slices] for v in (w.zero, w.unit))
+        if np.dtype(w.q.dtype) == FP8:  # whose scales may be blocks'
+            scale = np.asarray(w.scale)[slices]
+        return dataclasses.replace(w, q=q, scale=scale, zero=zero, unit=unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +109,7 @@ class _Format:
     layout: Callable[[QTensor], Layout]
     to_tensors: Callable[[QTensor], Tensors]
     config: JsonObject
+    documents: dict[str, JsonObject] = dataclasses.field(default_factory=dict)
 
 
 def save(
@@ -111,10 +124,10 @@ def save(
 ) -> Path:
     """Write a packed checkpoint; see ``packed.load.save``."""
     cfg = cfg.with_head_of(params)
-    options, units = _units(cfg, params, format)
+    options, units, more = _units(cfg, params, format)
     dtype = np.dtype(params["norm"]["weight"].dtype).name
     config = {**config_to_hf(cfg, dtype), "quantization_config": options}
-    documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
+    documents = {"config.json": config, GENERATION: generation_config(cfg, sampling), **more}
     stem = OURS if format == "native" else FOREIGN
     return write_directory(
         directory, documents, units, tokenizer_files, max_shard_bytes, progress, stem
@@ -137,8 +150,10 @@ def check(cfg: ModelConfig, params: Params, format: str) -> None:
     _units(cfg.with_head_of(params), params, format)
 
 
-def _units(cfg: ModelConfig, params: Params, format: str) -> tuple[JsonObject, list[SaveUnit]]:
-    """Return (the ``quantization_config``, the tensors of every parameter)."""
+def _units(
+    cfg: ModelConfig, params: Params, format: str
+) -> tuple[JsonObject, list[SaveUnit], dict[str, JsonObject]]:
+    """Return (the ``quantization_config``, the tensors of every parameter, further documents)."""
     flat, table = flatten(params), param_table(cfg)
     check_paths(flat, table)
     for path, spec in table.items():
@@ -148,13 +163,16 @@ def _units(cfg: ModelConfig, params: Params, format: str) -> tuple[JsonObject, l
                 f"but the config wants {list(spec.shape)}"
             )
     if format == "native":
-        return packed_native.to_config(flat), [_native_unit(path, flat[path]) for path in table]
+        units = [_native_unit(path, flat[path]) for path in table]
+        return packed_native.to_config(flat), units, {}
+    if format == "mxfp4":
+        return packed_mxfp4.CONFIG, packed_mxfp4.units(cfg, table, flat), {}
     for path, spec in table.items():
         if len(spec.shape) == 3:
             raise JaxLlamaError(f"{'/'.join(path)}: experts need format 'native', not {format!r}")
     members = {path: _members(path, flat[path], spec) for path, spec in table.items()}
     chosen = _choose(format, members, _tied_head(cfg))
-    return chosen.config, [_unit(members[path], chosen) for path in table]
+    return chosen.config, [_unit(members[path], chosen) for path in table], chosen.documents
 
 
 def _native_unit(path: Key, value: Tree) -> SaveUnit:
@@ -201,7 +219,10 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
                 reason = _obstacle(format, path, member.block)
                 if reason is not None:
                     raise JaxLlamaError(f"{'/'.join(path)}: {reason} (format {format!r})")
-                weights[member.linear] = member.outline()
+                outline = member.outline()
+                if reason := _member_obstacle(format, outline):
+                    raise JaxLlamaError(f"{member.linear}: {reason} (format {format!r})")
+                weights[member.linear] = outline
             elif path[0] != "embed" and len(member.shape) == 2:
                 floats.append(member.linear)
     if not weights:
@@ -224,6 +245,16 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
             lambda w: packed_gptq.to_tensors(w, v2),
             packed_gptq.to_config(weights, floats, v2),
         )
+    if format == "fp8":
+        config = packed_fp8.to_config(floats + tied_head)
+        return _Format(packed_fp8.layout, packed_fp8.to_tensors, config)
+    if format == "modelopt":
+        return _Format(
+            functools.partial(packed_float4.layout, is_modelopt=True),
+            functools.partial(packed_float4.to_tensors, is_modelopt=True),
+            packed_float4.modelopt_config(floats + tied_head),
+            {OTHER_FILE: packed_float4.modelopt_file(floats + tied_head)},
+        )
     return _Format(
         packed_compressed_save.layout,
         packed_compressed_save.to_tensors,
@@ -244,6 +275,17 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
         half = 8 if words == INT4 else 128
         if np.min(w.zero) < -half or np.max(w.zero) >= half:
             return f"zero points beyond {words} codes"
+    if words == FP4 and format in ("compressed-tensors", "modelopt"):
+        name = packed_float4.format_of(w)
+        if name is None or (format == "modelopt" and name != "nvfp4"):
+            return f"it has no {words} codes with {w.scale.dtype} scales of {w.group_size} columns"
+        return None
+    if format == "modelopt":
+        return f"it has no {words} codes"
+    if format == "fp8":
+        if words != FP8 or w.activations is not None or w.columns is not None:
+            return "it holds FP8 codes without quantized activations or another order of columns"
+        return None
     if format == "compressed-tensors":
         if w.columns is not None:
             return "its programs no longer read act-order (columns)"
@@ -263,6 +305,16 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
     with np.errstate(over="ignore"):
         exact = np.array_equal(scale, scale.astype(np.float16).astype(np.float32))
     return None if exact else f"{w.scale.dtype} scales that float16 does not hold exactly"
+
+
+def _member_obstacle(format: str, w: QTensor) -> str | None:
+    """Return why the format cannot hold one Linear's rows, or None."""
+    if format == "fp8" and not packed_fp8.is_blocked(w):
+        return "its scales are not those of blocks of 128 x 128"
+    is_float4 = np.dtype(w.q.dtype) == FP4 and w.unit is not None
+    if is_float4 and np.min(w.unit) != np.max(w.unit):
+        return "its rows have different tensor scales"
+    return None
 
 
 def _unit(members: list[_Member], chosen: _Format) -> SaveUnit:

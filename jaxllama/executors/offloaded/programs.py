@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import decoder
+from jaxllama.model import decoder, records
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Draft, Hidden, new_tokens
@@ -24,7 +24,7 @@ from jaxllama.typing import Params, Tree
 
 Rope = Ropes | None
 
-positions_of = jax.jit(decoder.positions_of, static_argnums=(0, 3))
+positions_of = jax.jit(records.positions_of, static_argnums=(0, 3))
 head_logits = jax.jit(decoder.logits, static_argnums=0)
 
 

@@ -110,8 +110,7 @@ class Params:
     def of(
         cls, base: Value, plan: TilePlan, scheme: FewRowsScheme, operands: FewRowsOperands
     ) -> Params:
-        scale_row = scheme.n_groups * scheme.scale_bytes
-        zero_row = scheme.n_groups * scheme.zero_bytes
+        scale_row, zero_row = scheme.scale_row, scheme.zero_row
         bias_at = 16 * (scale_row + zero_row)
         residual_at = bias_at + (0 if operands.bias is None else 64)
         return cls(base, plan.param_bytes, scale_row, zero_row, bias_at, residual_at)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
 
 Weight = jax.Array | QTensor
 _LAST = "pending", "total"  # of the tile kernel's addresses
@@ -41,6 +43,23 @@ def matmul(
     then a pair, with the sum.
     """
     (m, k), n = x.shape, w.shape[0]
+    if isinstance(plan, TilePlan) and plan.m < m:
+        return _in_passes(
+            plan,
+            x,
+            residual,
+            pending,
+            functools.partial(
+                matmul,
+                w=w,
+                bias=bias,
+                out_dtype=out_dtype,
+                gamma=gamma,
+                eps=eps,
+                swiglu=swiglu,
+                activation=activation,
+            ),
+        )
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     is_row = isinstance(plan, RowPlan)
     is_apart = not is_row and plan.apart
@@ -86,6 +105,24 @@ def matmul(
     return out if pending is None else (out, total)
 
 
+def _in_passes(
+    plan: TilePlan,
+    x: jax.Array,
+    residual: jax.Array | None,
+    pending: jax.Array | None,
+    product: Callable[..., Any],
+) -> Any:
+    """The product of ``plan.m`` rows at a time."""
+    found = []
+    for first in range(0, x.shape[0], plan.m):
+        rows = slice(first, first + plan.m)
+        given = (None if v is None else v[rows] for v in (residual, pending))
+        own = dict(zip(("residual", "pending"), given, strict=True))
+        part = x[rows]
+        found.append(product(part, plan=dataclasses.replace(plan, m=part.shape[0]), **own))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
 def _sum_of_parts(
     parts: jax.Array, bias: jax.Array | None, residual: jax.Array | None, dtype
 ) -> jax.Array:
@@ -99,7 +136,14 @@ def _sum_of_parts(
 def parts_of(w: Weight) -> dict[str, jax.Array | None]:
     if not isinstance(w, QTensor):
         return {"w": w, "scale": None, "zero": None}
-    return {"w": w.q, "scale": w.scale, "zero": w.zero}
+    if w.dtype != FLOAT4:
+        return {"w": w.q, "scale": w.scale, "zero": w.zero}
+    # The kernel works on bits, and Mosaic GPU knows no such dtypes.
+    q, scale = (
+        jax.lax.bitcast_convert_type(v, dtype)
+        for v, dtype in ((w.q, jnp.int4), (w.scale, jnp.int8))
+    )
+    return {"w": q, "scale": scale, "zero": w.unit}
 
 
 def kinds_of(arrays: Mapping[str, jax.Array | None]) -> dict[str, str]:

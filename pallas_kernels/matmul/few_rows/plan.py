@@ -15,22 +15,37 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import H200, gpu
 from pallas_kernels.dispatch import Predicted, Reason
+from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import HasShape
 
 WARPS = 16
 THREADS = 32 * WARPS
-TOKENS = 16  # at most
+TOKENS = 16  # at a time, at most
+MOST_PASSED = 64
 
 
 def plans(call: MatmulCall) -> list[RowPlan | TilePlan | Reason]:
     """The kernels that have a plan, or why the one for several rows has none."""
-    if call.quantized_x or (call.alone and call.m > TOKENS):
+    if call.quantized_x or (call.alone and call.m > most_tokens()):
         return [Reason("")]
+    if call.m > 8 and not gpu().arch.clusters:
+        # 8 rows at a time need no sums over blocks.
+        return [tile_plan(call), tile_plan(call, at_once=8)]
     one = row_plan(call)
     is_without = isinstance(one, Reason) and one.plan is None
     return [tile_plan(call)] if is_without else [one, tile_plan(call)]
+
+
+def most_tokens() -> int:
+    """Rows of the largest products that are planned here, in passes over w from 17 on.
+
+    Where there is no kernel for many rows, XLA's form of int4 writes the weights as floats first.
+    """
+    return TOKENS if gpu().arch.wgmma else MOST_PASSED
 
 
 # --- one row -------------------------------------------------------------------------------------
@@ -95,12 +110,29 @@ class RowPlan(Predicted):
         return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
+def _has_row_codes(w: HasShape) -> bool:
+    """Whether the one-row kernel reads such codes and groups."""
+    if not isinstance(w, QTensor):
+        return False
+    groups = {"int8": (w.shape[1],), "int4": (128,), "float8_e4m3fn": (128, 64)}
+    return is_format(w) or w.group_size in groups.get(w.dtype.name, ())
+
+
+def is_format(w: HasShape) -> bool:
+    """Whether w is MXFP4 or NVFP4."""
+    if not isinstance(w, QTensor) or w.dtype != FLOAT4:
+        return False
+    kind = w.scale.dtype.name, w.group_size, w.unit is None
+    return kind in ((E8M0, 32, True), (E4M3, 16, False))
+
+
 def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
     n, k = w.shape
-    bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
+    bits = 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * gpu().sms * WARPS and k <= 4096
-    rows = 2 if swiglu or bits == 4 or one_round else 1
+    in_pairs = bits == 4 or w.dtype == jnp.float8_e4m3fn
+    rows = 2 if swiglu or in_pairs or one_round else 1
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.
     warps = 8 if k <= 2048 else WARPS
@@ -110,7 +142,8 @@ def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
     """The one-row kernel's plan, or why it has none.
 
-    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K.
+    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K.  Rows of
+    float4 may always.
     """
     w, n, k = call.w, call.n, call.k
     if call.m != 1 or call.x != jnp.bfloat16:
@@ -118,19 +151,21 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     if call.plain:
         if w.dtype != jnp.bfloat16:
             return Reason(f"plain weights {w.dtype.name}")
-    elif (w.dtype, call.codes.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
-        return Reason("codes other than int8 with one scale a row and int4 in groups of 128")
+    elif not _has_row_codes(w):
+        return Reason("codes other than int8 with one scale a row, int4 in groups of 128, MXFP4")
     elif (zero := call.codes.zero) is not None and (w.dtype, zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
     wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
+    if not call.plain and w.dtype.name not in ("int4", "int8"):
+        wanted = 64 if w.dtype == jnp.float8_e4m3fn else 32
     if k % wanted or k > MAX_K:
         return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
     if call.norm is not None and KIND.get(call.norm.name) not in ("bf16", "f32"):
         return Reason(f"a norm with weights {call.norm.name}")
     if call.residual is not None and (call.swiglu or call.residual != jnp.bfloat16):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
-    if n % 2 and (call.swiglu or w.dtype == jnp.int4):
+    if n % 2 and divided.rows == 2:
         return Reason(f"N = {n} is odd")
     if call.alone and not call.plain and n % (16 if call.out == jnp.float32 else 8):
         return Reason(f"N = {n} with nothing around the product is left to XLA", divided)
@@ -174,6 +209,7 @@ PITCH = 20
 class TilePlan(Predicted):
     """The division of one product among blocks and warps.
 
+    m: rows of x at a time, fewer than there are where no more fit shared memory.
     split: blocks that share K, a cluster; with ``apart``, which is for GPUs without clusters, each
     writes its own sums as float32, and XLA adds these.
     """
@@ -281,7 +317,7 @@ def divide_tiles(
     parts = 2 if pairs else 1
     tiles = n // 16 // parts
     scheme = FewRowsScheme.of(w, "bf16")
-    param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
+    param_bytes = 16 * (scheme.scale_row + scheme.zero_row)
     fused_bytes = (64 if bias else 0) + (32 * m if residual else 0)
     cuts = slices(k, scheme.bits, m, splits_of(normed or pairs))
     cuts.sort(key=lambda cut: _straddles(*cut, scheme))
@@ -303,16 +339,20 @@ def divide_tiles(
     return None
 
 
-def tile_plan(call: MatmulCall) -> TilePlan | Reason:
+def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
+    """Return the tile kernel's plan, or why it has none; at_once: rows of a pass at most."""
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
-    if not call.plain and w.dtype not in (jnp.int4, jnp.int8):
-        return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4 and int8")
+    known = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
+    if not call.plain and w.dtype not in known and not is_format(w):
+        return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4, int8, MXFP4, NVFP4")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")
-    if not 1 <= m <= TOKENS:
-        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {TOKENS}")
+    most = most_tokens() if call.alone else TOKENS
+    if not 1 <= m <= most:
+        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {most}")
+    m = min(m, at_once)
     if n % (32 if call.swiglu else 16):
         return Reason(f"w has N = {n}, not a multiple of {32 if call.swiglu else 16}")
     if call.norm is not None and (
@@ -332,6 +372,10 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
         "pairs": call.swiglu,
         "normed": call.norm is not None,
     }
+    if not gpu().arch.clusters:
+        # Where a call does not fit, fewer rows at a time read w several times.
+        fits = (rows for rows in range(m, 0, -1) if divide_tiles(rows, w, bias=True, **fused))
+        m = next(fits, m)
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
@@ -349,7 +393,7 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
     if scheme.fold:
         if scheme.kind != "bf16":
             return Reason(f"w has groups of {scheme.group} or floating zeros where x is float16")
-        if scheme.group % (scheme.columns // 4):
+        if scheme.group % (scheme.columns // 4) and not scheme.float4:
             return Reason(
                 f"w has groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
             )
@@ -403,6 +447,8 @@ def divide_blocks(
         return Reason("weights that are stored differently, and K divided among blocks")
     if any(found.apart for found in plans):
         return Reason("K is divided among blocks that are no cluster")
+    if any(found.m < call.m for found, call in zip(plans, calls, strict=True)):
+        return Reason(f"{calls[0].m} rows need more than shared memory holds")
     if len(plans) > 1:
         main = max(range(len(plans)), key=lambda i: calls[i].n)
         fewest = -(-calls[main].n // 16 // plans[main].per)

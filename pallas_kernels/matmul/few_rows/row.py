@@ -1,10 +1,12 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-Contract.  w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain layout;
-x is bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction,
-into registers, and multiplies them there: one row needs no tile in shared memory.
+Contract.  w is bfloat16, int8 with one scale a row, int4 in groups of 128, MXFP4, NVFP4 or float8
+in groups of 64 or 128, in the plain layout; x is bfloat16.  A warp reads 512 bytes of one row of w
+that lie side by side with every instruction, into registers, and multiplies them there: one row
+needs no tile in shared memory.
 
-A row of int4 may end inside the last read, at a multiple of 128 columns (``plan.row_plan``).
+A row of int4 may end inside the last read, at a multiple of 128 columns, one of float4 or float8
+at a multiple of 32 or 64 (``plan.row_plan``).
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
@@ -18,7 +20,8 @@ all SMs read from one place of w.
 
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
-bfloat16, and a group's exact sum is scaled.
+bfloat16, and a group's exact sum is scaled.  Beside float4 it is rounded so too, and the scales
+multiply the weights, exactly.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
@@ -37,7 +40,7 @@ from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowPlan
-from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
+from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -147,9 +150,8 @@ class WeightRows:
         row_bytes = plan.k * plan.bits // 8
         runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * len(plan.groups[0])))]
         if self.loop.in_groups:
-            groups = plan.k // 128
-            parts = (self.operands.scale, scheme.scale_bytes), (self.operands.zero, 1)
-            runs += [(base, groups * b, groups * b) for base, b in parts if base is not None]
+            parts = (self.operands.scale, scheme.scale_row), (self.operands.zero, scheme.zero_row)
+            runs += [(base, row, row) for base, row in parts if base is not None]
 
         def one(base: Value, row: Value, apart: int, size: int) -> None:
             p.prefetch(p.offset(base, row, apart), size)
@@ -190,6 +192,8 @@ class WeightRows:
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
+        if self.scheme.zero == "unit":
+            names["scales"] = "zero"
         rows, operands = self.of(unit), self.operands
         return {
             key: [self.number(name, row) for row in rows]
@@ -233,7 +237,9 @@ def run(
     block = p.register("ctaid.x") if block is None else block
     first = p.add(p.mul(block, plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
-    make_loop = functools.partial((Nibbles if plan.bits == 4 else Floats).of, plan, scheme)
+    kind = Nibbles if plan.bits == 4 else Floats
+    kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
+    make_loop = functools.partial(kind.of, plan, scheme)
     loop = last_loop = make_loop(operands, xs, lane)
     last_w = w
     if plan.last_lanes < 32:

@@ -158,3 +158,124 @@ class Nibbles:
 
     def totals(self, sums):
         return [arith.select(self.on_diagonal, v, p.cf(0.0)) for v in sums]
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Nibbles):
+    """The product of float8_e4m3fn in groups of 64 or 128 columns, as ``Nibbles`` does it.
+
+    A chunk has 512 columns, so the 4 lanes of a row of the mma have 64 of them.
+    """
+
+    @classmethod
+    def of(
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+    ) -> Float8:
+        group = p.shift_right(lane, 2)
+        quad = arith.andi(lane, p.ci(3))
+        on_diagonal = p.equal(quad, p.shift_right(lane, 3))
+        is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
+        own = p.shift_right(lane, (scheme.group // 16).bit_length() - 1)
+        scales = p.offset(operands.scale, own, scheme.scale_bytes)
+        return cls(plan, scheme, xs, lane, scales, None, on_diagonal, is_second)
+
+    def vectors_of(self, row):
+        """Where the lane's scale of the row's first chunk is."""
+        return [p.offset(self.scales, row, self.scheme.scale_row)]
+
+    def vectors(self, places, chunk: int):
+        """Return the scale of the lane's group."""
+        start = 512 // self.scheme.group * self.scheme.scale_bytes * chunk
+        if self.scheme.scale_kind == "f32":
+            return [p.load_global(places[0], 1, start, "f32")[0]]
+        return [p.load_half(places[0], start)]
+
+    def store_x(self, piece, values) -> None:
+        """Columns 8 * piece and on, as pairs i and i + 2 of two words."""
+        pairs = [p.pack(values[i], values[i + 2]) for i in (0, 1, 4, 5)]
+        chunk, half = p.shift_right(piece, 6), arith.andi(piece, p.ci(1))
+        lane = arith.andi(p.shift_right(piece, 1), p.ci(31))
+        at = p.add(self.xs, p.mul(chunk, 1024), p.mul(half, 512), p.mul(lane, 16))
+        p.store_shared(at, [p.from_bits(pair) for pair in pairs])
+
+    def group(self, chunks, words, sums):
+        """sums[row] and the scaled products of these chunks' words."""
+        at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        kind = self.scheme.scale_kind
+        for chunk in chunks:
+            rows = [[next(words) for _ in range(4)] for _ in range(2)]
+            scales = [next(words) for _ in range(2)]
+            acc = [p.cf(0.0)] * 4
+            for i in range(4):
+                if i % 2 == 0:
+                    xs = p.load_shared(at, 4, 1024 * chunk + 256 * i)
+                low, high = (widen.word_pairs(self.scheme, row[i], p.ci(0)) for row in rows)
+                left = [low[0], high[0], low[1], high[1]]
+                acc = p.mma(acc, left, xs[i % 2 * 2 : i % 2 * 2 + 2])
+            for r, scale in enumerate(scales):
+                scale = scale if kind == "f32" else p.widen(scale, kind)
+                part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
+                sums[r] = p.fma(part, scale, sums[r])
+        return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Float4(Nibbles):
+    """The product of float4_e2m1fn with a scale for 32 or 16 columns, as ``Nibbles`` does it.
+
+    A lane's 32 columns of a chunk share one scale, or two.  It multiplies the weights, exactly, so
+    sums run over the whole row.
+    """
+
+    @classmethod
+    def of(
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+    ) -> Float4:
+        group = p.shift_right(lane, 2)
+        quad = arith.andi(lane, p.ci(3))
+        on_diagonal = p.equal(quad, p.shift_right(lane, 3))
+        is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
+        scales = p.offset(operands.scale, lane, 32 // scheme.group)
+        return cls(plan, scheme, xs, lane, scales, None, on_diagonal, is_second)
+
+    def vectors_of(self, row):
+        """Where the lane's scales of the row's first chunk are."""
+        return [p.offset(self.scales, row, self.plan.k // self.scheme.group)]
+
+    def vectors(self, places, chunk: int):
+        """Return the lane's scales, as they are stored."""
+        start = 1024 // self.scheme.group * chunk
+        if self.scheme.scale_kind == "e8m0":
+            return [p.load_signed_byte(places[0], start)]
+        return [p.load_half(places[0], start)]
+
+    def factors(self, scales: Value) -> list[Value]:
+        """Return the factor of each of a lane's 4 words."""
+        if self.scheme.scale_kind == "e8m0":
+            return [widen.e8m0_factor(scales)] * 4
+        low, high = p.masked(scales, 255), p.shift_right(scales, 8)
+        return [f for half in (low, high) for f in [widen.e4m3_factor(half)] * 2]
+
+    def nothing(self):
+        return [p.cf(0.0)] * 4
+
+    def group(self, chunks, words, sums):
+        """The accumulators of the mma, with the products of these chunks' words."""
+        at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        for chunk in chunks:
+            rows = [[next(words) for _ in range(4)] for _ in range(2)]
+            factors = [self.factors(next(words)) for _ in range(2)]
+            for i in range(4):
+                low, high = (
+                    widen.float4_pairs(row[i], factor[i])
+                    for row, factor in zip(rows, factors, strict=True)
+                )
+                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
+                for s in (0, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    acc = p.mma(acc, left, xs[s : s + 2])
+        return acc
+
+    def totals(self, sums):
+        parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
+        return [arith.mulf(v, p.cf(widen.FLOAT4_REST)) for v in super().totals(parts)]

@@ -6,15 +6,23 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import HasShape
 
 KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+SCALE_KIND = {**KIND, E8M0: "e8m0", E4M3: "e4m3"}
 
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsScheme:
-    """int4 or int8 codes with scales, or plain 16-bit floats, beside activations of ``kind``."""
+    """Codes with scales, or plain 16-bit floats, beside activations of ``kind``.
+
+    float4: the codes are float4_e2m1fn, and ``scale_kind`` is "e8m0" (MXFP4) or "e4m3" (NVFP4).
+    float8: the codes are float8_e4m3fn.
+    zero: "int", "float", or "unit" for NVFP4's, which take the place of zeros, one a row.
+    """
 
     kind: str
     bits: int
@@ -22,8 +30,10 @@ class FewRowsScheme:
     n_groups: int = 0
     scale_kind: str | None = None
     scale_bytes: int = 0
-    zero: str | None = None  # "int" or "float"
+    zero: str | None = None
     zero_bytes: int = 0
+    float4: bool = False
+    float8: bool = False
 
     @classmethod
     def of(cls, w: HasShape, kind: str) -> FewRowsScheme:
@@ -32,16 +42,30 @@ class FewRowsScheme:
         zero = None
         if w.zero is not None:
             zero = "int" if jnp.issubdtype(w.zero.dtype, jnp.integer) else "float"
+        if w.dtype == FLOAT4 and w.unit is not None:
+            zero = "unit"
         return cls(
             kind,
-            bits=4 if w.dtype == jnp.int4 else 8,
+            bits=4 if w.dtype.name in NIBBLES else 8,
             group=w.group_size,
             n_groups=w.scale.shape[1],
-            scale_kind=KIND[jnp.dtype(w.scale.dtype).name],
+            scale_kind=SCALE_KIND[jnp.dtype(w.scale.dtype).name],
             scale_bytes=w.scale.dtype.itemsize,
             zero=zero,
             zero_bytes=0 if w.zero is None else w.zero.dtype.itemsize,
+            float4=w.dtype == FLOAT4,
+            float8=w.dtype == jnp.float8_e4m3fn,
         )
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of a row's scales."""
+        return self.n_groups * self.scale_bytes
+
+    @property
+    def zero_row(self) -> int:
+        """Bytes of a row's zeros, or of its unit."""
+        return 4 if self.zero == "unit" else self.n_groups * self.zero_bytes
 
     @property
     def plain(self) -> bool:

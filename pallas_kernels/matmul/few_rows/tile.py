@@ -1,8 +1,8 @@
 """The matmul of a decode step on Hopper: ``x[M, K] w[N, K]^T``, M <= 16, and what stands around it.
 
-Contract.  w is int4 or int8 in groups or whole rows, or 16-bit floats, in the plain layout, so that
-loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights are the 16-row operand
-of mma.m16n8k16, so 8 tokens cost one instruction.
+Contract.  w is int4, int8 or float8 in groups or whole rows, MXFP4, NVFP4, or 16-bit floats, in the
+plain layout, so that loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights
+are the 16-row operand of mma.m16n8k16, so 8 tokens cost one instruction.
 
 Division of work.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
 cluster walks over tiles of 16 rows of w.  A warp owns the same run of columns of every tile and
@@ -34,7 +34,8 @@ pairs are permuted once to match.
 Numerics.  A code minus its zero point is exact in bfloat16 and float16.  In groups of at least one
 block, with symmetric or integer zeros, the group's sum is scaled in float32.  With smaller groups
 or floating zeros (bfloat16 only) the weight is rounded once to bfloat16 (``fold``).  x * gamma is
-rounded once to bfloat16.  Everything else is float32, added in an order that depends on K and M
+rounded once to bfloat16.  Scales of float4 multiply the weight exactly, and NVFP4's unit the sum of
+a row.  Everything else is float32, added in an order that depends on K and M
 alone.
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at

@@ -58,7 +58,9 @@ class TileLoop:
         for half in range(2):
             at = p.add(self.scales, at_slot, half * 8 * self.params.scale_row)
             at_zero = p.add(self.zeros, at_slot, half * 8 * self.params.zero_row)
-            if scheme.fold:
+            if scheme.float4:
+                scales.append([self.float4_factors(at, b) for b in groups])
+            elif scheme.fold:
                 in_block = [
                     arith.divui(p.add(self.lane_k, b * scheme.columns), p.ci(scheme.group))
                     for b in groups
@@ -77,6 +79,27 @@ class TileLoop:
                 biases[half] = [arith.addi(offset, p.mul(z, 0x00010001)) for z in raw]
         return scales, biases, zeros
 
+    def float4_factors(self, at, block: int) -> list[Value]:
+        """The factors of the lane's 4 words of a block of columns: of one scale, or of two."""
+        scheme = self.block.scheme
+        group = p.shift_right(p.add(self.lane_k, block * scheme.columns), 5)
+        if scheme.scale_kind == "e8m0":
+            return [widen.e8m0_factor(p.load_shared_narrow(p.add(at, group), "u8"))] * 4
+        both = p.load_shared_narrow(p.add(at, p.mul(group, 2)), "u16")
+        found = [widen.e4m3_factor(v) for v in (p.masked(both, 255), p.shift_right(both, 8))]
+        return [found[0], found[0], found[1], found[1]]
+
+    def row_units(self, slot) -> list[Value]:
+        """What multiplies the sums of the lane's rows of float4 codes: r twice, and r + 8."""
+        rest = p.cf(widen.FLOAT4_REST)
+        if self.block.scheme.zero != "unit":
+            return [rest] * 4
+        at = p.add(self.zeros, p.mul(slot, self.params.tile_bytes))
+        units = [
+            arith.mulf(p.load_float(at, half * 8 * self.params.zero_row), rest) for half in (0, 1)
+        ]
+        return [units[0], units[0], units[1], units[1]]
+
     def group_scales(self, at, groups: range):
         scheme = self.block.scheme
         if scheme.scale_kind != "f32" and len(groups) % 2 == 0 and scheme.n_groups % 2 == 0:
@@ -89,6 +112,8 @@ class TileLoop:
         return p.permute(half, half, 0x1010)
 
     def weights(self, word, bias, scale, zero):
+        if self.block.scheme.float4:
+            return widen.float4_pairs(word, scale)
         pairs = widen.word_pairs(self.block.scheme, word, bias)
         if self.block.scheme.zero == "float":
             return [p.fma_pairs(v, scale, zero) for v in pairs]
@@ -120,7 +145,7 @@ class TileLoop:
                     self.weights(
                         rows[half][j],
                         biases[half][g],
-                        scales[half][g],
+                        scales[half][g][j] if scheme.float4 else scales[half][g],
                         zeros[half][g] if zeros else None,
                     )
                     for half in range(2)
@@ -136,6 +161,9 @@ class TileLoop:
                     [p.fma(*v) for v in zip(acc[t], by_row, total[t], strict=True)] for t in tokens
                 ]
                 acc = self.nothing()
+        if scheme.float4:
+            units = self.row_units(slot)
+            return [[arith.mulf(*v) for v in zip(a, units, strict=True)] for a in acc]
         return acc if scheme.fold else total
 
     def plain(self, x: Fragments, next_codes: Callable):

@@ -9,6 +9,11 @@ from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
+_FACTOR_BITS = 94
+# What makes float4 codes floats, and 2^-32, so that scales up to 2^33 do not overflow.
+FLOAT4_FACTOR = 2.0**_FACTOR_BITS
+FLOAT4_REST = 2.0 ** (126 - _FACTOR_BITS)  # what is left to multiply sums by
+_HALF_OF_FLOAT8 = 7, 0x3F803F80, 0x5C005C00  # as in ``float8_pair``, of float16
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
 
@@ -21,6 +26,8 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     """
     if scheme.plain:
         return [word]
+    if scheme.float8:
+        return [float8_pair(half, scheme.kind) for half in (word, p.shift_right(word, 8))]
     if scheme.bits == 4 or scheme.kind == "f16":
         mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
         low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
@@ -33,6 +40,50 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
         sign = p.and_xor(w, 0x00800080, 0x43004300)
         out.append(p.sub_pairs(low, sign, scheme.kind))
     return out
+
+
+def float4_pairs(word: Value, factor: Value) -> list[Value]:
+    """Return the word's float4_e2m1fn codes times a pair of bfloat16: nibbles i, i + 4.
+
+    A code's exponent and mantissa are put at the lower end of bfloat16's exponent, which is 2^-126
+    times its value.  So ``factor`` holds the scale times ``FLOAT4_FACTOR``.  The products are
+    exact: a code has two significant bits, and a scale has at most four.
+    """
+    out = []
+    for i in range(4):
+        left = 6 - 4 * i
+        magnitude = p.shift_left(word, left) if left > 0 else p.shift_right(word, -left)
+        sign = p.masked(p.shift_left(word, 12 - 4 * i) if i < 3 else word, 0x80008000)
+        out.append(p.mul_pairs(p.select_bits(magnitude, 0x01C001C0, sign), factor))
+    return out
+
+
+def float8_pair(word: Value, kind: str = "bf16") -> Value:
+    """Return the float8_e4m3fn codes in bytes 0 and 2 of a word as a pair, exactly.
+
+    A code's fields are put at the lower end of the wider exponent, which is 2^-120 (bfloat16) or
+    2^-8 (float16) times its value.
+    """
+    shift, mask, factor = (4, 0x07F007F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
+    sign = p.masked(p.shift_left(word, 8), 0x80008000)
+    return p.mul_pairs(p.select_bits(p.shift_left(word, shift), mask, sign), p.ci(factor), kind)
+
+
+def e8m0_factor(scale: Value) -> Value:
+    """Return a pair of a float8_e8m0fnu scale times ``FLOAT4_FACTOR``; 2^34 and above are inf."""
+    field = p.mul(p.minimum(p.masked(scale, 255), 255 - _FACTOR_BITS), 0x00800080)
+    return p.add(field, _FACTOR_BITS * 0x00800080)
+
+
+def e4m3_factor(scale: Value) -> Value:
+    """Return a pair of a float8_e4m3fn scale times ``FLOAT4_FACTOR``; scale: no negative one.
+
+    Its bits at the lower end of bfloat16's exponent are 2^-120 times its value.  Two products are
+    needed for 2^214.
+    """
+    low = p.mul(scale, 0x00100010)
+    half = p.ci(((_FACTOR_BITS + 120) // 2 + 127) * 0x00800080)
+    return p.mul_pairs(p.mul_pairs(low, half), half)
 
 
 def x_pairs(scheme: FewRowsScheme, xs: Sequence[Value]) -> Sequence[Value]:

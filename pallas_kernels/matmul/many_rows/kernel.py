@@ -18,10 +18,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.matmul.few_rows.kernel import parts_of
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rows.swiglu import gate
 
 
@@ -59,6 +62,8 @@ def _weight_only(
     x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile
 ) -> jax.Array:
     token = None
+    if w.dtype == FLOAT4:
+        return _float4(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
         token = x.scale.reshape(-1)
         if plan.block == CODES_K:
@@ -72,6 +77,16 @@ def _weight_only(
     vectors = scale, zero, row, bias
     of_groups = {"group": w.group_size, "float_zero": float_zero}
     return weight_matmul(x, w.q, *vectors, out_dtype, token, **of_groups, tile=plan)
+
+
+def _float4(x: jax.Array, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile):
+    parts = parts_of(w)
+    unit = jnp.ones((w.shape[0],), jnp.float32) if w.unit is None else w.unit.reshape(-1)
+    kind = FewRowsScheme.of(w, "bf16").scale_kind
+    scale = parts["scale"] if plan.stored else parts["scale"].T
+    vectors = scale, None, unit * FLOAT4_REST, bias
+    how = {"group": w.group_size, "float4": kind, "tile": plan}
+    return weight_matmul(x, parts["w"], *vectors, out_dtype, **how)
 
 
 def _weight_vectors(w: QTensor, dtype):

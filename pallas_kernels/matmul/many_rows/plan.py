@@ -19,8 +19,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import TOKENS
+from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rounding import NIBBLES
 
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
@@ -350,16 +351,18 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         return Reason(f"w has N = {n}, not a multiple of 8")
     if call.x not in (jnp.bfloat16, jnp.float16):
         return Reason(f"x is {call.x}, the kernel takes bfloat16 and float16")
-    if w.dtype not in (jnp.int4, jnp.int8):
+    is_float = is_format(w) or (w.dtype == jnp.float8_e4m3fn and w.group_size % BLOCK_K == 0)
+    if w.dtype not in (jnp.int4, jnp.int8) and not (is_float and call.x == jnp.bfloat16):
         return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype} codes")
     if call.out not in (jnp.bfloat16, jnp.float16):
         return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
     if k % BLOCK_K:
         return Reason(f"w has K = {k}, not a multiple of {BLOCK_K}")
-    if w.group_size != 32 and w.group_size % BLOCK_K:
+    if w.group_size != 32 and w.group_size % BLOCK_K and not is_format(w):
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
-    tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype == jnp.int4 else 8
-    if call.m <= 64 and _as_stored(call) and (row_bytes := _stored_bytes(w, tile.split)):
+    tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype.name in NIBBLES else 8
+    is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
+    if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
             return stored

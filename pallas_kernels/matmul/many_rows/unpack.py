@@ -22,6 +22,13 @@ That byte times 0x1001 has one code at the low end of each half word.  Under a c
 half word is 136 + q.  136 + zero is subtracted exactly, so a zero point from -8 to 119 costs
 nothing.  The product with the scale is rounded once.
 
+float4_e2m1fn to bfloat16.  The same product with 0x1001 brings a byte's two codes to where their
+fields are bfloat16's (``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.
+
+float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields go to the lower end
+of bfloat16's exponent (``few_rows.widen``).  The value is exact, and its product with the scale is
+rounded once.
+
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
 arithmetic.
 """
@@ -38,6 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
+from pallas_kernels.matmul.few_rows import widen as few_rows
 from pallas_kernels.ptx import Value
 
 _LOW, _EIGHTS, _SIGNS = 0x0F0F0F0F, 0x08080808, 0x80808080
@@ -176,6 +184,79 @@ def to_bfloat16(codes, scales, zeros=None) -> jax.Array:
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
 
     return widen(*refs)
+
+
+def float4_pair(byte: Value, factor: Value) -> Value:
+    """The two float4_e2m1fn codes of a byte times ``factor``, a pair of ``few_rows.widen``."""
+    spread = p.mul(byte, 0x1001)
+    sign = p.masked(p.shift_left(spread, 12), 0x80008000)
+    return p.mul_pairs(p.select_bits(p.shift_left(spread, 6), 0x01C001C0, sign), factor)
+
+
+def float4_to_bfloat16(codes, scales, kind: str) -> jax.Array:
+    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
+
+    codes: bytes ``[64, 32]``, swizzled by 32.  scales: bytes ``[64]`` of each group of 32 columns
+    (kind "e8m0") or 16 ("e4m3"), strided.  The result lacks ``widen.FLOAT4_REST``.
+    """
+    layout = plgpu.Layout.WGMMA
+    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+    pitch, factor_of = _PITCH // 2, few_rows.e8m0_factor if kind == "e8m0" else few_rows.e4m3_factor
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(scales)), return_type=out_type)
+    def unpacked(ctx, codes, *scales):
+        del ctx
+        row, in_eight, quad = _place()
+        base = p.add(p.shared_address(codes), p.mul(row, pitch), quad)
+        swizzle = p.mul(p.shift_right(in_eight, 2), 16)
+        places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
+        rows = []
+        for half in range(2):
+            at = p.add(row, 8 * half)
+            held = [arith.extui(p.i32(), _of_row(v, at)) for v in scales]
+            factors = [factor_of(v) for v in held]
+            each = 8 // len(factors)  # bytes of a thread that share a scale
+            mine = [
+                p.load_shared_narrow(place, "u8", 8 * pitch * half + 4 * i)
+                for place in places
+                for i in range(4)
+            ]
+            rows.append([float4_pair(byte, factors[i // each]) for i, byte in enumerate(mine)])
+        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+
+    return unpacked(codes, *scales)
+
+
+def float8_to_bfloat16(codes, scales) -> jax.Array:
+    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
+
+    codes: bytes ``[64, 64]``, swizzled by 64.  scales: ``[64]`` bfloat16 of the rows, strided; None
+    multiplies by none.
+    """
+    layout = plgpu.Layout.WGMMA
+    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+    refs = (codes,) if scales is None else (codes, scales)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
+    def unpacked(ctx, codes, *scales):
+        del ctx
+        row, in_eight, quad = _place()
+        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
+        swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
+        places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
+        rows = []
+        for half in range(2):
+            factors = [_twice(_of_row(v, p.add(row, 8 * half))) for v in scales]
+            words = []
+            for place in places:
+                for at in (0, 8):
+                    both = p.load_shared_narrow(place, "u16", 8 * _PITCH * half + at)
+                    pair = few_rows.float8_pair(p.permute(both, p.ci(0), 0x4140))
+                    words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
+            rows.append(words)
+        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+
+    return unpacked(*refs)
 
 
 def _place() -> tuple[Value, Value, Value]:

@@ -5,10 +5,11 @@
 
 Contract.  x [M, K] bfloat16 or float16, any M.  w [N, K] int4 (packed) or int8 in the plain layout.
 8 divides N, 64 divides K, and a group has 32 columns or a multiple of 64.  ``a`` is rounded to x's
-dtype, and sums are float32.  Or x has 8-bit codes and w is int4; then 128 divides K and the columns
-of a group.  Beside scales in two levels (``QTensor.unit`` is ``row``) int8 codes meet int8 ``a``,
-and int32 sums are exact.  Else the operand is q - zero in x's dtype, which is exact, and the sum of
-every 128 columns times its scale is added in float32 (``unpack``).
+dtype, and sums are float32.  Or w is MXFP4 or NVFP4 beside bfloat16; then ``a`` is exact.  Or x has
+8-bit codes and w is int4; then 128 divides K and the columns of a group.  Beside scales in two
+levels (``QTensor.unit`` is ``row``) int8 codes meet int8 ``a``, and int32 sums are exact.  Else the
+operand is q - zero in x's dtype, which is exact, and the sum of every 128 columns times its scale
+is added in float32 (``unpack``).
 
 Operands are swapped.  64 rows of w are wgmma's register operand and the tokens are its N, so the
 kernel dequantizes a weight once per 256 tokens and never writes it back.  The output tile is
@@ -49,7 +50,7 @@ from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "tile"))
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -62,6 +63,7 @@ def weight_matmul(
     *,
     group: int,
     float_zero: bool = False,
+    float4: str | None = None,
     tile: WeightTile,
 ) -> jax.Array:
     """Multiply ``x`` by quantized weights; see the module's docstring.
@@ -71,7 +73,7 @@ def weight_matmul(
     x : [M, K]
         bfloat16 or float16; or int8 or e4m3 codes, beside int4 weights.
     w : [N, K]
-        int4 or int8.
+        int4 or int8; or float8_e4m3fn beside bfloat16, in one group of scales a slot.
     scale, zero : [K / group, N] or None
         In x's dtype; with ``tile.stored`` they are [N, K / group].  Beside 8-bit x both are stored,
         zero is int8 and scale is int8 or floats.
@@ -83,6 +85,8 @@ def weight_matmul(
         Columns that share a scale.
     float_zero : bool
         zero is added after the scale, not subtracted before it.
+    float4 : "e8m0", "e4m3" or None
+        The bits of w are float4_e2m1fn codes, and scale holds the bytes of such scales as int8.
 
     Returns
     -------
@@ -98,13 +102,16 @@ def weight_matmul(
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     codes = x.dtype.itemsize == 1
     bits = 4 if w.dtype == jnp.int4 else 8
+    is_float = float4 is not None or w.dtype == jnp.float8_e4m3fn
     scheme = WeightScheme(
         group=group,
         block=tile.block,
         zero=None if zero is None else "float" if float_zero else "int",
         codes=codes,
         scaled=codes and (x.dtype != jnp.int8 or row is None),
-        unpacked=bits == 4 and tile.stored and group % tile.block == 0,
+        unpacked=is_float or (bits == 4 and tile.stored and group % tile.block == 0),
+        float4=float4,
+        float8=w.dtype == jnp.float8_e4m3fn,
     )
     operands = {
         "x": x,

@@ -40,7 +40,9 @@ class WeightScheme:
     zero: str | None  # "int": subtracted before the scale; "float": added after it
     codes: bool  # x has 8 bits, and so have the weights that it is multiplied by
     scaled: bool  # scales multiply sums of 128 columns, not weights
-    unpacked: bool  # int4 becomes the operand byte by byte (``unpack``)
+    unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
+    float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
+    float8: bool = False  # the codes are float8_e4m3fn
 
     @property
     def groups_per_slot(self) -> int:
@@ -203,6 +205,12 @@ class _Multiplier:
         j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
         return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
 
+    def scales_of(self, t, j, at, g):
+        """Slot j's g-th group of scales, from the tile's vectors or from the ring."""
+        if self.tile.stored:
+            return self.stored_at(self.smem.scale, t, j, g)
+        return self.smem.scale.at[at, g, self.rows]
+
     def per_column(self, ref, t, j, at):
         """The groups' vectors, spread over the slot's weights: [64, columns]."""
         scheme, shape = self.scheme, (64, self.scheme.block)
@@ -223,6 +231,12 @@ class _Multiplier:
     def dequantized(self, t, j, at):
         """The slot's weights as wgmma's register operand, in x's dtype."""
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
+        if scheme.float4 is not None:
+            groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
+            return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
+        if scheme.float8:
+            scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
+            return unpack.float8_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
             codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)

@@ -58,7 +58,9 @@ def test_the_product_is_the_oracles(scheme, rows):
 
 
 @pytest.mark.parametrize("target", native(), ids=lambda t: t.name)
-@pytest.mark.parametrize(("scheme", "rows"), [("q4_1", 1), ("int8 rows", 2), ("gptq", 8)])
+@pytest.mark.parametrize(
+    ("scheme", "rows"), [("q4_1", 1), ("int8 rows", 2), ("gptq", 8), ("nvfp4", 5)]
+)
 def test_every_target_of_this_machine_computes_it(scheme, rows, target):
     w, x = weight(scheme, 33, 128), floats(rows, 128)
     assert error(by_hand(x, prepared(w), on=target), oracle(x, w)) < TOLERANCE
@@ -81,6 +83,10 @@ def test_every_target_compiles_it(bits, one):
     registers = {"avx512vnni": 1, "avxvnni": 2, "avx2": 2, "neon": 4}[one.name]
     assert assembly.count(wanted) == 2 * 8 * registers * one.rows
     assert ("zmm" in assembly) == (one.name == "avx512vnni")
+    if bits == 4:
+        float4 = dataclasses.replace(program, scale="float8_e8m0fnu", float4=True)
+        shuffle = "tbl" if one.name == "neon" else "vpshufb"
+        assert jit.build(float4, one, assembly=True).count(shuffle) >= 2 * 8 * registers
 
 
 def test_shapes_of_any_size():
@@ -101,7 +107,7 @@ def test_shapes_of_any_size():
 def test_nothing_is_read_or_written_behind_an_array(target):
     """Each operand and result ends where a page begins that nobody may touch."""
     rng = np.random.default_rng(7)
-    for scheme in ("int8 rows", "q4_1", "int4 rows", "q6_k"):
+    for scheme in ("int8 rows", "q4_1", "int4 rows", "q6_k", "nvfp4"):
         for rows in (1, 3, 9):
             group = SCHEMES[scheme][1]
             n, k = int(rng.integers(1, 70)), 2 * group or int(rng.integers(1, 70))

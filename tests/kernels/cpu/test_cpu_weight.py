@@ -37,7 +37,7 @@ def _same(a: QTensor, b: QTensor) -> None:
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         x, y = (np.asarray(v) for v in (x, y))
-        if x.dtype.kind == "f":
+        if "float" in x.dtype.name:
             x, y = (v.view(f"i{v.dtype.itemsize}") for v in (x, y))
         np.testing.assert_array_equal(x.astype(np.int32), y.astype(np.int32))
 

@@ -16,7 +16,7 @@ from pallas_kernels.experts import predict, xla
 from pallas_kernels.experts.blocks import blocks_of, most_blocks
 from pallas_kernels.experts.op import grouped_matmul_reference
 from tests.helpers.arrays import as_jax
-from tests.helpers.cases import each_once, pairwise
+from tests.helpers.cases import each_once, pairwise, slow
 from tests.helpers.packed_oracle import floats_of
 
 E, OUT, IN = 5, 24, 64
@@ -204,10 +204,13 @@ handler = pytest.mark.skipif(unavailable() is not None, reason="no handler on th
 @handler
 @pytest.mark.parametrize(
     "scheme,group,zeros,gated",
-    each_once(
-        [("int4", 32, True), ("int4", None, False), ("int8", None, False)],
-        [None, "silu", "gelu_tanh"],
-    ),
+    [
+        *each_once(
+            [("int4", 32, True), ("int4", None, False), ("int8", None, False)],
+            [None, "silu", "gelu_tanh"],
+        ),
+        *slow(("nvfp4", None, False, "silu")),
+    ],
 )
 def test_a_cpu_s_handler(scheme, group, zeros, gated) -> None:
     """Within the rounding of x to 8 bits; the same bits for a token in any batch."""

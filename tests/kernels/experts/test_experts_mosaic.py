@@ -30,13 +30,16 @@ CASES = [  # weights, N, K, the gate's activation, with a bias
     ("w4-g128-zero", 80, 2048, None, True),
     ("w4-g128-zero", 96, 768, "silu", True),  # the row ends inside the kernel's only read of it
     ("w4-g128", 80, 1408, None, False),  # and inside the second
+    ("mxfp4", 96, 1120, "silu", True),
+    ("nvfp4", 80, 1024, None, False),
+    ("fp8-block", 96, 640, "gelu_tanh", False),
 ]
 
 
 def stacked(name: str, n: int, k: int):
     """``[E, N, K]``: the rows of one weight, cut."""
     w = weight(name, E * n, k, jnp.bfloat16)
-    w = QTensor(w.q, w.scale, w.zero) if isinstance(w, QTensor) else w
+    w = QTensor(w.q, w.scale, w.zero, unit=w.unit) if isinstance(w, QTensor) else w
     return jax.tree.map(lambda v: v.reshape(E, n, *v.shape[1:]), w)
 
 

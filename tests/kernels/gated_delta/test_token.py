@@ -17,7 +17,7 @@ from pallas_kernels.gated_delta.commit import _xla as xla_commit
 from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import dequantize, quantize
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.many_rows import kernel, unpack
 from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.op import quantized_matmul
@@ -184,6 +185,37 @@ def test_every_byte_is_two_floats(monkeypatch):
         steps = np.where(codes > 7, codes - 16, codes) - (zero or 0)
         got = made.view(np.uint16).view(np.dtype(BF16)).reshape(256, 2)
         np.testing.assert_array_equal(got, (steps * scale).astype(np.dtype(BF16)))
+
+
+@pytest.mark.parametrize("kind", ["e8m0", "e4m3"])
+def test_every_byte_is_two_float4_codes_with_every_scale(kind, monkeypatch):
+    """Exact: the products of codes and scales, and 2^-32."""
+    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
+        monkeypatch.setattr(unpack, name, emulated)
+        monkeypatch.setattr(widen, name, emulated)
+    byte = np.arange(256, dtype=np.uint32)
+    values = np.stack([byte & 15, byte >> 4], 1).astype(np.uint8)
+    values = values.view(np.dtype(jnp.float4_e2m1fn)).astype(np.float32)
+    dtype = jnp.float8_e8m0fnu if kind == "e8m0" else jnp.float8_e4m3fn
+    factor_of = widen.e8m0_factor if kind == "e8m0" else widen.e4m3_factor
+    for code in range(60, 161) if kind == "e8m0" else range(127):
+        scale = np.uint8(code).view(np.dtype(dtype)).astype(np.float32)
+        made = unpack.float4_pair(byte, factor_of(np.full(256, code, np.uint32)))
+        got = made.view(np.uint16).view(np.dtype(BF16)).reshape(256, 2).astype(np.float32)
+        np.testing.assert_array_equal(got * np.float32(widen.FLOAT4_REST), values * scale)
+
+
+def test_every_float8_code_is_its_float(monkeypatch):
+    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
+        monkeypatch.setattr(widen, name, emulated)
+    code = np.arange(256, dtype=np.uint32)
+    finite = (code & 127) != 127
+    want = code.astype(np.uint8).view(np.dtype(jnp.float8_e4m3fn)).astype(np.float32)
+    for kind, dtype in (("bf16", BF16), ("f16", jnp.float16)):
+        made = widen.float8_pair(code | code[::-1] << 16, kind)
+        got = made.view(np.uint16).view(np.dtype(dtype)).reshape(256, 2).astype(np.float32)
+        np.testing.assert_array_equal(got[finite, 0], want[finite])
+        np.testing.assert_array_equal(got[finite[::-1], 1], want[::-1][finite[::-1]])
 
 
 def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):

@@ -40,6 +40,12 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 128, 2048, "", {}),
     ("w4-g128-zero", 96, 2048, "nsb", {}),
     ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
+    ("mxfp4", 96, 1024, "nsb", {}),
+    ("mxfp4", 80, 2880, "nr", {"loads": 4}),
+    ("nvfp4", 128, 2048, "", {}),
+    ("nvfp4", 80, 1056, "nsb", {}),
+    ("fp8-block", 96, 1024, "nsb", {}),
+    ("fp8-block", 80, 896, "nr", {"loads": 4}),
 ]
 
 

@@ -45,7 +45,7 @@ from pallas_kernels.brief import short_repr
 from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
 from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, own_token
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 
 
 @jax.tree_util.register_dataclass

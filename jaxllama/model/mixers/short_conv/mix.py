@@ -28,7 +28,7 @@ from jaxllama.model.mixers.short_conv.parameters import options
 from jaxllama.model.records import At, Draft
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.typing import Params, Tree
-from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import Columns
 
 
 @jax.tree_util.register_dataclass
