@@ -7,7 +7,17 @@ import functools
 import os
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.config_file import OPTION
+from jaxllama.cli.domains import (
+    COUNT,
+    SHARE,
+    Number,
+    Parser,
+    api_key,
+    filled,
+    out_folder,
+    text_file,
+)
 from jaxllama.cli.gpu_memory import gpu_share
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
@@ -107,6 +117,10 @@ def take_memory() -> None:
 
 
 def options(sub: Parser) -> None:
+    # ``config_file`` puts the file's options into its place before the words are parsed.
+    sub.add_argument(
+        OPTION, type=text_file, metavar="TOML", help="these options from a file, by their names"
+    )
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
     sub.add_argument(
         "--port",
