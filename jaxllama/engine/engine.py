@@ -11,7 +11,7 @@ plan to the runner (admit, fill, decode), and reads the tokens of the step befor
 
 Contract. A request gets the tokens of ``lm.generate`` for this request alone, whatever else runs
 and in whatever order. On a CPU with weights in the handlers' layout they are the same bits.
-Elsewhere they are equal up to rounding (``model/README.md``). A ``deterministic`` model gives a
+Elsewhere they are equal up to rounding (``docs/rooms/model.md``). A ``deterministic`` model gives a
 request the same bits whatever runs beside it; with up to 32 slots they are the bits of
 ``lm.generate``.
 

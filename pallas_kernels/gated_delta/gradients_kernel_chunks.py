@@ -26,7 +26,7 @@ warpgroup has the terms from the outputs, the second those from the state:
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
-128).  Result: 0.886 on one H200.  Attempts: NOTES.md.  Command:
+128).  Result: 0.886 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.
 """
 

@@ -40,7 +40,7 @@ alone.
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
 4.3 TB/s, 7.0 us.  Result: 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and
-attempts: ``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul
+attempts: ``docs/lab/matmul.md``.  Command: ``python -m benchmarks.kernels.matmul
 quantized_matmul``.
 """
 
