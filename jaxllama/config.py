@@ -326,6 +326,7 @@ class ModelConfig:
     latent: keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a
     mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
     options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
+    mtp_layers: 1 with a head for multi-token prediction (``model.mtp``), which drafts; else 0.
     """
 
     name: str
@@ -369,6 +370,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     mixers: tuple[tuple[str, Options], ...] = ()
+    mtp_layers: int = 0
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
@@ -442,6 +444,7 @@ class ModelConfig:
             )
             found = () if len(found) == self.n_layers else found
             object.__setattr__(self, "experts", dataclasses.replace(self.experts, layers=found))
+        _require(self.mtp_layers in (0, 1), "mtp_layers", self.mtp_layers, "must be 0 or 1")
         for key in ("attn_softcap", "logit_softcap"):
             cap = getattr(self, key)
             _require(cap is None or cap > 0, key, cap, "must be positive")
@@ -594,6 +597,22 @@ class ModelConfig:
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
             experts=experts if sparse else None,
+            mtp_layers=0,
+        )
+
+    def mtp_config(self) -> ModelConfig:
+        """Return the config of the layer of the MTP head: full attention, and experts if any."""
+        return dataclasses.replace(
+            self,
+            n_layers=1,
+            layer_types=("attention",),
+            sliding_window=None,
+            window_layers=(),
+            window_rope=None,
+            nope_layers=(),
+            experts=self.experts and dataclasses.replace(self.experts, layers=()),
+            attn_sparsity=1.0,
+            mtp_layers=0,
         )
 
     def to_dict(self) -> JsonObject:

@@ -25,6 +25,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
+from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.sampling import Sampling, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
@@ -165,8 +166,9 @@ class LanguageModel:
             One of ``adapters``, or one per row. None selects the model itself.
         draft : str or LanguageModel, optional
             The source of drafts, which the model verifies several tokens at a time. "ngram"
-            proposes the tokens that followed the newest tokens earlier in the text. A smaller model
-            needs the same tokenizer; ``first_layers`` makes one. Drafts do not change the tokens.
+            proposes the tokens that followed the newest tokens earlier in the text. "mtp" is the
+            head of a checkpoint that has one (Qwen3.5, Qwen3-Next). A smaller model needs the same
+            tokenizer; ``first_layers`` makes one. Drafts do not change the tokens.
         draft_tokens : int
             Tokens of one draft, up to 15. With 0 each row adapts the number.
 
@@ -474,7 +476,7 @@ class LanguageModel:
         Parameters
         ----------
         draft : str or LanguageModel, optional
-            "ngram", or a model with the same tokenizer.
+            "ngram", "mtp", or a model with the same tokenizer.
         draft_tokens : int
             Tokens of one draft, up to 15. With 0 each row adapts the number.
 
@@ -498,11 +500,22 @@ class LanguageModel:
             own, params = drafts.ModelDraft(draft.config, vocab_size), draft.params
         elif draft == "ngram":
             own = drafts.NGram(unsure=not draft_tokens)
+        elif draft == "mtp":
+            self._check_mtp()
+            own = MTPDraft(self.config)
         else:
-            raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
+            raise JaxLlamaError(
+                f'draft = {short(draft)}: expected "ngram", "mtp" or a LanguageModel'
+            )
         plan = drafts.DraftPlan.of(own, draft_tokens, self.deterministic)
         self.executor.check_drafts(self.deterministic)
         return DraftSource(plan, params)
+
+    def _check_mtp(self) -> None:
+        if not self.config.mtp_layers or "mtp" not in self.params:
+            raise JaxLlamaError(
+                f'draft = "mtp": {self.config.name} has no head for multi-token prediction'
+            )
 
     def _check_draft(self, draft: LanguageModel) -> None:
         name = draft.config.name
@@ -541,7 +554,7 @@ class LanguageModel:
         cfg, count = self.config, whole("layers", count)
         if not 1 <= count <= cfg.n_layers:
             raise JaxLlamaError(f"layers = {count}: {cfg.name} has {cfg.n_layers}")
-        gone = {f"layer_{index}" for index in range(count, cfg.n_layers)}
+        gone = {"mtp", *(f"layer_{index}" for index in range(count, cfg.n_layers))}
         params = {name: part for name, part in self.params.items() if name not in gone}
         return dataclasses.replace(self, config=cfg.first_layers(count), params=params)
 

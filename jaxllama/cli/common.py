@@ -203,7 +203,8 @@ def draft_options(sub: Parser) -> None:
         "--draft",
         type=filled,
         metavar="NAME",
-        help="who proposes what follows: ngram (the text itself), a smaller model "
+        help="who proposes what follows: ngram (the text itself), mtp (the head that "
+        "Qwen3.5 and Qwen3-Next checkpoints carry), a smaller model "
         "with the same tokenizer, or MODEL:layers=N, the first of a model, as "
         "of --model itself; loaded as that is",
     )
@@ -225,8 +226,8 @@ def draft(args: argparse.Namespace, lm: LanguageModel) -> Options:
 
 
 def proposer(args: argparse.Namespace, lm: LanguageModel) -> str | LanguageModel:
-    """Return the source of drafts that --draft names: "ngram" or a LanguageModel."""
-    if args.draft == "ngram":
+    """Return the source of drafts that --draft names: "ngram", "mtp" or a LanguageModel."""
+    if args.draft in ("ngram", "mtp"):
         return args.draft
     from jaxllama.loading import first_layers, load
 

@@ -11,10 +11,10 @@ them; a draft that samples with the same keys agrees as often: Daliri et al., ar
 Log-probabilities are the model's.  Roundings may differ as with another batch size.
 
 Drafts are pure functions on the device.  ``NGram`` finds the tokens that followed the last ones
-when they stood in the text before (prompt lookup).  ``ModelDraft`` is a smaller model with the same
-vocabulary.  Its cache holds accepted tokens only.  Each turn it reads the tokens that it has not
-seen, at once.  The new tokens of the draft change copies of its recurrent states, so a rejected
-token leaves no trace.
+when they stood in the text before (prompt lookup).  ``mtp.MTPDraft`` is a head that the checkpoint
+brings.  ``ModelDraft`` is a smaller model with the same vocabulary, whose cache holds accepted
+tokens only.  Each turn it reads the tokens that it has not seen, at once.  The new tokens of the
+draft change copies of its recurrent states, so a rejected token leaves no trace.
 
 With ``draft_tokens`` 0 each row adapts the length of its drafts.  A draft with an accepted token
 makes the next one up to four times as long, and a draft without one half as long.  A row whose
@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,7 @@ class NGram:
     longest: int = 8
     least: int = 2
     unsure: bool = False
+    reads_hidden: ClassVar[bool] = False
 
     def begin(self, *_: object) -> None:
         """Return None: an n-gram draft has no state."""
@@ -138,6 +139,7 @@ class ModelDraft:
 
     cfg: ModelConfig
     vocab_size: int
+    reads_hidden: ClassVar[bool] = False
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
         """The cache after prompts ``tokens[B, T]`` of ``lengths[B]`` tokens."""
@@ -249,7 +251,7 @@ class ModelDraft:
 class DraftPlan:
     """How a loop drafts.
 
-    draft: an ``NGram`` or a ``ModelDraft``.
+    draft: an ``NGram``, a ``ModelDraft`` or an ``mtp.MTPDraft``.
     most: largest number of tokens in a proposal.
     widths: numbers of tokens of a row for which a pass is compiled.
     adaptive: whether a row may ask for fewer than ``most`` tokens.
@@ -318,10 +320,13 @@ def begin(
 
     tokens ``[B, T]``, lengths ``[B]``: the prompts.
     capacity: tokens of a row that the draft's cache holds.
+    A draft that reads hidden states has read the prompts in the prefill.
     """
     ints, text = _with_drafts(plan.most, rows.ints, rows.written, tokens, lengths)
-    kept = plan.draft.begin(draft_params, tokens, lengths, capacity)
-    return dataclasses.replace(rows, ints=ints, text=text, kept=kept)
+    rows = dataclasses.replace(rows, ints=ints, text=text)
+    if plan.draft.reads_hidden:
+        return rows
+    return dataclasses.replace(rows, kept=plan.draft.begin(draft_params, tokens, lengths, capacity))
 
 
 @functools.partial(jax.jit, static_argnums=0)

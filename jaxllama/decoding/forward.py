@@ -10,6 +10,7 @@ Logits of a row without room for its tokens are NaN.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -135,28 +136,59 @@ def fill(
     """Return the logits ``[B, V]`` of each row's last valid token of ``tokens[B, T]``, and the
     cache.
     """
-    before = cache
+    last, after, _ = fill_hidden(cfg, params, tokens, lengths, cache, chunk)
+    return scores_of(cfg, params, last, cache, lengths), after
+
+
+# (kept, following[B, T], hidden[B, T, D], lengths[B]) -> kept, as ``decoding.mtp.read_prompt``.
+ReadHidden = Callable[[Tree, jax.Array, Hidden, jax.Array], Tree]
+
+
+def fill_hidden(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None,
+    read: ReadHidden | None = None,
+    kept: Tree = None,
+) -> tuple[Hidden, Cache, Tree]:
+    """Return (hidden state ``[B, D]`` of each row's last valid token, cache, kept).
+
+    read: takes the hidden states of a chunk, with the token after each of them.  A row's last token
+    has no successor yet, so the lengths leave it out.
+    """
+    before = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
     if chunk is None or chunk >= tokens.shape[1]:
         hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache)
-        last = hidden.last(lengths)
-    else:
-        n_chunks = -(-tokens.shape[1] // chunk)
+        if read is not None:
+            kept = read(kept, following, hidden, jnp.maximum(lengths - 1, 0))
+        return hidden.last(lengths), cache, kept
+    n_chunks = -(-tokens.shape[1] // chunk)
+
+    def cut(tokens: jax.Array) -> jax.Array:
         tokens = jnp.pad(tokens, ((0, 0), (0, n_chunks * chunk - tokens.shape[1])))
-        pieces = jnp.moveaxis(tokens.reshape(tokens.shape[0], n_chunks, chunk), 1, 0)
-        total = cache.lengths + lengths
+        return jnp.moveaxis(tokens.reshape(tokens.shape[0], n_chunks, chunk), 1, 0)
 
-        def one_chunk(carry: tuple[Cache, Hidden], piece: tuple[jax.Array, jax.Array]):
-            cache, last = carry
-            index, part = piece
-            n_new = jnp.clip(lengths - index * chunk, 0, chunk)
-            hidden, cache = decoder.forward(cfg, params, part, n_new, cache, total)
-            return (cache, hidden.last(n_new, last)), None
+    total = cache.lengths + lengths
+    pieces = cut(tokens), None if read is None else cut(following)
 
-        blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
-        index = jnp.arange(n_chunks, dtype=jnp.int32)
-        (cache, last), _ = lax.scan(one_chunk, (cache, Hidden(blank)), (index, pieces))
-    return scores_of(cfg, params, last, before, lengths), cache
+    def one_chunk(carry: tuple[Cache, Hidden, Tree], piece: tuple[Tree, ...]):
+        cache, last, kept = carry
+        index, (part, following) = piece
+        n_new = jnp.clip(lengths - index * chunk, 0, chunk)
+        hidden, cache = decoder.forward(cfg, params, part, n_new, cache, total)
+        if read is not None:
+            n_known = jnp.clip(lengths - 1 - index * chunk, 0, chunk)
+            kept = read(kept, following, hidden, n_known)
+        return (cache, hidden.last(n_new, last), kept), None
+
+    index = jnp.arange(n_chunks, dtype=jnp.int32)
+    (cache, last, kept), _ = lax.scan(one_chunk, (cache, Hidden(before), kept), (index, pieces))
+    return last, cache, kept
 
 
 def possible_rows(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -199,7 +231,7 @@ def verify(
 ) -> tuple[jax.Array, Proposal]:
     """Return the logits ``[B, T, V]`` of ``tokens[B, T]`` and the proposal.
 
-    exact: as for ``decoder.propose``.
+    The proposal has their hidden states.  exact: as for ``decoder.propose``.
     """
     hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
     scores = decoder.logits(cfg, params, hidden.flat())
@@ -207,4 +239,4 @@ def verify(
     if cache.capacity is not None:
         last = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         scores = jnp.where((last < cache.capacity)[:, :, None], scores, jnp.float32(jnp.nan))
-    return scores, proposal
+    return scores, dataclasses.replace(proposal, hidden=hidden)

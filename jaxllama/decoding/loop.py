@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxllama.decoding.drafts import Drafted
 from jaxllama.decoding.rows import Rows
-from jaxllama.decoding.turn import Draw, Forward, Inputs, TurnReport, finish, start
+from jaxllama.decoding.turn import Draw, Forward, Inputs, Pass, TurnReport, finish, start
 from jaxllama.typing import Tree
 
 Carry = TypeVar("Carry")
@@ -46,6 +46,7 @@ def run(
     *,
     limit: jax.Array | int | None = None,
     drafting: Drafting | None = None,
+    observe: Callable[[Rows, Inputs, Pass], Rows] | None = None,
     ignores_stops: jax.Array | None = None,
     extra: Tree = (),
     collect: Callable[[Tree, Inputs, TurnReport], Tree] | None = None,
@@ -53,6 +54,8 @@ def run(
     """Take turns while ``unfinished(rows)``, a bool scalar.
 
     forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
+    observe: called after each turn with the new rows and its pass; returns the rows with another
+        ``kept``.
     extra: the caller's own carry.  ``collect(extra, inputs, report)`` returns it after each turn.
     Returns (rows, extra).
 
@@ -74,6 +77,8 @@ def run(
             ignores_stops=ignores_stops,
             adapts_to=adapts_to,
         )
+        if observe is not None:
+            rows = observe(rows, inputs, passed)
         if collect is not None:
             assert report is not None
             extra = collect(extra, inputs, report)

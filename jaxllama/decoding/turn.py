@@ -26,6 +26,7 @@ from jaxllama.decoding.drafts import Drafted, Pace
 from jaxllama.decoding.rows import Fields, Rows, bits_of
 from jaxllama.decoding.sampling import History, SamplingParams, sample
 from jaxllama.model.cache import Cache
+from jaxllama.model.records import Hidden
 
 
 class Inputs(NamedTuple):
@@ -60,11 +61,13 @@ class Pass(NamedTuple):
     commit: takes ``count[B]`` and returns the cache with the first ``count`` tokens of each row.
     greedy: one kernel that finishes a greedy step; it maps ``Rows``' (ints, written) to their new
         values.  None if there is no such kernel for the call.
+    hidden: the hidden states ``[B, T, D]`` of the tokens read, for drafts that read them.
     """
 
     scores: Callable[[], jax.Array]
     commit: Callable[[jax.Array], Cache]
     greedy: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    hidden: Hidden | None = None
 
 
 class TurnReport(NamedTuple):

@@ -17,13 +17,15 @@ class SlotDrafts(NamedTuple):
 
     text int32 ``[B, L]``: prompt and answer, up to the newest token. pace: number of tokens that
     each row asks for. read int32 ``[B]``: number of tokens of the text that a draft model has in
-    its cache. layers: the draft model's layer states, present only inside a decode call.
+    its cache. layers: the draft model's layer states, present only inside a decode call. last: the
+    hidden state ``[B, D]`` from which an MTP head drafts; ``read`` is -1 where there is none yet.
     """
 
     text: jax.Array
     pace: Pace
     read: jax.Array
     layers: tuple[LayerState, ...] = ()
+    last: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

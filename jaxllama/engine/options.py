@@ -103,7 +103,8 @@ class EngineOptions:
         generated tokens is never preempted, because another program would compute them again.
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
-        last tokens (``jaxllama.decoding.drafts``). A ModelConfig names a draft model, whose layers
+        last tokens (``jaxllama.decoding.drafts``). "mtp" is the checkpoint's own head
+        (``jaxllama.decoding.mtp``). A ModelConfig names a draft model, whose layers
         share the cache; if it has states, prefixes are reused in whole chunks. Drafts never change
         the tokens. A row whose drafts are wrong asks for fewer and then for none, and no row drafts
         if there are too many rows.
@@ -154,8 +155,10 @@ class EngineOptions:
             raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
-        if not isinstance(self.draft, ModelConfig) and self.draft not in (None, "ngram"):
-            raise JaxLlamaError(f'draft = {short(self.draft)}: expected "ngram" or a ModelConfig')
+        if not isinstance(self.draft, ModelConfig) and self.draft not in (None, "ngram", "mtp"):
+            raise JaxLlamaError(
+                f'draft = {short(self.draft)}: expected "ngram", "mtp" or a ModelConfig'
+            )
         if self.draft is None and self.draft_tokens:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
         DraftPlan.of(self.draft, self.draft_tokens)
@@ -187,7 +190,13 @@ class EngineOptions:
             )
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
-        cfgs = (cfg, self.draft) if isinstance(self.draft, ModelConfig) else (cfg,)
+        more = draft_config(cfg, self.draft)
+        cfgs = (cfg,) if more is None else (cfg, more)
+        if self.deterministic and self.draft is not None and cfg.attn_sparsity < 1:
+            raise JaxLlamaError(
+                "draft: a deterministic engine takes none with attn_sparsity, as the first token "
+                "of an answer reads the cache otherwise than its draft"
+            )
         tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
@@ -327,9 +336,10 @@ class ResolvedOptions:
                 f"an answer within max_len = {max_len} has fewer tokens",
             ),
             (
-                "draft",
-                not self.deterministic or self.draft is None,
-                "a deterministic engine decodes in one shape, and drafts need others",
+                "max_slots",
+                not self.deterministic or self.draft is None or slots <= self.sizes[0],
+                f"a deterministic engine verifies {DETERMINISTIC_ROWS} tokens a pass, "
+                f"{self.pass_widths(1)[0]} of each of at most {self.sizes[0]} rows",
             ),
         ):
             if not fits:
@@ -375,8 +385,10 @@ class ResolvedOptions:
         """Numbers of rows of the decode programs: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.
 
         A deterministic engine has one program, with as many rows as the program of
-        ``LanguageModel.generate``.
+        ``LanguageModel.generate``; with drafts, as many tokens.
         """
+        if self.deterministic and self.draft is not None:
+            return (DETERMINISTIC_ROWS // self.pass_widths(1)[0],)
         if self.deterministic:
             return (max(self.max_slots, DETERMINISTIC_ROWS),)
         sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
@@ -386,10 +398,21 @@ class ResolvedOptions:
         """Return the number of rows of the smallest program that decodes ``rows`` rows."""
         return next(size for size in self.sizes if size >= rows)
 
+    @property
+    def longest_draft(self) -> int:
+        """Largest number of tokens of a draft; 0 without drafts."""
+        return 0 if self.draft is None else DraftPlan.of(self.draft, self.draft_tokens).most
+
+    def draft_config(self, cfg: ModelConfig) -> ModelConfig | None:
+        """Config of the draft's layers, which share the model's cache; None if it has none."""
+        return draft_config(cfg, self.draft)
+
     def pass_widths(self, size: int) -> tuple[int, ...]:
         """Return the numbers of tokens of a row that a pass of ``size`` rows may verify."""
         if self.draft is None:
             return (1,)
+        if self.deterministic:
+            return DraftPlan.of(self.draft, self.draft_tokens, deterministic=True).widths
         limit = DRAFTING_TOKENS[jax.default_backend() == "cpu"]
         widest = min(DraftPlan.of(self.draft, self.draft_tokens).most + 1, limit // size)
         return tuple(sorted({1, min(widest, 4), widest} - {0}))
@@ -414,6 +437,13 @@ class ResolvedOptions:
     def history_widths(self) -> tuple[int, ...]:
         """Lengths of the history that sampling depends on, in tokens: 0, 128, 512, ..., max_len."""
         return (0, *powers_of(4, 128, self.max_len))
+
+
+def draft_config(cfg: ModelConfig, draft: str | ModelConfig | None) -> ModelConfig | None:
+    """As ``ResolvedOptions.draft_config``."""
+    if isinstance(draft, ModelConfig):
+        return draft
+    return cfg.mtp_config() if draft == "mtp" else None
 
 
 def _rows(most: int, width: int, tokens: int) -> int:

@@ -13,6 +13,7 @@ scans, must stay out of the loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,6 +23,7 @@ from jax import lax
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
 from jaxllama.decoding.drafts import DraftContext, Drafted, ModelDraft, NGram, Pace
+from jaxllama.decoding.mtp import MTPDraft, MTPState
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
@@ -29,6 +31,7 @@ from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import commit, forward, logits, propose
+from jaxllama.model.records import Hidden
 from jaxllama.typing import Params
 
 # Branches of the sampler: greedy, greedy with edited logits, and all features.
@@ -54,7 +57,8 @@ def run(
     stop_ids: jax.Array,
     width: int,
     widths: tuple[int, ...],
-    draft_by: NGram | ModelDraft,
+    most: int,
+    draft_by: NGram | ModelDraft | MTPDraft,
     draft_params: Params | None,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run one decode call, see ``slots.decode``.
@@ -63,7 +67,11 @@ def run(
     sampler's branch, whether the likeliest tokens are wanted, and the largest number of passes.
     """
     level, wants_top, steps = orders
-    drafts_here = len(widths) > 1
+    drafts_here, exact = widths[-1] > 1, len(widths) == 1
+    most = min(most, widths[-1] - 1)
+    observe = None
+    if isinstance(draft_by, MTPDraft):
+        draft_params, observe = params, functools.partial(draft_by.observe, params)
     limits = jnp.minimum(limits, slots.remaining)
     prompted = slots.prompted
 
@@ -78,10 +86,12 @@ def run(
             tokens, lengths = inputs.tokens, inputs.lengths
             hidden, after = forward(cfg, params, tokens, lengths, before, sparse=is_generated)
             assert after is not None
-            return Pass(lambda: logits(cfg, params, hidden.flat()), lambda _: after)
-        hidden, proposal = propose(cfg, params, inputs.tokens, inputs.lengths, before)
+            return Pass(lambda: logits(cfg, params, hidden.flat()), lambda _: after, hidden=hidden)
+        hidden, proposal = propose(cfg, params, inputs.tokens, inputs.lengths, before, exact)
         return Pass(
-            lambda: logits(cfg, params, hidden.flat()), lambda count: commit(proposal, count)
+            lambda: logits(cfg, params, hidden.flat()),
+            lambda count: commit(proposal, count, exact),
+            hidden=hidden,
         )
 
     def drafted(rows: Rows) -> tuple[Rows, Drafted]:
@@ -98,7 +108,6 @@ def run(
             level,
         )
 
-    most = widths[-1] - 1
     rows, top = loop.run(
         pass_over,
         _rows_of(slots, width, draft_by, drafts_here),
@@ -107,6 +116,7 @@ def run(
         unfinished,
         limit=limits,
         drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
+        observe=observe,
         ignores_stops=slots.ignore_eos,
         extra=_no_top(cfg, slots.size, width),
         collect=_top_collector(wants_top != 0, drafts_here),
@@ -126,7 +136,7 @@ def run(
 
 
 def _rows_of(
-    slots: BatchState, width: int, draft_by: NGram | ModelDraft, drafts_here: bool
+    slots: BatchState, width: int, draft_by: NGram | ModelDraft | MTPDraft, drafts_here: bool
 ) -> Rows:
     """Return the slots as ``decoding``'s Rows, with none of the call's ``width`` tokens written."""
     cache, drafting = slots.cache, slots.drafting
@@ -145,6 +155,10 @@ def _rows_of(
         )
         if isinstance(draft_by, ModelDraft):
             kept = Cache(drafting.layers, drafting.read)
+    if drafting is not None and isinstance(draft_by, MTPDraft):
+        assert drafting.last is not None
+        head = Cache(drafting.layers, cache.lengths, cache.table)
+        kept = MTPState(head, Hidden(drafting.last), drafting.read >= 0)
     return Rows(
         ints=fields.packed(),
         written=jnp.zeros((2, slots.size, width), jnp.int32),
@@ -157,7 +171,7 @@ def _rows_of(
 
 
 def _after(
-    slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft, drafts_here: bool
+    slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft | MTPDraft, drafts_here: bool
 ) -> BatchState:
     """Return the slots after a call that ends with ``rows``."""
     fields, drafting = rows.fields, slots.drafting
@@ -169,7 +183,14 @@ def _after(
         drafting = drafting._replace(text=rows.text)
         if drafts_here:
             drafting = drafting._replace(pace=Pace(fields.ask, fields.wait, fields.pause))
-        if rows.kept is not None:
+        if isinstance(rows.kept, MTPState):
+            state = rows.kept
+            drafting = drafting._replace(
+                layers=state.cache.layers,
+                read=jnp.where(state.is_known, fields.length, -1),
+                last=state.last.x,
+            )
+        elif rows.kept is not None:
             drafting = drafting._replace(layers=rows.kept.layers, read=rows.kept.lengths)
     assert rows.history is not None
     return dataclasses.replace(
@@ -244,7 +265,7 @@ def _top_collector(
 
 def _draft(
     cfg: ModelConfig,
-    draft_by: NGram | ModelDraft,
+    draft_by: NGram | ModelDraft | MTPDraft,
     draft_params: Params | None,
     sampling: SamplingParams,
     rows: Rows,
@@ -276,7 +297,12 @@ def _draft(
     text = rows.text[:, : rows.cache.capacity]
     ask = DraftContext(text, fields.length + 1, wanted, most, sampling, None)
     kept = rows.kept
-    if isinstance(draft_by, ModelDraft):
+    if isinstance(draft_by, MTPDraft):
+        assert draft_params is not None
+        ask = ask._replace(history=rows.history, draw=_draw_at(level))
+        found = draft_by.propose(draft_params, kept, ask)
+        kept = found.kept
+    elif isinstance(draft_by, ModelDraft):
         assert draft_params is not None
         ask = ask._replace(history=rows.history, draw=_draw_at(level))
         cache = dataclasses.replace(kept, table=rows.table)

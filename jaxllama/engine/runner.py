@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.drafts import ModelDraft, NGram
+from jaxllama.decoding.drafts import NGram
+from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.engine import lazy_zeros
 from jaxllama.engine import slots as device
 from jaxllama.engine.grammar import NextTokens
@@ -29,6 +30,7 @@ from jaxllama.engine.programs import Programs, Wanted, folder
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.executors.executor import DraftSource
+from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.parallel.mesh import mesh_of
@@ -107,7 +109,8 @@ class Runner:
         compiled = functools.partial(
             compiler_options.compiled_for, static_argnums=0, donate_argnums=2
         )
-        self._fill_program, names = device.fill, ("n", "context", "width", "widths", "draft")
+        names = ("n", "context", "width", "widths", "most", "draft")
+        self._fill_program = device.fill
         if self.mesh is None:
             self._fill_program = compiled(device.fill, None, static_argnames=("fresh", "draft"))
         self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
@@ -131,7 +134,8 @@ class Runner:
             options.snapshots,
             options.kv_dtype,
             0 if options.draft is None else options.max_len,
-            self._draft.cfg if isinstance(self._draft, ModelDraft) else None,
+            options.draft_config(self.cfg),
+            activation_dtype(self.params).name if isinstance(self._draft, MTPDraft) else None,
         )
         if self.mesh is None:
             if jax.default_backend() != "cpu":
@@ -293,7 +297,9 @@ class Runner:
             sequence = fill.sequence
             tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
             snapshot = NOBODY if fill.snapshot is None else fill.snapshot
-            facts[row] = sequence.own_slot, fill.size, len(sequence.request.prompt), snapshot
+            prompt = len(sequence.request.prompt)
+            following = sequence.tokens[fill.end]  # the last token is never filled
+            facts[row] = sequence.own_slot, fill.size, prompt, snapshot, following
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
         return lambda: self._fill_call(params, tokens, facts, fresh)
 
@@ -365,6 +371,7 @@ class Runner:
             "context": context,
             "width": self._width(n),
             "widths": self.options.pass_widths(n),
+            "most": self.options.longest_draft,
             "draft": self._draft,
         }
         return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
@@ -507,6 +514,6 @@ def _groups(items: list[Item], kind: Callable[[Item], Kind]) -> Iterator[tuple[K
 
 def _blank(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens and facts of ``fill`` for unused rows."""
-    facts = np.zeros((rows, 4), np.int32)
+    facts = np.zeros((rows, 5), np.int32)
     facts[:, [0, 3]] = NOBODY
     return np.zeros((rows, width), np.int32), facts

@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import ADAPTIVE, ModelDraft, NGram, Pace
+from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.sampling import BiasPairs, History, Sampling, SamplingParams
 from jaxllama.engine import passes
 from jaxllama.engine.batch import BatchState, SlotDrafts
@@ -53,7 +54,7 @@ MAX_BIAS = 320  # largest number of logit_bias entries of a row; OpenAI takes up
 _NGRAM = NGram()
 
 
-@functools.partial(jax.jit, static_argnums=range(9))
+@functools.partial(jax.jit, static_argnums=range(10))
 def empty_slots(
     cfg: ModelConfig,
     size: int,
@@ -64,11 +65,13 @@ def empty_slots(
     dtype: str,
     text: int = 0,
     draft: ModelConfig | None = None,
+    hidden: str | None = None,
 ) -> BatchState:
     """Return ``size`` free slots.
 
     row_pages, pages, page: as for ``init_pages``. states: number of snapshots. text: number of
-    tokens of text that a row drafts from. draft: config of the draft model, if there is one.
+    tokens of text that a row drafts from. draft: config of the draft model or of an MTP head's
+    layer, if there is one. hidden: dtype of the hidden states that an MTP head keeps.
     """
     cfgs = (cfg,) if draft is None else (cfg, draft)
     caches = [init_pages(one, size, row_pages, pages, page, dtype) for one in cfgs]
@@ -81,7 +84,8 @@ def empty_slots(
     sampling = jax.tree.map(jnp.asarray, stack_sampling([Sampling()] * size, vocab))
     drafting = None
     if text:
-        drafting = SlotDrafts(jnp.zeros((size, text), jnp.int32), _new_pace(size), none)
+        last = None if hidden is None else jnp.zeros((size, cfg.d_model), hidden)
+        drafting = SlotDrafts(jnp.zeros((size, text), jnp.int32), _new_pace(size), none, (), last)
     return BatchState(cache, snapshots, none, no, no, none, no, sampling, history, drafting)
 
 
@@ -161,7 +165,10 @@ def admit(slots: BatchState, packed: jax.Array) -> BatchState:
     if slots.drafting is not None:
         more = slots.drafting.text.shape[1] - rows.tokens.shape[1]
         text = jnp.pad(rows.tokens, ((0, 0), (0, more)))
-        news = SlotDrafts(text, _new_pace(len(slot)), rows.length)
+        read, last = rows.length, slots.drafting.last
+        if last is not None:
+            read, last = jnp.full_like(read, -1), jnp.zeros((len(slot), last.shape[1]), last.dtype)
+        news = SlotDrafts(text, _new_pace(len(slot)), read, (), last)
         admitted = dataclasses.replace(admitted, drafting=_put(slot, slots.drafting, news))
     return _constrained(admitted, slots)
 
@@ -197,27 +204,32 @@ def fill(
     draft_params: Params | None = None,
     *,
     fresh: bool,
-    draft: NGram | ModelDraft = _NGRAM,
+    draft: NGram | ModelDraft | MTPDraft = _NGRAM,
 ) -> BatchState:
     """Append ``tokens[R, T]`` to rows of the cache, the draft model's too; computes no logits.
 
-    facts int32 ``[R, 4]``: each row's slot; the number of its valid tokens; the length of the whole
-    prompt; the snapshot that takes the state afterwards. A slot past the last marks an unused row,
-    and a snapshot past the last takes none. Dynamic RoPE depends on the prompt's length, and tokens
-    after the prompt were generated. fresh: whether the rows are empty.
+    facts int32 ``[R, 5]``: each row's slot; the number of its valid tokens; the length of the whole
+    prompt; the snapshot that takes the state afterwards; the token after the valid ones, which an
+    MTP head reads. A slot past the last marks an unused row, and a snapshot past the last takes
+    none. Dynamic RoPE depends on the prompt's length, and tokens after the prompt were generated.
+    fresh: whether the rows are empty.
     """
-    slot, lengths, totals, snapshot = facts.T
+    slot, lengths, totals, snapshot, following = facts.T
     cache = _by_row(_take, slot, slots.cache)
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
     own, more = _parted(cfg, cache)
-    _, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
+    hidden, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
     assert own is not None
     drafting = slots.drafting
     if isinstance(draft, ModelDraft):
         assert draft_params is not None and drafting is not None
         more = draft.fill(draft_params, tokens, lengths, more, totals, fresh=fresh)
         drafting = drafting._replace(read=_put(slot, drafting.read, own.lengths))
+    elif isinstance(draft, MTPDraft):
+        after = jnp.concatenate([tokens[:, 1:], following[:, None]], axis=1)
+        after = jnp.where(columns == lengths[:, None] - 1, following[:, None], after)
+        more = draft.fill(params, more, after, hidden, lengths, fresh=fresh)
     cache = dataclasses.replace(own, layers=(*own.layers, *more.layers))
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)
@@ -229,7 +241,7 @@ def fill(
 
 
 def _parted(cfg: ModelConfig, cache: Cache) -> tuple[Cache, Cache]:
-    """Split a cache into the model's own layers and the draft model's layers after them."""
+    """Split a cache into the model's own layers and the draft's layers after them."""
     own, more = cache.layers[: cfg.n_layers], cache.layers[cfg.n_layers :]
     return dataclasses.replace(cache, layers=own), dataclasses.replace(cache, layers=more)
 
@@ -245,7 +257,7 @@ def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) ->
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("n", "context", "width", "widths", "draft"),
+    static_argnames=("n", "context", "width", "widths", "most", "draft"),
     donate_argnums=2,
 )
 def decode(
@@ -261,7 +273,8 @@ def decode(
     context: int,
     width: int,
     widths: tuple[int, ...] = (1,),
-    draft: NGram | ModelDraft = _NGRAM,
+    most: int = 0,
+    draft: NGram | ModelDraft | MTPDraft = _NGRAM,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Generate up to ``width`` tokens for each of ``n`` rows, which have up to ``context`` pages.
 
@@ -275,7 +288,7 @@ def decode(
     of the sampler does not read the masks.
 
     widths: numbers of tokens of a row that a pass may verify: 1, and more where there are drafts.
-    draft: the source of drafts.
+    A deterministic engine has one width. most: longest draft. draft: the source of drafts.
 
     Returns (slots, rows, top). rows int32 ``[n, 3 + 2 width]``: number of new tokens, number of
     drafted tokens, number of accepted drafts, the tokens, and the bits of their logprobs. top: the
@@ -296,7 +309,18 @@ def decode(
         drafting = slots.drafting._replace(layers=more.layers)
         slots = dataclasses.replace(slots, drafting=drafting)
     slots, drawn, top = passes.run(
-        cfg, params, slots, limits, orders[:3], masks, stop_ids, width, widths, draft, draft_params
+        cfg,
+        params,
+        slots,
+        limits,
+        orders[:3],
+        masks,
+        stop_ids,
+        width,
+        widths,
+        most,
+        draft,
+        draft_params,
     )
     active, drafting = slots.active, slots.drafting
     if n == every.size:

@@ -30,12 +30,13 @@ from jaxllama.decoding.forward import (
     all_logits,
     check_room,
     donated,
-    fill_rows,
+    fill_hidden,
     int32_ids,
     prefill_chunk,
     scores_of,
     verify,
 )
+from jaxllama.decoding.mtp import MTPDraft, MTPState
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, append, drawn_by
@@ -99,6 +100,10 @@ class Resident:
             init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
         )
         asked = call.sampling, call.stop_ids
+        mtp, state = None, None
+        if call.drafting is not None and isinstance(call.drafting.plan.draft, MTPDraft):
+            mtp = call.drafting.plan.draft
+            state = mtp.begin(params, batch, call.capacity)
         if call.on_prompt is not None and chunk is not None and chunk < width:
             return start_in_pieces(
                 cfg,
@@ -110,6 +115,24 @@ class Resident:
                 max_new_tokens=call.room,
                 chunk=chunk,
                 on_prompt=call.on_prompt,
+                mtp=mtp,
+                state=state,
+            )
+        if mtp is not None:
+            cache = new_cache()
+            return start(
+                cfg,
+                params,
+                tokens,
+                lengths,
+                cache.layers,
+                cache.lengths,
+                *asked,
+                state,
+                max_new_tokens=call.room,
+                alone=call.alone,
+                chunk=chunk,
+                mtp=mtp,
             )
         if call.kept is None:
             cache = new_cache()
@@ -211,51 +234,65 @@ def _prefill_alone(
     lengths: jax.Array,
     cache: Cache,
     alone: Alone,
-) -> tuple[jax.Array, Cache]:
+    mtp: MTPDraft | None = None,
+    state: MTPState | None = None,
+) -> tuple[jax.Array, Hidden, Cache, MTPState | None]:
     """Fill an empty cache like ``fill_rows``, in shapes that do not depend on the batch.
 
     The prompts without their last tokens are read one row after the other. One decode step of all
     rows reads the last tokens. Rows of length 0 cost nothing.
+
+    mtp, state: as for ``start``.
+    Returns (logits ``[B, V]``, hidden states of the last tokens ``[B, D]``, cache, state).
     """
     width = max(sum(alone.widths), tokens.shape[1])
-    padded = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+    padded = jnp.pad(tokens, ((0, 0), (0, width + 1 - tokens.shape[1])))
     firsts = np.cumsum([0, *alone.widths]).tolist()
 
-    def one(row: tuple[Tree, ...]) -> Cache:
-        tokens, length, cache, adapter = jax.tree.map(lambda leaf: leaf[None], row)
+    def one(row: tuple[Tree, ...]) -> tuple[Cache, MTPState | None]:
+        tokens, length, adapter, *states = jax.tree.map(lambda leaf: leaf[None], row)
         own = params if adapter is None else for_rows(params, adapter)
 
-        def read(cache: Cache, first: jax.Array | int, width: int, fresh: bool = False) -> Cache:
+        def read(
+            states: tuple[Cache, MTPState | None],
+            first: jax.Array | int,
+            width: int,
+            fresh: bool = False,
+        ) -> tuple[Cache, MTPState | None]:
+            cache, state = states
             piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
             n_new = jnp.clip(length - 1 - first, 0, width)
-            _, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
+            hidden, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
             assert after is not None
-            return after
+            if mtp is not None:
+                following = lax.dynamic_slice_in_dim(tokens, first + 1, width, axis=1)
+                state = mtp.read_prompt(params, state, following, hidden, n_new, fresh=fresh)
+            return after, state
 
         if alone.widths:
-            cache = read(cache, 0, alone.widths[0], fresh=True)
+            states = read(states, 0, alone.widths[0], fresh=True)
         if len(alone.widths) > 2:  # all but the first and the last have the same width
-            middle = lambda cache, first: (read(cache, first, alone.widths[1]), None)  # noqa: E731
-            cache, _ = lax.scan(middle, cache, jnp.asarray(firsts[1:-2], jnp.int32))
+            middle = lambda states, first: (read(states, first, alone.widths[1]), None)  # noqa: E731
+            states, _ = lax.scan(middle, tuple(states), jnp.asarray(firsts[1:-2], jnp.int32))
         if len(alone.widths) > 1:
-            cache = read(cache, firsts[-2], alone.widths[-1])
-        return jax.tree.map(lambda leaf: leaf[0], cache)
+            states = read(states, firsts[-2], alone.widths[-1])
+        return jax.tree.map(lambda leaf: leaf[0], tuple(states))
 
-    rows = padded, lengths, cache, params.get(ROWS)
-    cache = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[2], row), rows)
+    rows = padded, lengths, params.get(ROWS), cache, state
+    cache, state = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[3:], row), rows)
     newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
     live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
     if width == 1:
         hidden, after = decoder.forward(cfg, params, newest, live, cache)
-        return scores_of(cfg, params, hidden[:, 0], cache, live), after
+        return scores_of(cfg, params, hidden[:, 0], cache, live), hidden[:, 0], after, state
     # Fewer rows, each with a draft, have a decode step's shapes if their tokens are verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
     hidden, proposal = decoder.propose(cfg, params, newest, live, cache, exact=True, sparse=False)
     scores = decoder.logits(cfg, params, hidden.flat())[::width]
-    return scores, decoder.commit(proposal, live, exact=True)
+    return scores, hidden[:, 0], decoder.commit(proposal, live, exact=True), state
 
 
-@donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone"))
+@donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "mtp"))
 def start(
     cfg: ModelConfig,
     params: Params,
@@ -265,10 +302,12 @@ def start(
     held: jax.Array,
     sampling: SamplingParams,
     stop_ids: jax.Array,
+    state: MTPState | None = None,
     *,
     max_new_tokens: int,
     chunk: int | None = None,
     alone: Alone | None = None,
+    mtp: MTPDraft | None = None,
 ) -> Rows:
     """Run the prefill and write the first new token, in rows with room for ``max_new_tokens``.
 
@@ -277,14 +316,23 @@ def start(
     layers, held: the cache's layers and lengths. The lengths are in ``Rows.ints`` afterwards, so
         their own array is not donated.
     alone: shapes in which the rows of an empty cache are read, whatever the batch and ``chunk``.
+    mtp, state: a draft that reads hidden states, and its state, which becomes ``Rows.kept``.
     """
     cache = Cache(layers, held)
     tokens, lengths = int32_ids(tokens, lengths)
     if alone is not None:
-        scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, alone)
+        scores, last, cache, state = _prefill_alone(
+            cfg, params, tokens, lengths, cache, alone, mtp, state
+        )
     else:
-        scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
-    return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+        check_room(cache, tokens.shape[1], "tokens")
+        read = None if mtp is None else functools.partial(mtp.read_prompt, params)
+        last, after, state = fill_hidden(cfg, params, tokens, lengths, cache, chunk, read, state)
+        scores, cache = scores_of(cfg, params, last, cache, lengths), after
+    rows = _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    if mtp is None or state is None:
+        return rows
+    return mtp.begin_answer(params, rows, state, last, lengths)
 
 
 def start_in_pieces(
@@ -299,6 +347,8 @@ def start_in_pieces(
     max_new_tokens: int,
     chunk: int,
     on_prompt: Callable[[int, int], None],
+    mtp: MTPDraft | None = None,
+    state: MTPState | None = None,
 ) -> Rows:
     """Run ``start`` with one call of a program for every ``chunk`` tokens of a row.
 
@@ -309,10 +359,13 @@ def start_in_pieces(
     total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
     last = Hidden(jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params)))
     for first in range(0, longest, chunk):
-        piece = tokens[:, first : first + chunk]
-        piece = jnp.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+        piece = tokens[:, first : first + chunk + 1]
+        piece = jnp.pad(piece, ((0, 0), (0, chunk + 1 - piece.shape[1])))
         n_new = jnp.clip(lengths - first, 0, chunk)
-        last, cache = _piece(cfg, params, piece, n_new, cache, total, last)
+        n_known = jnp.clip(lengths - 1 - first, 0, chunk)
+        last, cache, state = _piece(
+            cfg, params, piece, n_new, cache, total, last, state, n_known, mtp=mtp
+        )
         jax.block_until_ready(last)
         on_prompt(min(first + chunk, longest), longest)
     return _after_pieces(
@@ -326,11 +379,13 @@ def start_in_pieces(
         last,
         sampling,
         stop_ids,
+        state,
         max_new_tokens=max_new_tokens,
+        mtp=mtp,
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(4, 6))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="mtp", donate_argnums=(4, 6, 7))
 def _piece(
     cfg: ModelConfig,
     params: Params,
@@ -339,16 +394,26 @@ def _piece(
     cache: Cache,
     total: jax.Array,
     last: Hidden,
-) -> tuple[Hidden, Cache]:
+    state: MTPState | None,
+    known: jax.Array,
+    *,
+    mtp: MTPDraft | None = None,
+) -> tuple[Hidden, Cache, MTPState | None]:
     """Read a piece of every row's prompt.
 
+    tokens: ``[B, chunk + 1]``; the last column is the beginning of the next piece.
     last: ``[B, D]``: the hidden state of each row's last token so far.
+    known: ``[B]``: tokens of the piece that have a successor in the prompt.
     """
-    hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache, total)
-    return hidden.last(lengths, last), cache
+    hidden, cache = decoder.forward(cfg, params, tokens[:, :-1], lengths, cache, total)
+    if mtp is not None and state is not None:
+        state = mtp.read_prompt(params, state, tokens[:, 1:], hidden, known)
+    return hidden.last(lengths, last), cache, state
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens", donate_argnums=4)
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "mtp"), donate_argnums=4
+)
 def _after_pieces(
     cfg: ModelConfig,
     params: Params,
@@ -360,12 +425,17 @@ def _after_pieces(
     last: Hidden,
     sampling: SamplingParams,
     stop_ids: jax.Array,
+    state: MTPState | None,
     *,
     max_new_tokens: int,
+    mtp: MTPDraft | None = None,
 ) -> Rows:
     before, cache = Cache(layers, total - lengths), Cache(layers, held)
     scores = scores_of(cfg, params, last, before, lengths)
-    return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    rows = _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    if mtp is None or state is None:
+        return rows
+    return mtp.begin_answer(params, rows, state, last, lengths)
 
 
 def _first_token(
@@ -430,6 +500,7 @@ def _one_token(
         scores=lambda: scores_of(cfg, params, hidden[:, 0], before, inputs.live),
         commit=lambda _: after,
         greedy=None if plan is None else in_one_kernel,
+        hidden=hidden,
     )
 
 
@@ -475,15 +546,27 @@ def advance_drafts(
         return Pass(
             scores=lambda: scores.reshape(-1, scores.shape[2]),
             commit=lambda count: decoder.commit(proposal, count, plan.exact),
+            hidden=proposal.hidden,
         )
 
+    observe = None
+    if isinstance(plan.draft, MTPDraft):
+        draft_params = params
+        observe = functools.partial(plan.draft.observe, params)
     drafting = loop.Drafting(
         propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit),
         widths=plan.widths,
         adapts_to=plan.most if plan.adaptive else None,
     )
     rows, _ = loop.run(
-        pass_over, rows, drawn_by(sampling), stop_ids, unfinished, limit=limit, drafting=drafting
+        pass_over,
+        rows,
+        drawn_by(sampling),
+        stop_ids,
+        unfinished,
+        limit=limit,
+        drafting=drafting,
+        observe=observe,
     )
     return rows, rows.copied_report()
 

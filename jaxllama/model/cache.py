@@ -28,6 +28,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE, LayerState
+from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
 from jaxllama.typing import Tree
 from pallas_kernels.attention.cache_layout import capacity_of
@@ -81,11 +82,14 @@ class Proposal:
     reads them.  Its recurrent states do not contain the tokens yet.
     new: int32 ``[B]``, the number of tokens of each row.
     tokens: for each layer with a recurrent state, the tokens in its own form; None for attention.
+    hidden: the tokens' hidden states ``[B, T, D]`` before the last norm, which an MTP head reads;
+    None inside of the decoder.
     """
 
     cache: Cache
     new: jax.Array
     tokens: tuple[LayerState, ...]
+    hidden: Hidden | None = None
 
     __repr__ = short_repr
 

@@ -43,7 +43,7 @@ def matmul_weights(cfg: ModelConfig) -> int:
     """Weights that a token is multiplied by: matrices, those of its own experts, a tied embedding
     once, as the head."""
     total = 0
-    for path, spec in param_table(cfg).items():
+    for path, spec in param_table(cfg.replace(mtp_layers=0)).items():
         if len(spec.shape) == 2 and not path[-2].endswith("conv"):
             total += spec.size
         elif len(spec.shape) == 3 and cfg.experts is not None:

@@ -167,6 +167,8 @@ class Decoder(nn.Module):
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
             found["head"] = ParameterTree(table["head"], name="head").tree()
+        if "mtp" in table:
+            found["mtp"] = ParameterTree(table["mtp"], name="mtp").tree()
         return found
 
     def __call__(

@@ -11,6 +11,17 @@ MixerNames = TypeVar("MixerNames")
 
 
 @dataclasses.dataclass(frozen=True)
+class MTPNames:
+    """The names of a head for multi-token prediction: its layer, norms and first product."""
+
+    layer: str = "mtp.layers.0"
+    embed_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    fc: str = "mtp.fc"
+    norm: str = "mtp.norm"
+
+
+@dataclasses.dataclass(frozen=True)
 class Names:
     """The names of a decoder's parts in a family of checkpoints.
 
@@ -37,6 +48,7 @@ class Names:
     o: str = "o_proj"
     down: str = "down_proj"
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
+    mtp: MTPNames = MTPNames()
 
     def of(self, kind: str, default: MixerNames) -> MixerNames:
         """The names of a mixer of this kind; default: where the family has none of its own."""

@@ -73,6 +73,29 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tiled:
+    """Rows of heads that a checkpoint counts across groups first, and we within a group.
+
+    Behind ``first`` rows that keep their places, ``per_group`` heads of ``head_dim`` rows of each
+    of ``groups`` groups: theirs are head 0 of every group, then head 1 (llama.cpp's value heads).
+    """
+
+    groups: int
+    per_group: int
+    head_dim: int
+    first: int = 0
+
+    @property
+    def block(self) -> int:
+        return self.first + self.groups * self.per_group * self.head_dim
+
+    def rows(self) -> np.ndarray:
+        """For each of our rows the checkpoint's."""
+        theirs = np.arange(self.first, self.block).reshape(self.per_group, self.groups, -1)
+        return np.concatenate([np.arange(self.first), theirs.swapaxes(0, 1).reshape(-1)])
+
+
+@dataclasses.dataclass(frozen=True)
 class Stacked:
     """The matrices ``[rows, width]`` of all experts in one tensor, or their biases ``[rows]``.
 
@@ -96,6 +119,8 @@ class TensorSource:
     """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
     our order of what RoPE turns, or of what is fused in groups.
 
+    columns: the same for the columns of a matrix (GGUF only).
+    is_rate: the tensor has -exp(x) of the parameter's x (GGUF only).
     shape: in the parameter; ``stored_shape`` is the checkpoint's.
     """
 
@@ -103,7 +128,9 @@ class TensorSource:
     shape: Shape
     scale: float = 1.0
     offset: float = 0.0
-    turned: Turned | Grouped | Stacked | None = None
+    turned: Turned | Grouped | Tiled | Stacked | None = None
+    columns: Tiled | None = None
+    is_rate: bool = False
 
     @property
     def size(self) -> int:

@@ -36,7 +36,9 @@ _BEHIND = {
 }
 _GEMMA = Names(mlp_norm="pre_feedforward_layernorm", **_BEHIND)
 _QWEN_NEXT = delta.DeltaNames(
-    inputs=(("in_proj_qkvz", 4),), gates=(("in_proj_ba", 2),), grouped=True
+    inputs=(("in_proj_qkvz", 4),),
+    gates=(("in_proj_ba", 2),),
+    grouped=("in_proj_qkvz", "in_proj_ba"),
 )
 _KIMI = dataclasses.replace(
     delta.FLA,
@@ -145,7 +147,23 @@ def param_table(
         table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
         if cfg.head_bias:
             table["head", "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
+    if cfg.mtp_layers:
+        table |= _mtp(cfg, names, present)
     return table
+
+
+def _mtp(cfg: ModelConfig, names: Names, present: Collection[str]) -> dict[Path, Param]:
+    """The head for multi-token prediction; embedding and last product are the model's."""
+    head = names.mtp
+    own = dataclasses.replace(names, layer=head.layer, norm=head.norm)
+    rest = param_table(cfg.mtp_config(), present, own)
+    table = {
+        **_norm(cfg, ("mtp", "embed_norm"), head.embed_norm),
+        **_norm(cfg, ("mtp", "hidden_norm"), head.hidden_norm),
+        ("mtp", "fc", "weight"): one(f"{head.fc}.weight", cfg.d_model, 2 * cfg.d_model),
+    }
+    layer = {path: param for path, param in rest.items() if path[0] in ("layer_0", "norm")}
+    return table | {("mtp", *path): param for path, param in layer.items()}
 
 
 def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[Path, Param]:
@@ -198,4 +216,5 @@ def check(cfg: ModelConfig, params: Params) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _shapes(cfg: ModelConfig) -> tuple[tuple[Path, Shape], ...]:
+    cfg = cfg.replace(mtp_layers=0)  # the model runs without its head for drafts
     return tuple((path, param.shape) for path, param in param_table(cfg).items())

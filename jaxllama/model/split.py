@@ -121,8 +121,11 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
         return np.pad(np.arange(cfg.vocab_size), (0, pad), constant_values=-1) if pad else None
     if parent == "gate_up":
         return _interleave([(cfg.d_ff, 1)] * 2, n)
-    layer = int(path[0].removeprefix("layer_"))
-    parts = MIXERS[cfg.layer_types[layer]].parameters.fused_heads(cfg, parent, n)
+    if path[0] == "mtp":
+        kind = "attention"
+    else:
+        kind = cfg.layer_types[int(path[0].removeprefix("layer_"))]
+    parts = MIXERS[kind].parameters.fused_heads(cfg, parent, n)
     return None if parts is None else _interleave(parts, n)
 
 

@@ -61,6 +61,8 @@ def begin(
         assert distill is not None and teacher is not None
         model = student_config(teacher, distill.attention_layers)
         params = student_params(model, teacher_params, key)
+    # No objective trains a head for multi-token prediction, and decay would spoil it.
+    model, params = model.replace(mtp_layers=0), {k: v for k, v in params.items() if k != "mtp"}
     setup = TrainingSetup(config, model, teacher)
     _check(setup, data)
     if config.model is None and config.init_from is None:

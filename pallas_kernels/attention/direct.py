@@ -69,6 +69,11 @@ class DirectPlan:
 
 
 def plan(call) -> DirectPlan | Reason:
+    """Return the fastest measured division of a call, or why it has none."""
+    return divided(call, merged=not gpu().arch.clusters)
+
+
+def divided(call, *, merged: bool) -> DirectPlan | Reason:
     """For (q or the projection, k, query heads) of few rows: 64 SMs at most are at work, 8 to a kv
     head of a row, and there are no launches beside this one.  Without clusters all SMs are, and the
     parts are summed by a second launch."""
@@ -81,12 +86,12 @@ def plan(call) -> DirectPlan | Reason:
         longest //= 16
     if batch > ROWS or batch * capacity > longest or group > 8:
         return Reason("")
-    merged = not gpu().arch.clusters
     cluster = min(2 * CLUSTER, max(1, gpu().sms // (batch * n_kv))) if merged else CLUSTER
     while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
         cluster //= 2
-    # Words, queries and outputs of a tile are in registers.
-    most = 12 if h <= 128 and not merged else 8  # warps of a block
+    # Words, queries and outputs of a tile are in registers, of which Hopper's code takes fewest.
+    roomy = h <= 128 and gpu().arch.wgmma and not merged
+    most = 12 if roomy else 8  # warps of a block
     tiles = -(-capacity // (TILE * cluster))
     steps = -(-tiles // most)
     warps = -(-max(-(-tiles // steps), group) // 4) * 4

@@ -22,7 +22,6 @@ CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
 FEW_CHUNKS = 4
 FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
-FULS_BEFORE_HOPPER = {64: 1, 128: 1, 256: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,12 @@ class AttentionPlan:
 
 
 def plan(call: AttentionCall) -> AttentionPlan:
-    """Return the fastest measured division for any (q, k, query heads) that fits shared memory.
+    """Return the fastest measured division for any (q, k, query heads) that fits shared memory."""
+    return divided(call, by_warp=not gpu().arch.bulk_copies)
+
+
+def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
+    """Return the division with a ring for each warp, or for each team.
 
     Chunks are as long as possible under two conditions: every SM has a team, and rows of unequal
     lengths can share the SMs.  A row then has 2^k chunks, which 2^i rows divide evenly.
@@ -59,13 +63,14 @@ def plan(call: AttentionCall) -> AttentionPlan:
     sms = 1 << gpu().sms.bit_length() - 1  # a power of two of blocks fills the GPU
     # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
     tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
-    by_warp = not gpu().arch.bulk_copies
-    if by_warp:
-        warps = 8  # ptxas gives sm_80's code more registers
+    # Elsewhere than on Hopper ptxas gives the code of small codes more registers.
+    tight = codes.bits == 4 and not gpu().arch.wgmma
+    if by_warp or tight:
+        warps = 8
     fuls = 1
     if q.ndim == 4 and group > HEADS:  # several tokens: a block has an SM's registers to itself
         # Few warps to a head, of which 8 make whole teams.
-        least = -(-group // (HEADS * (FULS if not by_warp else FULS_BEFORE_HOPPER)[codes.head_dim]))
+        least = -(-group // (HEADS * (1 if by_warp else max(1, FULS[codes.head_dim] - tight))))
         tiles, warps, fuls = 1, 8, -(-group // (HEADS << (least - 1).bit_length()))
     subs = -(-group // (HEADS * fuls))
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.

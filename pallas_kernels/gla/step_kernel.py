@@ -20,7 +20,8 @@ to its column of o and writes it back to the same place.  One block per (row, he
 channels, or 64 where there are few heads).  A warp takes Dk / warps rows of S, 16 bytes per lane at
 a time, a batch of them in flight.  The warps' partial rows of o meet in shared memory.  The norm is
 over all value channels of a head, whose blocks are a cluster.  Each block sends its sum of squares
-to all (st.async, counted by a barrier), so that no block waits for the stores of the state.
+to all (st.async, counted by a barrier), so that no block waits for the stores of the state.  Before
+Hopper, which has no clusters, the kernel ends with o, and XLA computes norm and gate.
 
     all: first batch of S -> L2 | the kernel before has ended
     warps: first batch of S in flight | q, k, decay -> smem | barrier
@@ -83,7 +84,7 @@ def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
     """With few heads blocks are narrow, as far as a cluster holds a head, and a lane has all its
     rows in flight at once."""
     few = batch * heads * dv // 128 <= gpu().sms // 2
-    columns = 64 if few and dv <= 512 and gpu().arch.clusters else 128
+    columns = 64 if few and dv <= 512 else 128
     return GlaStepPlan(columns, max(4, dk * columns // (128 * BATCH)) if few else 4)
 
 
@@ -204,13 +205,34 @@ def gla_token(
     operands = GlaStepOperands(
         **named, decay_weight=weight, decay_bias=bias, lengths=lengths, norm=norm, state=state
     )
-    out = (jax.ShapeDtypeStruct((b * tokens, h, dv), dtype),)
+    out, is_normed = (jax.ShapeDtypeStruct((b * tokens, h, dv), dtype),), True
+    if shape.blocks > 1 and not gpu().arch.clusters:
+        is_normed, shape = False, dataclasses.replace(shape, raw=True)
+        operands = operands._replace(norm=None, gate=None)
+        out = (jax.ShapeDtypeStruct((b * tokens, h, dv), jnp.float32),)
+
+    def finished(o: jax.Array) -> jax.Array:
+        gate = streams[4][:, starts[4] : starts[4] + h * dv] if len(streams) > 4 else None
+        return o if is_normed else _gated_norm(o, norm, eps, gate, dtype)
+
     if keeps:
         kept = ((dk, dtype), (dv, dtype), (dk, jnp.float32))
         out += tuple(jax.ShapeDtypeStruct((b, tokens, h, n), kind) for n, kind in kept)
-        return _call(shape, operands, b, out)
-    (y,), state = _call(shape, operands, b, out)
-    return y, state
+        o, *kept = _call(shape, operands, b, out)
+        return finished(o), *kept
+    (o,), state = _call(shape, operands, b, out)
+    return finished(o), state
+
+
+def _gated_norm(
+    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
+    """The layer's end as XLA has it, for o ``[rows, H, Dv]`` of blocks that are no cluster."""
+    y = o * jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
+    y = y * weight.astype(jnp.float32)
+    if gate is not None:
+        y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
+    return y.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

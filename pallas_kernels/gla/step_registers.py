@@ -46,6 +46,7 @@ class GlaStepShape:
     clamp_min: float | None = None
     tokens: int = 1  # of a row of the state
     kind: str = "bf16"  # of the 16-bit floats
+    raw: bool = False  # o is float32
 
     @property
     def blocks(self) -> int:
@@ -200,9 +201,10 @@ class GlaStepLayout:
             if normed:
                 y = self.finished(y, weight, gates)
             for i, (t, values) in enumerate(zip(here, y, strict=True)):
-                at = self.of_head(self.memory.out, t, 2 * shape.dv)
-                pairs = packed(values, shape.kind)
-                store = functools.partial(p.store_global, p.offset(at, self.column, 2), pairs)
+                size = 4 if shape.raw else 2
+                words = values if shape.raw else packed(values, shape.kind)
+                at = self.of_head(self.memory.out, t, size * shape.dv)
+                store = functools.partial(p.store_global, p.offset(at, self.column, size), words)
                 p.when(self.is_here(i), store) if i else store()
 
         p.when(p.less(self.warp, min(shape.warps, shape.tokens)), finish)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.operands import Columns, check, half_reason
 from pallas_kernels.transform import Op, OpChoice
@@ -193,8 +192,6 @@ def plan(
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS
         return Reason(f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}")
-    if dv > COLUMNS and (reason := lacking("clusters")):
-        return Reason(f"{reason}, which sum over Dv = {dv}")
     rank = decay[0].shape[1]
     if rank % 8 or rank == 0:
         return Reason(f"decay weight and low have a rank of {rank}, not a multiple of 8")

@@ -58,6 +58,9 @@ _Plan = RowPlan | TilePlan | PairTile | WeightTile
 
 
 def kernel_us(plan: _Plan, call: MatmulCall) -> float:
+    if isinstance(plan, TilePlan) and plan.m < call.m:
+        part = dataclasses.replace(call, m=plan.m)
+        return math.ceil(call.m / plan.m) * predicted_us(kernel_work(plan, part))
     fitted, times = _fitted(call)
     if times > 1:
         found = many_rows.plan(fitted)

@@ -28,6 +28,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers import mtp_cases
 from tests.helpers.arrays import as_jax
 from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
 
@@ -66,7 +67,7 @@ CONFIGS = {
         ("kda", IDENTITIES["kda"]),
         *HYBRIDS.items(),
     )
-}
+} | {"mtp": mtp_cases.CONFIG}
 
 
 # Families with layers of the gated delta rule, whose cases are slow.
@@ -76,6 +77,8 @@ DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMIL
 
 @functools.cache
 def model(family: str) -> LanguageModel:
+    if family == "mtp":
+        return mtp_cases.model()
     cfg = CONFIGS[family]
     return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
 

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "stablelm": "stablelm",
     "cohere": "command-r",
     "cohere2": "cohere2",
+    "qwen3_5_text": "qwen35",
 }
 _PERMUTED = ("llama", "mistral", "ministral", "smollm3", "granite")
 _NAMES = {
@@ -58,9 +59,20 @@ _NAMES = {
     "post_mlp_layernorm": "post_ffw_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
 }
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
-_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "seed_oss")
+_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "seed_oss", "qwen3_5_text")
 _KEYS = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -81,6 +93,11 @@ _KEYS = {
     "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "mtp_num_hidden_layers": "nextn_predict_layers",
 }
 _ROPE = {
     "factor": "factor",
@@ -90,12 +107,15 @@ _ROPE = {
 }
 
 
-def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes: Any) -> None:
+def write_gguf(
+    path: Path, directory: Path, kind: Type | None = None, split: int = 0, **changes: Any
+) -> None:
     """The model of a Hugging Face directory as one file; kind: of matrices whose rows are whole
-    blocks; changes: of its metadata, None leaves a key out."""
+    blocks; split: tensors of each of several files; changes: of its metadata, None leaves a key
+    out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     keys = _metadata(config, config["model_type"])
     for key, value in {**{f"{arch}.{k}": v for k, v in keys.items()}, **changes}.items():
         if value is None:
@@ -135,6 +155,12 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         keys["attention.sliding_window_pattern"] = slides
+    if kind == "qwen3_5_text":
+        heads = config["linear_num_value_heads"]
+        keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]
+        keys["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+        keys["rope.dimension_sections"] = [11, 11, 10, 0]
+        keys["block_count"] += config.get("mtp_num_hidden_layers", 0)
     rope = config.get("rope_scaling") or {}
     parameters = config.get("rope_parameters") or {}
     if "sliding_attention" in parameters:
@@ -159,9 +185,46 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = value.reshape(heads, 2, -1, *value.shape[1:])
         value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    if kind == "qwen3_5_text":
+        name, value = _linear_attention(name, value, config)
     stem, leaf = name.rsplit(".", 1)
     layer = re.match(r"model\.layers\.(\d+)\.", stem)
     stem = stem[layer.end() :] if layer else stem
     between = "post_attention_norm" if kind in _BEHIND else "ffn_norm"
-    new = between if stem == "post_attention_layernorm" else _NAMES[stem]
+    if stem.endswith("A_log"):
+        return f"blk.{layer[1]}.ssm_a", value
+    new = between if stem == "post_attention_layernorm" else _NAMES.get(stem, stem)
     return f"{f'blk.{layer[1]}.' if layer else ''}{new}.{leaf}", value
+
+
+def _linear_attention(
+    name: str, value: np.ndarray, config: dict[str, Any]
+) -> tuple[str, np.ndarray]:
+    """As llama.cpp's ``conversion/qwen.py``: norms plus one, -exp(A_log), and value heads in the
+    order head 0 of every key head, head 1 of every key head."""
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
+
+    def tiled(value: np.ndarray, width: int) -> np.ndarray:
+        grid = value.reshape(groups, heads // groups, width, *value.shape[1:])
+        return np.ascontiguousarray(grid.swapaxes(0, 1)).reshape(value.shape)
+
+    if name.startswith("mtp."):
+        layer = f"model.layers.{config['num_hidden_layers']}."
+        name = name.replace("mtp.layers.0.", layer) if ".layers." in name else layer + name
+    *_, room, part, leaf = f"..{name}".split(".")
+    if leaf == "A_log":
+        return f"{name}.", tiled(-np.exp(value), 1)
+    if leaf == "dt_bias":
+        return name.replace("linear_attn.dt_bias", "ssm_dt.bias"), tiled(value, 1)
+    if room != "linear_attn":
+        return name, value + 1 if "norm" in part else value
+    if part in ("in_proj_qkv", "conv1d"):
+        keys = 2 * groups * d_k
+        value = value.reshape(len(value), -1)
+        return name, np.concatenate([value[:keys], tiled(value[keys:], d_v)])
+    if part == "out_proj":
+        return name, np.ascontiguousarray(tiled(value.T, d_v).T)
+    if part == "norm":
+        return name, value
+    return name, tiled(value, d_v if part == "in_proj_z" else 1)

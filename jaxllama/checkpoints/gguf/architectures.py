@@ -20,7 +20,8 @@ class Architecture:
     family: the family whose config.json the metadata describes. windowed: the family of files with
     a sliding window, None if there are none. interleaved: whether RoPE rotates features 2i and 2i +
     1 of the stored q and k. keys: further metadata -> the key of config.json. more: (sizes) -> keys
-    that the file does not have. mlp_norm: name of the norm before the feed-forward.
+    that the file does not have. mlp_norm: name of the norm before the feed-forward. has_mtp:
+    whether the file may have a head for multi-token prediction behind its layers.
     """
 
     family: str
@@ -29,6 +30,7 @@ class Architecture:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more: Callable[[JsonMapping], JsonObject] | None = None
     mlp_norm: str = "ffn_norm"
+    has_mtp: bool = False
 
 
 def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
@@ -79,4 +81,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
     "cohere2": Architecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        keys={
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+            "ssm.inner_size": "linear_value_head_dim",
+            "full_attention_interval": "full_attention_interval",
+        },
+        mlp_norm="post_attention_norm",
+        has_mtp=True,
+    ),
 }

@@ -3,7 +3,7 @@
 ``read_config(path)`` is the whole interface. Source: the GGUF specification's keys and llama.cpp's
 conversion rules. Every key of the architecture is read, known to have no effect, or an error that
 names it. Errors too: architectures that are not in ``gguf.architectures``, mixtures of experts,
-sizes that differ between layers, split files.
+sizes that differ between layers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ _ROPE_KEYS = (
 # by name or have no effect.
 _FIXED: JsonObject = {
     "expert_used_count": 0,
-    "nextn_predict_layers": 0,
     "attention.causal": True,
     "pooling_type": 0,
     "attention.clamp_kqv": 0.0,
@@ -71,6 +70,7 @@ _INERT = (
     "rope.scale_linear",
     "rope.scaling.finetuned",
     "use_parallel_residual",
+    "rope.dimension_sections",  # axes of an image's positions, which are alike in a text
 )
 # The constants of the rope factors in circulation (Llama 3.1 and 3.2).
 _LLAMA3 = {
@@ -104,13 +104,13 @@ def _config(file: GGUFFile) -> ModelConfig:
             "general.architecture",
             f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
         )
-    if file.integer("split.count", 1) > 1:
-        raise file.error("split.count", "split files are not supported; merge them first")
     if file.integer(f"{name}.expert_count", 0):
         raise file.error(f"{name}.expert_count", "mixtures of experts are not supported")
     arch = ARCHITECTURES[name]
     _check_keys(file, name, arch)
     sizes = _sizes(file, name)
+    mtp_layers = _mtp_layers(file, name, arch)
+    sizes["num_hidden_layers"] -= mtp_layers
     window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
     if name == "cohere2" and not window:  # the window also decides which layers have positions
         raise file.error(f"{name}.attention.sliding_window", f"{window} is not a window")
@@ -119,14 +119,17 @@ def _config(file: GGUFFile) -> ModelConfig:
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
         key = f"{name}.{key}"
-        config |= {theirs: file.number(key)} if key in file else {}
+        if key in file:  # by its type, since config.json distinguishes 4 from 4.0
+            config[theirs] = file.number(key) if file.is_float(key) else file.integer(key)
+    if arch.family == "qwen3_5_text":
+        config |= _delta_heads(file, name, config)
     if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= _rope(file, name, kind, sizes)
     try:
-        cfg = config_from_hf(config, file.string("general.name", file.path.stem))
+        cfg = config_from_hf(config, file.string("general.name", file.stem))
     except JaxLlamaError as error:
         raise JaxLlamaError(_in_their_words(str(error), name, arch)) from None
 
@@ -134,15 +137,35 @@ def _config(file: GGUFFile) -> ModelConfig:
         return any(f"blk.0.{tensor}.bias" in file.tensors for tensor in tensors)
 
     return cfg.replace(
-        qkv_bias=has("attn_q", "attn_qkv"), o_bias=has("attn_output"), mlp_bias=has("ffn_up")
+        qkv_bias=has("attn_q", "attn_qkv"),
+        o_bias=has("attn_output"),
+        mlp_bias=has("ffn_up"),
+        mtp_layers=mtp_layers,
     )
+
+
+def _mtp_layers(file: GGUFFile, name: str, arch: Architecture) -> int:
+    """Return how many of the file's last layers are a head for multi-token prediction."""
+    key = f"{name}.nextn_predict_layers"
+    count = file.integer(key, 0)
+    if count not in ((0, 1) if arch.has_mtp else (0,)):
+        raise file.error(key, f"{count} is not supported (only {1 if arch.has_mtp else 0})")
+    return count
+
+
+def _delta_heads(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return the width of a value head, of which the file has the sum over the heads."""
+    heads, inner = config.get("linear_num_value_heads"), config.get("linear_value_head_dim")
+    if not heads or not inner or inner % heads:
+        raise file.error(f"{name}.ssm.inner_size", f"{inner} is not a width of {heads} heads each")
+    return {"linear_value_head_dim": inner // heads}
 
 
 def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
     """Check all keys, so that none is ignored silently."""
     rope = [f"rope.scaling.{key}" for key in _ROPE_KEYS]
     window = _WINDOW_KEYS if arch.windowed else ()
-    known = {*_KEYS, *window, *arch.keys, *rope, *_INERT}
+    known = {*_KEYS, *window, *arch.keys, *rope, *_INERT, "nextn_predict_layers"}
     for key in file.keys:
         prefix, _, rest = key.partition(".")
         if prefix != name or rest in known:

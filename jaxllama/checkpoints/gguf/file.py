@@ -9,8 +9,11 @@ The ``gguf`` package's ``GGUFReader`` is not used. It trusts the lengths that it
 count loops for hours or wraps around. It also builds a numpy view for each string, which takes 1.8
 s for SmolLM2 instead of 0.01 s here.
 
-Source: the GGUF specification, versions 2 and 3 (little-endian). Left out: version 1, big-endian
-files, arrays of arrays, split files, writing.
+A model may be split over files ``NAME-00001-of-00003.gguf``; the first of them stands for all. It
+has the metadata, and each file has tensors of its own.
+
+Source: the GGUF specification, versions 2 and 3 (little-endian); llama.cpp's ``gguf-split``. Left
+out: version 1, big-endian files, arrays of arrays, writing.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class GGUFTensor:
     type: TensorType
     offset: int  # from the start of the file
     nbytes: int
+    part: int = 0  # which of a split model's files has it
 
     @property
     def row_bytes(self) -> int:
@@ -88,10 +92,13 @@ class GGUFFile:
 
     Raises JaxLlamaError naming the file and the field for anything that is not a whole, valid
     GGUF file.
+
+    part: 0 for a file that is opened by its name; a split model's other files have their number.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, part: int = 0):
         self.path = Path(path)
+        self._parts = [self]
         try:
             with open(self.path, "rb") as file:
                 self.size = file.seek(0, 2)
@@ -102,6 +109,9 @@ class GGUFFile:
             raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
         try:
             self._walk()
+            self._check_part(part)
+            if part == 0:
+                self._open_parts()
         except BaseException:
             self.close()
             raise
@@ -113,6 +123,8 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
+        for part in self._parts[1:]:
+            part.close()
         try:
             self._map.close()
         except BufferError:  # a caller still holds a view, and the map is freed with the view
@@ -164,6 +176,9 @@ class GGUFFile:
         if not math.isfinite(value):
             raise self.error(key, f"{value} is not a finite number")
         return float(str(np.float32(value))) if self._values[key].kind == 6 else float(value)
+
+    def is_float(self, key: str) -> bool:
+        return key in self._values and self._values[key].kind in (6, 12)
 
     def is_array(self, key: str) -> bool:
         return key in self._values and self._values[key].count is not None
@@ -231,7 +246,7 @@ class GGUFFile:
 
     def rows(self, info: GGUFTensor) -> np.ndarray:
         """Return the stored bytes as a read-only uint8 view ``[rows, row_bytes]``."""
-        data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+        data = np.frombuffer(self._parts[info.part]._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(-1, info.row_bytes)
 
     def release(self, info: GGUFTensor, first: int = 0, rows: int | None = None) -> None:
@@ -244,7 +259,42 @@ class GGUFFile:
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            self._parts[info.part]._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    # Split models
+
+    @property
+    def stem(self) -> str:
+        """The file's name without its end, and a split model's without the number."""
+        count = self.integer("split.count", 1)
+        return self.path.name.removesuffix(".gguf").removesuffix(f"-00001-of-{count:05d}")
+
+    def _check_part(self, part: int) -> None:
+        number = self.integer("split.no", 0)
+        if number != part:
+            hint = "" if part else "; name the first file, which has 00001 in its name"
+            raise self.error("split.no", f"{number} is not {part}{hint}")
+
+    def _open_parts(self) -> None:
+        """Open a split model's other files, and add their tensors."""
+        count = self.integer("split.count", 1)
+        if count <= 1:
+            return
+        end = f"-00001-of-{count:05d}.gguf"
+        if not self.path.name.endswith(end):
+            raise self.error("split.count", f"{count}, but the name does not end with {end}")
+        stem = self.path.name.removesuffix(end)
+        for number in range(1, count):
+            name = f"{stem}-{number + 1:05d}-of-{count:05d}.gguf"
+            part = GGUFFile(self.path.with_name(name), number)
+            self._parts.append(part)
+            for name, info in part.tensors.items():
+                if name in self.tensors:
+                    raise part.error(f"tensor {name!r}", "is in an earlier file of the model too")
+                self.tensors[name] = dataclasses.replace(info, part=number)
+        total = self.integer("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            raise self.error("split.tensors.count", f"{total}, but there are {len(self.tensors)}")
 
     # The walk
 

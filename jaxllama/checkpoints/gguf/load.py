@@ -36,8 +36,9 @@ from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.names import Names
-from jaxllama.model.param import Param, TensorSource
+from jaxllama.model.mixers.delta.parameters import DeltaNames
+from jaxllama.model.names import MTPNames, Names
+from jaxllama.model.param import Param, TensorSource, Tiled
 from jaxllama.model.param import Path as TreePath
 from jaxllama.model.params import param_table
 from jaxllama.progress import working
@@ -65,6 +66,20 @@ _NAMES = Names(
     gate_up=("gate", "up"),
     o="output",
     down="down",
+)
+# llama.cpp's conversion counts value heads across the key heads first, and stores -exp(A_log).
+_DELTA = DeltaNames(
+    mixer="",
+    inputs=(("attn_qkv", 3), ("attn_gate", 1)),
+    gates=(("ssm_beta", 1), ("ssm_alpha", 1)),
+    conv=(("ssm_conv1d", 3),),
+    norm="ssm_norm",
+    o="ssm_out",
+    a_log="ssm_a",
+    dt_bias="ssm_dt.bias",
+    tiled=True,
+    flat_conv=True,
+    is_rate=True,
 )
 # Tables of frequencies, which follow from the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -151,11 +166,26 @@ def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
     naming a tensor that cannot be folded.
     """
     arch = ARCHITECTURES[file.string("general.architecture")]
-    qkv = ("qkv",) if "blk.0.attn_qkv.weight" in file.tensors else _NAMES.qkv
+    is_fused = "blk.0.attn_qkv.weight" in file.tensors and cfg.delta is None
+    qkv = ("qkv",) if is_fused else _NAMES.qkv
     if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
         raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
     gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
-    names = dataclasses.replace(_NAMES, mlp_norm=arch.mlp_norm, qkv=qkv, gate_up=gate_up)
+    nextn = f"blk.{cfg.n_layers}"
+    names = dataclasses.replace(
+        _NAMES,
+        mlp_norm=arch.mlp_norm,
+        qkv=qkv,
+        gate_up=gate_up,
+        mixers={"delta": _DELTA},
+        mtp=MTPNames(
+            layer=nextn,
+            embed_norm=f"{nextn}.nextn.enorm",
+            hidden_norm=f"{nextn}.nextn.hnorm",
+            fc=f"{nextn}.nextn.eh_proj",
+            norm=f"{nextn}.nextn.shared_head_norm",
+        ),
+    )
     stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
     return param_table(cfg.replace(stored=stored), names=names)
 
@@ -212,11 +242,15 @@ def _read_dense(file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype
         finite = True
         for rows, raw in _stored_rows(file, source):
             values = to_floats(raw, file.tensors[source.name].type).reshape(target[rows].shape)
+            if source.is_rate:
+                values = np.log(-values.astype(np.float32))
             plain = (scale, offset) == (1.0, 0.0)
             target[rows] = values if plain else values.astype(np.float32) * scale + offset
             finite = finite and bool(np.isfinite(target[rows]).all())
         if not finite:
             _warn(file, source)
+        if source.columns is not None:
+            target[...] = target[:, source.columns.rows()]
     return out
 
 
@@ -236,7 +270,7 @@ def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight
     """
     infos = [file.tensors[source.name] for source in sources]
     kind = infos[0].type
-    is_plain = all(source.scale == 1.0 for source in sources)
+    is_plain = all(source.scale == 1.0 and source.columns is None for source in sources)
     if kind not in _LAID_OUT or any(info.type != kind for info in infos) or not is_plain:
         return None
     parts = []
@@ -255,7 +289,7 @@ def _read_quantized(
     """Return the stored codes and scales; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}
     whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
-    if any(source.scale != 1.0 for source in sources):
+    if any(source.scale != 1.0 or source.columns is not None for source in sources):
         whole = [[source] for source in sources]
     blocks = []
     for alike in whole:
@@ -276,5 +310,24 @@ def _read_quantized(
             if not words.finite(part):
                 _warn(file, source)
         in_order = dataclasses.replace(alike[0], turned=None)
-        blocks.append(fold(in_order, words.to_qtensor()))
+        block = fold(in_order, words.to_qtensor())
+        columns = alike[0].columns
+        blocks.append(block if columns is None else _with_columns(block, columns))
     return fuse(blocks)
+
+
+def _with_columns(weight: QTensor, columns: Tiled) -> QTensor:
+    """Return a weight whose columns are in our order.
+
+    Columns move with their groups if a head has whole groups; otherwise the product reorders its
+    input.
+    """
+    order = columns.rows()
+    group = weight.shape[1] // weight.scale.shape[1]
+    if columns.head_dim % group:
+        return dataclasses.replace(weight, columns=np.argsort(order).astype(np.int32))
+    groups = order[::group] // group
+    zero = None if weight.zero is None else weight.zero[:, groups]
+    return dataclasses.replace(
+        weight, q=weight.q[:, order], scale=weight.scale[:, groups], zero=zero
+    )

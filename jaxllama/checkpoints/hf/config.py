@@ -298,7 +298,14 @@ def sampling_of(generation: JsonMapping) -> Sampling | None:
 
 # Fields that are not properties of the weights: a name, options of a run, ids that fine-tuning
 # changes.
-_FREE = ("name", "attn_sparsity", "embedding_scale", "bos_token_id", "eos_token_ids")
+_FREE = (
+    "name",
+    "attn_sparsity",
+    "embedding_scale",
+    "bos_token_id",
+    "eos_token_ids",
+    "mtp_layers",
+)
 
 
 def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:

@@ -21,6 +21,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
 
 Fields = JsonObject
+MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
 # The names of activations in config.json, and ours.
 ACTIVATIONS = {
     "silu": "silu",
@@ -146,6 +147,9 @@ def _linear_layers(read: JsonReader) -> tuple[str, ...]:
     return tuple("attention" if kind == _LINEAR[0] else "delta" for kind in types)
 
 
+_MTP_LAYERS = "mtp_num_hidden_layers"
+
+
 def _qwen_delta(read: JsonReader) -> Fields:
     return {
         "layer_types": _linear_layers(read),
@@ -157,6 +161,7 @@ def _qwen_delta(read: JsonReader) -> Fields:
             norm_eps=read.number("rms_norm_eps"),
             conv_size=read.size("linear_conv_kernel_dim", 4),
         ),
+        "mtp_layers": int(bool(read.config.get(_MTP_LAYERS))),
     }
 
 
@@ -183,6 +188,7 @@ def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
         "linear_key_head_dim": delta.d_k,
         "linear_value_head_dim": delta.d_v,
         "linear_conv_kernel_dim": delta.conv_size,
+        **({_MTP_LAYERS: cfg.mtp_layers} if cfg.mtp_layers else {}),
     }
 
 
@@ -285,6 +291,7 @@ _QWEN_DELTA = Family(
         "linear_key_head_dim",
         "linear_value_head_dim",
         "linear_conv_kernel_dim",
+        _MTP_LAYERS,
     ),
     same=_BIAS,
     fields=_qwen_delta,
@@ -292,7 +299,7 @@ _QWEN_DELTA = Family(
     fixed={"attn_output_gate": (True, None)},
     facts={"qk_norm": "head", "attn_gate": True},
     stored={"norm_offset": 1.0},
-    unused=("mtp.",),  # a draft of several tokens
+    unused=(MTP,),
 )
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}

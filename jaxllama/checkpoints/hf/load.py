@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from jaxllama.checkpoints.hf.config import (
     sampling_of,
     text_config,
 )
-from jaxllama.checkpoints.hf.families import FAMILIES
+from jaxllama.checkpoints.hf.families import FAMILIES, MTP
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
@@ -73,10 +73,12 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
     directory = Path(directory)
     config = _read_config(directory)
     cfg = _to_config(directory, config, name)
-    if not cfg.tie_embeddings or not any(directory.glob("*.safetensors")):
+    reads_files = cfg.tie_embeddings or _may_have_mtp(cfg)
+    if not reads_files or not any(directory.glob("*.safetensors")):
         return cfg
     with contextlib.ExitStack() as stack:
-        return _untied(directory, cfg, _text_tensors(directory, config, stack))
+        files = _text_tensors(directory, config, stack)
+        return _with_mtp(_untied(directory, cfg, files), files)
 
 
 def is_packed(directory: str | Path) -> bool:
@@ -173,9 +175,11 @@ def load(
                 f"{directory}: num_hidden_layers = {found.n_layers}, "
                 f"but there are only {len(files)} tensors"
             )
+        found = _with_mtp(found, files)
         files = _used(directory, found, files)
         found = _untied(directory, found, files)
         cfg = found if cfg is None else check_preset(cfg, found)
+        cfg = cfg.replace(mtp_layers=found.mtp_layers)
         table = param_table(cfg, files)
         leaves = packed.plan(directory, config, table, files)
         plain = {path: spec for path, spec in table.items() if path not in leaves}
@@ -217,16 +221,18 @@ def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitSta
         return files
     for base, head in _TEXT_PARTS:
         if f"{base}.embed_tokens.weight" in files:
-            text = {name: files[name] for name in files if name.startswith((base + ".", head))}
+            kept = {base: "model", head: "lm_head.", "mtp.": "mtp."}
+            text = {name: files[name] for name in files if name.startswith(tuple(kept))}
             warnings.warn(
                 f"{directory}: a multimodal model: its text decoder alone is read, "
                 f"{len(files) - len(text)} other tensors are not",
                 WeightWarning,
                 stacklevel=1,
             )
-            own = {base: "model", head: "lm_head."}
             return {
-                next(new + name[len(old) :] for old, new in own.items() if name.startswith(old)): at
+                next(
+                    new + name[len(old) :] for old, new in kept.items() if name.startswith(old)
+                ): at
                 for name, at in text.items()
             }
     raise JaxLlamaError(f"{directory}: no text decoder's embed_tokens.weight in its files")
@@ -235,7 +241,7 @@ def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitSta
 def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     """Return the tensors that the family's models use; one warning counts the others."""
     family = FAMILIES.get(cfg.stored.family)
-    unused = () if family is None else family.unused
+    unused = () if family is None or cfg.mtp_layers else family.unused
     prefixes = tuple(prefix.format(n_layers=cfg.n_layers) for prefix in unused)
     unused = {name: None for name in files if name.startswith(prefixes)}
     if unused:
@@ -246,6 +252,31 @@ def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
             stacklevel=1,
         )
     return {name: files[name] for name in files if name not in unused}
+
+
+def _may_have_mtp(cfg: ModelConfig) -> bool:
+    """Return whether models of this family may have a head for multi-token prediction."""
+    family = FAMILIES.get(cfg.stored.family)
+    return family is not None and MTP in family.unused
+
+
+def _with_mtp(cfg: ModelConfig, files: Tensors) -> ModelConfig:
+    """Return ``cfg`` with an MTP head if the files have exactly the tensors of one."""
+    if not _may_have_mtp(cfg):
+        return cfg
+    whole = cfg.replace(mtp_layers=1)
+    sources = [
+        source.name
+        for path, spec in param_table(whole, files).items()
+        if path[0] == "mtp"
+        for source in spec.sources
+    ]
+
+    def modules(names: Iterable[str]) -> set[str]:
+        """The names without a tensor's kind: packed weights have several tensors each."""
+        return {name.rpartition(".")[0] for name in names if name.startswith(MTP)}
+
+    return whole if modules(sources) == modules(files) else cfg.replace(mtp_layers=0)
 
 
 def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:

@@ -16,7 +16,7 @@ as llm-compressor computes it.  A unit from ModelOpt may be no inverse; then the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ from jaxllama.checkpoints.packed import fp8 as packed_fp8
 from jaxllama.checkpoints.packed.codes import E8M0, FP4, FP8, check_scale, from_nibbles, nibbles
 from jaxllama.checkpoints.packed.module import FLOATS, Module, PackedPart, Reader
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -68,7 +69,7 @@ def part(module: Module, name: str, is_modelopt: bool = False) -> PackedPart:
     return module.part(build, *names)
 
 
-def modelopt_reader(config: dict[str, Any]) -> Reader:
+def modelopt_reader(config: JsonObject) -> Reader:
     """Return the reader of a ``quantization_config`` of method "modelopt".
 
     Also of ``hf_quant_config.json``'s object. Raises JaxLlamaError naming what is not supported.
@@ -121,7 +122,7 @@ def layout(w: QTensor, is_modelopt: bool = False) -> dict[str, tuple[tuple[int, 
     """Return the shapes and dtypes of ``to_tensors``."""
     out, width = w.shape
     is_mx = w.unit is None
-    entries: dict[str, tuple[tuple[int, ...], Any]] = {
+    entries: dict[str, tuple[tuple[int, ...], Tree]] = {
         "weight" if is_modelopt else "weight_packed": ((out, width // 2), np.uint8),
         "weight_scale": (tuple(w.scale.shape), np.uint8 if is_mx else FP8),
     }
@@ -148,7 +149,7 @@ def divisor(unit: np.float32) -> np.float32:
     return next((g for g in exact if is_of_bfloat16(g)), exact[0] if exact else first)
 
 
-def modelopt_config(floats: list[str]) -> dict[str, Any]:
+def modelopt_config(floats: list[str]) -> JsonObject:
     """Return the ``quantization_config`` of ModelOpt; ``floats`` are the Linears not quantized."""
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     return {
@@ -162,7 +163,7 @@ def modelopt_config(floats: list[str]) -> dict[str, Any]:
     }
 
 
-def modelopt_file(floats: list[str]) -> dict[str, Any]:
+def modelopt_file(floats: list[str]) -> JsonObject:
     """Return ``hf_quant_config.json``, which programs read that ignore config.json's object."""
     return {
         "producer": {"name": "modelopt", "version": ""},

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.mtp import MTPDraft, MTPState
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
@@ -24,7 +25,9 @@ from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.cache import LayerState
-from jaxllama.typing import Tree
+from jaxllama.model.linear import Stream
+from jaxllama.model.records import Hidden
+from jaxllama.typing import Params, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Batch:
     drafted: width of a pass that verifies drafts.
     scores: logits of that pass, ``[B width, V]``.
     tokens: tokens of that pass that recurrent states may take, by layer.
+    output: hidden states of that pass, or of the prompts' last tokens.
+    mtp: state of an MTP head that drafts.
     """
 
     rows: Rows
@@ -70,6 +75,8 @@ class Batch:
     drafted: int | None = None
     scores: jax.Array | None = None
     tokens: dict[int, LayerState] = dataclasses.field(default_factory=dict)
+    output: Hidden | None = None
+    mtp: MTPState | None = None
 
     @property
     def reads_prompts(self) -> bool:
@@ -143,3 +150,41 @@ def append_token(
     fields = fields._replace(length=fields.length + sum(new))
     rows = dataclasses.replace(rows, ints=fields.packed())
     return append(rows, scores, drawn_by(sampling), stop_ids)[0]
+
+
+def read_prompts(
+    draft: MTPDraft, params: Params, state: MTPState, pieces: list[TokenPiece], hidden: list[Stream]
+) -> MTPState:
+    """Return the state of an MTP head after the prompts' pieces, whose last layer gave ``hidden``.
+
+    The last token of a prompt has no successor yet, and is left out.
+    """
+    total: jax.Array = sum(piece.lengths for piece in pieces)  # type: ignore[assignment]
+    seen = jnp.zeros_like(total)
+    for index, (piece, x) in enumerate(zip(pieces, hidden, strict=True)):
+        begin = pieces[index + 1].tokens[:, :1] if index + 1 < len(pieces) else piece.tokens[:, :1]
+        following = jnp.concatenate([piece.tokens[:, 1:], begin], axis=1)
+        known = jnp.clip(total - 1 - seen, 0, piece.lengths)
+        state = _read_prompt(draft, params, state, following, Hidden(x.total), known)
+        seen = seen + piece.lengths
+    return state
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read_prompt(
+    draft: MTPDraft,
+    params: Params,
+    state: MTPState,
+    following: jax.Array,
+    hidden: Hidden,
+    lengths: jax.Array,
+) -> MTPState:
+    return draft.read_prompt(params, state, following, hidden, lengths)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def begin_answer(
+    draft: MTPDraft, params: Params, rows: Rows, state: MTPState, last: Hidden, lengths: jax.Array
+) -> Rows:
+    """``MTPDraft.begin_answer``, as one program."""
+    return draft.begin_answer(params, rows, state, last, lengths)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
 from jaxllama.decoding.drafts import Drafted
+from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Pass, drawn_by, finish, start
@@ -27,7 +28,7 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.records import places_of
+from jaxllama.model.records import Hidden, places_of
 from jaxllama.typing import Params, Tree
 
 
@@ -73,6 +74,8 @@ def advance_drafts(
                 batch.sampling,
                 stop_ids,
                 limit,
+                draft_params,
+                batch.output,
             )
             for layer, cache in layers.items():
                 batch.caches[layer].save(cache, None, 0)
@@ -109,8 +112,13 @@ def _finished(
     sampling: SamplingParams,
     stop_ids: jax.Array,
     limit: int,
+    draft_params: Params | None,
+    output: Hidden,
 ) -> tuple[Rows, dict[int, LayerState]]:
-    """Return the rows after a pass, and the recurrent ``layers`` with the accepted ``tokens``."""
+    """Return the rows after a pass, and the recurrent ``layers`` with the accepted ``tokens``.
+
+    output: ``[B width, 1, D]``: the hidden states of the pass, which an MTP head reads.
+    """
     inputs = start(rows, draft, width, limit)
     cache = Cache(tuple(layers.values()), inputs.fields.length)
     proposal = Proposal(cache, inputs.lengths, tuple(tokens.values()))
@@ -123,5 +131,9 @@ def _finished(
         stop_ids,
         adapts_to=plan.most if plan.adaptive else None,
     )
+    if isinstance(plan.draft, MTPDraft):
+        assert draft_params is not None
+        hidden = Hidden(output.x.reshape(-1, width, output.x.shape[-1]))
+        rows = plan.draft.observe(draft_params, rows, inputs, passed._replace(hidden=hidden))
     after = dict(zip(layers, rows.layers, strict=True))
     return dataclasses.replace(rows, layers=()), after

@@ -38,20 +38,23 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
+from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Report
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.executor import Call, Executor
+from jaxllama.executors.executor import Call, DraftSource, Executor
 from jaxllama.executors.offloaded import programs
+from jaxllama.executors.offloaded.batch import begin_answer
 from jaxllama.executors.offloaded.drafts import advance_drafts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.model import mtp
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.store import Store
+from jaxllama.offload.store import RowTable, Store
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.typing import Params, Tree
@@ -143,8 +146,21 @@ class Offloaded:
         shape, dtype = call.tokens.shape, activation_dtype(params)
         check_host(cfg, self.policy, shape, call.capacity, call.kv_dtype, dtype)
         run = self.run(cfg, params, call)
+        if call.drafting is None or not isinstance(call.drafting.plan.draft, MTPDraft):
+            run.step()
+            return OffloadedDecoding(run, call)
+        source = DraftSource(call.drafting.plan, self._on_device(mtp.head_params(params)))
+        run.begin_mtp(call.drafting.plan.draft, source.params)
         run.step()
-        return OffloadedDecoding(run, call)
+        return OffloadedDecoding(run, dataclasses.replace(call, drafting=source))
+
+    def _on_device(self, params: Params) -> Params:
+        """Return parameters on the device, where a draft needs all of its own."""
+        table = params["embed"]["weight"]
+        if isinstance(table, RowTable):
+            rows = table.lookup(np.arange(table.shape[0]))
+            params = {**params, "embed": {"weight": rows}}
+        return self.store.get(params)
 
     def run(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadRun:
         """Return the run of a call's block, before its first step."""
@@ -241,6 +257,11 @@ class OffloadedDecoding:
             prompts = run.cut(call.tokens, call.lengths)
             for batch, (tokens, lengths, _) in zip(run.batches, prompts, strict=True):
                 batch.rows = drafts.begin(plan, params, tokens, lengths, batch.rows, call.capacity)
+                if batch.mtp is not None:
+                    batch.rows = begin_answer(
+                        plan.draft, params, batch.rows, batch.mtp, batch.output, lengths
+                    )
+                    batch.mtp = None  # the rows have it now
 
     @property
     def report(self) -> Report:

@@ -27,6 +27,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.executors.executor import Alone
@@ -38,6 +39,7 @@ from jaxllama.executors.offloaded.batch import (
     cleared,
     joined,
     next_piece,
+    read_prompts,
     without_written,
 )
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
@@ -47,6 +49,7 @@ from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
@@ -99,9 +102,17 @@ class OffloadRun:
         self.filled, self.steps = 0, 0
         self.rows = tokens.shape[0]
         self.batches = [self._batch(*part) for part in self.cut(tokens, lengths, sampling)]
+        self._mtp: tuple[MTPDraft, Params] | None = None
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
         self.join(tokens, lengths, sampling, params.get(ROWS))
+
+    def begin_mtp(self, draft: MTPDraft, params: Params) -> None:
+        """Let an MTP head, whose parameters are on the device, read the first step's prompts."""
+        self._mtp = draft, params
+        for batch in self.batches:
+            size = batch.rows.ints.shape[1]
+            batch.mtp = draft.begin(params, size, self.capacity)
 
     # Rows to batches
 
@@ -384,10 +395,16 @@ class OffloadRun:
         if batch.drafted is not None:
             [x] = hidden
             batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]
+            batch.output = Hidden(x.total)
             return
+        if batch.mtp is not None and batch.reads_prompts:
+            assert self._mtp is not None
+            draft, params = self._mtp
+            batch.mtp = read_prompts(draft, params, batch.mtp, batch.pieces, hidden)
         last = None
         for piece, x in zip(batch.pieces, hidden, strict=True):
             last = programs.last_hidden(x, piece.lengths, last)
+        batch.output = last
         scores = programs.head_logits(self.cfg, weights, last)
         new = [piece.lengths for piece in batch.pieces]
         batch.rows = append_token(batch.rows, new, scores, batch.sampling, self.stop_ids)

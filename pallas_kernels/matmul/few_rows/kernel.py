@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,23 @@ def matmul(
     then a pair, with the sum.
     """
     (m, k), n = x.shape, w.shape[0]
+    if isinstance(plan, TilePlan) and plan.m < m:
+        return _in_passes(
+            plan,
+            x,
+            residual,
+            pending,
+            functools.partial(
+                matmul,
+                w=w,
+                bias=bias,
+                out_dtype=out_dtype,
+                gamma=gamma,
+                eps=eps,
+                swiglu=swiglu,
+                activation=activation,
+            ),
+        )
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     is_row = isinstance(plan, RowPlan)
     is_apart = not is_row and plan.apart
@@ -84,6 +103,24 @@ def matmul(
     if is_apart:
         return _sum_of_parts(out, *added)
     return out if pending is None else (out, total)
+
+
+def _in_passes(
+    plan: TilePlan,
+    x: jax.Array,
+    residual: jax.Array | None,
+    pending: jax.Array | None,
+    product: Callable[..., Any],
+) -> Any:
+    """The product of ``plan.m`` rows at a time."""
+    found = []
+    for first in range(0, x.shape[0], plan.m):
+        rows = slice(first, first + plan.m)
+        given = (None if v is None else v[rows] for v in (residual, pending))
+        own = dict(zip(("residual", "pending"), given, strict=True))
+        part = x[rows]
+        found.append(product(part, plan=dataclasses.replace(plan, m=part.shape[0]), **own))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
 def _sum_of_parts(

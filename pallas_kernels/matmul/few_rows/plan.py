@@ -24,16 +24,28 @@ from pallas_kernels.types import HasShape
 
 WARPS = 16
 THREADS = 32 * WARPS
-TOKENS = 16  # at most
+TOKENS = 16  # at a time, at most
+MOST_PASSED = 64
 
 
 def plans(call: MatmulCall) -> list[RowPlan | TilePlan | Reason]:
     """The kernels that have a plan, or why the one for several rows has none."""
-    if call.quantized_x or (call.alone and call.m > TOKENS):
+    if call.quantized_x or (call.alone and call.m > most_tokens()):
         return [Reason("")]
+    if call.m > 8 and not gpu().arch.clusters:
+        # 8 rows at a time need no sums over blocks.
+        return [tile_plan(call), tile_plan(call, at_once=8)]
     one = row_plan(call)
     is_without = isinstance(one, Reason) and one.plan is None
     return [tile_plan(call)] if is_without else [one, tile_plan(call)]
+
+
+def most_tokens() -> int:
+    """Rows of the largest products that are planned here, in passes over w from 17 on.
+
+    Where there is no kernel for many rows, XLA's form of int4 writes the weights as floats first.
+    """
+    return TOKENS if gpu().arch.wgmma else MOST_PASSED
 
 
 # --- one row -------------------------------------------------------------------------------------
@@ -197,6 +209,7 @@ PITCH = 20
 class TilePlan(Predicted):
     """The division of one product among blocks and warps.
 
+    m: rows of x at a time, fewer than there are where no more fit shared memory.
     split: blocks that share K, a cluster; with ``apart``, which is for GPUs without clusters, each
     writes its own sums as float32, and XLA adds these.
     """
@@ -326,7 +339,8 @@ def divide_tiles(
     return None
 
 
-def tile_plan(call: MatmulCall) -> TilePlan | Reason:
+def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
+    """Return the tile kernel's plan, or why it has none; at_once: rows of a pass at most."""
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
@@ -335,8 +349,10 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
         return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4, int8, MXFP4, NVFP4")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")
-    if not 1 <= m <= TOKENS:
-        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {TOKENS}")
+    most = most_tokens() if call.alone else TOKENS
+    if not 1 <= m <= most:
+        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {most}")
+    m = min(m, at_once)
     if n % (32 if call.swiglu else 16):
         return Reason(f"w has N = {n}, not a multiple of {32 if call.swiglu else 16}")
     if call.norm is not None and (
@@ -356,6 +372,10 @@ def tile_plan(call: MatmulCall) -> TilePlan | Reason:
         "pairs": call.swiglu,
         "normed": call.norm is not None,
     }
+    if not gpu().arch.clusters:
+        # Where a call does not fit, fewer rows at a time read w several times.
+        fits = (rows for rows in range(m, 0, -1) if divide_tiles(rows, w, bias=True, **fused))
+        m = next(fits, m)
     whole = divide_tiles(m, w, bias=True, **fused)
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
@@ -427,6 +447,8 @@ def divide_blocks(
         return Reason("weights that are stored differently, and K divided among blocks")
     if any(found.apart for found in plans):
         return Reason("K is divided among blocks that are no cluster")
+    if any(found.m < call.m for found, call in zip(plans, calls, strict=True)):
+        return Reason(f"{calls[0].m} rows need more than shared memory holds")
     if len(plans) > 1:
         main = max(range(len(plans)), key=lambda i: calls[i].n)
         fewest = -(-calls[main].n // 16 // plans[main].per)

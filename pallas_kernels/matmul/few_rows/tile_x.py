@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
@@ -21,7 +22,10 @@ from pallas_kernels.matmul.few_rows.operands import BYTES, FewRowsOperands, add_
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
 
-_IN_FLIGHT = 8  # loads of 16 bytes a lane holds in registers
+
+def in_flight() -> int:
+    """Return how many loads of 16 bytes a lane holds in registers: most in Hopper's code."""
+    return 8 if gpu().arch.wgmma else 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +195,7 @@ class NormedX:
     @property
     def steps(self) -> list[range]:
         """Granules of a lane, by what is loaded together."""
-        steps, each = -(-self.per_token // self.lanes), max(1, _IN_FLIGHT // len(self.tokens))
+        steps, each = -(-self.per_token // self.lanes), max(1, in_flight() // len(self.tokens))
         return [range(start, min(start + each, steps)) for start in range(0, steps, each)]
 
     def begin(self) -> list:

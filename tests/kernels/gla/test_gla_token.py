@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.token import gla_token, plan
 from pallas_kernels.operands import Columns
@@ -106,6 +107,14 @@ def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
     shape, special = CASES[name]
     with emulated(gla_step_mosaic, step_registers):
         check(case(*shape, **special), clamp_min)
+
+
+@newest
+def test_the_portable_kernel_s_code_on_numpy(monkeypatch):
+    """Before Hopper a head's blocks are no cluster, and XLA computes the norm and the gate."""
+    monkeypatch.setenv(TARGET, "sm_80")
+    test_the_kernel_s_code_on_numpy("float16", (64, 4), -0.02, monkeypatch)
+    test_the_kernel_s_code_on_numpy("no-gate", (128, 4), None, monkeypatch)
 
 
 @newest

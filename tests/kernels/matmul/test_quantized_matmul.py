@@ -12,6 +12,7 @@ from pallas_kernels import QTensor, explain, quantized_matmul
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
@@ -22,7 +23,7 @@ from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
-from tests.helpers.few_rows import run_tiles
+from tests.helpers.few_rows import few_rows, run_tiles
 from tests.helpers.matmul_cases import (
     WEIGHTS,
     activations,
@@ -309,6 +310,17 @@ def test_portable_kernel_emulated(name, m, k, monkeypatch):
     plan = planning.tile_plan(MatmulCall.of(x, w, x.dtype, bias=bias))
     assert plan.apart and plan.split > 1
     check(run_tiles(x, w, bias, dtype), product(x, w, bias), "bfloat16")
+
+
+@pytest.mark.parametrize("target, m, k", [("sm_80", 4, 18944), ("sm_120", 20, 2048)])
+def test_rows_beyond_a_block_s_are_passes_emulated(target, m, k, monkeypatch):
+    monkeypatch.setenv(TARGET, target)
+    w, x = weights("w4-g128-zero", 32, k, jnp.bfloat16), activations((m, k), jnp.bfloat16)
+    plan = planning.tile_plan(MatmulCall.of(x, w, x.dtype))
+    assert plan.m < m
+    with few_rows():
+        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=plan)
+    check(out, product(x, w), "bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
-from jaxllama.model.param import Grouped, Param, Path, TensorSource, one, rows, written
+from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, one, rows
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
@@ -28,20 +28,28 @@ class DeltaNames:
 
     inputs, gates, conv: the tensors of q|k|v|output gate, of beta|decay and of the convolutions,
     each with the number of these parts that it holds.
-    grouped: the tensors of ``inputs`` and ``gates`` hold the parts of each key head together.
+    grouped: the tensors that hold the parts of each key head together.
     low_rank: the names of decay and output gate, two tensors each.
     rate: A_log's shape, -1 for the heads.
+    tiled: the value heads are counted across the key heads first.
+    flat_conv: the convolutions are a matrix.
+    is_rate: the tensor of A_log has -exp(A_log).
     """
 
     mixer: str = "linear_attn."
     inputs: tuple[tuple[str, int], ...] = (("in_proj_qkv", 3), ("in_proj_z", 1))
     gates: tuple[tuple[str, int], ...] = (("in_proj_b", 1), ("in_proj_a", 1))
     conv: tuple[tuple[str, int], ...] = (("conv1d", 3),)
-    grouped: bool = False
+    grouped: tuple[str, ...] = ()
     low_rank: tuple[tuple[str, str], ...] = ()
     rate: tuple[int, ...] = (-1,)
     norm: str = "norm"
     o: str = "out_proj"
+    a_log: str = "A_log"
+    dt_bias: str = "dt_bias"
+    tiled: bool = False
+    flat_conv: bool = False
+    is_rate: bool = False
 
 
 FLA = DeltaNames(
@@ -64,25 +72,37 @@ def table(
     assert delta is not None
     prefix, d, rank = f"{layer}{own.mixer}", cfg.d_model, delta.d_v
     k, v, heads = delta.n_k_heads * delta.d_k, delta.n_heads * delta.d_v, delta.n_heads
+    groups, per_group = delta.n_k_heads, heads // delta.n_k_heads
 
-    def fused(tensors: Sequence[tuple[str, int]], sizes: Sequence[int], *rest: int) -> Param:
+    def tiled(width: int, first: int = 0) -> Tiled | None:
+        """Return the order of the value heads, of ``width`` rows each, behind ``first`` rows."""
+        is_moved = own.tiled and width > 0 and min(groups, per_group) > 1
+        return Tiled(groups, per_group, width, first) if is_moved else None
+
+    def fused(
+        tensors: Sequence[tuple[str, int]], sizes: Sequence[tuple[int, int]], *rest: int
+    ) -> Param:
+        """sizes: of each part, its rows and those of a value head; 0 for parts of key heads."""
         parts, at = [], 0
         for name, count in tensors:
-            one, at = tuple(sizes[at : at + count]), at + count
-            if one:
-                groups = delta.n_k_heads
-                turned = Grouped(groups, tuple(n // groups for n in one)) if own.grouped else None
-                turned = turned if rest == (d,) else None
+            held, at = sizes[at : at + count], at + count
+            if held:
+                one = [n for n, _ in held]
+                turned: Grouped | Tiled | None = tiled(held[-1][1], sum(one[:-1]))
+                if name in own.grouped:
+                    turned = Grouped(groups, tuple(n // groups for n in one))
                 parts.append(
                     TensorSource(f"{prefix}{name}.weight", (sum(one), *rest), turned=turned)
                 )
         return rows(parts)
 
-    full = delta.gate == "full"
-    table = {("qkvz", "weight"): fused(own.inputs, (k, k, v, v) if full else (k, k, v), d)}
-    table["ba", "weight"] = fused(own.gates, (heads,) * (1 + (delta.decay == "head")), d)
+    key, value = (k, 0), (v, delta.d_v)
+    inputs = (key, key, value, value) if delta.gate == "full" else (key, key, value)
+    table = {("qkvz", "weight"): fused(own.inputs, inputs, d)}
+    table["ba", "weight"] = fused(own.gates, ((heads, 1),) * (1 + (delta.decay == "head")), d)
     if delta.conv_size:
-        conv = fused(own.conv, (k, k, v), 1, delta.conv_size)
+        between = () if own.flat_conv else (1,)
+        conv = fused(own.conv, (key, key, value), *between, delta.conv_size)
         # The checkpoint's [features, 1, W] is the same memory.
         table["conv", "weight"] = dataclasses.replace(
             conv, shape=(2 * k + v, delta.conv_size), std=delta.conv_size**-0.5
@@ -100,11 +120,17 @@ def table(
                 table["g_1", "bias"] = one(f"{second}.bias", width, std=0.0)
     if delta.decay != "none":
         n_rates = heads * delta.d_k if delta.decay == "channel" else heads
-        rate = TensorSource(f"{prefix}A_log", tuple(heads if n < 0 else n for n in own.rate))
+        shape = tuple(heads if n < 0 else n for n in own.rate)
+        rate = TensorSource(f"{prefix}{own.a_log}", shape, turned=tiled(1), is_rate=own.is_rate)
         table["decay", "a_log"] = Param((rate,), (heads,), mean=2.0, std=0.5)
-        table["decay", "dt_bias"] = one(f"{prefix}dt_bias", n_rates, mean=-4.6, std=1.0)
+        order = {"turned": tiled(1)} if n_rates == heads else {}
+        table["decay", "dt_bias"] = one(
+            f"{prefix}{own.dt_bias}", n_rates, fold=order, mean=-4.6, std=1.0
+        )
     table["o_norm", "weight"] = one(f"{prefix}{own.norm}.weight", delta.d_v, mean=1.0, std=0.0)
-    return table | written("o", f"{prefix}{own.o}", d, v, False)
+    fold = {"columns": tiled(delta.d_v)}
+    table["o", "weight"] = one(f"{prefix}{own.o}.weight", d, v, fold=fold)
+    return table
 
 
 def heads(cfg: ModelConfig) -> int:

@@ -1,0 +1,186 @@
+"""MTPDraft: the checkpoint's own head proposes the next tokens (``model.mtp``).
+
+The head reads each token with the hidden state of the token before it.  The prefill and each pass
+over the model therefore hand out their hidden states, and the head reads them at once, also while
+no row drafts: its cache is always as long as the model's.  Between passes a row keeps one hidden
+state, from which its next draft begins.
+
+Reading costs one layer a pass.  A proposal of k tokens costs k heads and k - 1 layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import DraftContext, Drafted
+from jaxllama.decoding.rows import Rows
+from jaxllama.decoding.sampling import History
+from jaxllama.decoding.turn import Inputs, Pass
+from jaxllama.model import decoder, mtp
+from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.records import Hidden
+from jaxllama.parallel.mesh import mesh_of
+from jaxllama.typing import Params, Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPState:
+    """The head's state of B rows.
+
+    cache: of one layer.  last: the head's hidden state ``[B, D]`` for each row's newest token.
+    is_known: bool ``[B]``: whether ``last`` is.  Rows for which it is not propose nothing.
+    """
+
+    cache: Cache
+    last: Hidden
+    is_known: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPDraft:
+    """Proposes the tokens that the head of the model with this config samples with the same keys.
+
+    Its parameters are the model's.
+    """
+
+    cfg: ModelConfig
+    reads_hidden: ClassVar[bool] = True
+
+    def begin(self, params: Params, batch: int, capacity: int) -> MTPState:
+        """The state of ``batch`` rows before their prompts."""
+        dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
+        cache = init_cache(self.cfg.mtp_config(), batch, capacity, dtype, mesh=mesh)
+        last = Hidden(jnp.zeros((batch, self.cfg.d_model), dtype))
+        return MTPState(cache, last, jnp.zeros((batch,), bool))
+
+    def read_prompt(
+        self,
+        params: Params,
+        state: MTPState,
+        following: jax.Array,
+        hidden: Hidden,
+        lengths: jax.Array,
+        *,
+        fresh: bool = False,
+    ) -> MTPState:
+        """Read a part of a prompt.
+
+        hidden ``[B, T, D]``: the model's for its tokens, of which ``lengths[B]`` count.
+        following: int32 ``[B, T]``: the token after each of them.
+        """
+        cache = self.fill(params, state.cache, following, hidden, lengths, fresh=fresh)
+        return dataclasses.replace(state, cache=cache)
+
+    def fill(
+        self,
+        params: Params,
+        cache: Cache,
+        following: jax.Array,
+        hidden: Hidden,
+        lengths: jax.Array,
+        *,
+        fresh: bool,
+    ) -> Cache:
+        """Return the head's cache with a part of a prompt, as ``read_prompt`` takes it."""
+        params = mtp.head_params(params)
+        return mtp.forward(
+            self.cfg,
+            params,
+            following,
+            _apart(hidden),
+            lengths,
+            cache,
+            is_prompt=True,
+            fresh=fresh,
+        )[1]
+
+    def read(
+        self,
+        params: Params,
+        state: MTPState,
+        following: jax.Array,
+        hidden: Hidden,
+        new: jax.Array,
+    ) -> MTPState:
+        """Read the tokens of a pass, whose cache has kept ``new[B]``; as ``read_prompt``."""
+        params = mtp.head_params(params)
+        read, cache = mtp.forward(self.cfg, params, following, _apart(hidden), new, state.cache)
+        return MTPState(cache, read.last(new, state.last), state.is_known | (new > 0))
+
+    def begin_answer(
+        self, params: Params, rows: Rows, state: MTPState, last: Hidden, lengths: jax.Array
+    ) -> Rows:
+        """Return the rows after the head has read their first tokens.
+
+        last: ``[B, D]``: the model's hidden state for the last token of each prompt, of which a row
+        without one has length 0.
+        """
+        live, newest = (lengths > 0).astype(jnp.int32), rows.fields.newest[:, None]
+        state = self.read(params, state, newest, Hidden(last.x[:, None]), live)
+        return dataclasses.replace(rows, kept=state)
+
+    def observe(self, params: Params, rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
+        """Read what a turn has added to ``rows``, whose ``text`` has the new tokens already."""
+        assert rows.text is not None and passed.hidden is not None
+        before = inputs.fields.length
+        place = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
+        index = jnp.minimum(before[:, None] + 1 + place, rows.text.shape[1] - 1)
+        following = jnp.take_along_axis(rows.text, index, axis=1)
+        new = rows.fields.length - before
+        return dataclasses.replace(
+            rows, kept=self.read(params, rows.kept, following, passed.hidden, new)
+        )
+
+    def propose(self, params: Params, kept: MTPState, ask: DraftContext) -> Drafted:
+        """Draft ``ask.wanted`` tokens for each row; if no row wants any, the head does not run."""
+        params = mtp.head_params(params)
+        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
+        wanted = jnp.where(kept.is_known, ask.wanted, 0)
+        most = jnp.max(wanted)
+
+        def drafted(
+            tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
+        ) -> tuple[jax.Array, History | None]:
+            scores = mtp.logits(self.cfg, params, hidden)
+            token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
+            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
+            return tokens, None if history is None else history.add(token)
+
+        def one_more(carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
+            index, tokens, cache, hidden, history = carry
+            newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
+            goes_on = (index < wanted).astype(jnp.int32)
+            before = Hidden(hidden.x[:, None])
+            read, cache = mtp.forward(self.cfg, params, newest, before, goes_on, cache, is_own=True)
+            hidden = read[:, 0]
+            tokens, history = drafted(tokens, index, hidden, history)
+            return index + 1, tokens, cache, hidden, history
+
+        def proposed(carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
+            tokens, history = drafted(none, jnp.int32(0), kept.last, ask.history)
+            first = jnp.int32(1), tokens, carry[1], kept.last, history
+            _, tokens, cache, _, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, first)
+            return tokens, cache, jnp.bool_(False)
+
+        # A loop of at most one iteration, because lax.cond would copy the cache.
+        carry = none, kept.cache, most > 0
+        tokens, cache, _ = lax.while_loop(lambda carry: carry[2], proposed, carry)
+        # Entries past the length are never read.
+        cache = Cache(cache.layers, kept.cache.lengths, kept.cache.table)
+        return Drafted(tokens, wanted, dataclasses.replace(kept, cache=cache))
+
+
+def _apart(hidden: Hidden) -> Hidden:
+    """Return the states behind a border for the compiler.
+
+    Otherwise it shares their norm between the model and the head, and the model's logits would be
+    rounded otherwise than without the head.
+    """
+    return Hidden(lax.optimization_barrier(hidden.x))

@@ -1,0 +1,96 @@
+"""GGUF files of Qwen3.5: llama.cpp's changes are undone, and a model may be in several files.
+
+llama.cpp's converter does not run here.  ``gguf_cases`` writes files by its rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+import jaxllama as jl
+from jaxllama.checkpoints.gguf.load import load_params, read_config
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.gguf_cases import write_gguf
+from tests.helpers.mtp_cases import CONFIG
+from tests.helpers.seeded import seeded_params
+
+is_packed = lambda leaf: isinstance(leaf, QTensor)  # noqa: E731
+
+
+def config(d_v: int = 32, **changes) -> ModelConfig:
+    delta = dataclasses.replace(CONFIG.delta, n_heads=6, n_k_heads=2, d_k=32, d_v=d_v)
+    changes = {"eos_token_ids": (), **changes}
+    return CONFIG.replace(vocab_size=64, d_ff=64, head_dim=32, delta=delta, **changes)
+
+
+def written(cfg: ModelConfig, folder: Path, name: str = "model.gguf", **options) -> Path:
+    directory = folder / "directory"
+    if not directory.exists():
+        hf.save(directory, cfg, seeded_params(cfg, 3))
+    write_gguf(folder / name, directory, **options)
+    return directory
+
+
+@pytest.mark.parametrize("mtp_layers", [1, 0])
+def test_a_file_is_the_model_of_its_directory(mtp_layers, tmp_path) -> None:
+    """Three value heads of each key head, a head for drafts or none.  A_log is a logarithm of the
+    file's number, so it differs by a rounding."""
+    directory = written(config(mtp_layers=mtp_layers), tmp_path)
+    want_cfg, want = hf.load(directory)
+    cfg = read_config(tmp_path / "model.gguf")
+    assert cfg.replace(name=want_cfg.name) == want_cfg and cfg.mtp_layers == mtp_layers
+    got = load_params(tmp_path / "model.gguf", cfg, np.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (1, 12)))
+    lengths = jnp.asarray([12])
+    scores = [jl.logits(cfg, params, tokens, lengths) for params in (got, want)]
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("d_v", [32, 16])
+def test_kept_codes_have_our_order_of_columns(d_v, tmp_path) -> None:
+    """A group of 32 columns is one head of 32, or two of 16 that come from different places."""
+    written(config(d_v), tmp_path, kind=Type.Q8_0)
+    cfg = read_config(tmp_path / "model.gguf")
+    dense = load_params(tmp_path / "model.gguf", cfg, np.float32)
+    kept = load_params(tmp_path / "model.gguf", cfg, np.float32, keep_quantized=True)
+    out = kept["layer_0"]["mixer"]["o"]["weight"]
+    assert is_packed(out) and (out.columns is None) == (d_v == 32)
+    assert is_packed(kept["layer_0"]["mixer"]["qkvz"]["weight"])
+    floats = jax.tree.map(lambda w: dequantize(w) if is_packed(w) else w, kept, is_leaf=is_packed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), floats, dense)
+
+
+def test_a_split_model_is_the_model_of_one_file(tmp_path) -> None:
+    """By its first file; the others are checked, and say what is missing."""
+    written(config(), tmp_path)
+    written(config(), tmp_path, "part.gguf", split=12)
+    parts = sorted(tmp_path.glob("part-*.gguf"))
+    assert len(parts) > 2 and parts[0].name == f"part-00001-of-{len(parts):05d}.gguf"
+    cfg = read_config(parts[0])
+    assert cfg.replace(name="model") == read_config(tmp_path / "model.gguf")
+    assert cfg.name == "part"
+    got, want = (load_params(path, cfg, np.float32) for path in (parts[0], tmp_path / "model.gguf"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(JaxLlamaError, match="split.no: 1 is not 0; name the first file"):
+        read_config(parts[1])
+    shutil.copy(parts[2], parts[1])
+    with pytest.raises(JaxLlamaError, match=f"{parts[1].name}: GGUF split.no: 2 is not 1"):
+        read_config(parts[0])
+    parts[1].unlink()
+    with pytest.raises(JaxLlamaError, match=f"{parts[1].name}: No such file"):
+        read_config(parts[0])
+    parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(JaxLlamaError, match="the name does not end with -00001-of-"):
+        read_config(tmp_path / "renamed.gguf")

@@ -1,0 +1,46 @@
+"""An offloaded model whose checkpoint's own head drafts: the resident model's tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from tests.helpers.cases import slow
+from tests.helpers.mtp_cases import CONFIG, often_right
+
+NEW = 20
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "0 40 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2",
+        *slow(
+            "0 100 100 0 0 100 gpu_batch_size=4 sep_layer=true",
+            "100 0 100 0 100 0 gpu_batch_size=2 overlap=false",
+        ),
+    ],
+)
+def test_the_head_s_drafts_change_no_tokens(policy, tmp_path):
+    """Three rows in two batches; their prompts pass in chunks, and half of the proposals is right
+    or more."""
+    cfg = CONFIG.replace(eos_token_ids=())
+    lm = LanguageModel(cfg, often_right(cfg), None)
+    place = Placement(Policy.parse(policy), "float32", directory=tmp_path)
+    off = place.model(cfg, place.tree(often_right(cfg)), None)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 256, length).tolist() for length in (1, 9, 19)]
+    samplings = [Sampling(), Sampling(temperature=0.8), Sampling(repetition_penalty=1.2)]
+    want = lm.generate(prompts, NEW, samplings, seed=3)
+    got = off.generate(prompts, NEW, samplings, seed=3, chunk=8, draft="mtp", draft_tokens=3)
+    assert [out.tokens for out in got] == [out.tokens for out in want]
+    for out, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-4)
+    drafted, accepted = (sum(getattr(one, key) for one in got) for key in ("drafted", "accepted"))
+    resident = lm.generate(prompts, NEW, samplings, seed=3, draft="mtp", draft_tokens=3)
+    assert drafted // 3 < accepted < drafted
+    assert [out.accepted for out in got] == [out.accepted for out in resident]
