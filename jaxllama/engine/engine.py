@@ -6,8 +6,8 @@
     engine.drain(); engine.stop()
 
 Without a thread, call ``submit`` and then ``step`` until it returns False. A step takes the
-submitted requests, ends those that are overdue or cancelled, lets the scheduler plan, hands the
-plan to the runner (admit, fill, decode), and reads the tokens of the step before.
+submitted requests and ends those that are overdue or cancelled. The scheduler then plans, and the
+runner executes the plan (admit, fill, decode). Last, the step reads the tokens of the step before.
 
 Contract. A request gets the tokens of ``lm.generate`` for this request alone, whatever else runs
 and in whatever order. On a CPU with weights in the handlers' layout they are the same bits.
