@@ -7,7 +7,7 @@ import argparse
 from jaxllama.cli import common
 from jaxllama.cli.domains import Parser, new_folder
 
-FORMATS = ("floats", "native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
+FORMATS = ("floats", "native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 
 HELP = "Write a model as a Hugging Face directory, with its tokenizer."
 

@@ -8,7 +8,7 @@ from jaxllama.cli import common
 from jaxllama.cli.domains import Number, OutFile, Parser, new_folder, refusing, text_input
 
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
-FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
+FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 
 HELP = "Make a quantized checkpoint, calibrated on text."
 

@@ -46,6 +46,7 @@ class Names:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     o: str = "o_proj"
+    sinks: str = "sinks"
     down: str = "down_proj"
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()

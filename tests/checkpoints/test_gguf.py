@@ -491,7 +491,10 @@ def test_config_keys(
     ("tiny", "message"),
     [
         (Tiny(arch="gpt2"), "general.architecture: 'gpt2' is not supported"),
-        (Tiny(keys={"llama.expert_count": 8}), "llama.expert_count: mixtures"),
+        (
+            Tiny(arch="qwen2", keys={"qwen2.expert_count": 8}),
+            "qwen2.expert_count: a mixture of experts, which is not supported",
+        ),
         (Tiny(keys={"split.count": 2}), "split.count"),
         (Tiny(keys={"llama.block_count": 4_000_000_000}), "llama.block_count: 4000000000 layers"),
         (Tiny(keys={"llama.attention.head_count": 0}), "llama.attention.head_count: 0"),

@@ -37,8 +37,13 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "cohere2": "cohere2",
     "qwen3_5_text": "qwen35",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
 }
-_PERMUTED = ("llama", "mistral", "ministral", "smollm3", "granite")
+_PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", "granite")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -70,9 +75,29 @@ _NAMES = {
     "mtp.pre_fc_norm_embedding": "nextn.enorm",
     "mtp.pre_fc_norm_hidden": "nextn.hnorm",
     "mtp.norm": "nextn.shared_head_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_LAYER = r"model\.layers\.(\d+)\."
+_EXPERT = re.compile(_LAYER + r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_GPT_OSS = re.compile(_LAYER + r"mlp\.experts\.(gate_up|down)_proj(_bias)?")
+_SINKS = re.compile(_LAYER + r"self_attn\.sinks")
+_PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
-_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "seed_oss", "qwen3_5_text")
+_BEHIND = (
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "seed_oss",
+    "qwen3_5_text",
+    "gpt_oss",
+)
 _KEYS = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -90,6 +115,11 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -129,9 +159,13 @@ def write_gguf(
         }[type(value)]
         add(key, value)
     tensors = load_file(directory / "model.safetensors")
-    for name, value in tensors.items():
-        name, value = _tensor(name, value, config)
-        if kind is None or value.ndim == 1 or value.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
+    own = _of_gpt_oss(tensors)
+    for name, value in {**_stacked(tensors), **own}.items():
+        if not name.startswith("blk."):
+            name, value = _tensor(name, value, config)
+        value = value.squeeze()
+        is_weight = value.ndim > 1 and name.endswith(".weight")
+        if kind is None or not is_weight or value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(name, value)
         else:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
@@ -144,6 +178,40 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with those of single experts as one of all under GGUF's name."""
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, value in tensors.items():
+        if (one := _EXPERT.fullmatch(name)) is None:
+            found[name] = value
+            continue
+        part = _PARTS.get(one[3], one[3].removesuffix("_proj"))
+        experts.setdefault(f"blk.{one[1]}.ffn_{part}_exps.weight", {})[int(one[2])] = value
+    return found | {
+        name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()
+    }
+
+
+def _of_gpt_oss(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss's experts and sinks under GGUF's names, taken out of ``tensors``: gate and up apart,
+    as [E, out, in]."""
+    found: dict[str, np.ndarray] = {}
+    for name in [*tensors]:
+        if sinks := _SINKS.fullmatch(name):
+            found[f"blk.{sinks[1]}.attn_sinks.weight"] = tensors.pop(name)
+        if (one := _GPT_OSS.fullmatch(name)) is None:
+            continue
+        value, leaf = tensors.pop(name), "bias" if one[3] else "weight"
+        value = value if one[3] else value.swapaxes(1, 2)
+        parts = {"down": value}
+        if one[2] == "gate_up":
+            parts = {"gate": value[:, 0::2], "up": value[:, 1::2]}
+        for part, own in parts.items():
+            found[f"blk.{one[1]}.ffn_{part}_exps.{leaf}"] = np.ascontiguousarray(own)
+    return found
 
 
 def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Mixtures of experts with options drawn at random, beside transformers live.
 
 Bound: 1e-4 of the largest logit in float32; 64 greedy tokens are the same.  A draw whose answer
-has two nearly equal best logits, or a token two nearly equal experts, is drawn again: there the
-order of additions decides.
+has two nearly equal best logits is drawn again: there the order of additions decides.
 """
 
 from __future__ import annotations
@@ -177,6 +176,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
 }
 
+DIVIDED = ("olmoe", "qwen2_moe", "granitemoe")  # transformers' classes know no other head's width
+
 
 def drawn(family: str, seed: int) -> ModelConfig:
     """The config of a draw of the family's options."""
@@ -185,6 +186,8 @@ def drawn(family: str, seed: int) -> ModelConfig:
     config = {key: draw.choice(values) for key, values in options.items()}
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = 1
+    if family in DIVIDED:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config_from_hf({"model_type": family, **config}, "tiny")
 
 
@@ -218,13 +221,6 @@ def check(family: str, seed: int, folder) -> None:
     got = np.asarray(jl.logits(cfg, jax.device_put(params), whole, lengths))
     assert np.abs(got - want).max() <= BOUND * np.abs(want).max()
     assert got[:, PROMPT - 1 : -1].argmax(-1).tolist() == whole[:, PROMPT:].tolist()
-
-
-@pytest.mark.parametrize(
-    "family", ["gpt_oss", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES)]
-)
-def test_a_drawn_model(family, tmp_path):
-    check(family, 0, tmp_path)
 
 
 @pytest.mark.slow

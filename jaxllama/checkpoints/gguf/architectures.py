@@ -20,8 +20,10 @@ class Architecture:
     family: the family whose config.json the metadata describes. windowed: the family of files with
     a sliding window, None if there are none. interleaved: whether RoPE rotates features 2i and 2i +
     1 of the stored q and k. keys: further metadata -> the key of config.json. more: (sizes) -> keys
-    that the file does not have. mlp_norm: name of the norm before the feed-forward. has_mtp:
-    whether the file may have a head for multi-token prediction behind its layers.
+    that the file does not have. mixture: the family of files with experts, None if there are none.
+    experts: their metadata -> the key of config.json. mlp_norm: name of the norm before the
+    feed-forward. has_mtp: whether the file may have a head for multi-token prediction behind its
+    layers.
     """
 
     family: str
@@ -31,6 +33,8 @@ class Architecture:
     more: Callable[[JsonMapping], JsonObject] | None = None
     mlp_norm: str = "ffn_norm"
     has_mtp: bool = False
+    mixture: str | None = None
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
@@ -44,12 +48,39 @@ def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
     return more
 
 
+_LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_COUNTED = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_WIDE = {**_COUNTED, "expert_feed_forward_length": "moe_intermediate_size"}
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", windowed="mistral", interleaved=True),
+    "llama": Architecture(
+        "llama", windowed="mistral", interleaved=True, mixture="mixtral", experts=_LOCAL
+    ),
     "qwen2": Architecture("qwen2", windowed="qwen2"),
     "qwen3": Architecture("qwen3", windowed="qwen3"),
+    "olmoe": Architecture("olmoe", mixture="olmoe", experts=_COUNTED),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        mixture="qwen2_moe",
+        experts={
+            **_WIDE,
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        mixture="qwen3_moe",
+        experts=_WIDE,
+        more=lambda sizes: {"norm_topk_prob": True},
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        windowed="gpt_oss",
+        mixture="gpt_oss",
+        experts={**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
+        mlp_norm="post_attention_norm",
+    ),
     "phi3": Architecture("phi3", windowed="phi3"),
     "internlm2": Architecture("llama", interleaved=True),
     "smollm3": Architecture("smollm3", interleaved=True),

@@ -2,7 +2,7 @@
 
 ``read_config(path)`` is the whole interface. Source: the GGUF specification's keys and llama.cpp's
 conversion rules. Every key of the architecture is read, known to have no effect, or an error that
-names it. Errors too: architectures that are not in ``gguf.architectures``, mixtures of experts,
+names it. Errors too: architectures that are not in ``gguf.architectures``, other mixtures,
 sizes that differ between layers.
 """
 
@@ -104,9 +104,10 @@ def _config(file: GGUFFile) -> ModelConfig:
             "general.architecture",
             f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
         )
-    if file.integer(f"{name}.expert_count", 0):
-        raise file.error(f"{name}.expert_count", "mixtures of experts are not supported")
     arch = ARCHITECTURES[name]
+    has_experts = file.integer(f"{name}.expert_count", 0) > 0
+    if has_experts and arch.mixture is None:
+        raise file.error(f"{name}.expert_count", "a mixture of experts, which is not supported")
     _check_keys(file, name, arch)
     sizes = _sizes(file, name)
     mtp_layers = _mtp_layers(file, name, arch)
@@ -115,6 +116,8 @@ def _config(file: GGUFFile) -> ModelConfig:
     if name == "cohere2" and not window:  # the window also decides which layers have positions
         raise file.error(f"{name}.attention.sliding_window", f"{window} is not a window")
     kind = arch.windowed if window and arch.windowed else arch.family
+    if has_experts and arch.mixture is not None:
+        kind = arch.mixture
     config = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
@@ -123,11 +126,16 @@ def _config(file: GGUFFile) -> ModelConfig:
             config[theirs] = file.number(key) if file.is_float(key) else file.integer(key)
     if arch.family == "qwen3_5_text":
         config |= _delta_heads(file, name, config)
+    if has_experts:
+        found = {theirs: f"{name}.{key}" for key, theirs in arch.experts.items()}
+        config |= {theirs: file.integer(key) for theirs, key in found.items() if key in file}
     if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= _rope(file, name, kind, sizes)
+    if name == "gpt-oss" and "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False  # as the model has it, which no key says
     try:
         cfg = config_from_hf(config, file.string("general.name", file.stem))
     except JaxLlamaError as error:
@@ -165,7 +173,15 @@ def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
     """Check all keys, so that none is ignored silently."""
     rope = [f"rope.scaling.{key}" for key in _ROPE_KEYS]
     window = _WINDOW_KEYS if arch.windowed else ()
-    known = {*_KEYS, *window, *arch.keys, *rope, *_INERT, "nextn_predict_layers"}
+    known = {
+        *_KEYS,
+        *window,
+        *arch.keys,
+        *arch.experts,
+        *rope,
+        *_INERT,
+        "nextn_predict_layers",
+    }
     for key in file.keys:
         prefix, _, rest = key.partition(".")
         if prefix != name or rest in known:

@@ -98,7 +98,7 @@ class GGUFFile:
 
     def __init__(self, path: str | Path, part: int = 0):
         self.path = Path(path)
-        self._parts = [self]
+        self._parts: list[GGUFFile] = [self]
         try:
             with open(self.path, "rb") as file:
                 self.size = file.seek(0, 2)

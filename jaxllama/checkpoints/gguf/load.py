@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -36,6 +37,7 @@ from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.delta.parameters import DeltaNames
 from jaxllama.model.names import MTPNames, Names
 from jaxllama.model.param import Param, TensorSource, Tiled
@@ -66,6 +68,17 @@ _NAMES = Names(
     gate_up=("gate", "up"),
     o="output",
     down="down",
+    sinks="sinks.weight",
+)
+_EXPERTS = ExpertNames(
+    "ffn_",
+    router="gate_inp",
+    gate_up=("gate_exps", "up_exps"),
+    down="down_exps",
+    is_apart=True,
+    shared="",
+    shared_parts=("gate_shexp", "up_shexp", "down_shexp"),
+    shared_gate="gate_inp_shexp",
 )
 # llama.cpp's conversion counts value heads across the key heads first, and stores -exp(A_log).
 _DELTA = DeltaNames(
@@ -146,10 +159,16 @@ def load_params(
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
                 is_kept = keep_quantized and any(info.type in KEPT for info in infos)
-                value = _read_laid_out(file, spec.sources) if is_kept and laid_out else None
+                value = None
+                if rooms[-1].startswith("experts_"):
+                    value = _read_experts(file, spec, dtype, is_kept)
+                elif is_kept and laid_out:
+                    value = _read_laid_out(file, spec.sources)
                 if value is None:
                     read = _read_quantized if is_kept else _read_dense
                     value = read(file, spec.sources, dtype)
+                if isinstance(value, np.ndarray):
+                    value = value.reshape(spec.shape)
                 room[name] = value if place is None else place((*rooms, name), value)
                 del value  # before the next parameter is read
                 for info in infos:
@@ -177,7 +196,7 @@ def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
         mlp_norm=arch.mlp_norm,
         qkv=qkv,
         gate_up=gate_up,
-        mixers={"delta": _DELTA},
+        mixers={"delta": _DELTA, "experts": _EXPERTS},
         mtp=MTPNames(
             layer=nextn,
             embed_norm=f"{nextn}.nextn.enorm",
@@ -206,7 +225,8 @@ def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
                 f"tensor {name!r}",
                 f"shape {list(info.shape)}, but the config wants {list(source.shape)}",
             )
-        kinds = READABLE if len(source.shape) == 2 else FLOATS
+        is_weight = name.endswith(".weight") and len(source.shape) > 1
+        kinds = READABLE if is_weight else FLOATS
         if info.type not in kinds:
             known = ", ".join(kind.name for kind in kinds)
             raise file.error(f"tensor {name!r}", f"type {info.type.name} is not one of {known}")
@@ -252,6 +272,28 @@ def _read_dense(file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype
         if source.columns is not None:
             target[...] = target[:, source.columns.rows()]
     return out
+
+
+def _read_experts(
+    file: GGUFFile, spec: Param, dtype: np.dtype, is_kept: bool
+) -> QTensor | np.ndarray:
+    """Return the matrices (or biases) of all experts, of which a file has gate and up apart.
+
+    They are floats if ``is_kept`` is False, or if the two are of different types.
+    """
+    kinds = {file.tensors[source.name].type for source in spec.sources}
+    read = _read_quantized if is_kept and len(kinds) == 1 else _read_dense
+
+    def stacked(x: np.ndarray) -> np.ndarray:
+        middle = (-1,) if len(spec.shape) > 2 else ()
+        return x.reshape(spec.shape[0], *middle, x.shape[-1])
+
+    parts = []
+    for source in spec.sources:
+        rows = source.size // source.shape[-1], source.shape[-1]
+        part = read(file, [dataclasses.replace(source, shape=rows)], dtype)
+        parts.append(jax.tree.map(stacked, part))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts)
 
 
 def _warn(file: GGUFFile, source: TensorSource) -> None:

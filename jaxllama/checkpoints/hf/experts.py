@@ -131,12 +131,15 @@ class IntervalMixture:
 
     keys: tuple[str, ...] = (
         "moe_num_experts",
+        "num_experts",
         "moe_k",
+        "num_experts_per_tok",
         "moe_num_shared_experts",
         "moe_intermediate_size",
         "moe_layer_interval",
         "moe_layer_start_index",
         "moe_layer_end_index",
+        "moe_norm_min",  # a least sum of weights, which no sum falls below
         *_TRAINING,
     )
 
@@ -151,8 +154,8 @@ class IntervalMixture:
             return {"experts": None}
         width = read.size("moe_intermediate_size", 1536)
         experts = ExpertsConfig(
-            n_experts=read.size("moe_num_experts", 64),
-            n_active=read.size("moe_k", 6),
+            n_experts=read.size("moe_num_experts", read.size("num_experts", 64)),
+            n_active=read.size("moe_k", read.size("num_experts_per_tok", 6)),
             d_ff=width,
             choice_bias=True,
             shared=width * read.natural("moe_num_shared_experts", 2),

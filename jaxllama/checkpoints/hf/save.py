@@ -96,7 +96,7 @@ def save(
     JaxLlamaError
         Naming the path, the option that HF has no key for, or the quantized weight.
     """
-    units = [_unit(spec, value) for spec, value in _leaves(cfg, params)]
+    units = [floats_unit(spec, value) for spec, value in _leaves(cfg, params)]
     dtype = np.dtype(params["embed"]["weight"].dtype)
     config = config_to_hf(cfg, dtype.name)
     documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
@@ -188,7 +188,7 @@ def flatten(tree: Params, at: tensors.Path = ()) -> dict[tensors.Path, Tree]:
     return result
 
 
-def _unit(spec: Param, value: Tree) -> SaveUnit:
+def floats_unit(spec: Param, value: Tree) -> SaveUnit:
     """Return the checkpoint's tensors of a parameter, which comes to the host once and is split."""
     dtype = np.dtype(value.dtype)
 

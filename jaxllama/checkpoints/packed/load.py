@@ -5,7 +5,8 @@
 
 ``hf.load`` calls ``plan`` with config.json. Its ``quantization_config`` names the method, and each
 method is one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``),
-FP8 (``fp8``), ModelOpt (``float4``) and jaxllama's own (``native``). A Linear's tensors show
+FP8 (``fp8``), ModelOpt (``float4``), gpt-oss's MXFP4 (``mxfp4``) and jaxllama's own (``native``). A
+Linear's tensors show
 whether it is quantized; for compressed-tensors the config does. The rows of a fused parameter (qkv,
 gate_up) are its members' rows, one after the other. Members that are stored differently (other
 groups, bits or column orders, or floats) become ``RowBlocks``.
@@ -33,6 +34,7 @@ from jaxllama.checkpoints.packed import compressed as packed_compressed
 from jaxllama.checkpoints.packed import float4 as packed_float4
 from jaxllama.checkpoints.packed import fp8 as packed_fp8
 from jaxllama.checkpoints.packed import gptq as packed_gptq
+from jaxllama.checkpoints.packed import mxfp4 as packed_mxfp4
 from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.module import (
     Floats,
@@ -53,7 +55,7 @@ from jaxllama.typing import JsonMapping, JsonObject, Params, ParamsDict
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
-FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
+FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 _READERS: dict[str, Callable[[JsonObject], Reader]] = {
     "awq": packed_awq.reader,
     "gptq": packed_gptq.reader,
@@ -61,7 +63,7 @@ _READERS: dict[str, Callable[[JsonObject], Reader]] = {
     "fp8": packed_fp8.reader,
     "modelopt": packed_float4.modelopt_reader,
 }
-_NATIVE = "jaxllama"
+_NATIVE, _MXFP4 = "jaxllama", "mxfp4"
 KEYS = ("quantization_config", "compression_config")  # keys of config.json
 OTHER_FILE = "hf_quant_config.json"  # of ModelOpt, whose config.json may have no such key
 
@@ -84,6 +86,8 @@ def plan(
         method, options = _method(config, key)
         if method == _NATIVE:
             return packed_native.plan(options, table, files)
+        if method == _MXFP4:
+            return packed_mxfp4.plan(table, files)
         part = _READERS[method](options)
         sources = {source.name for spec in table.values() for source in spec.sources}
         for path, spec in table.items():
@@ -116,8 +120,9 @@ def _method(config: JsonMapping, key: str) -> tuple[str, JsonObject]:
         raise JsonReader(config).error(key, "expected an object")
     default = "compressed-tensors" if "config_groups" in options else ""
     method = options.get("quant_method", default)
-    if method not in (*_READERS, _NATIVE):
-        supported = ", ".join((*_READERS, _NATIVE))
+    known = (*_READERS, _MXFP4, _NATIVE)
+    if method not in known:
+        supported = ", ".join(known)
         raise JsonReader(options, f"{key}.").error(
             "quant_method", f"not supported; supported: {supported}"
         )

@@ -12,6 +12,7 @@ JaxLlamaError that names the parameter.
                         kind
     fp8                 FP8 in blocks of 128 x 128
     modelopt            NVFP4
+    mxfp4               gpt-oss's experts in MXFP4; all else in floats
 
 AWQ and GPTQ store scales as float16, so the scales must be exact in float16.
 """
@@ -45,6 +46,7 @@ from jaxllama.checkpoints.packed import compressed_save as packed_compressed_sav
 from jaxllama.checkpoints.packed import float4 as packed_float4
 from jaxllama.checkpoints.packed import fp8 as packed_fp8
 from jaxllama.checkpoints.packed import gptq as packed_gptq
+from jaxllama.checkpoints.packed import mxfp4 as packed_mxfp4
 from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP4, FP8, INT4, INT8, check_scale
 from jaxllama.checkpoints.packed.load import OTHER_FILE
@@ -163,6 +165,8 @@ def _units(
     if format == "native":
         units = [_native_unit(path, flat[path]) for path in table]
         return packed_native.to_config(flat), units, {}
+    if format == "mxfp4":
+        return packed_mxfp4.CONFIG, packed_mxfp4.units(cfg, table, flat), {}
     for path, spec in table.items():
         if len(spec.shape) == 3:
             raise JaxLlamaError(f"{'/'.join(path)}: experts need format 'native', not {format!r}")

@@ -34,7 +34,9 @@ class ExpertNames:
     alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
     (gpt-oss).
     fused_bias: ending of the biases of fused tensors.
-    shared, shared_gate: prefix of the shared expert, and its gate.
+    is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's.
+    shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
+    expert's own gate, up and down, where they are not a dense layer's.
     choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
     """
 
@@ -47,7 +49,9 @@ class ExpertNames:
     is_fused: bool = False
     alternates: bool = False
     fused_bias: str = "_bias"
+    is_apart: bool = False
     shared: str = "shared_expert."
+    shared_parts: tuple[str, str, str] | None = None
     shared_gate: str = "shared_expert_gate"
     choice_bias: str = "gate.e_score_correction_bias"
     is_matrix: bool = False
@@ -70,11 +74,13 @@ def table(
     rows |= _experts(options, d, prefix, own, present, residual)
     if options.shared:
         shared = f"{prefix}{own.shared}"
-        parts = [(f"{shared}{name}", options.shared, {}) for name in names.gate_up]
+        *gate_up, down = own.shared_parts or (*names.gate_up, names.down)
+        parts = [(f"{shared}{name}", options.shared, {}) for name in gate_up]
         rows |= fused("gate_up", parts, d, False)
-        rows |= written("down", f"{shared}{names.down}", d, options.shared, False, residual)
+        rows |= written("down", f"{shared}{down}", d, options.shared, False, residual)
     if options.shared_gate:
-        rows["shared_gate", "weight"] = one(f"{prefix}{own.shared_gate}.weight", 1, d)
+        gate = TensorSource(f"{prefix}{own.shared_gate}.weight", (d,) if own.is_apart else (1, d))
+        rows["shared_gate", "weight"] = Param((gate,), (1, d))
     return rows
 
 
@@ -89,7 +95,17 @@ def _experts(
     n, width = options.n_experts, options.d_ff
     gate_up, down = (f"{prefix}{name}" for name in own.fused)
     is_fused = any(name.startswith(gate_up) for name in present)
-    if is_fused or (own.is_fused and not present):
+    if own.is_apart:
+        up, out = [f"{prefix}{name}" for name in own.gate_up], f"{prefix}{own.down}"
+        weights = (
+            [TensorSource(f"{name}.weight", (n, width, d)) for name in up],
+            [TensorSource(f"{out}.weight", (n, d, width), residual)],
+        )
+        biases = (
+            [TensorSource(f"{name}.bias", (n, width)) for name in up],
+            [TensorSource(f"{out}.bias", (n, d), residual)],
+        )
+    elif is_fused or (own.is_fused and not present):
         alternates = own.alternates
         inner, outer = (
             Stacked(n, 2 * width, alternates, alternates),

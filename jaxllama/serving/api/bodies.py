@@ -324,7 +324,7 @@ class Chat(GenerationBody):
     prediction: JsonObject | None = None
     prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = None  # for a template that knows it
     verbosity: str | None = None
 
 

@@ -35,6 +35,7 @@ from jaxllama.serving.api.constraints import constraint, form
 from jaxllama.serving.api.reading import PLAIN, Reading, reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import offered
+from jaxllama.serving.tools import harmony
 from jaxllama.text.prompt_text import ChatPrompt
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
@@ -234,7 +235,12 @@ class Prompts:
         texts = [] if is_cut else [message["content"] for message in plain]
         if any(tokenizer.exceeds(text, self.max_len) for text in texts):
             raise self._too_long("messages")
-        more = _template_variables(body, tokenizer.template_for(bool(tools)) or "")
+        template = tokenizer.template_for(bool(tools)) or ""
+        if harmony.MARK in template:  # whose templates have another name of it
+            for message in plain:
+                if thought := message.get("reasoning_content"):
+                    message.setdefault("thinking", thought)
+        more = _template_variables(body, template)
         prompt = tokenizer.chat_prompt(plain, tools=tools, **more)
         if tools and prompt.text == tokenizer.apply_chat_template(plain, **more):
             raise _unsupported("tools", "the model's chat template does not show tools")
@@ -429,6 +435,8 @@ def _template_variables(body: Chat | Tokenize, template: str) -> JsonObject:
             raise ApiError(400, message, param="enable_thinking", code="invalid_value")
         if "enable_thinking" not in template and (thinks or reading(template, "", None).tags):
             raise _unsupported("enable_thinking", "the model's chat template does not know it")
+    if isinstance(body, Chat) and body.reasoning_effort and "reasoning_effort" in template:
+        more.setdefault("reasoning_effort", body.reasoning_effort)
     for key in ("messages", "tools", "add_generation_prompt", "self"):
         if key in more:
             message = f"chat_template_kwargs: {key} cannot be given here"

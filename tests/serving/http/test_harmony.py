@@ -23,7 +23,9 @@ NAMES = ("start", "channel", "message", "end", "call", "return", "constrain")
 SPECIAL = [f"<|{name}|>" for name in NAMES]
 # As gpt-oss's template has it, in small.
 TEMPLATE = (
+    "{% if reasoning_effort %}Reasoning: {{ reasoning_effort }}{% endif %}"
     "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
     "<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -105,6 +107,10 @@ def test_a_client_gets_reasoning_content_and_calls(lm):
         assert server.prompt().endswith("<|start|>assistant")
         choice = server.ask(f"{THOUGHT}<|channel|>final<|message|>It rains.")
         assert (choice.finish_reason, choice.message.content) == ("stop", "It rains.")
+        before = {"role": "assistant", "content": "Well.", "reasoning_content": "I recall."}
+        server.ask("", messages=[*USER, before, *USER], reasoning_effort="high")
+        assert server.prompt().startswith("Reasoning: high<|start|>user")
+        assert "<|channel|>analysis<|message|>I recall.<|end|>" in server.prompt()
 
 
 def test_a_grammar_holds_the_last_message(lm):

@@ -67,7 +67,7 @@ def table(
                 f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
             )
     if cfg.attn_sinks:
-        table["sinks", "weight"] = one(f"{prefix}sinks", cfg.n_heads, is_float32=True)
+        table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     o = written("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
     return table | o
 
