@@ -22,6 +22,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
 )
+from tests.helpers.compiling import SOON  # noqa: E402
+
+# Their time is compiling, as the tests' is.
+os.environ.setdefault("XLA_FLAGS", SOON)
 
 import docstrings  # noqa: E402
 import reference  # noqa: E402

@@ -204,13 +204,13 @@ class Engine:
         ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
         return max(busy / ended * waiting / 4, 1.0) if ended else 1.0
 
-    def listen(self, told: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None]) -> None:
         """Add a callback that the engine's thread calls after a step has sent its events."""
-        self._listeners.append(told)
+        self._listeners.append(listener)
 
     def _told(self) -> None:
-        for told in self._listeners:
-            told()
+        for listener in self._listeners:
+            listener()
 
     # Steps
 
