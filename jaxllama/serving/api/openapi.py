@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
-from jaxllama.serving.api import bodies, response_schemas, schemas
+from jaxllama.serving.api import bodies, ranking, response_schemas, schemas
 from jaxllama.serving.api.response_bodies import Responses
 from jaxllama.typing import JsonObject
 
-_ANSWERS = {**vars(schemas), **vars(response_schemas)}
-_BODIES = {**vars(bodies), "Responses": Responses}
+_ANSWERS = {**vars(schemas), **vars(response_schemas), **vars(ranking)}
+_BODIES = {**vars(bodies), **vars(ranking), "Responses": Responses}
 _ERRORS = {
     "400": "A field is wrong, or the request is beyond a limit",
     "404": "There is no such model or answer",
@@ -34,13 +34,24 @@ def document(max_len: int, keyed: bool) -> JsonObject:
     """
     from jaxllama import __version__
 
-    bodies_read = "Completion", "Chat", "Responses", "Embedding", "Tokenize", "Detokenize"
+    bodies_read = (
+        "Completion",
+        "Chat",
+        "Responses",
+        "Embedding",
+        "Rerank",
+        "Score",
+        "Tokenize",
+        "Detokenize",
+    )
     answers = (
         "CompletionObject",
         "ChatObject",
         "ResponseObject",
         "ResponseDeleted",
         "EmbeddingList",
+        "RerankObject",
+        "ScoreList",
         "ModelObject",
         "ModelList",
         "Tokens",
@@ -61,7 +72,9 @@ def document(max_len: int, keyed: bool) -> JsonObject:
         "/v1/completions": ("Continue prompts", "Completion", "CompletionObject"),
         "/v1/chat/completions": ("Answer a conversation", "Chat", "ChatObject"),
         "/v1/responses": ("Go on with a conversation", "Responses", "ResponseObject"),
-        "/v1/embeddings": ("Mean-pooled hidden states", "Embedding", "EmbeddingList"),
+        "/v1/embeddings": ("Vectors of texts", "Embedding", "EmbeddingList"),
+        "/v1/rerank": ("Documents in the order of their scores", "Rerank", "RerankObject"),
+        "/v1/score": ("Scores of pairs of texts", "Score", "ScoreList"),
         "/tokenize": ("Text or messages to token ids", "Tokenize", "Tokens"),
         "/detokenize": ("Token ids to text", "Detokenize", "Text"),
     }
