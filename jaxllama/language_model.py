@@ -168,8 +168,8 @@ class LanguageModel:
             Type of the cache; by default the activations' type.
         chunk : int, optional
             Tokens of a prompt that pass through the model at once.
-            ``decoding.forward.prefill_chunk`` chooses the default. ``model/README.md`` lists where
-            the answer is equal to the bit; elsewhere it is equal up to rounding.
+            ``decoding.forward.prefill_chunk`` chooses the default. ``docs/rooms/model.md`` lists
+            where the answer is equal to the bit; elsewhere it is equal up to rounding.
         on_text : callable, optional
             Called as (row, new text) during decoding, with complete characters only.
         on_prompt : callable, optional

@@ -31,9 +31,9 @@ The named formats of ``quantize`` are these:
                float32 scale, once a row, so that weights with other scales can share an array
     fp8-block  float8_e4m3fn codes, one scale for 128 x 128 weights, which each of the rows repeats
 
-Sources: LLM.int8 (arXiv 2208.07339) for absmax rows, AWQ (2306.00978) and GPTQ (2210.17323) for
-grouped codes with zero points, GGUF for minima, QServe (2405.04532) for scales in two levels, the
-OCP Microscaling specification (v1.0) for MXFP4, NVIDIA's TensorRT documentation for NVFP4,
+Sources: LLM.int8 (arXiv 2208.07339) for absmax rows; AWQ (2306.00978) and GPTQ (2210.17323) for
+grouped codes with zero points; GGUF for minima; QServe (2405.04532) for scales in two levels; the
+OCP Microscaling specification (v1.0) for MXFP4; NVIDIA's TensorRT documentation for NVFP4;
 DeepSeek-V3 (2412.19437) for blocks of FP8.
 """
 

@@ -184,12 +184,12 @@ def _offload(experiment: Experiment, settings: OffloadSettings) -> Duration:
 
 
 def _train(experiment: Experiment, settings: TrainSettings) -> Duration:
-    from jaxllama.training.data import TokenFile
     from jaxllama.training.estimate import estimate
+    from jaxllama.training.start import open_data
 
     with tempfile.TemporaryDirectory() as folder:
         config = workloads.tokenized(experiment, settings, Path(folder))
-        seconds = estimate(config, TokenFile.open(config.data.tokens)).seconds
+        seconds = estimate(config, open_data(config)).seconds
     return Duration(seconds, seconds)
 
 

@@ -353,9 +353,9 @@ def _check_files(experiment: Experiment, settings: Settings) -> None:
 
         find_bible()
     if isinstance(settings, TrainSettings) and settings.text is None:
-        from jaxllama.training.data import TokenFile
+        from jaxllama.training.start import open_data
 
-        TokenFile.open(settings.config.data.tokens)
+        open_data(settings.config)
     for key in FILES:
         name = getattr(settings, key, None)
         if name is not None and name not in NO_FILES:

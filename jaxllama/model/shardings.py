@@ -44,7 +44,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks
 
 
 class _Shaped(Protocol):
-    """What has a shape: an array, or jax.ShapeDtypeStruct."""
+    """An object with a shape: an array, or jax.ShapeDtypeStruct."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -31,7 +31,7 @@ The recipe applies to the matmuls of the layers and to an untied head, and to an
 it is named (``embed=w8a16``). A tied model's head, which is the embedding, gets a quantized copy of
 its own. Its scheme comes from ``head=SCHEME``, or w8a16 if the recipe's default is weight-only.
 ``head=none`` makes no copy, and a quantized embedding needs none. Norms, biases and the small gate
-projections of GLA stay unchanged. The README's table has the measured costs of rounding.
+projections of GLA stay unchanged. ``docs/lab/quantization.md`` has the measured costs of rounding.
 """
 
 from __future__ import annotations

@@ -372,7 +372,7 @@ class Prompts:
             is_written=max_tokens != 0,
             lists_scores=body.prompt_logprobs is not None,
             shows_ids=bool(body.return_token_ids),
-            notes=() if wanted is None else wanted.notes,
+            notes=(*body.notes, *(() if wanted is None else wanted.notes)),
         )
 
 

@@ -6,6 +6,7 @@
     POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
     GET  /v1/completions/ID, /v1/chat/completions/ID    an answer again (with a state folder)
     POST, GET, DELETE /v1/responses               (``response_routes``)
+    POST /v1/messages, /v1/messages/count_tokens  Anthropic's API (``messages``)
     POST /v1/embeddings, /v1/rerank, /v1/score    (``vector_routes``)
     POST /tokenize, /detokenize
     GET  /v1/models, /version, /health, /metrics, /openapi.json, / (a chat page)
@@ -68,6 +69,7 @@ from jaxllama.serving.api.schemas import (
     respond,
     to_json,
 )
+from jaxllama.serving.http.messages import MessageRoutes
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -150,6 +152,7 @@ def application(
         Route("/metrics", server.metrics_page),
         Route("/openapi.json", lambda _: JSONResponse(document)),
         *server.responses.routes(),
+        *server.messages.routes(),
         *server.vectors.routes(),
         *(Route(path, _file(name, kind)) for path, (name, kind) in static.items()),
     ]
@@ -171,8 +174,8 @@ def application(
     )
 
 
-async def _answer_error(_: HttpRequest, error: Exception) -> Response:
-    return answer_error(error)
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    return answer_error(error, http.url.path)
 
 
 def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
@@ -197,6 +200,7 @@ class _Server:
             model, settings.name, settings.max_len, max_choices, settings.aliases
         )
         self.responses = ResponseRoutes(self._prompts, link, settings.max_body)
+        self.messages = MessageRoutes(self._prompts, link, settings.max_body)
         self.vectors = VectorRoutes(self._prompts, link, settings.max_body)
         self._scoring = 0
         self._max_queue = max_queue

@@ -380,9 +380,9 @@ class Replicas:
             sum(stats.waiting for stats in self._stats), min(error.retry_after for error in full)
         )
 
-    def listen(self, told: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None]) -> None:
         for one in self._all:
-            one.told = told
+            one.told = listener
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         for one in self._all:

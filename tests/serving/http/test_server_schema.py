@@ -45,6 +45,8 @@ OPERATIONS = [
     ("/health", "GET"),
     ("/metrics", "GET"),
     ("/version", "GET"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/responses", "POST"),
     ("/v1/responses/{id}", "GET"),
     ("/v1/responses/{id}", "DELETE"),

@@ -35,7 +35,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention import past
-from pallas_kernels.attention.blockwise import floats, part_of
+from pallas_kernels.attention.blockwise import floats, is_visible, part_of
 from pallas_kernels.attention.cache_layout import capacity_of, place
 from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.jax_internals import cudnn_attention
@@ -60,11 +60,19 @@ def causal(
     v: jax.Array,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``.
 
     window: keys that a query sees, itself included.  sinks: ``[N]``, without a derivative here.
+    segments: int32 ``[B, T]``; a query sees the keys of its own segment.  Without sinks only.  The
+    mask is an array ``[B, 1, T, T]``.
     """
+    if segments is not None:
+        place = jnp.arange(q.shape[1], dtype=jnp.int32)
+        seen = segments[:, :, None] == segments[:, None, :]
+        seen &= is_visible(place[None], place[None], window)
+        return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
     if sinks is not None:
         inner = window if window is not None and window < q.shape[1] else None
         return _finished(*_with_log_sum(q, k, v, is_causal=True, window=inner), sinks, q.dtype)

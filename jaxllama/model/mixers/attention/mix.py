@@ -165,7 +165,7 @@ def _extend(
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        return attend(q, k, v, positions, window, cap, sinks), None
+        return attend(q, k, v, positions, window, cap, sinks, at.segments), None
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
     if cap is None and _is_dense(cfg, at):

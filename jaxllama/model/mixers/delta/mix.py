@@ -100,7 +100,8 @@ def mix(
     if delta.conv_size:
         past = None if state is None or state.conv is None else state.conv[0]
         lengths = at.row_lengths()
-        y, last = short_convolution(read, p["conv"]["weight"], past, lengths)
+        weight = p["conv"]["weight"]
+        y, last = short_convolution(read, weight, past, lengths, at.segments)
         qkv, conv = y.reshape(qkv.shape), (last,)
     else:
         qkv = jax.nn.silu(qkv)
@@ -226,6 +227,7 @@ def _recur(
         normalize_qk=True,
         initial_state=None if state is None else state.state,
         lengths=None if state is None else at.lengths,
+        segment_ids=at.segments,
     )
     return o, None if state is None else after
 

@@ -132,7 +132,7 @@ def _convolve(
     read: list[jax.Array] = []
     for name, old in zip(("q", "k", "v"), past, strict=True):
         x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
-        y, last = short_convolution(x, weight, old, at.row_lengths())
+        y, last = short_convolution(x, weight, old, at.row_lengths(), at.segments)
         streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
         after.append(last)
         read.append(x)
@@ -197,6 +197,7 @@ def _recur(
             log_decay,
             initial_state=before,
             lengths=None if before is None else at.lengths,
+            segment_ids=at.segments,
             return_state=before is not None,
         )
     return _gated(cfg, p, streams, o), after
