@@ -44,9 +44,15 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
     return _BASE.replace(rope=rope, max_position=max(longest, 32), head_dim=16)
 
 
+_EPS = {
+    **dict.fromkeys(("stablelm", "cohere", "cohere2"), "layer_norm_eps"),
+    **dict.fromkeys(("mamba2", "nemotron_h"), "layer_norm_epsilon"),
+}
+
+
 def _family(kind: str, case: str, **options: Any) -> ModelConfig:
     """The ModelConfig of a tiny config.json of that model type."""
-    eps = "layer_norm_eps" if kind in ("stablelm", "cohere", "cohere2") else "rms_norm_eps"
+    eps = _EPS.get(kind, "rms_norm_eps")
     config = {
         "model_type": kind,
         "vocab_size": 64,
@@ -109,7 +115,6 @@ _MAMBA2 = {
     "state_size": 12,
     "n_groups": 2,
     "expand": 2,
-    "layer_norm_epsilon": 1e-5,
 }
 _GRANITE = {
     "embedding_multiplier": 12.0,
@@ -518,7 +523,6 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "ssm_state_size": 12,
             "n_groups": 2,
             "num_hidden_layers": 5,
-            "layer_norm_epsilon": 1e-5,
         },
     ),
 )
