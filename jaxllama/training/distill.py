@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.cache import LayerState
 from jaxllama.model.decoder import block, walk
 from jaxllama.model.linear import Stream, columns, linear
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.model.observer import Observer
 from jaxllama.model.records import At, whole_rows
@@ -175,7 +175,8 @@ def _imitation(cfg: ModelConfig, params: Params, x: jax.Array, answer: jax.Array
 
 def _answer(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Return a GLA mixer's output, float32."""
-    at = whole_rows(cfg, *x.shape[:2])
+    batch, length, _ = x.shape
+    at = whole_rows(cfg, batch, length)
     heads, _ = gla.mix(cfg, params, columns(x, gla.inputs(cfg, params)), None, at)
     return linear(heads, params["o"]).astype(jnp.float32)
 
