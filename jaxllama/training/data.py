@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,8 @@ class TokenFile:
     def split(self, last: int) -> tuple[TokenFile, TokenFile]:
         """Return (all but the last ``last`` tokens, the last ones)."""
         cut = len(self) - last
-        return tuple(dataclasses.replace(self, ids=ids) for ids in (self.ids[:cut], self.ids[cut:]))
+        first, rest = self.ids[:cut], self.ids[cut:]
+        return dataclasses.replace(self, ids=first), dataclasses.replace(self, ids=rest)
 
     def windows(self, length: int) -> int:
         """Return the number of windows of ``length`` predictions."""
@@ -222,7 +223,9 @@ def _read(path: Path) -> str:
     return text
 
 
-def _encoded(text: str, tokenizer: Tokenizer, advance) -> Iterator[list[int]]:
+def _encoded(
+    text: str, tokenizer: Tokenizer, advance: Callable[[int], None]
+) -> Iterator[list[int]]:
     """Yield the ids of one document, a piece at a time, and then the end-of-text token."""
     for piece in pieces(text, PIECE):
         yield tokenizer.encode(piece, add_special=False)

@@ -27,10 +27,11 @@ from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import block, walk
-from jaxllama.model.linear import columns, linear
+from jaxllama.model.linear import Stream, columns, linear
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.model.observer import Observer
-from jaxllama.model.records import whole_rows
+from jaxllama.model.records import At, whole_rows
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.forward import embed
 from jaxllama.typing import Params, Tree
@@ -86,7 +87,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
 
 def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array) -> Params:
     """Return the student's first weights, float32; see the module docstring."""
-    params = random_params(student, key)
+    params = dict(random_params(student, key))
     for name, part in teacher_params.items():
         part = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), part)
         index = name.removeprefix("layer_")
@@ -164,7 +165,7 @@ def mixer_loss(
             loss = functools.partial(_imitation, student)
             loss = jax.checkpoint(loss) if remat else loss
             losses.append(loss(params[f"layer_{index}"]["mixer"], x, answer))
-    return sum(losses) / len(losses), {}
+    return jnp.asarray(sum(losses) / len(losses)), {}
 
 
 def _imitation(cfg: ModelConfig, params: Params, x: jax.Array, answer: jax.Array) -> jax.Array:
@@ -174,7 +175,8 @@ def _imitation(cfg: ModelConfig, params: Params, x: jax.Array, answer: jax.Array
 
 def _answer(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Return a GLA mixer's output, float32."""
-    at = whole_rows(cfg, *x.shape[:2])
+    batch, length, _ = x.shape
+    at = whole_rows(cfg, batch, length)
     heads, _ = gla.mix(cfg, params, columns(x, gla.inputs(cfg, params)), None, at)
     return linear(heads, params["o"]).astype(jnp.float32)
 
@@ -185,7 +187,9 @@ def _teacher_layers(
     """Return (mixer's input, mixer's output) of every layer of an attention model."""
     seen = []
 
-    def each(cfg, kind, p, stream, state, at):
+    def each(
+        cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At
+    ) -> tuple[Stream, LayerState]:
         watch = Observer()
         out = block(cfg, kind, p, stream, state, at, watch)
         seen.append((watch.inputs[id(p["mixer"]["qkv"])], watch.outputs[id(p["mixer"]["o"])]))

@@ -27,7 +27,8 @@ FROZEN_LOGITS = 1 << 27
 
 # chunk(logits [C, V], valid [C], per-token operands, others)
 #   -> (sum of losses, other sums, gradient of the former by the logits)
-ChunkLoss = Callable[..., tuple[jax.Array, Tree, jax.Array]]
+ChunkSums = tuple[jax.Array, dict[str, jax.Array], jax.Array]
+ChunkLoss = Callable[..., ChunkSums]
 
 
 def cross_entropy(
@@ -94,22 +95,33 @@ def token_logprobs(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _logprobs(cap: float | None, is_frozen: bool, x, w, targets):
+def _logprobs(
+    cap: float | None, is_frozen: bool, x: jax.Array, w: jax.Array, targets: jax.Array
+) -> jax.Array:
     head = w.astype(x.dtype)
     return lax.map(
         lambda part: -_nll(softcap(_dot(part[0], head, 1, 1), cap), part[1])[0], (x, targets)
     )
 
 
-def _logprobs_forward(cap: float | None, is_frozen: bool, x, w, targets):
+def _logprobs_forward(
+    cap: float | None, is_frozen: bool, x: jax.Array, w: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     return _logprobs(cap, is_frozen, x, w, targets), (x, w, targets)
 
 
-def _logprobs_backward(cap: float | None, is_frozen: bool, saved, cotangents):
+def _logprobs_backward(
+    cap: float | None,
+    is_frozen: bool,
+    saved: tuple[jax.Array, jax.Array, jax.Array],
+    cotangents: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, None]:
     x, w, targets = saved
     head = w.astype(x.dtype)
 
-    def step(d_w, part):
+    def step(
+        d_w: jax.Array | None, part: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array | None, jax.Array]:
         rows, ids, weights = part
         logits, pull = jax.vjp(lambda y: softcap(y, cap), _dot(rows, head, 1, 1))
         d_logits = -_nll(logits, ids)[1] * weights[:, None]
@@ -126,13 +138,15 @@ def _logprobs_backward(cap: float | None, is_frozen: bool, saved, cotangents):
 _logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
-def _ce_chunk(logits, valid, targets, _):
+def _ce_chunk(logits: jax.Array, valid: jax.Array, targets: jax.Array, _: None) -> ChunkSums:
     ce, d_logits = _nll(logits, targets)
     ce = jnp.sum(jnp.where(valid, ce, 0.0))
     return ce, {"ce": ce}, jnp.where(valid[:, None], d_logits, 0.0)
 
 
-def _weighted_ce_chunk(logits, valid, tokens, _):
+def _weighted_ce_chunk(
+    logits: jax.Array, valid: jax.Array, tokens: tuple[jax.Array, jax.Array], _: None
+) -> ChunkSums:
     targets, weights = tokens
     ce, d_logits = _nll(logits, targets)
     weights = jnp.where(valid, weights, 0.0)
@@ -140,7 +154,16 @@ def _weighted_ce_chunk(logits, valid, tokens, _):
     return ce, {"ce": ce}, d_logits * weights[:, None]
 
 
-def _kl_chunk(kl_weight, ce_weight, temperature, teacher_cap, logits, valid, tokens, teacher_w):
+def _kl_chunk(
+    kl_weight: float,
+    ce_weight: float,
+    temperature: float,
+    teacher_cap: float | None,
+    logits: jax.Array,
+    valid: jax.Array,
+    tokens: tuple[jax.Array, jax.Array],
+    teacher_w: jax.Array,
+) -> ChunkSums:
     targets, teacher_x = tokens
     student = jax.nn.log_softmax(logits / temperature, axis=-1)
     teacher = softcap(_dot(teacher_x, teacher_w, 1, 1), teacher_cap)
@@ -164,7 +187,13 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_over_tokens(
-    chunk: ChunkLoss, cap: float | None, x, w, tokens, others, is_frozen: bool = False
+    chunk: ChunkLoss,
+    cap: float | None,
+    x: jax.Array,
+    w: jax.Array,
+    tokens: Tree,
+    others: jax.Array | None,
+    is_frozen: bool = False,
 ) -> tuple[jax.Array, Tree]:
     """Return the chunks' sums over all of x's ``[B, T]``, divided by their number."""
     count = x.shape[0] * x.shape[1]
@@ -193,20 +222,38 @@ def _chunks(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sums(chunk: ChunkLoss, cap: float | None, is_frozen: bool, x, w, tokens, others):
+def _sums(
+    chunk: ChunkLoss,
+    cap: float | None,
+    is_frozen: bool,
+    x: jax.Array,
+    w: jax.Array,
+    tokens: tuple[jax.Array, Tree],
+    others: jax.Array | None,
+) -> tuple[jax.Array, Tree]:
     head = w.astype(x.dtype)
 
-    def one(part):
+    def one(part: tuple[jax.Array, tuple[jax.Array, Tree]]) -> tuple[jax.Array, Tree]:
         return chunk(softcap(_dot(part[0], head, 1, 1), cap), *part[1], others)[:2]
 
     sums = lax.map(one, (x, tokens))
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
-def _sums_forward(chunk: ChunkLoss, cap: float | None, is_frozen: bool, x, w, tokens, others):
+def _sums_forward(
+    chunk: ChunkLoss,
+    cap: float | None,
+    is_frozen: bool,
+    x: jax.Array,
+    w: jax.Array,
+    tokens: tuple[jax.Array, Tree],
+    others: jax.Array | None,
+) -> tuple[Tree, tuple[jax.Array, jax.Array | None]]:
     head = w.astype(x.dtype)
 
-    def step(d_w, part):
+    def step(
+        d_w: jax.Array | None, part: tuple[jax.Array, tuple[jax.Array, Tree]]
+    ) -> tuple[jax.Array | None, Tree]:
         logits, pull = jax.vjp(lambda y: softcap(y, cap), _dot(part[0], head, 1, 1))
         *sums, d_logits = chunk(logits, *part[1], others)
         d_logits = pull(d_logits)[0].astype(x.dtype)
@@ -219,7 +266,13 @@ def _sums_forward(chunk: ChunkLoss, cap: float | None, is_frozen: bool, x, w, to
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums), (d_x, d_w)
 
 
-def _sums_backward(chunk: ChunkLoss, cap: float | None, is_frozen: bool, saved, cotangents):
+def _sums_backward(
+    chunk: ChunkLoss,
+    cap: float | None,
+    is_frozen: bool,
+    saved: tuple[jax.Array, jax.Array | None],
+    cotangents: tuple[jax.Array, Tree],
+) -> tuple[jax.Array, jax.Array | None, None, None]:
     """Return the gradients of x and w only.
 
     Tokens and others (targets, a teacher) have no gradient, and the aux sums pass none on.

@@ -24,7 +24,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -142,7 +142,7 @@ def _plain(value: Tree) -> Tree:
     return json.loads(json.dumps(value))
 
 
-def _differences(a: Tree, b: Tree, key: str = ""):
+def _differences(a: Tree, b: Tree, key: str = "") -> Iterator[tuple[str, Tree, Tree]]:
     """Yield (key, in a, in b) wherever two JSON values differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in [*a, *(name for name in b if name not in a)]:

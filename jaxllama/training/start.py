@@ -22,7 +22,7 @@ from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
 from jaxllama.training.packing import Conversations
-from jaxllama.typing import Params
+from jaxllama.typing import Params, Tree
 from pallas_kernels.qtensor import QTensor
 
 Data = TokenFile | Conversations
@@ -125,7 +125,7 @@ def _new_model(config: TrainConfig, data: Data) -> ModelConfig:
     return config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
 
 
-def _leaves(params: Params) -> list:
+def _leaves(params: Params) -> list[Tree]:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 

@@ -18,6 +18,7 @@ from jaxllama.cli.main import main
 from jaxllama.config import ExpertsConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed import decode as bench
+from jaxllama.evaluation.speed import drafts
 from jaxllama.evaluation.speed.harness import (
     bytes_per_step,
     cache_bytes_per_step,
@@ -31,6 +32,7 @@ from jaxllama.model.cache import init_cache
 from jaxllama.quantization import random_params
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize, tree_bytes
+from tests.helpers.http_server import tiny_model
 from tests.helpers.models import FAMILIES, LLAMA, params_of, tokens_of
 
 HLO = """HloModule jit_loop, is_scheduled=true
@@ -284,3 +286,16 @@ def test_adapters_are_measured_beside_the_base_model():
     # qkv with three ranks side by side, o, gate and up with two, down
     values = 9 * (32 + 64) + 3 * (32 + 32) + 6 * (32 + 96) + 3 * (48 + 32)
     assert report["adapter_bytes"] == 2 * 4 * values
+
+
+def test_a_draft_is_measured(monkeypatch, tmp_path):
+    """The report counts the tokens after the first, which a draft does not change."""
+    prompt, lm = "aba aba aba", tiny_model()
+    (tmp_path / "texts").mkdir()
+    line = json.dumps({"kind": "edit", "prompt": prompt})
+    (tmp_path / "texts" / "drafts.jsonl").write_text(line + "\n")
+    monkeypatch.setattr(drafts, "configs_dir", lambda: tmp_path)
+    found = drafts.run(lm, "ngram", 2, new_tokens=8)["kinds"]["edit"]
+    [plain] = lm.generate([prompt], max_new_tokens=8)
+    assert found["tokens"] == len(plain.tokens) - 1
+    assert found["speedup"] == found["tokens_per_second"] / found["plain_tokens_per_second"]

@@ -118,7 +118,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     kind = arch.windowed if window and arch.windowed else arch.family
     if has_experts and arch.mixture is not None:
         kind = arch.mixture
-    config = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
+    config: JsonObject = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
         key = f"{name}.{key}"
@@ -134,8 +134,9 @@ def _config(file: GGUFFile) -> ModelConfig:
     eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= _rope(file, name, kind, sizes)
-    if name == "gpt-oss" and "rope_scaling" in config:
-        config["rope_scaling"]["truncate"] = False  # as the model has it, which no key says
+    scaling = config.get("rope_scaling")
+    if name == "gpt-oss" and isinstance(scaling, dict):
+        scaling["truncate"] = False  # as the model has it, which no key says
     try:
         cfg = config_from_hf(config, file.string("general.name", file.stem))
     except JaxLlamaError as error:

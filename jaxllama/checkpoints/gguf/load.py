@@ -285,8 +285,9 @@ def _read_experts(
     read = _read_quantized if is_kept and len(kinds) == 1 else _read_dense
 
     def stacked(x: np.ndarray) -> np.ndarray:
-        middle = (-1,) if len(spec.shape) > 2 else ()
-        return x.reshape(spec.shape[0], *middle, x.shape[-1])
+        n_experts, *rest = spec.shape
+        middle = (-1,) if len(rest) > 1 else ()
+        return x.reshape(n_experts, *middle, x.shape[-1])
 
     parts = []
     for source in spec.sources:
