@@ -14,15 +14,13 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "texts", nargs="+", type=text_file, metavar="TXT", help="UTF-8 text, a document"
     )
-    sub.add_argument(
-        "--out", type=new_folder, required=True, metavar="DIR", help="of the token file"
-    )
+    sub.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="folder to write")
     sub.add_argument(
         "--tokenizer",
         type=filled,
         default=common.MODEL,
         metavar="NAME",
-        help="a model's, or bytes (default %(default)s)",
+        help="a model's tokenizer, or bytes (default %(default)s)",
     )
     common.json_option(sub)
 

@@ -28,7 +28,7 @@ def options(sub: Parser) -> None:
         "--out",
         type=out_folder,
         metavar="DIR",
-        help="of the run (default runs/NAME), where it also resumes",
+        help="folder of the run (default runs/NAME); an earlier run continues",
     )
     sub.add_argument(
         "--mesh",
