@@ -18,11 +18,17 @@ class Batch(NamedTuple):
         Where several sequences lie in a row: equal numbers are one sequence, 0 is padding.
     weights : float32 ``[..., T]`` or None
         Weight of each prediction in the loss; their mean over a step is 1. None: all are 1.
+    labels : float32 ``[..., K]`` or None
+        Weights of K pairs of segments (``training.preference``); ``weights`` are then 0 or 1.
+    reference : float32 ``[..., K, 2]`` or None
+        Log-probabilities of the pairs' answers under the first model.
     """
 
     tokens: ArrayOrNumpy
     segments: ArrayOrNumpy | None = None
     weights: ArrayOrNumpy | None = None
+    labels: ArrayOrNumpy | None = None
+    reference: ArrayOrNumpy | None = None
 
     @classmethod
     def of(cls, rows: Batch | ArrayOrNumpy) -> Batch:

@@ -23,68 +23,14 @@ from typing import Literal
 
 from jaxllama.config import ModelConfig, from_dict, load_config, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
-from jaxllama.training.tuning import LoraConfig, SamplesConfig, require
+from jaxllama.training.tuning import (
+    DataConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    SamplesConfig,
+    require,
+)
 from jaxllama.typing import JsonObject
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """The data of a run: a token file, or conversations.
-
-    Parameters
-    ----------
-    tokens : str or None
-        A token file's folder.
-    validation_tokens : int
-        Number of its last tokens that are never trained on.
-    conversations : str or None
-        A .jsonl file of conversations (``training.conversations``). Only the model's answers count
-        in the loss.
-    validation_conversations : int
-        Number of its last lines that are never trained on.
-    tokenizer : str or None
-        A model whose tokenizer and chat template write the conversations; default ``init_from``.
-    packing : bool
-        Whether several conversations share a row. Each still sees only itself.
-    """
-
-    tokens: str | None = None
-    validation_tokens: int = 0
-    conversations: str | None = None
-    validation_conversations: int = 0
-    tokenizer: str | None = None
-    packing: bool = True
-
-    def __post_init__(self) -> None:
-        for key in ("validation_tokens", "validation_conversations"):
-            value = getattr(self, key)
-            require(value >= 0, f"data.{key}", value, "must not be negative")
-        if self.tokens is None and self.conversations is None:
-            raise JaxLlamaError("missing key 'data.tokens', or 'data.conversations'")
-        require(
-            self.tokens is None or self.conversations is None,
-            "data.conversations",
-            self.conversations,
-            "excludes data.tokens",
-        )
-        other = "validation_conversations" if self.conversations is None else "validation_tokens"
-        require(
-            not getattr(self, other),
-            f"data.{other}",
-            getattr(self, other),
-            "belongs to the other kind of data",
-        )
-        require(
-            self.conversations is not None or (self.tokenizer is None and self.packing),
-            "data.tokens",
-            self.tokens,
-            "data.tokenizer and data.packing are for data.conversations",
-        )
-
-    @property
-    def held_out(self) -> int:
-        """Number of tokens or conversations that are never trained on."""
-        return self.validation_tokens or self.validation_conversations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +132,8 @@ class TrainConfig:
         A teacher and the objective of its student.
     quantize : QuantizeConfig or None
         Quantization-aware training.
+    objective : ObjectiveConfig or None
+        What is minimized; by default what the data are for.
     lora : LoraConfig or None
         Trains adapters beside frozen weights, not the weights.
     samples : SamplesConfig or None
@@ -226,6 +174,7 @@ class TrainConfig:
     init_from: str | None = None
     distill: DistillConfig | None = None
     quantize: QuantizeConfig | None = None
+    objective: ObjectiveConfig | None = None
     lora: LoraConfig | None = None
     samples: SamplesConfig | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -293,6 +242,15 @@ class TrainConfig:
                 f"exceeds the model's max_position ({self.model.max_position})",
             )
 
+    @property
+    def goal(self) -> ObjectiveConfig:
+        """``objective``, or what the data are for."""
+        if self.objective is not None:
+            return self.objective
+        if self.distill is not None:
+            return ObjectiveConfig("distill")
+        return ObjectiveConfig("pretrain" if self.data.conversations is None else "sft")
+
     def _check_start(self) -> None:
         """Check that the weights have exactly one source, and that nothing contradicts it."""
         require(
@@ -343,6 +301,14 @@ class TrainConfig:
             "lora.base",
             self.lora and self.lora.base,
             "[lora] excludes [quantize]; lora.base is the scheme of frozen weights",
+        )
+        needs = {"pretrain": "data.tokens", "distill": "[distill]"}
+        has = "[distill]" if self.distill else "data.tokens" if self.data.tokens else None
+        require(
+            needs.get(self.goal.kind) == has,
+            "objective.kind",
+            self.goal.kind,
+            f"needs {needs.get(self.goal.kind, 'data.conversations')}",
         )
         for key in ("lora", "samples"):
             require(

@@ -1,6 +1,6 @@
 """Conversations as tokens, and which of them are the model's answers.
 
-    examples = read("chat.jsonl", tokenizer)          list of Example(tokens, answers)
+    lines = read("chat.jsonl", tokenizer)          of each line a list of Unit(examples, label)
 
 Every line of the file is an object of one of these forms:
 
@@ -8,6 +8,9 @@ Every line of the file is an object of one of these forms:
     {"messages": [...], "tools": [...]}
     {"prompt": "text", "completion": "text"}             no template; the end of text is appended
     {"prompt": [messages], "completion": [messages]}     answers in the prompt do not count
+    {"prompt": ..., "chosen": ..., "rejected": ...}      preferences: DPO, ORPO; of either kind
+    {"chosen": [messages], "rejected": [messages]}       their first equal messages are the prompt
+    {"prompt": ..., "completion": ..., "label": true}    KTO
 
 The tokenizer's own chat template writes messages. The tokens before an answer are exactly the
 prompt that the template gives at inference. An answer ends with the first token behind it that ends
@@ -45,17 +48,43 @@ class Example:
         return cls(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
-def read(path: str | Path, tokenizer: Tokenizer) -> list[list[Example]]:
-    """Return the examples of every line.
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Sequences that must lie in one row: one, or two that a preference compares.
 
-    Raises JaxLlamaError naming the file, the line and what is wrong with it.
+    label: weight in the loss; for KTO its sign says whether the first answer is desirable.
+    """
+
+    examples: tuple[Example, ...]
+    label: float = 1.0
+
+    def __len__(self) -> int:
+        return sum(len(example.tokens) for example in self.examples)
+
+
+def read(path: str | Path, tokenizer: Tokenizer, kind: str = "sft") -> list[list[Unit]]:
+    """Return the units of every line.
+
+    kind: of the objective, "sft", "dpo", "orpo" or "kto". Raises JaxLlamaError naming the file, the
+    line and what is wrong with it.
     """
     found = []
-    for number, line in lines(path):
+    before: JsonObject | None = None
+    numbered = list(lines(path))
+    if kind == "kto":
+        # The answer that a unit is compared with is the one of the line before.
+        before = numbered[-1][1]
+    for number, line in numbered:
         try:
-            found.append(list(examples_of(line, tokenizer)))
+            if kind == "kto":
+                found.append([labelled(line, before or line, tokenizer)])
+            elif kind in ("dpo", "orpo"):
+                found.append([pair(line, tokenizer)])
+            else:
+                found.append([Unit((one,)) for one in examples_of(line, tokenizer)])
         except JaxLlamaError as error:
             raise JaxLlamaError(f"{path}: line {number}: {error}") from None
+        before = line
     return found
 
 
@@ -97,6 +126,42 @@ def examples_of(line: JsonObject, tokenizer: Tokenizer) -> Iterator[Example]:
             yield from chat([*before, *after], tokenizer, line.get("tools"), first=len(before))
     else:
         raise JaxLlamaError("expected messages, or prompt and completion")
+
+
+def pair(line: JsonObject, tokenizer: Tokenizer) -> Unit:
+    """Return the unit (chosen, rejected) of a line."""
+    if "chosen" not in line or "rejected" not in line:
+        raise JaxLlamaError("expected chosen and rejected, with or without a prompt")
+    answers = line["chosen"], line["rejected"]
+    if "prompt" not in line:
+        both = [checked(answer, "chosen and rejected") for answer in answers]
+        same = 0
+        while same < min(map(len, both)) and both[0][same] == both[1][same]:
+            same += 1
+        prompt, answers = both[0][:same], [messages[same:] for messages in both]
+    else:
+        prompt = line["prompt"]
+    tools = line.get("tools")
+    return Unit(tuple(answered(prompt, answer, tokenizer, tools) for answer in answers))
+
+
+def labelled(line: JsonObject, other: JsonObject, tokenizer: Tokenizer) -> Unit:
+    """Return KTO's unit: a line's answer, and the answer of another line to the same prompt."""
+    if not isinstance(line.get("label"), bool) or "prompt" not in line or "completion" not in line:
+        raise JaxLlamaError("expected prompt, completion and label, true or false")
+    prompt, tools = line["prompt"], line.get("tools")
+    answers = line["completion"], other.get("completion")
+    examples = tuple(answered(prompt, answer, tokenizer, tools) for answer in answers)
+    return Unit(examples, 1.0 if line["label"] else -1.0)
+
+
+def answered(prompt: object, answer: object, tokenizer: Tokenizer, tools: object) -> Example:
+    """Return the one example of a prompt and its answer, both texts or both messages."""
+    line: JsonObject = {"prompt": prompt, "completion": answer, "tools": tools}
+    found = list(examples_of(line, tokenizer))
+    if len(found) != 1:
+        raise JaxLlamaError("the template rewrites this answer's earlier turns: no preference")
+    return found[0]
 
 
 def checked(value: object, key: str) -> list[JsonObject]:

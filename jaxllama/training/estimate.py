@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxllama.model.flops import parameters
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.loop import run_step, sharding, validate
+from jaxllama.training.passes import run_step, sharding, validate
 from jaxllama.training.start import Data, begin
 from jaxllama.training.step import init_state
 from pallas_kernels.qtensor import tree_bytes

@@ -30,23 +30,21 @@ from collections.abc import Generator
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import enable_compilation_cache, load
 from jaxllama.model.flops import flops_per_token, peak_flops
-from jaxllama.parallel.mesh import DATA_AXIS, make_mesh
+from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import Working, working
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import adapters, report, samples
-from jaxllama.training.batch import Batch
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.data import TokenFile
 from jaxllama.training.packing import Conversations, PackedRows
+from jaxllama.training.passes import run_step, sharding, validate, with_reference
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.start import Data, TrainingSetup, begin, open_data
@@ -55,10 +53,8 @@ from jaxllama.training.step import (
     in_memory,
     init_state,
     per_layer,
-    update,
-    validation_loss,
 )
-from jaxllama.typing import JsonObject, Params, ParamsDict, Tree
+from jaxllama.typing import JsonObject, Params, ParamsDict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +155,10 @@ def _run(
         whole = sharding(mesh)
         state = jax.device_put(init_state(setup, params), whole)
         fixed = jax.device_put(fixed, whole)
+        training, held_out = data.split(config.data.held_out)
+        if config.goal.has_reference:
+            training = with_reference(setup, state["params"], fixed, training)
+            held_out = with_reference(setup, state["params"], fixed, held_out)
         del params
         first = checkpoints.latest() or 0
         if first:
@@ -170,7 +170,6 @@ def _run(
         run.keep_until(first)
         if best is not None:
             best.keep_until(first)
-        training, held_out = data.split(config.data.held_out)
         log = _Log(setup, run, first, 1 if mesh is None else mesh.size, training.density)
         bar = working(str(run.path), config.steps, progress, unit="steps", done=first)
         with bar as bar, _interruptible(bar) as asked_to_stop:
@@ -261,58 +260,8 @@ def _interruptible(bar: Working) -> Generator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
-    """Return a sharding: replicated, or with the rows along axis ``rows`` split over devices."""
-    if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    axes = () if rows is None else (None,) * rows + (DATA_AXIS,)
-    return NamedSharding(mesh, PartitionSpec(*axes))
-
-
 def _is_due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-def _batch(config: TrainConfig, data: TokenFile | PackedRows, step: int) -> Batch:
-    """Return the Batch of a step, ``[microbatches, rows, ...]``."""
-    rows = data.batch(step, config.batch_size, config.sequence_length, config.seed)
-    parts = config.microbatches
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), Batch.of(rows))
-
-
-def run_step(
-    setup: TrainingSetup,
-    state: State,
-    fixed: Tree,
-    data: TokenFile | PackedRows,
-    step: int,
-    mesh: Mesh | None,
-) -> tuple[State, Tree]:
-    """Return (state after the step, its metrics); ``state`` is donated."""
-    batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
-    return update(setup, state, fixed, batch)
-
-
-def validate(
-    setup: TrainingSetup,
-    params: Params,
-    data: TokenFile | PackedRows,
-    mesh: Mesh | None,
-    fixed: Tree = None,
-) -> float:
-    """Return the mean loss over the held-out tokens that count, in batches as large as a
-    microbatch.
-    """
-    config = setup.config
-    size = config.batch_size // config.microbatches
-    devices = 1 if mesh is None else mesh.shape[DATA_AXIS]
-    losses, shares = [], []
-    for rows in data.validation(size, config.sequence_length, devices):
-        batch = Batch.of(rows)
-        shares.append(1.0 if batch.weights is None else float(np.mean(batch.weights)))
-        batch = jax.device_put(batch, sharding(mesh, 0))
-        losses.append(validation_loss(setup, params, batch, fixed))
-    return float(np.mean(jax.device_get(losses)) / np.mean(shares))
 
 
 def _finish(setup: TrainingSetup, params: Params, data: Data, run: RunDirectory) -> None:

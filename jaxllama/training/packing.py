@@ -9,18 +9,20 @@ are the same in every epoch, and a seed shuffles their order again for every epo
 on (seed, step) only, so there is no position to save. An example longer than a row loses its end;
 ``cut`` counts them.
 
-Losses are means over the answers' tokens of a whole step: weights are scaled so that their mean
-over its rows is 1, whatever the number of microbatches and devices.
+Losses are means over the answers' tokens of a whole step, or over its pairs: weights are scaled so
+that their mean over its rows is 1, whatever the number of microbatches and devices.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
@@ -28,16 +30,16 @@ from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import conversations
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.conversations import Example
+from jaxllama.training.conversations import Example, Unit
 from jaxllama.training.data import epoch_order, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """An open file of conversations. lines: the examples of each line."""
+    """An open file of conversations. lines: the units of each line."""
 
     tokenizer: Tokenizer
-    lines: list[list[Example]]
+    lines: list[list[Unit]]
     sha256: str
     length: int
     is_packed: bool = True
@@ -49,7 +51,7 @@ class Conversations:
         name = data.tokenizer or config.init_from
         assert data.conversations is not None and name is not None
         tokenizer = load_tokenizer(name)
-        lines = conversations.read(data.conversations, tokenizer)
+        lines = conversations.read(data.conversations, tokenizer, config.goal.kind)
         digest = hashlib.sha256(Path(data.conversations).read_bytes()).hexdigest()
         if len(lines) <= data.validation_conversations:
             raise JaxLlamaError(
@@ -71,31 +73,31 @@ class Conversations:
         cut = len(self.lines) - last
         return self._rows(self.lines[:cut]), self._rows(self.lines[cut:])
 
-    def _rows(self, lines: Sequence[list[Example]]) -> PackedRows:
-        return PackedRows.of(
-            [example for line in lines for example in line], self.length, self.is_packed
-        )
+    def _rows(self, lines: Sequence[list[Unit]]) -> PackedRows:
+        return PackedRows.of([unit for line in lines for unit in line], self.length, self.is_packed)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
     """Rows of ``length`` tokens.
 
-    members: indices of the examples of each row. cut: number of examples that lost their end.
+    members: indices of the units of each row. cut: number of sequences that lost their end, and of
+    pairs that were left out because they are longer than a row. reference: float32 ``[units, 2]``,
+    the log-probabilities of pairs under the first model.
     """
 
-    examples: list[Example]
+    units: list[Unit]
     members: list[list[int]]
     length: int
     cut: int
+    reference: np.ndarray | None = None
 
     @classmethod
-    def of(cls, examples: Sequence[Example], length: int, is_packed: bool = True) -> PackedRows:
-        """Pack examples; those whose answers begin behind a row's end are left out."""
-        cut = sum(len(example.tokens) > length for example in examples)
-        short = [Example(one.tokens[:length], one.answers[:length]) for one in examples]
-        short = [example for example in short if example.answers[1:].any()]
-        sizes = [len(example.tokens) for example in short]
+    def of(cls, units: Sequence[Unit], length: int, is_packed: bool = True) -> PackedRows:
+        """Pack units; those whose answers begin behind a row's end are left out."""
+        cut = sum(len(unit) > length for unit in units)
+        short = [unit for unit in map(functools.partial(_shortened, length), units) if unit]
+        sizes = [len(unit) for unit in short]
         members = pack(sizes, length) if is_packed else [[index] for index in range(len(sizes))]
         return cls(short, members, length, cut)
 
@@ -105,25 +107,40 @@ class PackedRows:
     @property
     def density(self) -> float:
         """Share of the rows' places that hold tokens."""
-        used = sum(len(example.tokens) for example in self.examples)
+        used = sum(map(len, self.units))
         return used / max(len(self) * self.length, 1)
+
+    @property
+    def _pairs(self) -> int:
+        """Most pairs of a row; 0 for single sequences."""
+        is_pair = any(len(unit.examples) == 2 for unit in self.units)
+        return max(map(len, self.members), default=0) if is_pair else 0
 
     def row(self, index: int) -> Batch:
         """Return one row; its weights are 0 or 1. A row past the last is empty."""
         tokens, segments = np.zeros((2, self.length), np.int32)
         answers = np.zeros(self.length, bool)
+        members = self.members[index] if index < len(self) else []
         at = 0
-        for number, member in enumerate(self.members[index] if index < len(self) else (), 1):
-            example = self.examples[member]
+        sequences = [one for member in members for one in self.units[member].examples]
+        for number, example in enumerate(sequences, 1):
             end = at + len(example.tokens)
             tokens[at:end], segments[at:end] = example.tokens, number
             answers[at + 1 : end] = example.answers[1:]
             at = end
-        return Batch(tokens, segments, answers[1:].astype(np.float32))
+        row = Batch(tokens, segments, answers[1:].astype(np.float32))
+        if not self._pairs:
+            return row
+        labels = np.zeros(self._pairs, np.float32)
+        reference = np.zeros((self._pairs, 2), np.float32)
+        labels[: len(members)] = [self.units[member].label for member in members]
+        if self.reference is not None:
+            reference[: len(members)] = self.reference[members]
+        return row._replace(labels=labels, reference=reference)
 
     def rows(self, indices: Sequence[int]) -> Batch:
         """Return several rows, ``[rows, length]`` each."""
-        return Batch(*map(np.stack, zip(*map(self.row, indices), strict=True)))
+        return jax.tree.map(lambda *parts: np.stack(parts), *map(self.row, indices))
 
     def batch(self, step: int, batch_size: int, length: int, seed: int) -> Batch:
         """Return the rows of step ``step`` (from 0), with weights whose mean is 1."""
@@ -133,6 +150,8 @@ class PackedRows:
             epoch, place = divmod(number, len(self))
             indices.append(int(epoch_order(seed, epoch, len(self))[place]))
         rows = self.rows(indices)
+        if rows.labels is not None:
+            return rows._replace(labels=rows.labels / np.float32(np.mean(np.abs(rows.labels))))
         assert rows.weights is not None
         return rows._replace(weights=rows.weights / np.float32(np.mean(rows.weights)))
 
@@ -142,6 +161,17 @@ class PackedRows:
         assert length + 1 == self.length
         for first in range(0, len(self), size):
             yield self.rows(range(first, first + size))
+
+
+def _shortened(length: int, unit: Unit) -> Unit | None:
+    """Return the unit within ``length`` tokens; None for a pair that is longer, or no answer."""
+    if len(unit) > length:
+        if len(unit.examples) > 1:
+            return None
+        (one,) = unit.examples
+        unit = Unit((Example(one.tokens[:length], one.answers[:length]),), unit.label)
+    has_answers = all(example.answers[1:].any() for example in unit.examples)
+    return unit if has_answers else None
 
 
 def pack(sizes: Sequence[int], length: int) -> list[list[int]]:

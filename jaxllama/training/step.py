@@ -22,10 +22,10 @@ from jax import lax
 from jaxllama.model.decoder import head
 from jaxllama.model.stacked import stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
-from jaxllama.training import adapters, distill
+from jaxllama.training import adapters, distill, preference
 from jaxllama.training.batch import Batch
 from jaxllama.training.forward import hidden_states
-from jaxllama.training.loss import cross_entropy, distillation
+from jaxllama.training.loss import cross_entropy, distillation, token_logprobs
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
 from jaxllama.training.start import TrainingSetup
@@ -118,7 +118,7 @@ def loss(
     dtype = jnp.dtype(config.dtype)
     if goal is None:
         params = _weights(setup, params, fixed, len(inputs))
-        return _cross_entropy(setup, params, batch, config.remat), {}
+        return _objective(setup, params, batch, config.remat)
     params = rounded(params)
     if goal is not None and goal.objective == "mixers":
         return distill.mixer_loss(cfg, setup.teacher, params, fixed, inputs, dtype, config.remat)
@@ -148,17 +148,52 @@ def _weights(setup: TrainingSetup, params: Params, fixed: Params | None, rows: i
     return adapters.joined(setup.model, config.lora, fixed, params, rows, jnp.dtype(config.dtype))
 
 
-def _cross_entropy(
+def _objective(
     setup: TrainingSetup, params: Params, batch: Batch, remat: bool = False
-) -> jax.Array:
-    """Return the mean over the places of a Batch of weight times cross entropy."""
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return (the mean over a Batch's places of weight times cross entropy, or over its pairs of a
+    preference's loss; its parts).
+    """
+    if batch.labels is not None:
+        sums, tokens = _pair_sums(setup, params, batch, remat)
+        goal, reference = setup.config.goal, jnp.asarray(batch.reference)
+        return preference.objective(goal, sums, tokens, reference, jnp.asarray(batch.labels))
+    x, weight, is_frozen = _states_and_head(setup, params, batch, remat)
+    cap, weights = setup.model.logit_softcap, batch.weights
+    return cross_entropy(x, weight, batch.targets, cap, weights, is_frozen=is_frozen)[0], {}
+
+
+def _states_and_head(
+    setup: TrainingSetup, params: Params, batch: Batch, remat: bool
+) -> tuple[jax.Array, jax.Array, bool]:
+    """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     x = hidden_states(cfg, params, batch.inputs, dtype, remat, batch.input_segments)
-    weight, is_frozen = head(params)["weight"], setup.config.lora is not None
+    weight = head(params)["weight"]
     if isinstance(weight, QTensor):
         weight = dequantize(weight, dtype)
-    cap, weights = cfg.logit_softcap, batch.weights
-    return cross_entropy(x, weight, batch.targets, cap, weights, is_frozen=is_frozen)[0]
+    return x, weight, setup.config.lora is not None
+
+
+def _pair_sums(
+    setup: TrainingSetup, params: Params, batch: Batch, remat: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return (log-probabilities of the pairs' answers, their numbers of tokens), ``[B, K, 2]``."""
+    assert batch.segments is not None and batch.labels is not None
+    x, weight, is_frozen = _states_and_head(setup, params, batch, remat)
+    cap = setup.model.logit_softcap
+    logprobs = token_logprobs(x, weight, batch.targets, cap, is_frozen=is_frozen)
+    count, segments = 2 * batch.labels.shape[-1], jnp.asarray(batch.segments[..., 1:])
+    return preference.sequence_sums(logprobs, jnp.asarray(batch.weights), segments, count)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pair_logprobs(
+    setup: TrainingSetup, params: Params, batch: Batch, fixed: Params | None = None
+) -> jax.Array:
+    """Return the log-probabilities of the answers of a Batch of pairs, float32 ``[B, K, 2]``."""
+    params = _weights(setup, params, fixed, len(batch.tokens))
+    return _pair_sums(setup, params, batch)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -168,12 +203,12 @@ def validation_loss(
     batch: Batch | jax.Array,
     fixed: Params | None = None,
 ) -> jax.Array:
-    """Return the mean over places of weight times cross entropy, whatever the objective is.
+    """Return the mean over places of weight times cross entropy, or a preference's loss.
 
     batch: a Batch of ``[B, ...]``, or its tokens alone. fixed: the weights beneath adapters.
     """
 
     def mean(params: Params, fixed: Params | None, rows: Batch) -> jax.Array:
-        return _cross_entropy(setup, _weights(setup, params, fixed, len(rows.tokens)), rows)
+        return _objective(setup, _weights(setup, params, fixed, len(rows.tokens)), rows)[0]
 
     return data_parallel(mean)(params, fixed, Batch.of(batch))

@@ -1,4 +1,7 @@
-"""The tables of a TOML file that fine-tune a model: adapters, objective, samples of its answers.
+"""The tables of a TOML file that say what a run reads and learns: data, adapters, objective.
+
+    [data]
+    conversations = "chat.jsonl"
 
     [lora]
     rank = 16
@@ -29,6 +32,66 @@ def require(condition: bool, key: str, value: object, why: str) -> None:
     """Raise JaxLlamaError naming the key and its value unless ``condition``."""
     if not condition:
         raise JaxLlamaError(f"{key} = {value!r}: {why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The data of a run: a token file, or conversations.
+
+    Parameters
+    ----------
+    tokens : str or None
+        A token file's folder.
+    validation_tokens : int
+        Number of its last tokens that are never trained on.
+    conversations : str or None
+        A .jsonl file of conversations (``training.conversations``). Only the model's answers count
+        in the loss.
+    validation_conversations : int
+        Number of its last lines that are never trained on.
+    tokenizer : str or None
+        A model whose tokenizer and chat template write the conversations; default ``init_from``.
+    packing : bool
+        Whether several conversations share a row. Each still sees only itself.
+    """
+
+    tokens: str | None = None
+    validation_tokens: int = 0
+    conversations: str | None = None
+    validation_conversations: int = 0
+    tokenizer: str | None = None
+    packing: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("validation_tokens", "validation_conversations"):
+            value = getattr(self, key)
+            require(value >= 0, f"data.{key}", value, "must not be negative")
+        if self.tokens is None and self.conversations is None:
+            raise JaxLlamaError("missing key 'data.tokens', or 'data.conversations'")
+        require(
+            self.tokens is None or self.conversations is None,
+            "data.conversations",
+            self.conversations,
+            "excludes data.tokens",
+        )
+        other = "validation_conversations" if self.conversations is None else "validation_tokens"
+        require(
+            not getattr(self, other),
+            f"data.{other}",
+            getattr(self, other),
+            "belongs to the other kind of data",
+        )
+        require(
+            self.conversations is not None or (self.tokenizer is None and self.packing),
+            "data.tokens",
+            self.tokens,
+            "data.tokenizer and data.packing are for data.conversations",
+        )
+
+    @property
+    def held_out(self) -> int:
+        """Number of tokens or conversations that are never trained on."""
+        return self.validation_tokens or self.validation_conversations
 
 
 @dataclasses.dataclass(frozen=True)

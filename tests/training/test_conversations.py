@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.training.conversations import Example, examples_of, read
+from jaxllama.training.conversations import Example, Unit, examples_of, read
 from jaxllama.training.packing import PackedRows, pack
 from tests.helpers.chat_cases import END, FORGETFUL, say, tokenizer
 
@@ -77,7 +77,8 @@ def test_rows_are_filled_by_best_fit():
 
 def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
     examples = [Example.of(range(1, n), range(100, 100 + n)) for n in range(2, 9)]
-    rows = PackedRows.of(examples, 17)
+    units = [Unit((example,)) for example in examples]
+    rows = PackedRows.of(units, 17)
     seen = np.zeros(200, int)
     for step in range(len(rows)):
         batch = rows.batch(step, 1, 16, seed=3)
@@ -93,5 +94,5 @@ def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
     (held, last) = list(rows.validation(len(rows) - 1, 16))
     assert held.tokens.shape == last.tokens.shape
     assert last.weights[1:].sum() == 0
-    alone = PackedRows.of(examples, 5, is_packed=False)  # longer ones lose their end
+    alone = PackedRows.of(units, 5, is_packed=False)  # longer ones lose their end
     assert len(alone) == 4 and alone.cut == 5

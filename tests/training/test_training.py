@@ -25,7 +25,7 @@ from jaxllama.model.decoder import head
 from jaxllama.model.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.model.params import param_table
 from jaxllama.model.stacked import is_stacked
-from jaxllama.training import loop, train
+from jaxllama.training import loop, passes, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.data import TokenFile
 from jaxllama.training.estimate import estimate
@@ -466,14 +466,14 @@ def test_the_model_loads_and_is_the_one_that_was_validated(finished):
 
 def test_a_finished_run_is_not_run_again(finished, monkeypatch):
     config, result = finished
-    monkeypatch.setattr(loop, "update", None)
+    monkeypatch.setattr(passes, "update", None)
     again = train(config, result.directory)
     assert again.metrics == result.metrics
 
 
 def test_ctrl_c_saves_the_step_under_way_and_says_how_to_go_on(finished, tmp_path, capsys):
     config, whole = finished
-    update, calls = loop.update, []
+    update, calls = passes.update, []
 
     def interrupted(*args):
         calls.append(1)
@@ -482,7 +482,7 @@ def test_ctrl_c_saves_the_step_under_way_and_says_how_to_go_on(finished, tmp_pat
         return update(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "update", interrupted)
+        patch.setattr(passes, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "run", progress=True)
     err = capsys.readouterr().err
@@ -503,7 +503,7 @@ def test_more_steps_extend_a_finished_run(finished, tmp_path, monkeypatch):
         found = {name: np.float32(1) for name in ("loss", "grad_norm", "learning_rate")}
         return {**state, "step": state["step"] + 1}, found
 
-    monkeypatch.setattr(loop, "update", step)
+    monkeypatch.setattr(passes, "update", step)
     monkeypatch.setattr(loop, "validation_loss", lambda *_: np.float32(1))
     result = train(dataclasses.replace(config, steps=14), tmp_path / "run")
     assert _curve(result.metrics[:12]) == _curve(whole.metrics)
@@ -538,13 +538,13 @@ def test_two_processes_do_not_share_a_folder(finished, tmp_path):
 
 def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch):
     config, _ = finished
-    update = loop.update
+    update = passes.update
 
     def broken(*args):
         state, metrics = update(*args)
         return state, {**metrics, "loss": jnp.float32(jnp.nan)}
 
-    monkeypatch.setattr(loop, "update", broken)
+    monkeypatch.setattr(passes, "update", broken)
     with pytest.raises(JaxLlamaError, match="the loss is nan at step 1; a lower learning_rate"):
         train(config, tmp_path / "run")
 

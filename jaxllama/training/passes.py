@@ -1,0 +1,88 @@
+"""Batches through the compiled functions: one update, a validation, a reference's pass.
+
+Rows lie on the devices of a mesh, if there is one; parameters lie on each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxllama.parallel.mesh import DATA_AXIS
+from jaxllama.training.batch import Batch
+from jaxllama.training.config import TrainConfig
+from jaxllama.training.data import TokenFile
+from jaxllama.training.packing import PackedRows
+from jaxllama.training.start import TrainingSetup
+from jaxllama.training.step import State, pair_logprobs, update, validation_loss
+from jaxllama.typing import Params, Tree
+
+
+def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
+    """Return a sharding: replicated, or with the rows along axis ``rows`` split over devices."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    axes = () if rows is None else (None,) * rows + (DATA_AXIS,)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def with_reference(
+    setup: TrainingSetup, params: Params, fixed: Tree, rows: TokenFile | PackedRows
+) -> PackedRows:
+    """Return rows of pairs with their log-probabilities under the first parameters."""
+    assert isinstance(rows, PackedRows)
+    config = setup.config
+    params, fixed = jax.device_put((params, fixed), jax.devices()[0])
+    found = np.zeros((len(rows.units), 2), np.float32)
+    size = config.batch_size // config.microbatches
+    for number, batch in enumerate(rows.validation(size, config.sequence_length)):
+        values = np.asarray(pair_logprobs(setup, params, batch, fixed))
+        for members, value in zip(rows.members[number * size :], values, strict=False):
+            found[members] = value[: len(members)]
+    return dataclasses.replace(rows, reference=found)
+
+
+def _batch(config: TrainConfig, data: TokenFile | PackedRows, step: int) -> Batch:
+    """Return the Batch of a step, ``[microbatches, rows, ...]``."""
+    rows = data.batch(step, config.batch_size, config.sequence_length, config.seed)
+    parts = config.microbatches
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), Batch.of(rows))
+
+
+def run_step(
+    setup: TrainingSetup,
+    state: State,
+    fixed: Tree,
+    data: TokenFile | PackedRows,
+    step: int,
+    mesh: Mesh | None,
+) -> tuple[State, Tree]:
+    """Return (state after the step, its metrics); ``state`` is donated."""
+    batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
+    return update(setup, state, fixed, batch)
+
+
+def validate(
+    setup: TrainingSetup,
+    params: Params,
+    data: TokenFile | PackedRows,
+    mesh: Mesh | None,
+    fixed: Tree = None,
+) -> float:
+    """Return the mean loss over the held-out tokens that count, in batches as large as a
+    microbatch.
+    """
+    config = setup.config
+    size = config.batch_size // config.microbatches
+    devices = 1 if mesh is None else mesh.shape[DATA_AXIS]
+    losses, shares = [], []
+    for rows in data.validation(size, config.sequence_length, devices):
+        batch = Batch.of(rows)
+        counted = batch.weights if batch.labels is None else batch.labels
+        shares.append(1.0 if counted is None else float(np.mean(np.abs(counted))))
+        batch = jax.device_put(batch, sharding(mesh, 0))
+        losses.append(validation_loss(setup, params, batch, fixed))
+    return float(np.mean(jax.device_get(losses)) / np.mean(shares))
