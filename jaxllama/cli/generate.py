@@ -37,7 +37,7 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "--split",
         choices=("lines", "jsonl", "none"),
-        help='of --file: a prompt a line; a JSON object a line, {"prompt": TEXT} or '
+        help='form of --file: a prompt a line; a JSON object a line, {"prompt": TEXT} or '
         '{"messages": [...]}, and so with --json the answers; none: the file '
         "is one prompt, without its last newline (default: lines, of .jsonl "
         "files jsonl)",
