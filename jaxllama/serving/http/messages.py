@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama.serving.api import answers
-from jaxllama.serving.api.bodies import parse
+from jaxllama.serving.api.bodies import Chat, parse
 from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.message_bodies import CountTokens, Messages, to_chat
 from jaxllama.serving.api.message_schemas import (
@@ -88,7 +88,7 @@ class MessageRoutes:
         ]
         return body, dataclasses.replace(call, requests=tuple(requests))
 
-    def _chat(self, body: CountTokens):
+    def _chat(self, body: CountTokens) -> Chat:
         self._prompts.adapter_of(body.model)
         template = self._prompts.tokenizer().template_for(bool(body.tools)) or ""
         return to_chat(body, template)
@@ -220,6 +220,7 @@ def _object(text: str) -> JsonObject:
         return {}
     try:
         found = json.loads(text, strict=False)
+        to_json(found)  # refuses values that are nested too deep to be sent
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": text}

@@ -41,15 +41,26 @@ from jaxllama.typing import JsonObject
 CLIENT_GONE = 499  # nginx's status for a client that left; only the log shows it
 BODY_SECONDS = 30.0  # seconds for a body to arrive
 RETRY_JOURNAL = 5  # seconds after which a client tries again if its body could not be journalled
+# The chat page: the file and content type of each path.
+PAGE = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/markdown.js": ("markdown.js", "text/javascript"),
+    "/marked.js": ("vendor/marked.js", "text/javascript"),
+    "/purify.js": ("vendor/purify.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
 # paths without a key and without secrets
-OPEN = ("/health", "/openapi.json", "/", "/page.js", "/page.css")
+OPEN = ("/health", "/openapi.json", *PAGE)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (
         b"content-security-policy",
-        b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        b"img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
+        b"require-trusted-types-for 'script'; trusted-types dompurify",
     ),
 )
 _log = logging.getLogger("jaxllama.serving")

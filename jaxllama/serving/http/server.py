@@ -72,6 +72,7 @@ from jaxllama.serving.api.schemas import (
 from jaxllama.serving.http.messages import MessageRoutes
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
+    PAGE,
     ClientGone,
     Middleware,
     answer_error,
@@ -133,11 +134,6 @@ def application(
     """
     server = _Server(model, link, settings, max_queue, ended)
     document = openapi.document(settings.max_len, bool(settings.api_keys))
-    static = {
-        "/": ("page.html", "text/html"),
-        "/page.js": ("page.js", "text/javascript"),
-        "/page.css": ("page.css", "text/css"),
-    }
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
@@ -154,7 +150,7 @@ def application(
         *server.responses.routes(),
         *server.messages.routes(),
         *server.vectors.routes(),
-        *(Route(path, _file(name, kind)) for path, (name, kind) in static.items()),
+        *(Route(path, _file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
     errors = dict.fromkeys(
         (ApiError, EngineFailed, JaxLlamaError, HTTPException, Exception), _answer_error
@@ -179,7 +175,7 @@ async def _answer_error(http: HttpRequest, error: Exception) -> Response:
 
 
 def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
-    content = (importlib.resources.files("jaxllama.serving.http") / name).read_bytes()
+    content = (importlib.resources.files("jaxllama.serving.http") / "page" / name).read_bytes()
     return lambda _: Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 

@@ -112,15 +112,15 @@ class Source:
             yield from self.more()
 
     def up_to(self, end: str, longest: int) -> Wait[str | None]:
-        """Read a text and its end. Returns the text, or None if it is too long or has a line."""
+        """Read a name and its end. Returns None if it is too long, or has a line or a tag."""
         while True:
             at = self.text.find(end)
-            text = self.text if at < 0 else self.text[:at]
-            if len(text) > longest or "\n" in text:
+            known = self.text[: at if at >= 0 else len(self.text) - begun(self.text, (end,))]
+            if len(known) > longest or "\n" in known or "<" in known:
                 return None
             if at >= 0:
                 self.take(at + len(end))
-                return text
+                return known
             yield from self.more()
 
 

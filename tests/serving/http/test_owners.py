@@ -17,6 +17,7 @@ ASK = {"model": NAME, "prompt": "ab" * 20, "max_tokens": 2, "seed": 1}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "ab" * 20}], "max_tokens": 2}
 RESPONSE = {"model": NAME, "input": "ab", "max_output_tokens": 2}
 PATHS = {"/v1/completions": ASK, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSE}
+MESSAGE = {"model": NAME, "max_tokens": 2, "messages": [{"role": "user", "content": "ab"}]}
 
 
 def as_key(key: str) -> dict[str, str]:
@@ -69,10 +70,11 @@ def test_an_owed_answer_belongs_to_the_key_that_asked(lm, tmp_path):
     assert second.requests == first.requests
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages"])
 def test_cached_prompts_are_shared_under_one_key_and_salt(http, engine, path):
     def salt(key: str, **fields) -> str:
-        reply = http.post(path, json={**PATHS[path], **fields}, headers=as_key(key))
+        body = {**PATHS.get(path, MESSAGE), **fields}
+        reply = http.post(path, json=body, headers=as_key(key))
         assert reply.status_code == 200
         return engine.requests[-1].cache_salt
 
@@ -87,9 +89,10 @@ def test_cached_prompts_are_shared_under_one_key_and_salt(http, engine, path):
     assert [salt("one"), salt("one", cache_salt="a")] == [salts[0], salts[2]]
     assert not any(key in salt for key in KEYS for salt in salts), "the key itself goes nowhere"
     for wrong in ("", 1, "a" * 257):
-        body = {**PATHS[path], "cache_salt": wrong}
+        body = {**PATHS.get(path, MESSAGE), "cache_salt": wrong}
         refused = http.post(path, json=body, headers=as_key("one"))
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("cache_salt")
 
 
 # Which Host
@@ -154,3 +157,28 @@ def test_the_journal_does_not_hold_the_key(lm, engine, tmp_path):
         with client(url) as http:
             http.post("/v1/completions", json=ASK, headers=as_key("the-secret-key"))
     assert not any(b"the-secret-key" in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_no_secret_and_no_text_of_a_client_is_logged(http, caplog):
+    caplog.set_level("DEBUG", "jaxllama.serving")
+    tools = [{"type": "web_search", "secret-option": 1}]
+    for body, key in ((MESSAGE, "one"), ({**MESSAGE, "tools": tools}, "two"), (MESSAGE, "guess-9")):
+        headers = {"x-api-key": key, "X-Request-Id": "seen"}
+        text = [{"role": "user", "content": "my-private-text"}]
+        http.post("/v1/messages?key=one", json={**body, "messages": text}, headers=headers)
+    lines = [f"{record.getMessage()} {vars(record)}" for record in caplog.records]
+    assert any("seen" in line for line in lines)
+    for secret in ("my-private-text", "guess-9", "key=one", "secret-option"):
+        assert not any(secret in line for line in lines), secret
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_deep_and_large_bodies_are_refused(http, path):
+    deep = b'{"a":' * 5000 + b"1" + b"}" * 5000
+    schema = b'{"type":"function","function":{"name":"f","parameters":%b}}'
+    if path == "/v1/messages":
+        schema = b'{"name":"f","input_schema":%b}'
+    head = b'{"model":"tiny","max_tokens":2,"messages":[{"role":"user","content":"a"}],"tools":['
+    headers = {**as_key("one"), "Content-Type": "application/json"}
+    for body in (head + schema % deep + b"]}", head + b",".join([schema % b"{}"] * 129) + b"]}"):
+        assert http.post(path, content=body, headers=headers).status_code == 400

@@ -419,8 +419,11 @@ def test_models_health_page_and_their_headers(http):
     assert http.get("/version").json() == {"version": __version__}
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html") and "page.js" in page.text
-    assert "default-src 'self'" in page.headers["content-security-policy"]
-    assert "://" not in page.text + http.get("/page.js").text + http.get("/page.css").text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    own = [http.get(path).text for path in ("/page.js", "/markdown.js", "/page.css")]
+    assert "://" not in page.text + "".join(own)
+    assert all("sourceMappingURL" not in http.get(p).text for p in ("/marked.js", "/purify.js"))
     assert page.headers["x-request-id"] != http.get("/").headers["x-request-id"]
     reply = http.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "mine"})
     assert reply.headers["x-request-id"] == "mine" and reply.json()["id"] == "cmpl-mine"

@@ -17,9 +17,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import byte_tokenizer, serving, tiny_model
 
+MAX_LEN = 800
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver")
 FLAGS = (
@@ -54,7 +55,7 @@ def page(browser, request):
     settings = dict(getattr(request, "param", {}))
     tokenizer = byte_tokenizer() if settings.pop("chat", True) else Tokenizer.byte_level()
     with (
-        FakeEngine(max_len=400) as engine,
+        FakeEngine(max_len=MAX_LEN) as engine,
         serving(tiny_model(tokenizer), engine, **settings) as url,
     ):
         browser.get(url)
@@ -71,7 +72,13 @@ def until(browser, condition):
 
 
 def said(browser) -> list[str]:
-    return [item.text for item in browser.find_elements(By.CSS_SELECTOR, "#log li p")]
+    script = "return [...document.querySelectorAll('#log .said')].map((e) => e.innerText)"
+    return browser.execute_script(script)
+
+
+def buttons(browser, title: str) -> list:
+    found = browser.find_elements(By.CSS_SELECTOR, "#log .actions button")
+    return [button for button in found if button.text == title]
 
 
 def is_idle(browser) -> bool:
@@ -86,7 +93,7 @@ def console(browser) -> list[str]:
 
 def test_a_conversation(page, tmp_path):
     browser, engine = page
-    until(browser, lambda: "tiny, 400 tokens" in find(browser, "model").text)
+    until(browser, lambda: f"tiny, {MAX_LEN} tokens" in find(browser, "model").text)
     find(browser, "input").send_keys("hello", Keys.SHIFT, Keys.ENTER, Keys.NULL, "there")
     find(browser, "input").send_keys(Keys.ENTER)
     until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
@@ -101,9 +108,75 @@ def test_a_conversation(page, tmp_path):
     assert asked.startswith("<user>hello\nthere\n<assistant>")
     assert asked.endswith("\n<user>more\n<assistant>")
     assert browser.save_screenshot(str(tmp_path / "page.png"))
+    before = said(browser)
+    browser.refresh()
+    until(browser, lambda: said(browser) == before)
+    buttons(browser, "Regenerate")[-1].click()
+    until(browser, lambda: len(engine.requests) == 3 and is_idle(browser))
+    assert engine.requests[-1].prompt == engine.requests[-2].prompt and len(said(browser)) == 4
+    buttons(browser, "Edit")[-1].click()
+    assert said(browser) == before[:2] and find(browser, "input").get_attribute("value") == "more"
     find(browser, "reset").click()
     assert said(browser) == []
     assert console(browser) == []
+
+
+MARKDOWN = """## A list
+
+1. **bold** and `code`
+2. [link](https://example.org) [bad](javascript:alert(1))
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+print("<b>no</b>")
+```
+
+<script>window.hacked = 1</script><img src="x" onerror="window.hacked = 1">
+<form action="/"><button onclick="window.hacked = 1">x</button></form>
+"""
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
+
+
+def test_markdown_is_shown_and_runs_nothing(page, tmp_path):
+    browser, engine = page
+    until(browser, lambda: "tiny" in find(browser, "model").text)
+    engine.answer = says(byte_tokenizer(), MARKDOWN)
+    browser.execute_script("document.getElementById('max_tokens').value = 600")
+    find(browser, "input").send_keys("x", Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
+    answer = browser.find_element(By.CSS_SELECTOR, ".markdown")
+    inside = answer.get_attribute("innerHTML")
+    for part in ("<h2>A list", "<strong>bold", "<code>code", "<table>", "&lt;b&gt;no", "<li>"):
+        assert part in inside, part
+    for part in ("<script", "<img", "<form", "onerror", "javascript:"):
+        assert part not in inside, part
+    [link] = [a for a in answer.find_elements(By.TAG_NAME, "a") if a.get_attribute("href")]
+    assert link.get_attribute("rel") == "noopener noreferrer"
+    assert browser.execute_script("return window.hacked") is None
+    answer.find_element(By.CSS_SELECTOR, ".copy").click()
+    until(browser, lambda: answer.find_element(By.CSS_SELECTOR, ".copy").text == "Copied")
+    find(browser, "theme").click()
+    assert browser.save_screenshot(str(tmp_path / "markdown.png"))
+    assert console(browser) == []
+
+
+def test_a_call_is_folded_and_its_result_is_the_next_message(page):
+    browser, engine = page
+    until(browser, lambda: "tiny" in find(browser, "model").text)
+    engine.answer = says(byte_tokenizer(), CALL)
+    tools = '[{"type": "function", "function": {"name": "now"}}]'
+    browser.execute_script("document.getElementById('tools').value = arguments[0]", tools)
+    find(browser, "input").send_keys("when?", Keys.ENTER)
+    until(browser, lambda: "call's result" in find(browser, "status").text and is_idle(browser))
+    call = browser.find_element(By.CSS_SELECTOR, "details.call")
+    assert call.text == "Call of now" and not call.get_attribute("open")
+    assert '{"zone": "utc"}' in call.get_attribute("textContent")
+    find(browser, "input").send_keys("noon", Keys.ENTER)
+    until(browser, lambda: len(engine.requests) == 2 and is_idle(browser))
+    assert b"<tool>noon\n" in bytes(engine.requests[-1].prompt)
 
 
 def test_stop(page):
@@ -121,10 +194,12 @@ def test_stop(page):
     assert said(browser) == [] and find(browser, "input").get_attribute("value") == "hi"
     with engine.held(5):
         find(browser, "input").send_keys(Keys.ENTER)
-        until(browser, lambda: len(said(browser)) == 2 and len(said(browser)[1]) >= 4)
+        until(browser, lambda: len(said(browser)) == 2 and len(said(browser)[1]) >= 2)
         find(browser, "input").send_keys(Keys.ESCAPE)
         until(browser, lambda: is_idle(browser))
-    kept = said(browser)[1]
+    kept = browser.execute_script(
+        "return JSON.parse(localStorage.getItem('jaxllama.conversation'))[1].content"
+    )
     find(browser, "input").send_keys("on", Keys.ENTER)
     until(browser, lambda: len(said(browser)) == 4 and is_idle(browser))
     assert bytes(engine.requests[-1].prompt).decode() == (
@@ -152,7 +227,7 @@ def test_settings_and_errors(page):
     find(browser, "max_tokens").clear()
     find(browser, "max_tokens").send_keys("1000")
     find(browser, "input").send_keys("again", Keys.ENTER)
-    until(browser, lambda: "context is 400 tokens" in find(browser, "error").text)
+    until(browser, lambda: f"context is {MAX_LEN} tokens" in find(browser, "error").text)
     assert find(browser, "input").get_attribute("value") == "again" and len(said(browser)) == 2
 
 
