@@ -43,7 +43,7 @@ myst_heading_anchors = 3
 # Notebooks are executed once for each change of their text; CI begins without a cache.
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300  # seconds a cell
+nb_execution_timeout = 1200  # seconds a cell, also on a busy machine
 nb_merge_streams = True
 smartquotes = False  # they would change --options and code
 
