@@ -84,7 +84,7 @@ class HubRequest(IpcMessage, tag=3):
     """A question to the hub. ``Hub.asked`` implements the names."""
 
     call: int
-    name: Literal["find", "owed", "embed", "score", "metrics", "keep", "recall", "forget"]
+    name: Literal["find", "owed", "embed", "rank", "score", "metrics", "keep", "recall", "forget"]
     arguments: list[Any]
 
 

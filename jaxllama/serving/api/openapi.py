@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
-from jaxllama.serving.api import bodies, message_schemas, response_schemas, schemas
+from jaxllama.serving.api import bodies, message_schemas, ranking, response_schemas, schemas
 from jaxllama.serving.api.message_bodies import CountTokens, Messages
 from jaxllama.serving.api.response_bodies import Responses
 from jaxllama.typing import JsonObject
 
-_ANSWERS = {**vars(schemas), **vars(response_schemas), **vars(message_schemas)}
+_ANSWERS = {**vars(schemas), **vars(response_schemas), **vars(message_schemas), **vars(ranking)}
 _BODIES = {
     **vars(bodies),
+    **vars(ranking),
     "Responses": Responses,
     "Messages": Messages,
     "CountTokens": CountTokens,
@@ -47,6 +48,8 @@ def document(max_len: int, keyed: bool) -> JsonObject:
         "Messages",
         "CountTokens",
         "Embedding",
+        "Rerank",
+        "Score",
         "Tokenize",
         "Detokenize",
     )
@@ -59,6 +62,8 @@ def document(max_len: int, keyed: bool) -> JsonObject:
         "TokenCount",
         "MessageError",
         "EmbeddingList",
+        "RerankObject",
+        "ScoreList",
         "ModelObject",
         "ModelList",
         "Tokens",
@@ -81,7 +86,9 @@ def document(max_len: int, keyed: bool) -> JsonObject:
         "/v1/responses": ("Go on with a conversation", "Responses", "ResponseObject"),
         "/v1/messages": ("Answer a conversation (Anthropic's API)", "Messages", "MessageObject"),
         "/v1/messages/count_tokens": ("Count a prompt's tokens", "CountTokens", "TokenCount"),
-        "/v1/embeddings": ("Mean-pooled hidden states", "Embedding", "EmbeddingList"),
+        "/v1/embeddings": ("Vectors of texts", "Embedding", "EmbeddingList"),
+        "/v1/rerank": ("Documents in the order of their scores", "Rerank", "RerankObject"),
+        "/v1/score": ("Scores of pairs of texts", "Score", "ScoreList"),
         "/tokenize": ("Text or messages to token ids", "Tokenize", "Tokens"),
         "/detokenize": ("Token ids to text", "Detokenize", "Text"),
     }

@@ -298,7 +298,7 @@ class Replicas:
         devices = named or [str(number) for number in range(count)]
         self.failure: str | None = None
         self.closed: str | None = None
-        self.passes = {name: self._pass(name) for name in ("embed", "score")}
+        self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
         self._observe = observe
         self._all = [Replica(n, load, options, devices[n]) for n in range(count)]
         self._choice = ReplicaChoice(self._all)

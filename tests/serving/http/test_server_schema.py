@@ -34,6 +34,8 @@ OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/embeddings", "POST"),
+    ("/v1/rerank", "POST"),
+    ("/v1/score", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/models", "GET"),
