@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 HEAD = """# Benchmarks
 
 This page is generated from the files in `benchmarks/results`.
-`python -m benchmarks.headline NAME` measures a row and writes its file.
+`python -m benchmarks.headline NAME` measures a row and writes its file, with all that was printed.
 [The lab's pages](lab/index.md) have the other measurements.
 
 """
@@ -19,8 +19,9 @@ This page is generated from the files in `benchmarks/results`.
 
 def write(page: Path) -> None:
     """Write the page if its text has changed."""
-    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
-    text = HEAD + "\n".join(map(section, results))
+    found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
+    # ``assembled.json`` holds registers, not figures of speed.
+    text = HEAD + "\n".join(section(result) for result in found if "figures" in result)
     if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
 
@@ -42,15 +43,18 @@ def section(result: dict[str, Any]) -> str:
     if result.get("source"):
         facts.append(f"- Peers: {result['source']}")
     commands = "\n".join(dict.fromkeys(result["commands"].values()))
-    output = "\n".join(line for lines in result["output"].values() for line in lines)
     return "\n".join(
         [
             f"## {result['name']}\n",
             f"| | | {unit} |\n|---|---|---|",
-            *(f"| {who} | {what} | {value:,.4g} |" for who, what, value in rows),
+            *(f"| {who} | {what} | {number(value)} |" for who, what, value in rows),
             "",
             *facts,
-            f"\n```text\n{commands}\n```\n",
-            f"```text\n{output}\n```\n",
+            f"\n```bash\n{commands}\n```\n",
         ]
     )
+
+
+def number(value: float) -> str:
+    """Return a figure with four digits, or all digits before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

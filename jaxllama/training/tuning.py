@@ -133,7 +133,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    """What a run minimizes.
+    """The quantity that a run minimizes.
 
     Parameters
     ----------
