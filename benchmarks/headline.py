@@ -77,7 +77,7 @@ ROWS = {
         "decode_tokens_per_second",
         "tokens/s",
         {"gpt-fast bfloat16": 216, "gpt-fast w8a16": 233, "gpt-fast w4a16": 298},
-        "gpt-fast on one H200 (jaxllama/model/README.md)",
+        "gpt-fast on one H200 (docs/lab/model.md)",
     ),
     "decode-64": Row(
         "Llama-3.1-8B, 64 rows, W8A8, int8 cache",
@@ -110,7 +110,7 @@ ROWS = {
         r"14336x4096\s+1\s+([\d.]+) ",
         "us",
         {"XLA": r"14336x4096\s+1\s+[\d.]+\s.*?%\s+([\d.]+) ", "humming": 15.5},
-        "XLA in the same run; humming on one H200 (pallas_kernels/matmul/README.md)",
+        "XLA in the same run; humming on one H200 (docs/lab/matmul.md)",
     ),
     "matmul-prefill": Row(
         "14336 x 4096, 8,192 rows",
@@ -129,7 +129,7 @@ ROWS = {
         r"\(8, 4096, 16, 128, 128\) forward\+backward, saving states: ([\d.]+) ms",
         "ms",
         {"fla": 5.85, "XLA": 12.0},
-        "flash-linear-attention 0.6.0 and XLA's form on one H200 (pallas_kernels/gla/README.md)",
+        "flash-linear-attention 0.6.0 and XLA's form on one H200 (docs/lab/gla.md)",
     ),
     "gated-delta": Row(
         "gated delta rule forward, 8 x 4096, 4 and 16 heads of 128",

@@ -136,8 +136,8 @@ def prefill(
         The cache of B rows. The call donates it, unless it is traced.
     chunk : int, optional
         Tokens of a row that pass through the model at once (``decoding.forward.prefill_chunk``). It
-        bounds the memory of activations. ``model/README.md`` lists where results are equal to the
-        bit.
+        bounds the memory of activations. ``docs/rooms/model.md`` lists where results are equal to
+        the bit.
 
     Returns
     -------

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
 from jaxllama.decoding.mtp import MTPDraft
@@ -85,6 +86,12 @@ class LanguageModel:
         CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
     programs : KeptPrograms, optional
         Programs that earlier processes compiled for this model. None uses jax's own cache alone.
+    pooling : Pooling, optional
+        How hidden states become a text's vector, from sentence-transformers' files. None if the
+        model has no such files.
+    classifier : jax.Array, optional
+        The head of a model for classification, float32 ``[classes, d_model]``. It scores the
+        documents of ``/v1/rerank``.
     executor : Executor
         The place where the model runs; by default the devices that hold the parameters.
     """
@@ -97,7 +104,8 @@ class LanguageModel:
     adapters: tuple[str, ...] = ()
     exact: bool = False
     programs: KeptPrograms | None = dataclasses.field(default=None, repr=False, compare=False)
-
+    pooling: Pooling | None = None
+    classifier: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
     executor: Executor = dataclasses.field(default=resident.Resident(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +119,11 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """Return the dtype of the activations."""
         return self.params["norm"]["weight"].dtype
+
+    @property
+    def n_classes(self) -> int:
+        """Return the number of classes of ``classifier``, 0 without one."""
+        return 0 if self.classifier is None else self.classifier.shape[0]
 
     @property
     def mesh(self) -> Mesh | None:
@@ -155,8 +168,8 @@ class LanguageModel:
             Type of the cache; by default the activations' type.
         chunk : int, optional
             Tokens of a prompt that pass through the model at once.
-            ``decoding.forward.prefill_chunk`` chooses the default. ``model/README.md`` lists where
-            the answer is equal to the bit; elsewhere it is equal up to rounding.
+            ``decoding.forward.prefill_chunk`` chooses the default. ``docs/rooms/model.md`` lists
+            where the answer is equal to the bit; elsewhere it is equal up to rounding.
         on_text : callable, optional
             Called as (row, new text) during decoding, with complete characters only.
         on_prompt : callable, optional

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import generation
-from jaxllama.checkpoints import hub, peft
+from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
@@ -176,7 +176,7 @@ def load(
     grid = None if mesh is None else make_mesh(mesh)
     if grid is not None and policy is not None:
         raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
-    sampling = None
+    sampling, vectors, classifier = None, None, None
     if random and merge:
         raise JaxLlamaError("merge goes into a checkpoint's weights, and these are random")
     factors = []
@@ -208,13 +208,17 @@ def load(
             factors[0] if merge else None,
             own_codes=not exact and quantize is None,
         )
+        if path.suffix != ".gguf":
+            vectors, classifier = pooling.read(path), hf.read_classifier(path)
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
     names = () if merge else tuple(adapters)
     if place is not None:
         lm = place.model(cfg, params, tokenizer)
         params = lora.attach(lm.config, lm.params, factors) if names else lm.params
-        return dataclasses.replace(lm, params=params, sampling=sampling, adapters=names)
+        return dataclasses.replace(
+            lm, params=params, sampling=sampling, adapters=names, pooling=vectors
+        )
     if quantize is not None and not random:
         from jaxllama.quantization.quantize import quantize_params
 
@@ -233,7 +237,19 @@ def load(
         programs = None
     if programs is not None:
         programs.wait()
-    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, names, exact, programs)
+    head = None if classifier is None else jnp.asarray(classifier)
+    return LanguageModel(
+        cfg,
+        params,
+        tokenizer,
+        deterministic,
+        sampling,
+        names,
+        exact,
+        programs,
+        pooling=vectors,
+        classifier=head,
+    )
 
 
 def is_random_preset(source: str | Path) -> bool:

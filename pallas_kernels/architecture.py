@@ -1,4 +1,4 @@
-"""What each generation of NVIDIA GPUs offers to a kernel, and the cards of it: one table.
+"""The features that each generation of NVIDIA GPUs offers to a kernel, and its cards: one table.
 
 Plans read it through ``device.gpu()``.  The environment variable ``JAXLLAMA_TARGET=sm_80`` limits
 kernels to what that architecture offers as well, so that the kernels of older or smaller cards run,

@@ -190,6 +190,8 @@ def _scaled_costs(card: Card) -> dict[str, KernelCost]:
     for family, cost in H200.costs.items():
         if cost.shared and not family.startswith("experts"):
             first, *rest = cost.shared
+            # A fit beside other amounts may give memory no time at all; a slower memory shows.
+            first = max(first, 1e12 / H200.copy_rate)
             cost = cost._replace(shared=(first * slower, *(x * fewer for x in rest)))
         costs[family] = cost
     return costs

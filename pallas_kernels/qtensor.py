@@ -31,9 +31,9 @@ The named formats of ``quantize`` are these:
                float32 scale, once a row, so that weights with other scales can share an array
     fp8-block  float8_e4m3fn codes, one scale for 128 x 128 weights, which each of the rows repeats
 
-Sources: LLM.int8 (arXiv 2208.07339) for absmax rows, AWQ (2306.00978) and GPTQ (2210.17323) for
-grouped codes with zero points, GGUF for minima, QServe (2405.04532) for scales in two levels, the
-OCP Microscaling specification (v1.0) for MXFP4, NVIDIA's TensorRT documentation for NVFP4,
+Sources: LLM.int8 (arXiv 2208.07339) for absmax rows; AWQ (2306.00978) and GPTQ (2210.17323) for
+grouped codes with zero points; GGUF for minima; QServe (2405.04532) for scales in two levels; the
+OCP Microscaling specification (v1.0) for MXFP4; NVIDIA's TensorRT documentation for NVFP4;
 DeepSeek-V3 (2412.19437) for blocks of FP8.
 """
 
@@ -41,9 +41,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
@@ -91,6 +93,19 @@ class QTensor:
     input_scale: jax.Array | None = None
     unit: jax.Array | None = None
 
+    if TYPE_CHECKING:
+        # While a checkpoint is read or saved, the parts are numpy arrays in the host's memory.
+        def __init__(
+            self,
+            q: jax.Array | np.ndarray,
+            scale: jax.Array | np.ndarray,
+            zero: jax.Array | np.ndarray | None = None,
+            activations: str | None = None,
+            columns: jax.Array | np.ndarray | None = None,
+            input_scale: jax.Array | np.ndarray | None = None,
+            unit: jax.Array | np.ndarray | None = None,
+        ) -> None: ...
+
     __repr__ = short_repr
 
     @classmethod
@@ -129,7 +144,7 @@ class QTensor:
         """Bytes on an accelerator, where 4-bit codes lie two to a byte."""
         return tree_bytes(self)
 
-    def rows(self, index: jax.Array) -> QTensor:
+    def rows(self, index: jax.Array | np.ndarray | slice) -> QTensor:
         """The same with its leading axes indexed: rows of a weight, or a slice of them."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}

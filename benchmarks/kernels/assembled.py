@@ -4,9 +4,9 @@
     python -m benchmarks.kernels.assembled --from FILE ...   from lines of tests.helpers.assembling
     python -m benchmarks.kernels.assembled --table           results/assembled.json in Markdown
 
-The table stands in docs/assembled.md.  A cell is registers of a thread / KB of shared memory of a
-block, with the bytes that a thread spills where there are any.  It takes 10 minutes of a CPU, jax
-0.12 and the extra ``assemble``.
+The table is written into docs/assembled.md too.  A cell is registers of a thread / KB of shared
+memory of a block, with the bytes that a thread spills where there are any.  It takes 10 minutes of
+a CPU, jax 0.12 and the extra ``assemble``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+PAGE = Path(__file__).parent.parent.parent / "docs" / "assembled.md"
+TEXT = """# Kernels as they are assembled
+
+Registers of a thread / KB of shared memory of a block, by jax 0.12's assembler; spills are named
+where there are any. An empty cell has no kernel of that name there. The rows are the calls of
+`tests/helpers/kernel_cases.py`. `python -m benchmarks.kernels.assembled` makes this page; no GPU is
+needed.
+
+"""
 RESULT = Path(__file__).parent.parent / "results" / "assembled.json"
 
 
@@ -77,7 +86,9 @@ def main() -> None:
         else:
             lines = [line for arch in ARCHITECTURES for line in lines_of(arch)]
         RESULT.write_text(json.dumps(by_case(lines), indent=1) + "\n")
-    print(table(json.loads(RESULT.read_text())))
+    text = table(json.loads(RESULT.read_text()))
+    PAGE.write_text(f"{TEXT}{text}\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ them, beside XLA's and cuDNN's.
 one call (CUPTI, median of ten), bytes of codes and scales read per second, and their share of the
 4.2 TB/s at which a sum over memory runs.  page: the same with the cache in pages of so many tokens,
 in random order, and the time's ratio to that of rows.  Needs a Hopper GPU; the tables in
-attention/NOTES.md come from here.
+docs/lab/attention.md come from here.
 """
 
 from __future__ import annotations

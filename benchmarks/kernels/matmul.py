@@ -7,7 +7,7 @@ ten, every kernel the call launches), bytes or operations per second, the share 
 the same run XLA's form of the same product and its dot with a bf16 weight.  A row whose XLA form is
 the faster is marked.  Cold L2: distinct weights are rotated, more than 100 MB of them.  The floor
 is the larger of bytes over 4.3 TB/s and operations over the matrix units' rate.  Needs a Hopper
-GPU; the tables in ``quantized_matmul`` and the kernels' NOTES come from here.
+GPU; the tables in ``quantized_matmul`` and docs/lab come from here.
 """
 
 from __future__ import annotations

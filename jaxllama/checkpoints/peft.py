@@ -1,6 +1,7 @@
 """PEFT's directories of LoRA adapters: adapter_config.json and adapter_model.safetensors.
 
     read(directory, cfg) -> {a checkpoint's tensor: (a[r, in], b[out, r])}
+    save(directory, {module: (a, b)}, rank, alpha)
 
 The adapted weight is w + ``b @ a``. Both factors are float32. ``b`` includes the adapter's scale
 (alpha / r, or alpha / sqrt(r) if it is rank-stabilised), and the family's multiplier and order of
@@ -14,14 +15,18 @@ Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json
+from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json, write
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import TensorSource
@@ -188,3 +193,64 @@ def _pattern(config: JsonReader, key: str, module: str) -> tuple[JsonReader, str
         if fits:
             return inner, pattern
     return config, "r" if key == "rank_pattern" else "lora_alpha"
+
+
+def save(
+    directory: str | Path, modules: Factors, rank: int, alpha: float, source: str | None = None
+) -> None:
+    """Write an adapter that ``peft`` and ``read`` read.
+
+    Parameters
+    ----------
+    directory : str or Path
+        Must not exist; it appears complete or not at all.
+    modules : dict of str to (float32[r, in], float32[out, r])
+        Factors by the module's name in the base checkpoint, b without ``alpha / r``.
+    rank : int
+        r of all modules.
+    alpha : float
+        Numerator of the scale alpha / r.
+    source : str or None
+        The base model's name.
+
+    Raises
+    ------
+    JaxLlamaError
+        If the directory exists or cannot be written.
+    """
+    directory = Path(directory)
+    if directory.exists():
+        raise JaxLlamaError(f"{directory}: exists already")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+    tensors = {
+        f"base_model.model.{name}.lora_{letter}.weight": factor
+        for name, pair in sorted(modules.items())
+        for letter, factor in zip("AB", pair, strict=True)
+    }
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        try:
+            heads = [(name, one.shape, one.dtype) for name, one in tensors.items()]
+            write(scratch / WEIGHTS, heads, iter(tensors.values()))
+            (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            scratch.chmod(0o755)
+            os.replace(scratch, directory)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise JaxLlamaError(f"{error.filename or directory}: {error.strerror or error}") from None

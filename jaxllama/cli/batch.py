@@ -7,7 +7,7 @@ import argparse
 from jaxllama.cli import common, serve
 from jaxllama.cli.domains import OutFile, Parser, text_file
 
-HELP = "Answer the requests of a file, as OpenAI's Batch API has them; goes on where it stopped."
+HELP = "Answer the requests of a file in OpenAI's Batch format; a second run continues."
 
 
 def options(sub: Parser) -> None:

@@ -50,7 +50,7 @@ def options(sub: Parser) -> None:
         type=COUNT,
         default=5,
         metavar="N",
-        help="medians are of this many (default %(default)s)",
+        help="runs; medians are printed (default %(default)s)",
     )
     sub.add_argument(
         "--context",
@@ -66,8 +66,8 @@ def options(sub: Parser) -> None:
         "--where",
         choices=("decode", "prefill"),
         metavar="PHASE",
-        help="instead: the kernels of a step of decode or prefill, each with its "
-        "launches, time, bytes and floor, and what is between them",
+        help="list the kernels of a step of decode or prefill instead, with "
+        "launches, time, bytes and floor, and the time between them",
     )
     common.hosts_options(sub)
     common.json_option(sub)
@@ -221,14 +221,14 @@ def serve_options(sub: Parser) -> None:
         "--lengths",
         type=text_file,
         metavar="FILE",
-        help="both from a file: ShareGPT's, or lines of JSON with prompt_tokens and new_tokens",
+        help="read both from a file: ShareGPT's, or JSON lines with prompt_tokens and new_tokens",
     )
     sub.add_argument(
         "--prefix-tokens",
         type=Number(least=0),
         default=0,
         metavar="N",
-        help="that requests begin with in common (default %(default)s)",
+        help="tokens that all requests begin with (default %(default)s)",
     )
     sub.add_argument(
         "--prefixes",
@@ -242,7 +242,7 @@ def serve_options(sub: Parser) -> None:
         type=COUNT,
         default=1,
         metavar="N",
-        help="of each of the --requests, which repeat what was said (default %(default)s)",
+        help="turns of each conversation; a turn repeats the earlier ones (default %(default)s)",
     )
     sub.add_argument(
         "--goodput",

@@ -46,7 +46,7 @@ def options(sub: Parser) -> None:
     common.draft_options(sub)
     common.cache_options(sub)
     common.sampling_options(
-        sub, 512, "What is not given is the model's own (generation_config.json), else greedy."
+        sub, 512, "Options left out come from generation_config.json, else decoding is greedy."
     )
 
 

@@ -82,7 +82,7 @@ def source(args: argparse.Namespace) -> Options:
 
 
 def dtype_option(group: Group) -> None:
-    group.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
+    group.add_argument("--dtype", choices=DTYPES, help="dtype of weights and activations")
 
 
 def model_options(sub: Parser) -> None:
@@ -115,8 +115,8 @@ def exact_option(sub: Parser) -> None:
     sub.add_argument(
         "--exact",
         action="store_true",
-        help="quantized weights on a CPU: float32 products, where otherwise their "
-        "codes are multiplied with activations of 8 bits",
+        help="multiply quantized weights in float32 on a CPU, instead of their codes "
+        "with activations of 8 bits",
     )
 
 
@@ -137,7 +137,9 @@ def adapter_options(sub: Parser, text: str = "") -> None:
         metavar="NAME=DIR",
         help=f"a LoRA adapter as PEFT writes it{text}",
     )
-    sub.add_argument("--merge", action="store_true", help="put it into the weights for good")
+    sub.add_argument(
+        "--merge", action="store_true", help="add the adapter to the weights while loading"
+    )
     sub.set_defaults(many_adapters=bool(text))
 
 
@@ -203,16 +205,16 @@ def draft_options(sub: Parser) -> None:
         "--draft",
         type=filled,
         metavar="NAME",
-        help="who proposes what follows: ngram (the text itself), mtp (the head that "
-        "Qwen3.5 and Qwen3-Next checkpoints carry), a smaller model "
-        "with the same tokenizer, or MODEL:layers=N, the first of a model, as "
-        "of --model itself; loaded as that is",
+        help="source of drafts: ngram (the text itself), mtp (the head of Qwen3.5 "
+        "and Qwen3-Next checkpoints), a smaller model with the same tokenizer, "
+        "or MODEL:layers=N, the first layers of a model; it is loaded with the "
+        "options of --model",
     )
     group.add_argument(
         "--draft-tokens",
         type=Number(least=0, most=15),
         metavar="K",
-        help="that are proposed at once, up to 15 (default 0: each row finds what pays)",
+        help="tokens proposed at once, up to 15 (default 0: each row adapts the number)",
     )
 
 
@@ -357,12 +359,12 @@ def also(policy: Policy, args: argparse.Namespace) -> Policy:
 def cache_options(sub: Parser, chunk: str = "--chunk") -> None:
     """Add the options of the cache. chunk: the option's name; ``Engine`` calls it prefill_chunk."""
     group = sub.add_argument_group("cache")
-    group.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default --dtype)")
+    group.add_argument("--kv-dtype", choices=KV_DTYPES, help="dtype of the cache (default --dtype)")
     group.add_argument(
         "--attn-sparsity",
         type=SHARE,
         metavar="SHARE",
-        help="of attention weights that decode keeps, in (0, 1]",
+        help="share of the attention weights that decoding keeps, in (0, 1]",
     )
     group.add_argument(
         chunk,
@@ -440,7 +442,7 @@ def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
         metavar="ID=X",
         help="add X to a token's logit; may be given again",
     )
-    group.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default 0)")
+    group.add_argument("--seed", type=SEED, metavar="N", help="seed of the sampling (default 0)")
 
 
 _SAMPLING = (

@@ -13,7 +13,7 @@ HELP = "Write a model as a Hugging Face directory, with its tokenizer."
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="to make")
+    sub.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="folder to write")
     sub.add_argument(
         "--format",
         choices=FORMATS,

@@ -9,7 +9,7 @@ from jaxllama.cli.domains import Parser
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
 
-HELP = "Versions, devices, and which implementation each op uses, a --model's bytes."
+HELP = "Print versions, devices, each op's implementation and a --model's bytes."
 
 
 def options(sub: Parser) -> None:

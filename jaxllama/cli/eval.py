@@ -21,7 +21,7 @@ def options(sub: Parser) -> None:
         "--texts",
         type=texts_folder,
         metavar="DIR",
-        help="kinds of text: a line for each of its .txt files",
+        help="folder of .txt files; prints a line for each",
     )
     sub.add_argument(
         "--report",
@@ -47,7 +47,7 @@ def options(sub: Parser) -> None:
         "--reference",
         type=filled,
         metavar="NAME",
-        help="a model to compare with, exact: adds kl and top1",
+        help="model to compare with, in exact products: adds kl and top1",
     )
     sub.add_argument(
         "--kv-dtype", choices=common.KV_DTYPES, help="score through a cache of this dtype"

@@ -28,7 +28,7 @@ def options(sub: Parser) -> None:
         "--out",
         type=out_folder,
         metavar="DIR",
-        help="of the run (default runs/NAME-HASH); a run is continued",
+        help="folder of the run (default runs/NAME-HASH); an earlier run continues",
     )
     sub.add_argument(
         "--text",
@@ -46,7 +46,7 @@ def options(sub: Parser) -> None:
         nargs=2,
         type=run_folder,
         metavar=("DIR", "DIR"),
-        help="what differs between two runs beyond their noise",
+        help="print the differences of two runs that exceed their noise",
     )
     common.json_option(sub)
 

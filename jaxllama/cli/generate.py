@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxllama.cli import chat, common
+from jaxllama.cli import chat, common, constrained
 from jaxllama.cli.domains import Parser, filled, text_input
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
@@ -37,7 +37,7 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "--split",
         choices=("lines", "jsonl", "none"),
-        help='of --file: a prompt a line; a JSON object a line, {"prompt": TEXT} or '
+        help='form of --file: a prompt a line; a JSON object a line, {"prompt": TEXT} or '
         '{"messages": [...]}, and so with --json the answers; none: the file '
         "is one prompt, without its last newline (default: lines, of .jsonl "
         "files jsonl)",
@@ -57,6 +57,7 @@ def options(sub: Parser) -> None:
         metavar="TEXT",
         help="end before this text; may be given again",
     )
+    constrained.options(sub)
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
     if args.parse_special and not (args.chat or any(isinstance(p, list) for p in prompts)):
         raise JaxLlamaError("--parse-special needs --chat or messages: plain prompts parse them")
     sampling = common.sampling(args)
+    form = constrained.grammar(args)
     lm = common.load(args)
     # settings from a model's file may surprise
     own = None if args.model in preset_names() else lm.sampling
@@ -85,18 +87,31 @@ def run(args: argparse.Namespace) -> None:
     rows = [_row(lm, prompt, args.chat) for prompt in prompts]
     draft = common.draft(args, lm)
     with working("generating") as sign:
-        outs = lm.generate(
-            rows,
-            args.max_new_tokens,
-            sampling,
-            stop=args.stop,
-            kv_dtype=common.kv_dtype(args),
-            on_text=chat.shown(sign) if args.stream else None,
-            on_prompt=_reading(sign, lm, len(rows), common.kv_dtype(args)),
-            adapter=common.only_adapter(lm),
-            **common.chunk(args),
-            **draft,
-        )
+        if form is not None:
+            cache = {"kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}
+            outs = constrained.generate(
+                lm,
+                rows,
+                form,
+                args.max_new_tokens,
+                sampling,
+                args.stop,
+                common.only_adapter(lm),
+                {name: value for name, value in cache.items() if value is not None},
+            )
+        else:
+            outs = lm.generate(
+                rows,
+                args.max_new_tokens,
+                sampling,
+                stop=args.stop,
+                kv_dtype=common.kv_dtype(args),
+                on_text=chat.shown(sign) if args.stream else None,
+                on_prompt=_reading(sign, lm, len(rows), common.kv_dtype(args)),
+                adapter=common.only_adapter(lm),
+                **common.chunk(args),
+                **draft,
+            )
     if args.json:
         answers = [
             {

@@ -41,6 +41,7 @@ from jaxllama.cli import (
     train,
 )
 from jaxllama.cli import eval as evaluate
+from jaxllama.cli.config_file import expanded
 from jaxllama.cli.domains import Parser
 from jaxllama.errors import JaxLlamaError
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            args = parser().parse_args(argv)
+            args = parser().parse_args(expanded(sys.argv[1:] if argv is None else argv))
             args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -32,7 +32,7 @@ def options(sub: Parser) -> None:
             f"--{tier}-gb",
             type=Number(float, 0, 1e9),
             metavar="X",
-            help=f"of {tier} memory to use (default: all there is)",
+            help=f"gigabytes of {tier} memory to use (default: all)",
         )
     sub.add_argument(
         "--timeline",
@@ -43,7 +43,7 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "--recalibrate",
         action="store_true",
-        help="measure this machine anew, not as it was found before",
+        help="measure this machine again instead of reading the kept measurement",
     )
     common.json_option(sub)
     common.model_options(sub)

@@ -27,7 +27,7 @@ def options(sub: Parser) -> None:
         type=new_folder,
         required=True,
         metavar="DIR",
-        help="to make; an interrupted run goes on where it stopped",
+        help="folder to write; an interrupted run continues",
     )
     sub.add_argument(
         "--scheme",
@@ -54,7 +54,7 @@ def options(sub: Parser) -> None:
         "--samples",
         type=Number(int, 0),
         metavar="N",
-        help="windows of it that are used; 0, the default of rtn without --report or "
+        help="windows of the text to use; 0, the default of rtn without --report or "
         "--calibration, measures no errors (default 32)",
     )
     sub.add_argument(
@@ -62,14 +62,14 @@ def options(sub: Parser) -> None:
         type=Number(least=2),
         default=512,
         metavar="N",
-        help="tokens of each (default %(default)s)",
+        help="tokens of a window (default %(default)s)",
     )
     sub.add_argument(
         "--tune",
         type=Number(int, 0),
         default=0,
         metavar="N",
-        help="steps of end-to-end tuning of scales and norms behind it, a window "
+        help="steps of end-to-end tuning of scales and norms afterwards, one window "
         "each (default none)",
     )
     sub.add_argument(
@@ -78,7 +78,7 @@ def options(sub: Parser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="every weight's errors, .json or .png; may be given again",
+        help="write every weight's errors to .json or .png; may be given again",
     )
     common.json_option(sub)
     common.dtype_option(common.source_options(sub))

@@ -7,7 +7,17 @@ import functools
 import os
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.config_file import OPTION
+from jaxllama.cli.domains import (
+    COUNT,
+    SHARE,
+    Number,
+    Parser,
+    api_key,
+    filled,
+    out_folder,
+    text_file,
+)
 from jaxllama.cli.gpu_memory import gpu_share
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
@@ -16,9 +26,9 @@ from jaxllama.typing import Options
 ENGINE = (
     ("prefill-rows", "short prompts that are prefilled at once"),
     ("token-budget", "tokens of prompts between two decode steps"),
-    ("cache-tokens", "that the cache holds (default what memory there is)"),
+    ("cache-tokens", "tokens that the cache holds (default: as many as fit the memory)"),
     ("page-size", "tokens in a page of the cache"),
-    ("steps-per-call", "most tokens of a row between two looks of the host"),
+    ("steps-per-call", "tokens that a row may generate before the host reads them"),
 )
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
@@ -46,27 +56,27 @@ def engine_options(sub: Parser) -> None:
         metavar="N",
         help="requests that wait; more get 429 (default %(default)s)",
     )
-    group = sub.add_argument_group("engine", "sizes; README of jaxllama/engine")
+    group = sub.add_argument_group("engine", "sizes of the engine")
     for option, text in ENGINE:
         group.add_argument(f"--{option}", type=COUNT, metavar="N", help=text)
     group.add_argument(
         "--memory-share",
         type=SHARE,
         metavar="SHARE",
-        help="of the GPU memory that jax has (default 0.9)",
+        help="share of jax's GPU memory to use (default 0.9)",
     )
     group.add_argument(
         "--no-prefix-cache",
         dest="prefix_cache",
         action="store_false",
         default=None,
-        help="prompts are read whole, whatever is known of them",
+        help="read every prompt whole, also if its beginning is cached",
     )
     group.add_argument(
         "--deterministic",
         action="store_true",
         default=None,
-        help="the same bits whatever runs beside a request",
+        help="a request's bits do not depend on other requests",
     )
     common.chat_option(sub)
     common.draft_options(sub)
@@ -107,13 +117,17 @@ def take_memory() -> None:
 
 
 def options(sub: Parser) -> None:
+    # ``config_file`` puts the file's options into its place before the words are parsed.
+    sub.add_argument(
+        OPTION, type=text_file, metavar="TOML", help="these options from a file, by their names"
+    )
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
     sub.add_argument(
         "--port",
         type=Number(int, 0, 65535),
         default=8000,
         metavar="N",
-        help="0 takes a free one (default %(default)s)",
+        help="port; 0 takes a free one (default %(default)s)",
     )
     sub.add_argument(
         "--api-servers",
@@ -135,7 +149,7 @@ def options(sub: Parser) -> None:
         type=api_key,
         default=[],
         metavar="KEY",
-        help="clients must send; may be repeated ($JAXLLAMA_API_KEY)",
+        help="key that clients must send; may be repeated ($JAXLLAMA_API_KEY)",
     )
     engine_options(sub)
     sub.add_argument(
@@ -143,20 +157,20 @@ def options(sub: Parser) -> None:
         type=Number(int, 1, 2**31),
         default=4 * 2**20,
         metavar="BYTES",
-        help="of a request; more get 413 (default %(default)s)",
+        help="bytes of a request; larger ones get 413 (default %(default)s)",
     )
     sub.add_argument(
         "--drain-timeout",
         type=Number(int, 0, 86400),
         default=30,
         metavar="SECONDS",
-        help="for what is in flight at SIGTERM (default %(default)s)",
+        help="seconds for running requests after SIGTERM (default %(default)s)",
     )
     sub.add_argument(
         "--state",
         type=out_folder,
         metavar="DIR",
-        help="of requests and answers; a killed server's are finished",
+        help="folder of requests and answers; finishes those of a killed server",
     )
     sub.add_argument(
         "--served-model-name",
@@ -164,8 +178,7 @@ def options(sub: Parser) -> None:
         type=filled,
         default=[],
         metavar="NAME",
-        help="what clients call it, instead of --model's name; the "
-        "first is shown, further ones are taken too",
+        help="name for clients instead of --model's; the first is shown, others are accepted too",
     )
     sub.add_argument(
         "--allowed-origin",
@@ -173,7 +186,7 @@ def options(sub: Parser) -> None:
         type=filled,
         default=[],
         metavar="URL",
-        help="its web pages may ask, * for all; may be repeated",
+        help="web origin whose pages may call the server, * for all; may be repeated",
     )
     sub.add_argument(
         "--allowed-host",
@@ -181,7 +194,7 @@ def options(sub: Parser) -> None:
         type=filled,
         default=[],
         metavar="NAME",
-        help="that a request's Host header may name beside local names, * for any; "
+        help="name that a Host header may have beside local names, * for any; "
         "may be repeated (default any, but on a local address without --api-key "
         "local names only)",
     )

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import Parser, filled, new_folder, text_file
-from jaxllama.errors import JaxLlamaError
-
-if TYPE_CHECKING:
-    from jaxllama.text.tokenizer import Tokenizer
 
 HELP = "Make a token file of texts, for train."
 
@@ -19,15 +14,13 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "texts", nargs="+", type=text_file, metavar="TXT", help="UTF-8 text, a document"
     )
-    sub.add_argument(
-        "--out", type=new_folder, required=True, metavar="DIR", help="of the token file"
-    )
+    sub.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="folder to write")
     sub.add_argument(
         "--tokenizer",
         type=filled,
         default=common.MODEL,
         metavar="NAME",
-        help="a model's, or bytes (default %(default)s)",
+        help="a model's tokenizer, or bytes (default %(default)s)",
     )
     common.json_option(sub)
 
@@ -39,20 +32,6 @@ def run(args: argparse.Namespace) -> None:
     """
     from jaxllama.training import data
 
-    file = data.tokenize(args.texts, args.out, load_tokenizer(args.tokenizer), progress=True)
+    file = data.tokenize(args.texts, args.out, data.load_tokenizer(args.tokenizer), progress=True)
     report = {"directory": str(file.directory), "tokens": len(file), "sha256": file.sha256}
     common.show(args, report, common.lines)
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    from jaxllama.checkpoints import hub
-    from jaxllama.text.tokenizer import Tokenizer
-
-    if name == "bytes":
-        return Tokenizer.byte_level()
-    path = hub.resolve(name, progress=True)
-    if path.suffix == ".gguf":
-        return Tokenizer.from_gguf(path)
-    if not (path / "tokenizer.json").is_file():
-        raise JaxLlamaError(f"{name}: no tokenizer.json; --tokenizer takes a model's name or bytes")
-    return Tokenizer.from_file(path)

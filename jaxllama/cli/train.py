@@ -28,7 +28,7 @@ def options(sub: Parser) -> None:
         "--out",
         type=out_folder,
         metavar="DIR",
-        help="of the run (default runs/NAME), where it also resumes",
+        help="folder of the run (default runs/NAME); an earlier run continues",
     )
     sub.add_argument(
         "--mesh",
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> JsonObject:
-    from jaxllama.training.data import TokenFile
     from jaxllama.training.estimate import estimate
     from jaxllama.training.loop import data_mesh
+    from jaxllama.training.start import open_data
 
     grid = None if mesh is None else data_mesh(config, mesh)
     with working("timing a few steps"):
-        found = estimate(config, TokenFile.open(config.data.tokens), grid)
+        found = estimate(config, open_data(config), grid)
     return {"file": file, "steps": config.steps, **dataclasses.asdict(found)}
 
 

@@ -60,7 +60,7 @@ def run(
     Returns (rows, extra).
 
     The loop's condition is computed anew in each iteration.  Carrying it would save a kernel, but a
-    CUDA graph then reads it before the step has written it (``evaluation/speed/README.md``).
+    CUDA graph then reads it before the step has written it (``docs/lab/speed.md``).
     """
     adapts_to = None if drafting is None else drafting.adapts_to
 

@@ -6,12 +6,12 @@
     engine.drain(); engine.stop()
 
 Without a thread, call ``submit`` and then ``step`` until it returns False. A step takes the
-submitted requests, ends those that are overdue or cancelled, lets the scheduler plan, hands the
-plan to the runner (admit, fill, decode), and reads the tokens of the step before.
+submitted requests and ends those that are overdue or cancelled. The scheduler then plans, and the
+runner executes the plan (admit, fill, decode). Last, the step reads the tokens of the step before.
 
 Contract. A request gets the tokens of ``lm.generate`` for this request alone, whatever else runs
 and in whatever order. On a CPU with weights in the handlers' layout they are the same bits.
-Elsewhere they are equal up to rounding (``model/README.md``). A ``deterministic`` model gives a
+Elsewhere they are equal up to rounding (``docs/rooms/model.md``). A ``deterministic`` model gives a
 request the same bits whatever runs beside it; with up to 32 slots they are the bits of
 ``lm.generate``.
 
@@ -204,13 +204,13 @@ class Engine:
         ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
         return max(busy / ended * waiting / 4, 1.0) if ended else 1.0
 
-    def listen(self, told: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None]) -> None:
         """Add a callback that the engine's thread calls after a step has sent its events."""
-        self._listeners.append(told)
+        self._listeners.append(listener)
 
     def _told(self) -> None:
-        for told in self._listeners:
-            told()
+        for listener in self._listeners:
+            listener()
 
     # Steps
 

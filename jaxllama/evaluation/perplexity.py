@@ -90,8 +90,8 @@ def perplexity(
     Raises
     ------
     JaxLlamaError
-        For a model without a tokenizer, a window beyond a context, a stride that would skip tokens,
-        a reference of another vocabulary, or a text of fewer than two tokens.
+        If the model has no tokenizer, or the reference has another vocabulary. If the window
+        exceeds a context, or the stride would skip tokens. If the text has fewer than two tokens.
     """
     window, stride = window_and_stride(lm, window, stride, reference)
     ids = tokens_of(lm, text)[:max_tokens]
@@ -212,7 +212,7 @@ def _standard_error(x: np.ndarray) -> float:
 
 def _read(
     lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: DTypeLike | None
-) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, jax.Array, tuple[Params, ...]]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, Hidden, tuple[Params, ...]]]:
     """Yield window, scored positions, its length, hidden states ``[T, D]`` and parameters."""
     size = lm.executor.block_size or 1
     while block := list(itertools.islice(windows, size)):

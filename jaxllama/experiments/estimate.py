@@ -36,12 +36,12 @@ from jaxllama.experiments.settings import (
 )
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import enable_compilation_cache
-from jaxllama.typing import Tree
+from jaxllama.typing import Options, Tree
 
 STEPS = 2  # decode or training steps that are timed
 WARM = 2  # uncounted runs of ``bench.decode`` for each measurement
 # options of the speed measurement in "quality"
-BENCH = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}
+BENCH: Options = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +184,12 @@ def _offload(experiment: Experiment, settings: OffloadSettings) -> Duration:
 
 
 def _train(experiment: Experiment, settings: TrainSettings) -> Duration:
-    from jaxllama.training.data import TokenFile
     from jaxllama.training.estimate import estimate
+    from jaxllama.training.start import open_data
 
     with tempfile.TemporaryDirectory() as folder:
         config = workloads.tokenized(experiment, settings, Path(folder))
-        seconds = estimate(config, TokenFile.open(config.data.tokens)).seconds
+        seconds = estimate(config, open_data(config)).seconds
     return Duration(seconds, seconds)
 
 

@@ -5,6 +5,7 @@
       GLA         4 * H * Dk * Dv      the recursion's own products: k v^T and q S
       delta rule  6 * H * Dk * Dv      k S as well
     training = 3 * forward             (the backward pass is two products for each)
+    adapters = 2 * weights' part + 3 * mixers' part      (frozen weights have one: dX)
 
 as in PaLM (arXiv 2204.02311, appendix B), with the causal half of the square.  It counts the
 model's work, not the machine's: recomputation (``remat``), the products inside GLA's chunks, a
@@ -23,9 +24,11 @@ from jaxllama.model.params import param_table
 _PEAKS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
-def flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
-    """Training FLOPs a token; see the module docstring."""
-    return 3.0 * forward_flops_per_token(cfg, sequence_length)
+def flops_per_token(cfg: ModelConfig, sequence_length: int, is_frozen: bool = False) -> float:
+    """Training FLOPs a token; see the module docstring.  is_frozen: only adapters learn, whose own
+    arithmetic is not counted."""
+    total = 3.0 * forward_flops_per_token(cfg, sequence_length)
+    return total - 2.0 * matmul_weights(cfg) if is_frozen else total
 
 
 def forward_flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:

@@ -21,7 +21,7 @@ Hopper.  The kernel that quantizes a row also multiplies it with the row's first
 
 A step of m rows reads ``n r (S in + out)`` values for each product and computes 2 m times as much.
 This cost grows with n; for hundreds of adapters, factors gathered by row would be cheaper.
-``model/README.md`` has the numbers for an 8B model.  An offloaded model keeps the factors
+``docs/lab/model.md`` has the numbers for an 8B model.  An offloaded model keeps the factors
 on the device, whatever its policy for the weights.  Left out: meshes, which take merged adapters.
 """
 

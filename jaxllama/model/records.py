@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.rope import Ropes, rope_tables
@@ -44,6 +45,9 @@ class Chunk:
         are alike; ``sparse`` then says whether they do.
     fresh
         Every row begins here, so its cache need not be read.
+    segments
+        int32 ``[B, T]`` where several sequences lie in a row, for rows without a cache. A token
+        sees only tokens of its own segment, and a state begins anew where the number changes.
     """
 
     positions: jax.Array
@@ -53,6 +57,7 @@ class Chunk:
     sparse_tokens: jax.Array | None = None
     sparse: bool = _static(False)
     fresh: bool = _static(False)
+    segments: jax.Array | None = None
 
     def row_lengths(self) -> jax.Array:
         """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
@@ -77,6 +82,7 @@ class Step:
     table: jax.Array | None = None
     sparse_tokens: jax.Array | None = None
     sparse: bool = _static(True)
+    segments: ClassVar[None] = None
 
     def row_lengths(self) -> jax.Array:
         """As ``Chunk``'s."""
@@ -105,6 +111,7 @@ class Draft:
     exact: bool = _static(False)
     sparse: bool = _static(True)
     sparse_tokens: ClassVar[None] = None
+    segments: ClassVar[None] = None
 
     def row_lengths(self) -> jax.Array:
         """Return the tokens of each row of the cache, int32 ``[B]``; a row's stand first."""
@@ -168,11 +175,26 @@ def places_of(
     return positions, is_new, rope
 
 
-def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
-    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past."""
+def whole_rows(
+    cfg: ModelConfig, batch: int, length: int, segments: jax.Array | None = None
+) -> Chunk:
+    """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past.
+
+    segments: int32 ``[batch, length]``, for packed rows; positions then count from each segment's
+    first token. Tables of dynamic RoPE are those of ``length`` tokens.
+    """
     lengths = jnp.full((batch,), length, jnp.int32)
-    positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
-    return Chunk(positions, lengths, rope)
+    if segments is None:
+        positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
+        return Chunk(positions, lengths, rope)
+    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    positions = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
+    rope = None
+    if cfg.ropes:
+        tables = (rope_tables(one, cfg.head_dim, positions, lengths) for one in cfg.ropes)
+        rope = Ropes(cfg.ropes, tuple(tables))
+    return Chunk(positions, lengths, rope, segments=segments)
 
 
 @jax.tree_util.register_dataclass

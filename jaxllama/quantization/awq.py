@@ -5,9 +5,9 @@
     error    = || (Q(W s) / s - W) X ||^2 = trace(D H D^T),   H = X X^T
 
 The error needs only H of the activations, so it counts every calibration token and not a sample.
-Clipping follows: for each group of each row, the share of its range, from 1 down to 0.5, with the
-least error of that group's own part of the output (H's diagonal block). With zero points the share
-of the high end is searched again, and then the share of the low end.
+Clipping follows: for each group of each row, the share of its range from 1 down to 0.5. The chosen
+share has the least error of the group's part of the output (H's diagonal block). With zero points
+the share of the high end is searched again, and then the share of the low end.
 
 Source: arXiv 2306.00978, equations 4 and 5, and its code's search for clipping. There are four
 differences. H replaces stored activations. The error is each weight's output, while the code uses

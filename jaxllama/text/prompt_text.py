@@ -55,6 +55,11 @@ class ChatPrompt:
         """Return the first ``end`` characters."""
         return ChatPrompt(self.text[:end], frozenset(at for at in self.literal if at < end))
 
+    def since(self, start: int) -> ChatPrompt:
+        """Return the characters from ``start`` on."""
+        literal = frozenset(at - start for at in self.literal if at >= start)
+        return ChatPrompt(self.text[start:], literal)
+
 
 class Spellings:
     """Finds markers in texts."""

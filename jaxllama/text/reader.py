@@ -57,6 +57,11 @@ class Reader:
         self._stops = StopStrings(stops) if stops else None
         self._exempt = least
 
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that has ended the answer, or None."""
+        return self._stops.match if self._stops is not None else None
+
     def read(self, tokens: Sequence[int]) -> tuple[int, str]:
         """Return (number of ``tokens`` that belong to the answer, text that is certain now)."""
         if self._stops is None and self._eos.isdisjoint(tokens):

@@ -287,6 +287,19 @@ class Tokenizer:
         with _library_errors(f"{self.source}: cannot encode"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts, joined as the checkpoint's tokenizer joins a pair.
+
+        Raises
+        ------
+        JaxLlamaError
+            For text that is not Unicode.
+        """
+        self._check_unicode(first)
+        self._check_unicode(second)
+        with _library_errors(f"{self.source}: cannot encode"):
+            return self._backend.encode(first, second).ids
+
     @staticmethod
     def _check_unicode(text: str) -> None:
         try:

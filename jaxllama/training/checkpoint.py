@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from jaxllama import extras
+from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 
 
@@ -32,6 +33,19 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         return self._manager.latest_step()
+
+    def latest_or_raise(self) -> int:
+        """Return the newest step. Raises JaxLlamaError if there is none."""
+        step = self.latest()
+        if step is None:
+            raise JaxLlamaError(f"{self._manager.directory}: no checkpoint of an ended run")
+        return step
+
+    def keep_until(self, step: int) -> None:
+        """Remove the checkpoints after ``step``, which will be made again."""
+        for later in self._manager.all_steps():
+            if later > step:
+                self._manager.delete(later)
 
     def save(self, step: int, state: Tree) -> None:
         self._manager.save(step, args=self._args.StandardSave(state))

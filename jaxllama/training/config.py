@@ -23,27 +23,68 @@ from typing import Literal
 
 from jaxllama.config import ModelConfig, from_dict, load_config, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
+from jaxllama.training.tuning import LoraConfig, SamplesConfig, require
 from jaxllama.typing import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The data of a run.
+    """The data of a run: a token file, or conversations.
 
-    tokens: a token file's folder. validation_tokens: number of its last tokens that are never
-    trained on.
+    Parameters
+    ----------
+    tokens : str or None
+        A token file's folder.
+    validation_tokens : int
+        Number of its last tokens that are never trained on.
+    conversations : str or None
+        A .jsonl file of conversations (``training.conversations``). Only the model's answers count
+        in the loss.
+    validation_conversations : int
+        Number of its last lines that are never trained on.
+    tokenizer : str or None
+        A model whose tokenizer and chat template write the conversations; default ``init_from``.
+    packing : bool
+        Whether several conversations share a row. Each still sees only itself.
     """
 
-    tokens: str
+    tokens: str | None = None
     validation_tokens: int = 0
+    conversations: str | None = None
+    validation_conversations: int = 0
+    tokenizer: str | None = None
+    packing: bool = True
 
     def __post_init__(self) -> None:
-        _require(
-            self.validation_tokens >= 0,
-            "data.validation_tokens",
-            self.validation_tokens,
-            "must not be negative",
+        for key in ("validation_tokens", "validation_conversations"):
+            value = getattr(self, key)
+            require(value >= 0, f"data.{key}", value, "must not be negative")
+        if self.tokens is None and self.conversations is None:
+            raise JaxLlamaError("missing key 'data.tokens', or 'data.conversations'")
+        require(
+            self.tokens is None or self.conversations is None,
+            "data.conversations",
+            self.conversations,
+            "excludes data.tokens",
         )
+        other = "validation_conversations" if self.conversations is None else "validation_tokens"
+        require(
+            not getattr(self, other),
+            f"data.{other}",
+            getattr(self, other),
+            "belongs to the other kind of data",
+        )
+        require(
+            self.conversations is not None or (self.tokenizer is None and self.packing),
+            "data.tokens",
+            self.tokens,
+            "data.tokenizer and data.packing are for data.conversations",
+        )
+
+    @property
+    def held_out(self) -> int:
+        """Number of tokens or conversations that are never trained on."""
+        return self.validation_tokens or self.validation_conversations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +107,12 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for key in ("b1", "b2"):
             value = getattr(self, key)
-            _require(0 <= value < 1, f"optimizer.{key}", value, "must be in [0, 1)")
-        _require(self.eps > 0, "optimizer.eps", self.eps, "must be positive")
+            require(0 <= value < 1, f"optimizer.{key}", value, "must be in [0, 1)")
+        require(self.eps > 0, "optimizer.eps", self.eps, "must be positive")
         for key in ("warmup_steps", "weight_decay", "clip_norm"):
             value = getattr(self, key)
-            _require(value >= 0, f"optimizer.{key}", value, "must not be negative")
-        _require(
+            require(value >= 0, f"optimizer.{key}", value, "must not be negative")
+        require(
             0 <= self.final_share <= 1,
             "optimizer.final_share",
             self.final_share,
@@ -98,19 +139,19 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         for key in ("kl_weight", "ce_weight"):
-            _require(
+            require(
                 getattr(self, key) >= 0,
                 f"distill.{key}",
                 getattr(self, key),
                 "must not be negative",
             )
-        _require(
+        require(
             self.kl_weight + self.ce_weight > 0,
             "distill.kl_weight",
             self.kl_weight,
             "with ce_weight = 0 there is nothing to minimise",
         )
-        _require(self.temperature > 0, "distill.temperature", self.temperature, "must be positive")
+        require(self.temperature > 0, "distill.temperature", self.temperature, "must be positive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +186,10 @@ class TrainConfig:
         A teacher and the objective of its student.
     quantize : QuantizeConfig or None
         Quantization-aware training.
+    lora : LoraConfig or None
+        Trains adapters beside frozen weights, not the weights.
+    samples : SamplesConfig or None
+        Questions that the model answers during training.
     optimizer : OptimizerConfig
         Options of AdamW.
     seed : int
@@ -161,6 +206,8 @@ class TrainConfig:
         Number of steps between two validations or checkpoints; 0 means only at the end.
     keep_checkpoints : int
         Number of checkpoints that are kept.
+    keep_best : bool
+        Whether the result has the parameters of the lowest validation loss, not the last ones.
     peak_tflops : float or None
         Peak of the device for MFU, if it is unknown.
 
@@ -179,6 +226,8 @@ class TrainConfig:
     init_from: str | None = None
     distill: DistillConfig | None = None
     quantize: QuantizeConfig | None = None
+    lora: LoraConfig | None = None
+    samples: SamplesConfig | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     seed: int = 0
     microbatches: int = 1
@@ -188,48 +237,56 @@ class TrainConfig:
     validate_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 1
+    keep_best: bool = False
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "sequence_length", "microbatches", "keep_checkpoints"):
-            _require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+            require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
         for key in ("validate_every", "checkpoint_every", "seed"):
-            _require(getattr(self, key) >= 0, key, getattr(self, key), "must not be negative")
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
-        _require(
+            require(getattr(self, key) >= 0, key, getattr(self, key), "must not be negative")
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
+        require(
             self.peak_tflops is None or self.peak_tflops > 0,
             "peak_tflops",
             self.peak_tflops,
             "must be positive",
         )
-        _require(
+        require(
             self.batch_size % self.microbatches == 0,
             "microbatches",
             self.microbatches,
             f"must divide batch_size ({self.batch_size})",
         )
-        _require(
+        require(
             self.optimizer.warmup_steps < self.steps,
             "optimizer.warmup_steps",
             self.optimizer.warmup_steps,
             f"must be below steps ({self.steps})",
         )
-        _require(
-            not (self.validate_every and not self.data.validation_tokens),
+        require(
+            not (self.validate_every and not self.data.held_out),
             "validate_every",
             self.validate_every,
             "needs data.validation_tokens above 0",
         )
+        require(
+            not (self.keep_best and not self.data.held_out),
+            "keep_best",
+            self.keep_best,
+            "needs data.validation_tokens or data.validation_conversations above 0",
+        )
         if self.data.validation_tokens:
-            _require(
+            require(
                 self.data.validation_tokens > self.sequence_length,
                 "data.validation_tokens",
                 self.data.validation_tokens,
                 f"must exceed sequence_length ({self.sequence_length})",
             )
         self._check_start()
+        self._check_tuning()
         if self.model is not None:
-            _require(
+            require(
                 self.sequence_length <= self.model.max_position,
                 "sequence_length",
                 self.sequence_length,
@@ -238,7 +295,7 @@ class TrainConfig:
 
     def _check_start(self) -> None:
         """Check that the weights have exactly one source, and that nothing contradicts it."""
-        _require(
+        require(
             self.model is None or self.init_from is None,
             "init_from",
             self.init_from,
@@ -246,7 +303,7 @@ class TrainConfig:
         )
         distill = self.distill
         if distill is None:
-            _require(
+            require(
                 self.model is not None or self.init_from is not None,
                 "model",
                 None,
@@ -254,29 +311,65 @@ class TrainConfig:
             )
             return
         named = "model" if self.model else "init_from" if self.init_from else None
-        _require(
+        require(
             not (distill.attention_layers and named),
             "distill.attention_layers",
             list(distill.attention_layers),
             f"is for a student made from the teacher, and here {named} says what it is",
         )
-        _require(
+        require(
             not (distill.objective == "mixers" and self.quantize),
             "distill.objective",
             "mixers",
             "excludes [quantize]; allowed with it: logits",
         )
-        _require(
+        require(
             not (distill.objective == "mixers" and self.scan),
             "distill.objective",
             "mixers",
             "excludes scan; allowed with it: logits",
         )
-        _require(
+        require(
             not (distill.objective == "mixers" and self.model),
             "distill.objective",
             "mixers",
             "learns the teacher's layers: leave model out",
+        )
+
+    def _check_tuning(self) -> None:
+        """Check that the tables of fine-tuning do not contradict the others."""
+        require(
+            self.lora is None or self.quantize is None,
+            "lora.base",
+            self.lora and self.lora.base,
+            "[lora] excludes [quantize]; lora.base is the scheme of frozen weights",
+        )
+        for key in ("lora", "samples"):
+            require(
+                getattr(self, key) is None or self.distill is None,
+                key,
+                getattr(self, key),
+                "excludes [distill]",
+            )
+        require(
+            self.data.conversations is None or self.distill is None,
+            "data.conversations",
+            self.data.conversations,
+            "excludes [distill], which reads data.tokens",
+        )
+        require(
+            self.data.conversations is None
+            or self.init_from is not None
+            or self.data.tokenizer is not None,
+            "data.tokenizer",
+            None,
+            "is needed for conversations of a new model",
+        )
+        require(
+            self.lora is None or not self.lora.merge or self.init_from is not None,
+            "lora.merge",
+            True,
+            "needs init_from, whose weights take the adapter",
         )
 
 
@@ -305,8 +398,3 @@ def train_config_from_dict(data: JsonObject, where: str, folder: str | Path = ".
         return from_dict(TrainConfig, data)
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{where}: {error}") from None
-
-
-def _require(condition: bool, key: str, value: object, why: str) -> None:
-    if not condition:
-        raise JaxLlamaError(f"{key} = {value!r}: {why}")

@@ -73,11 +73,21 @@ class TokenFile:
         return len(self.ids)
 
     @property
+    def density(self) -> float:
+        """Share of the batches' places that hold tokens."""
+        return 1.0
+
+    @property
     def tokenizer_files(self) -> list[Path]:
         """The files that a model's folder needs beside its weights."""
         return [
             path for path in sorted(self.directory.iterdir()) if path.name not in (TOKENS, META)
         ]
+
+    def save_tokenizer(self, directory: Path) -> list[Path]:
+        """Return the tokenizer's files; ``directory`` is not used, since they exist already."""
+        del directory
+        return self.tokenizer_files
 
     def split(self, last: int) -> tuple[TokenFile, TokenFile]:
         """Return (all but the last ``last`` tokens, the last ones)."""
@@ -95,8 +105,16 @@ class TokenFile:
         rows = []
         for number in range(first, first + batch_size):
             epoch, place = divmod(number, count)
-            rows.append(self.window(int(_order(seed, epoch, count)[place]), length))
+            rows.append(self.window(int(epoch_order(seed, epoch, count)[place]), length))
         return np.stack(rows)
+
+    def validation(self, size: int, length: int, devices: int = 1) -> Iterator[np.ndarray]:
+        """Yield all windows in whole batches of ``size``, or of as many as ``devices`` share."""
+        count = self.windows(length)
+        size = min(size, count)
+        size -= size % devices
+        for first in range(0, count - size + 1, size):
+            yield np.stack([self.window(first + row, length) for row in range(size)])
 
     def window(self, index: int, length: int) -> np.ndarray:
         """Return one window, int32 ``[length + 1]``."""
@@ -104,7 +122,8 @@ class TokenFile:
 
 
 @functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return the order of ``count`` rows in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
@@ -167,6 +186,20 @@ def tokenize(
     except OSError as error:
         raise JaxLlamaError(f"{error.filename or directory}: {error.strerror or error}") from None
     return TokenFile.open(directory)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a model, whose weights are not read, or "bytes"."""
+    from jaxllama.checkpoints import hub
+
+    if name == "bytes":
+        return Tokenizer.byte_level()
+    path = hub.resolve(name, progress=True)
+    if path.suffix == ".gguf":
+        return Tokenizer.from_gguf(path)
+    if not (path / "tokenizer.json").is_file():
+        raise JaxLlamaError(f"{name}: no tokenizer.json; --tokenizer takes a model's name or bytes")
+    return Tokenizer.from_file(path)
 
 
 @contextlib.contextmanager

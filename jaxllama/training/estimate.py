@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 
 from jaxllama.model.flops import parameters
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.data import TokenFile
 from jaxllama.training.loop import run_step, sharding, validate
-from jaxllama.training.start import begin
+from jaxllama.training.start import Data, begin
 from jaxllama.training.step import init_state
 from pallas_kernels.qtensor import tree_bytes
 
@@ -42,16 +41,16 @@ class Estimate:
     seconds: float
 
 
-def estimate(config: TrainConfig, data: TokenFile, mesh: Mesh | None = None) -> Estimate:
+def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estimate:
     """Return the estimate of a run. Raises JaxLlamaError as ``loop.train`` does for wrong data."""
     begun = time.perf_counter()
-    setup, params, teacher = begin(config, data, False)
+    setup, params, fixed = begin(config, data, False)
     state = jax.device_put(init_state(setup, params), sharding(mesh))
-    teacher = jax.device_put(teacher, sharding(mesh))
-    training, held_out = data.split(config.data.validation_tokens)
+    fixed = jax.device_put(fixed, sharding(mesh))
+    training, held_out = data.split(config.data.held_out)
     marks = []
     for step in range(STEPS + 1):
-        state, metrics = run_step(setup, state, teacher, training, step, mesh)
+        state, metrics = run_step(setup, state, fixed, training, step, mesh)
         jax.block_until_ready((state, metrics))
         marks.append(time.perf_counter())
     a_step = (marks[-1] - marks[0]) / STEPS
@@ -61,15 +60,15 @@ def estimate(config: TrainConfig, data: TokenFile, mesh: Mesh | None = None) -> 
         every = config.validate_every
         times = -(-config.steps // every) if every else 1
         compiled = time.perf_counter()
-        validate(setup, state["params"], held_out, mesh)
+        validate(setup, state["params"], held_out, mesh, fixed)
         middle = time.perf_counter()
-        validate(setup, state["params"], held_out, mesh)
+        validate(setup, state["params"], held_out, mesh, fixed)
         once = time.perf_counter() - middle
         start += max(0.0, middle - compiled - once)
     return Estimate(
         parameters=parameters(setup.model),
         tokens=config.steps * config.batch_size * config.sequence_length,
-        state_bytes=tree_bytes(state),
+        state_bytes=tree_bytes((state, fixed)) if config.lora else tree_bytes(state),
         start_seconds=start,
         step_seconds=a_step,
         validation_seconds=once,

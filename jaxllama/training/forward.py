@@ -19,19 +19,31 @@ from jaxllama.typing import Params
 
 
 def hidden_states(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype, remat: bool = False
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    remat: bool = False,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
     params: per layer, or stacked (``model.stacked``): then layers that are alike are one loop.
+    segments: int32 ``[B, T]`` where several sequences lie in a row.
     """
-    stream, at = embed(cfg, params, tokens, dtype)
+    stream, at = embed(cfg, params, tokens, dtype, segments)
     stream = walk(cfg, params, stream, at, recomputed_block if remat else block)
     return final_norm(cfg, params, stream)
 
 
 def embed(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    segments: jax.Array | None = None,
 ) -> tuple[Stream, At]:
     """Return the arguments of the first layer."""
-    return Stream(embed_tokens(cfg, params, tokens, dtype)), whole_rows(cfg, *tokens.shape)
+    batch, length = tokens.shape
+    stream = Stream(embed_tokens(cfg, params, tokens, dtype))
+    return stream, whole_rows(cfg, batch, length, segments)

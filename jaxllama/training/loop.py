@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import math
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Generator
@@ -35,17 +36,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
-from jaxllama.loading import enable_compilation_cache
+from jaxllama.loading import enable_compilation_cache, load
 from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import DATA_AXIS, make_mesh
 from jaxllama.progress import Working, working
-from jaxllama.training import report
+from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.training import adapters, report, samples
+from jaxllama.training.batch import Batch
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
+from jaxllama.training.packing import Conversations, PackedRows
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
-from jaxllama.training.start import TrainingSetup, begin
+from jaxllama.training.start import Data, TrainingSetup, begin, open_data
 from jaxllama.training.step import (
     State,
     in_memory,
@@ -54,7 +58,7 @@ from jaxllama.training.step import (
     update,
     validation_loss,
 )
-from jaxllama.typing import JsonObject, Params, Tree
+from jaxllama.typing import JsonObject, Params, ParamsDict, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +67,13 @@ class TrainResult:
 
     metrics: one dict a step (step, tokens, loss and its parts, grad_norm, learning_rate, seconds,
     tokens_per_second, mfu or None). validation: dicts of step, tokens and validation_loss. model:
-    the folder for ``jaxllama.load``.
+    the folder for ``jaxllama.load``, or with [lora] the one for its ``adapters``.
     """
 
     directory: Path
     metrics: list[JsonObject]
     validation: list[JsonObject]
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
+    model: Path
 
 
 def train(
@@ -108,7 +109,7 @@ def train(
     report.new_figure()  # a missing package is reported now and not at the end
     enable_compilation_cache()
     grid = None if mesh is None else data_mesh(config, mesh)
-    data = TokenFile.open(config.data.tokens)
+    data = open_data(config)
     run = RunDirectory(directory, config, data.sha256)
     try:
         if not run.model.exists():
@@ -124,6 +125,7 @@ def _result(run: RunDirectory) -> TrainResult:
         run.path,
         [row for row in rows if "loss" in row],
         [row for row in rows if "validation_loss" in row],
+        run.model,
     )
 
 
@@ -147,15 +149,16 @@ def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
 
 
 def _run(
-    config: TrainConfig, data: TokenFile, run: RunDirectory, mesh: Mesh | None, progress: bool
+    config: TrainConfig, data: Data, run: RunDirectory, mesh: Mesh | None, progress: bool
 ) -> None:
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
+    best = Checkpoints(run.path / "best", 1) if config.keep_best else None
     try:
-        setup, params, teacher = begin(config, data, progress)
+        setup, params, fixed = begin(config, data, progress)
         # The devices are explicit, as in a restored state, so that both run the same program.
         whole = sharding(mesh)
         state = jax.device_put(init_state(setup, params), whole)
-        teacher = jax.device_put(teacher, whole)
+        fixed = jax.device_put(fixed, whole)
         del params
         first = checkpoints.latest() or 0
         if first:
@@ -165,21 +168,34 @@ def _run(
             )
             state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), whole)
         run.keep_until(first)
-        training, held_out = data.split(config.data.validation_tokens)
-        log = _Log(setup, run, first, 1 if mesh is None else mesh.size)
+        if best is not None:
+            best.keep_until(first)
+        training, held_out = data.split(config.data.held_out)
+        log = _Log(setup, run, first, 1 if mesh is None else mesh.size, training.density)
         bar = working(str(run.path), config.steps, progress, unit="steps", done=first)
         with bar as bar, _interruptible(bar) as asked_to_stop:
             if first:
                 bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
+            if isinstance(training, PackedRows) and training.cut:
+                bar.say(f"{training.cut} conversations are longer than a row and lose their end")
+            if config.samples is not None and not first:
+                _sample(setup, state, fixed, data, run, 0, bar)
             bar.note("compiling")
             for step in range(first, config.steps):
-                state, metrics = run_step(setup, state, teacher, training, step, mesh)
+                state, metrics = run_step(setup, state, fixed, training, step, mesh)
                 log.put(step + 1, metrics, bar)
                 done = step + 1
                 last = done == config.steps
                 if _is_due(done, config.validate_every, last) and len(held_out):
                     log.flush(bar)
-                    log.validation(done, validate(setup, state["params"], held_out, mesh), bar)
+                    value = validate(setup, state["params"], held_out, mesh, fixed)
+                    is_best = value < run.lowest_validation_loss()
+                    log.validation(done, value, bar)
+                    if best is not None and is_best:
+                        best.save(done, per_layer(state)["params"])
+                    if config.samples is not None:
+                        _sample(setup, state, fixed, data, run, done, bar)
+                        log.restart_clock()
                 if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
                     log.flush(bar)
                     run.sync()
@@ -190,9 +206,36 @@ def _run(
                     )
                     raise KeyboardInterrupt
         with working("writing the model", show=progress):
-            _finish(setup, state, data, run)
+            learned = per_layer(state)["params"]
+            if best is not None:
+                learned = best.restore(best.latest_or_raise(), learned)
+            _finish(setup, learned, data, run)
     finally:
         checkpoints.close()
+        if best is not None:
+            best.close()
+
+
+def _sample(
+    setup: TrainingSetup,
+    state: State,
+    fixed: ParamsDict | None,
+    data: Data,
+    run: RunDirectory,
+    step: int,
+    bar: Working,
+) -> None:
+    """Let the model answer the configuration's questions."""
+    if isinstance(data, Conversations):
+        tokenizer = data.tokenizer
+    else:
+        tokenizer = Tokenizer.from_file(data.directory)
+    device = jax.devices()[0]
+    params, frozen = per_layer(state)["params"], None if fixed is None else per_layer(fixed)
+    params, frozen = jax.device_put((params, frozen), device)
+    lm = samples.model_of(setup, params, frozen, tokenizer)
+    for answer in samples.write(run.path, setup, lm, step):
+        bar.say(f"step {step}: {answer[:100]!r}")
 
 
 @contextlib.contextmanager
@@ -230,55 +273,91 @@ def _is_due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
-    """Return the batch of a step, int32 ``[microbatches, rows, T + 1]``."""
+def _batch(config: TrainConfig, data: TokenFile | PackedRows, step: int) -> Batch:
+    """Return the Batch of a step, ``[microbatches, rows, ...]``."""
     rows = data.batch(step, config.batch_size, config.sequence_length, config.seed)
-    return rows.reshape(config.microbatches, -1, rows.shape[-1])
+    parts = config.microbatches
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), Batch.of(rows))
 
 
 def run_step(
-    setup: TrainingSetup, state: State, teacher: Tree, data: TokenFile, step: int, mesh: Mesh | None
+    setup: TrainingSetup,
+    state: State,
+    fixed: Tree,
+    data: TokenFile | PackedRows,
+    step: int,
+    mesh: Mesh | None,
 ) -> tuple[State, Tree]:
     """Return (state after the step, its metrics); ``state`` is donated."""
     batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
-    return update(setup, state, teacher, batch)
+    return update(setup, state, fixed, batch)
 
 
-def validate(setup: TrainingSetup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
-    """Return the mean loss over the held-out windows, in whole batches as large as a microbatch."""
+def validate(
+    setup: TrainingSetup,
+    params: Params,
+    data: TokenFile | PackedRows,
+    mesh: Mesh | None,
+    fixed: Tree = None,
+) -> float:
+    """Return the mean loss over the held-out tokens that count, in batches as large as a
+    microbatch.
+    """
     config = setup.config
-    length = config.sequence_length
-    count = data.windows(length)
-    size = min(config.batch_size // config.microbatches, count)
-    size -= size % (1 if mesh is None else mesh.shape[DATA_AXIS])
-    losses = []
-    for first in range(0, count - size + 1, size):
-        rows = np.stack([data.window(first + row, length) for row in range(size)])
-        rows = jax.device_put(rows, sharding(mesh, 0))
-        losses.append(validation_loss(setup, params, rows))
-    return float(np.mean(jax.device_get(losses)))
+    size = config.batch_size // config.microbatches
+    devices = 1 if mesh is None else mesh.shape[DATA_AXIS]
+    losses, shares = [], []
+    for rows in data.validation(size, config.sequence_length, devices):
+        batch = Batch.of(rows)
+        shares.append(1.0 if batch.weights is None else float(np.mean(batch.weights)))
+        batch = jax.device_put(batch, sharding(mesh, 0))
+        losses.append(validation_loss(setup, params, batch, fixed))
+    return float(np.mean(jax.device_get(losses)) / np.mean(shares))
 
 
-def _finish(setup: TrainingSetup, state: State, data: TokenFile, run: RunDirectory) -> None:
-    """Draw the loss, and then write the model, whose presence ends the run."""
-    result = _result(run)
+def _finish(setup: TrainingSetup, params: Params, data: Data, run: RunDirectory) -> None:
+    """Draw the loss, and then write the model or adapter, whose presence ends the run."""
+    config, result = setup.config, _result(run)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
-    params = per_layer(state)["params"]
-    if setup.config.quantize is not None:
-        packed.save(run.model, setup.model, quantized(params), data.tokenizer_files)
+    if config.lora is not None:
+        if config.lora.merge:
+            _save_merged(setup, params, run)
+        adapters.save(run.model, setup.model, config.lora, params, config.init_from)
         return
-    params = jax.tree.map(lambda leaf: leaf.astype(setup.config.dtype), params)
-    hf.save(run.model, setup.model, params, data.tokenizer_files)
+    with tempfile.TemporaryDirectory() as scratch:
+        files = data.save_tokenizer(Path(scratch))
+        if config.quantize is not None:
+            packed.save(run.model, setup.model, quantized(params), files)
+            return
+        params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
+        hf.save(run.model, setup.model, params, files)
+
+
+def _save_merged(setup: TrainingSetup, params: Params, run: RunDirectory) -> None:
+    """Write the base model in floats with the adapter added, as merged/."""
+    config, merged = setup.config, run.path / "merged"
+    assert config.lora is not None and config.init_from is not None
+    if merged.exists():  # an interrupted end of this run wrote it
+        return
+    with tempfile.TemporaryDirectory(dir=run.path) as scratch:
+        adapter = Path(scratch) / "adapter"
+        adapters.save(adapter, setup.model, config.lora, params, config.init_from)
+        lm = load(config.init_from, config.dtype, adapters={"run": adapter}, merge=True)
+        lm.save(merged)
 
 
 class _Log:
     """Writes a step's metrics while the next step runs."""
 
-    def __init__(self, setup: TrainingSetup, run: RunDirectory, first: int, devices: int) -> None:
+    def __init__(
+        self, setup: TrainingSetup, run: RunDirectory, first: int, devices: int, density: float
+    ) -> None:
+        """density: share of a batch's places that hold tokens."""
         config = setup.config
         self._run = run
-        self._tokens = config.batch_size * config.sequence_length
-        self._flops = flops_per_token(setup.model, config.sequence_length)
+        self._tokens = round(config.batch_size * config.sequence_length * density)
+        is_frozen = config.lora is not None
+        self._flops = flops_per_token(setup.model, config.sequence_length, is_frozen)
         peak = peak_flops(config.peak_tflops)
         self._peak = None if peak is None else peak * devices
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None
@@ -317,4 +396,8 @@ class _Log:
         tokens = step * self._tokens
         self._run.append([{"step": step, "tokens": tokens, "validation_loss": loss}])
         bar.say(f"step {step}: validation loss {loss:.4f}")
-        self._began = time.perf_counter()  # the time of validating does not count as training
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out the time of validating and sampling, which does not count as training."""
+        self._began = time.perf_counter()

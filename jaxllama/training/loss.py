@@ -21,6 +21,9 @@ from jaxllama.model.decoder import softcap
 from jaxllama.typing import Tree
 
 CHUNK = 4096  # tokens
+# Most logits at once of a head that does not learn: 512 MB of float32. Such a head has no gradient
+# to add up, so small chunks cost nothing.
+FROZEN_LOGITS = 1 << 27
 
 # chunk(logits [C, V], valid [C], per-token operands, others)
 #   -> (sum of losses, other sums, gradient of the former by the logits)
@@ -28,14 +31,24 @@ ChunkLoss = Callable[..., tuple[jax.Array, Tree, jax.Array]]
 
 
 def cross_entropy(
-    x: jax.Array, w: jax.Array, targets: jax.Array, cap: float | None = None
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    cap: float | None = None,
+    weights: jax.Array | None = None,
+    *,
+    is_frozen: bool = False,
 ) -> tuple[jax.Array, Tree]:
     """Return (mean, {"ce": mean}) of the negative natural log-probability of the targets.
 
     x ``[B, T, D]``: states. w ``[V, D]``: float32 head. targets ``[B, T]``: token ids. cap:
-    ``cfg.logit_softcap``.
+    ``cfg.logit_softcap``. weights ``[B, T]``: each target's weight in the mean, 1 by default; the
+    mean still divides by B T. is_frozen: whether w has no gradient.
     """
-    return _mean_over_tokens(_ce_chunk, cap, x, w, targets, None)
+    if weights is None:
+        return _mean_over_tokens(_ce_chunk, cap, x, w, targets, None, is_frozen)
+    tokens = (targets, weights)
+    return _mean_over_tokens(_weighted_ce_chunk, cap, x, w, tokens, None, is_frozen)
 
 
 def distillation(
@@ -62,10 +75,69 @@ def distillation(
     return _mean_over_tokens(chunk, cap, x, w, (targets, teacher_x), teacher_w)
 
 
+def token_logprobs(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    cap: float | None = None,
+    *,
+    is_frozen: bool = False,
+) -> jax.Array:
+    """Return the natural log-probability of every target, float32 ``[B, T]``.
+
+    Arguments as ``cross_entropy``'s. Logits exist for one chunk at a time. The backward pass
+    computes them again, because such losses weigh a token by what they read of all tokens.
+    """
+    split, _ = _chunks(targets.size, w, is_frozen)
+    found = _logprobs(cap, is_frozen, split(x), w, split(targets))
+    return found.reshape(-1)[: targets.size].reshape(targets.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _logprobs(cap: float | None, is_frozen: bool, x, w, targets):
+    head = w.astype(x.dtype)
+    return lax.map(
+        lambda part: -_nll(softcap(_dot(part[0], head, 1, 1), cap), part[1])[0], (x, targets)
+    )
+
+
+def _logprobs_forward(cap: float | None, is_frozen: bool, x, w, targets):
+    return _logprobs(cap, is_frozen, x, w, targets), (x, w, targets)
+
+
+def _logprobs_backward(cap: float | None, is_frozen: bool, saved, cotangents):
+    x, w, targets = saved
+    head = w.astype(x.dtype)
+
+    def step(d_w, part):
+        rows, ids, weights = part
+        logits, pull = jax.vjp(lambda y: softcap(y, cap), _dot(rows, head, 1, 1))
+        d_logits = -_nll(logits, ids)[1] * weights[:, None]
+        d_logits = pull(d_logits)[0].astype(x.dtype)
+        if d_w is not None:
+            d_w = d_w + _dot(d_logits, rows, 0, 0)
+        return d_w, _dot(d_logits, head, 1, 0).astype(x.dtype)
+
+    first = None if is_frozen else jnp.zeros_like(w)
+    d_w, d_x = lax.scan(step, first, (x, targets, cotangents))
+    return d_x, d_w, None
+
+
+_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
+
+
 def _ce_chunk(logits, valid, targets, _):
     ce, d_logits = _nll(logits, targets)
     ce = jnp.sum(jnp.where(valid, ce, 0.0))
     return ce, {"ce": ce}, jnp.where(valid[:, None], d_logits, 0.0)
+
+
+def _weighted_ce_chunk(logits, valid, tokens, _):
+    targets, weights = tokens
+    ce, d_logits = _nll(logits, targets)
+    weights = jnp.where(valid, weights, 0.0)
+    ce = jnp.sum(ce * weights)
+    return ce, {"ce": ce}, d_logits * weights[:, None]
 
 
 def _kl_chunk(kl_weight, ce_weight, temperature, teacher_cap, logits, valid, tokens, teacher_w):
@@ -92,11 +164,24 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_over_tokens(
-    chunk: ChunkLoss, cap: float | None, x, w, tokens, others
+    chunk: ChunkLoss, cap: float | None, x, w, tokens, others, is_frozen: bool = False
 ) -> tuple[jax.Array, Tree]:
     """Return the chunks' sums over all of x's ``[B, T]``, divided by their number."""
     count = x.shape[0] * x.shape[1]
-    size = min(CHUNK, count)
+    split, valid = _chunks(count, w, is_frozen)
+    sums = _sums(chunk, cap, is_frozen, split(x), w, (valid, jax.tree.map(split, tokens)), others)
+    return jax.tree.map(lambda total: total / count, sums)
+
+
+def _chunks(
+    count: int, w: jax.Array, is_frozen: bool
+) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
+    """Return how ``count`` tokens are split, and which places of the chunks have one.
+
+    They are a function from ``[B, T, ...]`` to ``[chunks, C, ...]``, and bool ``[chunks, C]``.
+    """
+    most = min(CHUNK, max(FROZEN_LOGITS // w.shape[0], 128)) if is_frozen else CHUNK
+    size = min(most, count)
     chunks = -(-count // size)
 
     def split(leaf: jax.Array) -> jax.Array:
@@ -104,13 +189,11 @@ def _mean_over_tokens(
         flat = jnp.pad(flat, [(0, chunks * size - count)] + [(0, 0)] * (flat.ndim - 1))
         return flat.reshape(chunks, size, *flat.shape[1:])
 
-    valid = jnp.arange(chunks * size).reshape(chunks, size) < count
-    sums = _sums(chunk, cap, split(x), w, (valid, jax.tree.map(split, tokens)), others)
-    return jax.tree.map(lambda total: total / count, sums)
+    return split, jnp.arange(chunks * size).reshape(chunks, size) < count
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sums(chunk: ChunkLoss, cap: float | None, is_frozen: bool, x, w, tokens, others):
     head = w.astype(x.dtype)
 
     def one(part):
@@ -120,7 +203,7 @@ def _sums(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
-def _sums_forward(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
+def _sums_forward(chunk: ChunkLoss, cap: float | None, is_frozen: bool, x, w, tokens, others):
     head = w.astype(x.dtype)
 
     def step(d_w, part):
@@ -128,20 +211,23 @@ def _sums_forward(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
         *sums, d_logits = chunk(logits, *part[1], others)
         d_logits = pull(d_logits)[0].astype(x.dtype)
         d_x = _dot(d_logits, head, 1, 0).astype(x.dtype)
-        return d_w + _dot(d_logits, part[0], 0, 0), (tuple(sums), d_x)
+        if d_w is not None:
+            d_w = d_w + _dot(d_logits, part[0], 0, 0)
+        return d_w, (tuple(sums), d_x)
 
-    d_w, (sums, d_x) = lax.scan(step, jnp.zeros_like(w), (x, tokens))
+    d_w, (sums, d_x) = lax.scan(step, None if is_frozen else jnp.zeros_like(w), (x, tokens))
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums), (d_x, d_w)
 
 
-def _sums_backward(chunk: ChunkLoss, cap: float | None, saved, cotangents):
+def _sums_backward(chunk: ChunkLoss, cap: float | None, is_frozen: bool, saved, cotangents):
     """Return the gradients of x and w only.
 
     Tokens and others (targets, a teacher) have no gradient, and the aux sums pass none on.
     """
     d_x, d_w = saved
     d_loss = cotangents[0]
-    return (d_x.astype(jnp.float32) * d_loss).astype(d_x.dtype), d_w * d_loss, None, None
+    d_w = None if d_w is None else d_w * d_loss
+    return (d_x.astype(jnp.float32) * d_loss).astype(d_x.dtype), d_w, None, None
 
 
 _sums.defvjp(_sums_forward, _sums_backward)

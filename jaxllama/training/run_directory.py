@@ -4,7 +4,10 @@
     metrics.jsonl   one line a step, and one a validation
     checkpoints/    orbax's
     loss.png        the curve
+    best/           with keep_best: the parameters of the lowest validation loss
+    samples.jsonl   with [samples]: the model's answers
     model/          the trained model, which ``jaxllama.load`` reads; its presence ends the run
+    adapter/        with [lora], instead of model/: PEFT's directory; merged/ is the whole model
 
 A folder belongs to the run whose configuration it holds, from the first step on. The same run
 resumes, and another run is refused. So is a folder with other contents, or one to which a living
@@ -17,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -29,7 +33,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.training.config import TrainConfig
 from jaxllama.typing import JsonObject, Tree
 
-RUN, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
+RUN, METRICS, SAMPLES, LOCK = "run.json", "metrics.jsonl", "samples.jsonl", "lock"
 
 
 class RunDirectory:
@@ -37,6 +41,7 @@ class RunDirectory:
 
     def __init__(self, directory: str | Path, config: TrainConfig, data_sha256: str) -> None:
         self.path = Path(directory)
+        self.model = self.path / ("model" if config.lora is None else "adapter")
         settings = dataclasses.asdict(config)
         del settings["scan"]  # an option of compiling, like a mesh; checkpoints do not depend on it
         identity = _plain({**settings, "data_sha256": data_sha256})
@@ -66,6 +71,7 @@ class RunDirectory:
         if [key for key, *_ in differences] == ["steps"] and stored["steps"] < identity["steps"]:
             # The model is removed first, because its presence ends a run.
             shutil.rmtree(self.model, ignore_errors=True)
+            shutil.rmtree(self.path / "merged", ignore_errors=True)
             document["extended"] = [*document.get("extended", []), stored["steps"]]
             _write_whole(self.path / RUN, json.dumps({**document, "config": identity}, indent=2))
             return
@@ -78,20 +84,24 @@ class RunDirectory:
     def close(self) -> None:
         os.close(self._lock)
 
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    def rows(self) -> list[JsonObject]:
+    def rows(self, name: str = METRICS) -> list[JsonObject]:
         """Return the lines of metrics.jsonl, without a last line that a kill cut short."""
-        path = self.path / METRICS
+        path = self.path / name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def keep_until(self, step: int) -> None:
-        """Remove the lines after ``step``, which will be computed again."""
-        lines = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-        _write_whole(self.path / METRICS, "".join(lines))
+        """Remove the lines after ``step``, which will be computed again; for step 0 all lines."""
+        for name in (METRICS, SAMPLES):
+            rows = self.rows(name)
+            if rows or name == METRICS:
+                lines = [json.dumps(row) + "\n" for row in rows if 0 < step >= row["step"]]
+                _write_whole(self.path / name, "".join(lines))
+
+    def lowest_validation_loss(self) -> float:
+        """Return the lowest so far; infinity before the first."""
+        losses = (row.get("validation_loss", math.inf) for row in self.rows())
+        return min(losses, default=math.inf)
 
     def append(self, rows: Iterable[JsonObject]) -> None:
         with open(self.path / METRICS, "a", encoding="utf-8") as file:

@@ -17,11 +17,22 @@ from jaxllama.loading import load
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.training.adapters import first_adapters
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
+from jaxllama.training.packing import Conversations
 from jaxllama.typing import Params
 from pallas_kernels.qtensor import QTensor
+
+Data = TokenFile | Conversations
+
+
+def open_data(config: TrainConfig) -> Data:
+    """Open the data of a run. Raises JaxLlamaError naming what is missing or wrong."""
+    if config.data.tokens is not None:
+        return TokenFile.open(config.data.tokens)
+    return Conversations.open(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +45,16 @@ class TrainingSetup:
 
 
 def begin(
-    config: TrainConfig, data: TokenFile, progress: bool = False
+    config: TrainConfig, data: Data, progress: bool = False
 ) -> tuple[TrainingSetup, Params, Params | None]:
-    """Return (setup, float32 parameters, the teacher's parameters).
+    """Return (setup, float32 parameters that learn, the parameters that do not).
 
-    The teacher's parameters have the activations' dtype, and are stacked with ``scan``. Raises
-    JaxLlamaError naming the key that data or checkpoint contradicts.
+    The latter are a teacher's, or the weights beneath adapters. They have the activations' dtype or
+    codes, and are stacked with ``scan``. Raises JaxLlamaError naming the key that data or
+    checkpoint contradicts.
     """
+    if config.lora is not None:
+        return _begin_adapters(config, data, progress)
     distill, teacher, teacher_params = config.distill, None, None
     if distill is not None:
         lm = load(distill.teacher, config.dtype, exact=True, progress=progress)
@@ -52,9 +66,7 @@ def begin(
         if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
             raise JaxLlamaError(f"init_from = {config.init_from!r}: quantized weights do not learn")
     elif config.model is not None:
-        # A new model uses the tokenizer of the data.
-        tokenizer = Tokenizer.from_file(data.directory)
-        model = config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
+        model = _new_model(config, data)
         # compiles a program for each shape, not one for all weights
         params = random_params(model, key)
     else:
@@ -67,6 +79,7 @@ def begin(
     _check(setup, data)
     if config.model is None and config.init_from is None:
         length = config.sequence_length
+        assert isinstance(data, TokenFile)  # a distillation's
         rows = data.batch(0, min(4, config.batch_size), length, config.seed)[:, :length]
         scales = answer_scales(model, teacher, params, teacher_params, rows, config.dtype)
         params = scaled(params, scales)
@@ -76,19 +89,57 @@ def begin(
     return setup, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
 
 
+def _begin_adapters(
+    config: TrainConfig, data: Data, progress: bool
+) -> tuple[TrainingSetup, Params, Params]:
+    """``begin`` of adapters beside frozen weights."""
+    lora = config.lora
+    assert lora is not None
+    if config.init_from is not None:
+        # Exact: a CPU would round activations to 8 bits, which have no gradient.
+        lm = load(config.init_from, config.dtype, lora.base, exact=True, progress=progress)
+        model, base = lm.config, lm.params
+    else:
+        model = _new_model(config, data)
+        key = jax.random.key(config.seed)
+        base = random_params(model, key, jnp.dtype(config.dtype), lora.base)
+    for leaf in _leaves(base):
+        if isinstance(leaf, QTensor) and leaf.activations is not None:
+            raise JaxLlamaError(
+                f"lora.base = {lora.base!r}: it rounds activations to {leaf.activations}, which "
+                "have no gradient; schemes of weights alone train, such as w4a16, w8a16 and nvfp4"
+            )
+    setup = TrainingSetup(config, model)
+    _check(setup, data)
+    adapters = jax.device_put(first_adapters(model, lora, config.seed))
+    return setup, adapters, stack_layers(model, base) if config.scan else base
+
+
+def _new_model(config: TrainConfig, data: Data) -> ModelConfig:
+    """Return the configuration's model with the special tokens of the data's tokenizer."""
+    assert config.model is not None
+    if isinstance(data, Conversations):
+        tokenizer = data.tokenizer
+    else:
+        tokenizer = Tokenizer.from_file(data.directory)
+    return config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
+
+
 def _leaves(params: Params) -> list:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
-def _check(setup: TrainingSetup, data: TokenFile) -> None:
+def _check(setup: TrainingSetup, data: Data) -> None:
     config, model, teacher = setup.config, setup.model, setup.teacher
     config_to_hf(model)  # a model that cannot be saved is not trained
     for one in (model, teacher):
         if one is not None and one.head_bias:
             raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
     if data.vocab_size > model.vocab_size:
+        source = config.data.tokens or config.data.conversations
+        key = "tokens" if config.data.tokens else "conversations"
         raise JaxLlamaError(
-            f"data.tokens = {config.data.tokens!r}: ids up to {data.vocab_size - 1}, but "
+            f"data.{key} = {source!r}: ids up to {data.vocab_size - 1}, but "
             f"{model.name}'s vocab_size is {model.vocab_size}"
         )
     if config.sequence_length > model.max_position:
@@ -96,6 +147,8 @@ def _check(setup: TrainingSetup, data: TokenFile) -> None:
             f"sequence_length = {config.sequence_length}: exceeds {model.name}'s max_position "
             f"({model.max_position})"
         )
+    if isinstance(data, Conversations):
+        return
     training = len(data) - config.data.validation_tokens
     if training <= config.sequence_length:
         raise JaxLlamaError(

@@ -1,8 +1,10 @@
 """One compiled update: losses and gradients of the microbatches, their sum, AdamW.
 
-A state is ``{"params", "moments", "step"}``, all arrays, donated at every update. Nothing is random
-here: the same state and batch give the same bits. With ``scan`` the state's parameters and moments
-are stacked (``model.stacked``); ``per_layer`` is the form on disk.
+A state is ``{"params", "moments", "step"}``, all arrays, donated at every update. With adapters its
+"params" are these alone. ``fixed`` is the tree that no update changes: the weights beneath
+adapters, or a teacher's. Nothing is random here: the same state and batch give the same bits. With
+``scan`` the state's parameters and moments are stacked (``model.stacked``); ``per_layer`` is the
+form on disk.
 
 On a mesh every device holds the whole state and takes its part of every microbatch's rows. The
 gradients are averaged once a step, and all devices make the same update.
@@ -20,13 +22,15 @@ from jax import lax
 from jaxllama.model.decoder import head
 from jaxllama.model.stacked import stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
-from jaxllama.training import distill
+from jaxllama.training import adapters, distill
+from jaxllama.training.batch import Batch
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
 from jaxllama.training.start import TrainingSetup
 from jaxllama.typing import Params, ParamsDict
+from pallas_kernels.qtensor import QTensor, dequantize
 
 State = ParamsDict  # params, optimizer, step
 
@@ -57,9 +61,9 @@ def _rule(setup: TrainingSetup, params: Params) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
-    setup: TrainingSetup, state: State, teacher_params: Params | None, batch: jax.Array
+    setup: TrainingSetup, state: State, fixed: Params | None, batch: Batch | jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Make one update with ``batch int32 [microbatches, rows, T + 1]``.
+    """Make one update with a Batch of ``[microbatches, rows, ...]``, or with its tokens alone.
 
     Returns (state, metrics). The metrics are float32 scalars: "loss", its parts, "grad_norm" before
     clipping, "learning_rate".
@@ -67,7 +71,8 @@ def update(
     cfg, params = setup.model, state["params"]
     # The rows are the leading axis, which the devices of a mesh share.
     gradient = data_parallel(functools.partial(_gradient, setup))
-    grads, metrics = gradient(params, teacher_params, jnp.swapaxes(batch, 0, 1))
+    rows = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), Batch.of(batch))
+    grads, metrics = gradient(params, fixed, rows)
     grads = times_multipliers(cfg, grads)
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
@@ -80,51 +85,52 @@ def update(
 
 
 def _gradient(
-    setup: TrainingSetup, params: Params, teacher_params: Params | None, rows: jax.Array
+    setup: TrainingSetup, params: Params, fixed: Params | None, rows: Batch | jax.Array
 ) -> tuple[Params, dict[str, jax.Array]]:
     """Return gradients and metrics, averaged over the microbatches.
 
-    rows: ``[rows, microbatches, T + 1]``.
+    rows: a Batch of ``[rows, microbatches, ...]``.
     """
     gradient = jax.value_and_grad(functools.partial(loss, setup), has_aux=True)
 
-    def one(total: Params | None, tokens: jax.Array):
-        (value, parts), grads = gradient(params, teacher_params, tokens)
+    def one(total: Params | None, part: Batch):
+        (value, parts), grads = gradient(params, fixed, part)
         total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         return total, {"loss": value, **parts}
 
-    parts = rows.shape[1]
+    rows = Batch.of(rows)
+    parts = rows.tokens.shape[1]
     if parts == 1:
-        return one(None, rows[:, 0])
+        return one(None, jax.tree.map(lambda leaf: leaf[:, 0], rows))
     zeros = jax.tree.map(jnp.zeros_like, params)
-    grads, metrics = lax.scan(one, zeros, jnp.swapaxes(rows, 0, 1))
+    microbatches = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), rows)
+    grads, metrics = lax.scan(one, zeros, microbatches)
     return jax.tree.map(lambda g: g / parts, grads), jax.tree.map(jnp.mean, metrics)
 
 
 def loss(
-    setup: TrainingSetup, params: Params, teacher_params: Params | None, tokens: jax.Array
+    setup: TrainingSetup, params: Params, fixed: Params | None, batch: Batch | jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return (the objective on ``tokens[B, T + 1]``, its parts)."""
+    """Return (the objective on a Batch of ``[B, ...]``, its parts)."""
     config, cfg, goal = setup.config, setup.model, setup.config.distill
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    batch = Batch.of(batch)
+    inputs, targets = batch.inputs, batch.targets
     dtype = jnp.dtype(config.dtype)
+    if goal is None:
+        params = _weights(setup, params, fixed, len(inputs))
+        return _cross_entropy(setup, params, batch, config.remat), {}
     params = rounded(params)
     if goal is not None and goal.objective == "mixers":
-        return distill.mixer_loss(
-            cfg, setup.teacher, params, teacher_params, inputs, dtype, config.remat
-        )
+        return distill.mixer_loss(cfg, setup.teacher, params, fixed, inputs, dtype, config.remat)
     x = hidden_states(cfg, params, inputs, dtype, config.remat)
-    if goal is None:
-        value, _ = cross_entropy(x, head(params)["weight"], targets, cfg.logit_softcap)
-        return value, {}
     assert setup.teacher is not None
-    teacher_x = hidden_states(setup.teacher, teacher_params, inputs, dtype)
+    teacher_x = hidden_states(setup.teacher, fixed, inputs, dtype)
     return distillation(
         x,
         head(params)["weight"],
         targets,
         teacher_x,
-        head(teacher_params)["weight"],
+        head(fixed)["weight"],
         kl_weight=goal.kl_weight,
         ce_weight=goal.ce_weight,
         temperature=goal.temperature,
@@ -133,14 +139,41 @@ def loss(
     )
 
 
+def _weights(setup: TrainingSetup, params: Params, fixed: Params | None, rows: int) -> Params:
+    """Return the floats or frozen weights that the model multiplies ``rows`` rows by."""
+    config = setup.config
+    if config.lora is None:
+        return rounded(params)
+    assert fixed is not None
+    return adapters.joined(setup.model, config.lora, fixed, params, rows, jnp.dtype(config.dtype))
+
+
+def _cross_entropy(
+    setup: TrainingSetup, params: Params, batch: Batch, remat: bool = False
+) -> jax.Array:
+    """Return the mean over the places of a Batch of weight times cross entropy."""
+    cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
+    x = hidden_states(cfg, params, batch.inputs, dtype, remat, batch.input_segments)
+    weight, is_frozen = head(params)["weight"], setup.config.lora is not None
+    if isinstance(weight, QTensor):
+        weight = dequantize(weight, dtype)
+    cap, weights = cfg.logit_softcap, batch.weights
+    return cross_entropy(x, weight, batch.targets, cap, weights, is_frozen=is_frozen)[0]
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def validation_loss(setup: TrainingSetup, params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the mean cross entropy of ``tokens[B, T + 1]``, whatever the objective is."""
+def validation_loss(
+    setup: TrainingSetup,
+    params: Params,
+    batch: Batch | jax.Array,
+    fixed: Params | None = None,
+) -> jax.Array:
+    """Return the mean over places of weight times cross entropy, whatever the objective is.
 
-    def mean(params: Params, tokens: jax.Array) -> jax.Array:
-        params = rounded(params)
-        cfg = setup.model
-        x = hidden_states(cfg, params, tokens[:, :-1], jnp.dtype(setup.config.dtype))
-        return cross_entropy(x, head(params)["weight"], tokens[:, 1:], cfg.logit_softcap)[0]
+    batch: a Batch of ``[B, ...]``, or its tokens alone. fixed: the weights beneath adapters.
+    """
 
-    return data_parallel(mean)(params, tokens)
+    def mean(params: Params, fixed: Params | None, rows: Batch) -> jax.Array:
+        return _cross_entropy(setup, _weights(setup, params, fixed, len(rows.tokens)), rows)
+
+    return data_parallel(mean)(params, fixed, Batch.of(batch))

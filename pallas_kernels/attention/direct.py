@@ -16,8 +16,8 @@ are the main cost.  A row's result depends on nothing but the row.
 
 Floor at 1152 tokens: 4.3 MB, 1.0 us, beside a launch.  Result, one H200, 32/8 heads of 128,
 bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8.  With RoPE and the cache write it takes 4.9
-in a decode step, where three kernels took 7.2.  More, and attempts: NOTES.md.  Command:
-``python -m benchmarks.kernels.attention``.
+in a decode step, where three kernels took 7.2.  More, and attempts: docs/lab/attention.md.
+Command: ``python -m benchmarks.kernels.attention``.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ page's would: rows give the bits that pages do.
 
 Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
 Result, one H200, 32/8 heads of 128, 64 rows x 8192, microseconds: bfloat16 536 (95% of the floor's
-speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and attempts, in NOTES.md.
-Command: ``python -m benchmarks.kernels.attention``.
+speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and attempts, in
+docs/lab/attention.md.  Command: ``python -m benchmarks.kernels.attention``.
 """
 
 from __future__ import annotations

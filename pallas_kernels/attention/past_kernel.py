@@ -18,7 +18,7 @@ leave a thread 168 registers on jax >= 0.12, too few by 64.  int8 scores (SageAt
 the last, which may be ragged, to the first.
 
 Result, one H200, 32/8 heads of 128, 32768 queries and keys: 25.6 ms, 687 TFLOP/s, where cuDNN over
-the same floats takes 30.2 (583).  Attempts: NOTES.md.
+the same floats takes 30.2 (583).  Attempts: docs/lab/attention.md.
 """
 
 from __future__ import annotations

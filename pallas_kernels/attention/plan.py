@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -21,6 +22,12 @@ CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
 FEW_CHUNKS = 4
+# Tokens times kv heads of a cache from which on chunks are faster with a ring for each warp, by the
+# bits of a number: 64 x 8192 x 8, bfloat16 514.6 us (a team's ring 599.9), int4 170.0 (225.6), on
+# an H200 with jax 0.12.  With 0.11.2, whose assembler gives the team's code other registers, the
+# team's took 536 and 155.
+LONG_BY_WARP = {16: 64 * 8192 * 8, 4: 64 * 8192 * 8}
+_ASSEMBLED_BY_NVJITLINK = jax.__version_info__ >= (0, 12)
 FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
 
 
@@ -48,7 +55,16 @@ class AttentionPlan:
 
 def plan(call: AttentionCall) -> AttentionPlan:
     """Return the fastest measured division for any (q, k, query heads) that fits shared memory."""
-    return divided(call, by_warp=not gpu().arch.bulk_copies)
+    if not gpu().arch.bulk_copies:
+        return divided(call, by_warp=True)
+    found = divided(call, by_warp=False)
+    q, k, _ = call
+    batch, capacity, n_kv, _ = k.shape
+    is_long = batch * capacity * n_kv >= LONG_BY_WARP.get(Codes.of(q, k).bits, math.inf)
+    is_measured = gpu().arch.wgmma and _ASSEMBLED_BY_NVJITLINK
+    if is_measured and is_long and q.ndim == 3 and not found.cluster:
+        return divided(call, by_warp=True)
+    return found
 
 
 def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:

@@ -12,7 +12,7 @@ the second half.  So every bit of a feature's number is a bit of the lane's numb
 register's.  A butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
 
 Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  Result, one H200, that shape, microseconds
-(XLA): bfloat16 12.0 (15.5), int8 8.8 (16.9); NOTES.md.  Command: ``python -m
+(XLA): bfloat16 12.0 (15.5), int8 8.8 (16.9); docs/lab/attention.md.  Command: ``python -m
 benchmarks.kernels.attention``.
 """
 

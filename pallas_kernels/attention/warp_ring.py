@@ -1,9 +1,9 @@
 """The ring of the decode kernel where there is no copy engine (before Hopper): one for each warp.
 
-A warp copies the tokens of its own kv head by ``cp.async``, 16 bytes a lane, and waits for its own
-groups of copies alone, so no two warps wait for each other.  A group is the keys or the values of
-a step.  Groups are closed in the order in which the steps wait for them, so the number of younger
-ones is known.  Every fill closes a group, also one that copies nothing.
+A warp copies the tokens of its own kv head by ``cp.async``, 16 bytes a lane. It waits only for its
+own groups of copies, so no two warps wait for each other. A group is the keys or the values of a
+step. Groups are closed in the order in which the steps wait for them, so the number of younger ones
+is known. Every fill closes a group, also one that copies nothing.
 
 The tokens lie as in ``attention.ring``, for a team of one head.
 """

@@ -79,7 +79,7 @@ def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason
 
 
 class AttendForm(Protocol):
-    """What the parts of an attention program read of it; ``attention.Attend`` is one."""
+    """The parts of a cache that an attention program reads; ``attention.Attend`` is one."""
 
     @property
     def cache(self) -> CacheForm: ...

@@ -4,10 +4,10 @@
     ways.keys(token, head)   16 keys; token(t): the t-th's place
     ways.score(n)            a vector of their products with query n
 
-``FloatScores`` has keys in float32 and sums each product's lanes at the end.  ``CodeScores`` is for
-int8 keys.  It writes a query as a sum of three 8-bit codes, q = s (a + b / 254 + c / 254^2), with
-an error of 2^-24 of the query's largest value.  Its products are of integers, four to a lane, and
-no sum runs across lanes.  It takes half the time of ``FloatScores`` with four queries to a head.
+``FloatScores`` has keys in float32 and sums each product's lanes at the end. ``CodeScores`` is for
+int8 keys. It writes a query as a sum of three 8-bit codes, ``q = s (a + b / 254 + c / 254^2)``. The
+error is 2^-24 of the query's largest value. Its products are of integers, four to a lane, and no
+sum runs across lanes. It takes half the time of ``FloatScores`` with four queries to a head.
 
 ``FloatColumns`` and ``CodeColumns`` give the same bits for ``BLOCK`` keys and many queries.
 """

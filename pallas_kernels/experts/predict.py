@@ -116,7 +116,7 @@ def _copy_us(size: float) -> float:
 
 
 def _read_us(w: Weight, size: float) -> float:
-    """Of the bytes of chosen experts."""
+    """Return the microseconds in which the bytes of the chosen experts are read."""
     return 1e6 * size / _UNPACK_RATE if _codes(w) == "int4" else _copy_us(size)
 
 

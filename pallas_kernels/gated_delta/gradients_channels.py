@@ -22,7 +22,8 @@ key channels:
                        dP dN g of the next <- TMA                  q k of the next <- TMA
 
 Floor: 30 bytes per element of q at Dk = 128, 0.47 ms at (1, 8192, 64, 128, 128).  Result: 0.866 on
-one H200.  Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
+one H200.  Attempts: docs/lab/gated-delta.md.
+Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ the value channels up to U, then half of the key channels, and dP or dN:
     | S E, U E^T -> TMA | form_pairs: dP, dN -> TMA
 
 Floor: 224 KB per chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
-Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
+Attempts: docs/lab/gated-delta.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The gated delta rule's gradients inside a chunk on Hopper, all chunks at once.
 
-X = T diag(beta), M = P X and K' = X^T diag(to end) K are those of ``kernel_chunks``.  Given are the
-states S at a chunk's start, the gradients E of those at its end, do of the outputs, and dR of
-R = V - diag(e) K S:
+X = T diag(beta), M = P X and K' = X^T diag(to end) K are those of ``kernel_chunks``. Given are the
+states S at a chunk's start and the gradients E of those at its end. Given too are do of the
+outputs, and dR of R = V - diag(e) K S:
 
     dM = do R^T      dK' = R E^T      dX = P^T dM + diag(to end) K dK'^T      dP = dM X^T
     dA = -T^T (dX diag(beta)) T^T     dbeta_j = sum_i T_ij dX_ij + sum_i dA_ji A_ji / beta_j
@@ -10,8 +10,8 @@ R = V - diag(e) K S:
     dK = -diag(e) dR S^T + scale (dP D)^T Q + (dKK + dKK^T) K + diag(to end) X dK'
     dKK = beta_i dA_ij D_ij
 
-dlog_decay comes from the sums of dA A + dP P over rows and columns, from q dQ and k dK of the terms
-with the state, and from S E.
+dlog_decay has three parts: sums of dA A + dP P over rows and columns, q dQ and k dK of the terms
+with the state, and S E.
 
 Where keys are parallel and nothing decays, dX's entries cancel in dbeta, and S E is a sum of terms
 of both signs.  So R (computed here, from the states that the scan used), E, dK', T and products
@@ -26,7 +26,7 @@ warpgroup has the terms from the outputs, the second those from the state:
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
-128).  Result: 0.886 on one H200.  Attempts: NOTES.md.  Command:
+128).  Result: 0.886 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.
 """
 

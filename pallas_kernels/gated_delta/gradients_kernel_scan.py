@@ -9,9 +9,9 @@ bf16 parts.
 
     wait c | E -> two bf16 | wgmma dR | borders, dR -> TMA | wgmma E | slot of c+1 <- TMA c-2
 
-With ``kernel_channels``'s operands, for a decay of every key channel, Q and K hold their decay from
-the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR.  The kernels inside a chunk then
-need only one part of E.  Command: ``python -m benchmarks.kernels.gated_delta``.
+A decay of every key channel has the operands of ``kernel_channels``. Q and K then hold their decay
+from the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR. The kernels inside a chunk
+then need only one part of E. Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
 4 key heads.  Result on one H200: 0.325 and 0.279 ms; errors against the float64 recursion: o 3e-3,
-state 2.4e-3 relative RMS.  The table, and the backward pass: NOTES.md.  Command: ``python -m
-benchmarks.kernels.gated_delta``.
+state 2.4e-3 relative RMS.  The table, and the backward pass: docs/lab/gated-delta.md.
+Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

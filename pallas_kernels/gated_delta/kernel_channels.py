@@ -17,7 +17,7 @@ value heads:
     | mix: M, K' -> TMA              first 64 channels of the next chunk (``begin``) | TMA ...
 
 Floor: 15 bytes per element of q at Dk = 128 (8 in, 7 out), 0.234 ms at (1, 8192, 64, 128, 128).
-Result: 0.438 on one H200.  Attempts: NOTES.md.  Command:
+Result: 0.438 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.
 """
 

@@ -22,8 +22,8 @@ One block of one warpgroup per chunk and value head, several to an SM, one after
     | scores, sums: M, K' | store: TMA out
 
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
-at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  Attempts: NOTES.md.  Command:
-``python -m benchmarks.kernels.gated_delta``.
+at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  Attempts: docs/lab/gated-delta.md.
+Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations

@@ -105,8 +105,9 @@ def gated_delta_tokens(
 
     streams: as in ``gated_delta_token``, with ``B * T`` rows.
 
-    Returns (y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]`` before normalization, v ``[B, T, H, Dv]``,
-    float32 log_decay and beta ``[B, T, H]``, the convolution's inputs ``[B, T, F]``).
+    Returns (y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]``, v ``[B, T, H, Dv]``, log_decay and beta
+    ``[B, T, H]``, inputs ``[B, T, F]``). k is not normalized. log_decay and beta are float32. The
+    inputs are those of the convolution.
 
     Raises the errors of ``gated_delta_token``, and NotImplementedError for an empty state.
     """

@@ -22,7 +22,7 @@ before Hopper, which has no clusters, they read a copy.
            | k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d, last inputs -> memory
     warp 0: o, norm, gate -> memory
 
-Floor: 8 bytes per state element at 4.3 TB/s.  Results: NOTES.md.
+Floor: 8 bytes per state element at 4.3 TB/s.  Results: docs/lab/gated-delta.md.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ channels, with three slots:
 
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
 Result: 0.246 ms on one H200.  Gating multiplies in bf16 pairs, two roundings an operand, so A, qg
-and kg carry 2.5e-3.  Attempts: NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
+and kg carry 2.5e-3.  Attempts: docs/lab/gla.md.  Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ A stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slo
         through the two slots | next q k g in | dg scan | results out of a stage's slot
 
 Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).  Result:
-0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  Attempts: NOTES.md.
+0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  Attempts: docs/lab/gla.md.
 Command: ``python -m benchmarks.kernels.gla``.
 """
 

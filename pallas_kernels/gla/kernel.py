@@ -19,7 +19,7 @@ log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two forward passes is 0.343 ms at (8, 4096, 16, 128, 128).  Result: 0.407 ms
 on one H200, forward and backward 1.521; errors against the float64 recurrence: o 3.7e-3, state
-2.2e-3 relative RMS.  The table: NOTES.md.  Command: ``python -m benchmarks.kernels.gla``.
+2.2e-3 relative RMS.  The table: docs/lab/gla.md.  Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

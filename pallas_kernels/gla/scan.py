@@ -22,8 +22,8 @@ With Dk = 256 and more blocks than the GPU has SMs, the L2's rate is the limit. 
 then clusters and copy qg, kg and A for one another.
 
 Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
-0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and attempts: NOTES.md.
-Command: ``python -m benchmarks.kernels.gla``.
+0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and attempts:
+docs/lab/gla.md.  Command: ``python -m benchmarks.kernels.gla``.
 """
 
 from __future__ import annotations

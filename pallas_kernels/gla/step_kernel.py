@@ -32,7 +32,7 @@ Hopper, which has no clusters, the kernel ends with o, and XLA computes norm and
 The state arrives as a mutable reference, so the kernel's input and output are one buffer.
 
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128; the vectors
-are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token``, and attempts: NOTES.md.
+are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token``, and attempts: docs/lab/gla.md.
 Command: ``python -m benchmarks.kernels.gla``.
 """
 

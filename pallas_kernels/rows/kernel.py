@@ -17,8 +17,8 @@ largest value, and one barrier joins them.  There are three ways to run it (``Ro
 
 Floor: bytes counted once, at 4.2 TB/s; one row takes a launch and one round trip to memory, about
 1.1 us.  Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7
-(55.9), the gate at 8192 x 2 x 14336 139 (140).  The table, and attempts: NOTES.md.  Command:
-``python -m benchmarks.kernels.rows``.
+(55.9), the gate at 8192 x 2 x 14336 139 (140).  The table, and attempts: docs/lab/rows.md.
+Command: ``python -m benchmarks.kernels.rows``.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def plan(
 
 
 def divided(op: RowOp, rows: int) -> RowsPlan:
-    """How the rows are cut; the numbers behind it are in ``rows/NOTES.md``."""
+    """How the rows are cut; the numbers behind it are in ``docs/lab/rows.md``."""
     if op.adapters is not None:
         # 4096 wide a cluster's barriers cost more than the other half of the GPU brings.
         split = 2 if op.width > 8192 and op.width % 16 == 0 and gpu().arch.clusters else 1

@@ -221,7 +221,7 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
     ("config", "words"),
     [
         ({**LLAMA, "model_type": "gpt2"}, "model_type = 'gpt2': not supported; supported: llama"),
-        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "architectures = "),
+        ({**LLAMA, "architectures": ["LlamaForTokenClassification"]}, "architectures = "),
         ({}, "model_type = None"),
         ({**LLAMA, "hidden_size": None}, "missing key 'hidden_size'"),
         ({**LLAMA, "hidden_size": 18}, "num_attention_heads = 4: must divide hidden_size (18)"),

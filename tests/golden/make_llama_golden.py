@@ -4,7 +4,7 @@ beside them.
     python tests/golden/make_llama_golden.py        (torch 2.13.0 CPU, transformers 5.23.0)
 
 The file holds logits at a few positions and greedy tokens only; weights and inputs are made anew
-from seeds by the tests.  The table is that of ``jaxllama/checkpoints/README.md``: the largest error
+from seeds by the tests.  The table is that of ``docs/rooms/checkpoints.md``: the largest error
 of a logit in float32, over the largest logit, and of how many greedy tokens all are the same.
 """
 

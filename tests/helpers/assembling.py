@@ -83,8 +83,8 @@ KERNEL = re.compile(
     re.DOTALL,
 )
 _WARNING = re.compile(r"\(C7\d+\)[^\n]*")
-# The shared memory of a launch is its last operand.
-_SHARED = re.compile(r"value = (\d+) : i32\}[^\n]*\n[^\n]*\.gpu\.launch\"")
+# All shared memory of a block is one view.
+_SHARED = re.compile(r"memref<(\d+)xi8, #gpu.address_space<workgroup>>")
 _NAME = re.compile(r'sym_name = "(\w+?)_mosaic_gpu')
 
 
@@ -125,7 +125,9 @@ def assemble(case: str, where: SingleDeviceSharding) -> tuple[list[Assembled], l
         text = text_of(ir.StringAttr(config["module"]).value_bytes)
         name = _NAME.findall(text)[0]
         if name in used:  # else an equal kernel was assembled before
-            found[name] = Assembled(name, *used[name], int(_SHARED.findall(text)[0]))
+            found[name] = Assembled(
+                name, *used[name], max(map(int, _SHARED.findall(text)), default=0)
+            )
     return list(found.values()), sorted(set(_WARNING.findall(said)))
 
 

@@ -129,8 +129,8 @@ class FakeEngine:
                 self.cancelled.append(request_id)
             self._end([request_id], reason)
 
-    def listen(self, told: Callable[[], None]) -> None:
-        self._listeners.append(told)
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
 
     def stats(self) -> EngineStats:
         figures: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(EngineStats)}

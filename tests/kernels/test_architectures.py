@@ -50,7 +50,6 @@ def check(arch: str, cases: tuple[str, ...]) -> None:
     assert len(found) >= len(cases) and any(line.get("kernels") for line in found)
     for line in found:
         assert not line.get("warnings"), line
-        assert "none" not in line or " has no " in line["none"], line
         assert "none" not in line or not cases, line
         for kernel in line.get("kernels", ()):
             assert kernel["spilled"] == 0, line

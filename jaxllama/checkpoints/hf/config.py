@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
 } | {model.architecture: kind for kind, model in MODELS.items()}
+CLASSIFIER = "ForSequenceClassification"
 # Defaults of transformers for missing keys, unless the family has its own.
 COMMON: JsonObject = {
     "max_position_embeddings": 2048,
@@ -153,7 +154,7 @@ def config_from_hf(
         "rope": rope,
         "window_rope": window_rope if slides else None,
         "nope_layers": tuple(sorted(nope)),
-        "tie_embeddings": read.flag("tie_word_embeddings", False),
+        "tie_embeddings": has_no_head(config) or read.flag("tie_word_embeddings", False),
         "sliding_window": window,
         "window_layers": window_layers,
         "activation": ACTIVATIONS[activation],
@@ -341,14 +342,30 @@ def _model_type(config: JsonMapping) -> str:
     kind = config.get("model_type")
     if not isinstance(kind, str | None):
         raise JsonReader(config).error("model_type", "expected a string")
-    for architecture in architectures:
-        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-            raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
+    names = [decoder_of(name) if isinstance(name, str) else None for name in architectures]
+    if not all(name in _ARCHITECTURES for name in names):
+        raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
     if kind is None and architectures:
-        kind = _ARCHITECTURES[architectures[0]]
-    if kind not in _ARCHITECTURES.values():
+        kind = _ARCHITECTURES[str(names[0])]
+    if kind is None or kind not in _ARCHITECTURES.values():
         raise JsonReader({"model_type": kind}).error("model_type", _why_not(config, str(kind)))
     return kind
+
+
+def decoder_of(architecture: str) -> str:
+    """Return the language model's class of a bare decoder (``Qwen3Model``) or a classifier."""
+    for ending in (CLASSIFIER, "Model"):
+        name = architecture.removesuffix(ending) + "ForCausalLM"
+        if architecture.endswith(ending) and name in _ARCHITECTURES:
+            return name
+    return architecture
+
+
+def has_no_head(config: JsonMapping) -> bool:
+    """Return whether a config.json is of a bare decoder or a classifier, without a head."""
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return any(decoder_of(str(name)) != name for name in names)
 
 
 def _why_not(config: JsonMapping, kind: str) -> str:
@@ -527,8 +544,11 @@ def _amplitude(family: str, read: JsonReader) -> float | None:
 
 def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
     values = read.config.get(key)
-    ok = isinstance(values, list) and len(values) == turning // 2
-    if not ok or not all(type(x) in (int, float) and 0 < x < 1e30 for x in values):
+    if not isinstance(values, list):
+        values = []
+    if len(values) != turning // 2 or not all(
+        type(x) in (int, float) and 0 < x < 1e30 for x in values
+    ):
         raise read.error(key, f"expected {turning // 2} positive numbers")
     return tuple(map(float, values))
 

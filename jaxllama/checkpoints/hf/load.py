@@ -24,11 +24,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxllama.checkpoints import pooling
 from jaxllama.checkpoints import safetensors as safetensors_file
 from jaxllama.checkpoints.hf.config import (
+    CLASSIFIER,
     check_preset,
     config_from_hf,
     config_to_hf,
+    has_no_head,
     sampling_of,
     text_config,
 )
@@ -57,11 +60,12 @@ _TEXT_PARTS = (
     ("language_model.model", "language_model.lm_head."),
 )
 
+_CLASSIFIER = "score.weight"
 _MAX_JSON = 1 << 26  # bytes; the largest index in use has about 200 KB
 # Tables in old checkpoints that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
-Place = Callable[[tensors.Path, np.ndarray], Leaf]
+Place = Callable[[tensors.Path, Leaf], Leaf]
 Stream = Callable[[tensors.Path, tensors.Shape, Callable[[int, np.ndarray], None]], Leaf]
 
 
@@ -73,12 +77,35 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
     directory = Path(directory)
     config = _read_config(directory)
     cfg = _to_config(directory, config, name)
-    reads_files = cfg.tie_embeddings or _may_have_mtp(cfg)
+    reads_files = cfg.tie_embeddings or _may_have_mtp(cfg) or (directory / pooling.FILE).is_file()
     if not reads_files or not any(directory.glob("*.safetensors")):
         return cfg
     with contextlib.ExitStack() as stack:
         files = _text_tensors(directory, config, stack)
+        cfg = _tied_if_headless(directory, cfg, files)
         return _with_mtp(_untied(directory, cfg, files), files)
+
+
+def read_classifier(directory: str | Path) -> np.ndarray | None:
+    """Return the head of a ``...ForSequenceClassification`` model, float32 ``[classes, d_model]``.
+
+    None if the directory is of another model. Raises JaxLlamaError if the tensor is missing.
+    """
+    directory = Path(directory)
+    config = _read_config(directory)
+    if not any(str(name).endswith(CLASSIFIER) for name in config.get("architectures") or ()):
+        return None
+    with contextlib.ExitStack() as stack:
+        files = open_tensors(directory, stack)
+        if _CLASSIFIER not in files:
+            raise JaxLlamaError(f"{directory}: missing tensors: {_CLASSIFIER!r}")
+        shape = files[_CLASSIFIER][1].shape
+        width = config_from_hf(config, directory.name).d_model
+        if len(shape) != 2 or shape[1] != width:
+            raise files[_CLASSIFIER][0].error(
+                f"tensor {_CLASSIFIER!r}: shape {list(shape)}, but hidden_size is {width}"
+            )
+        return _slice(files, _CLASSIFIER, 0, math.prod(shape)).reshape(shape)
 
 
 def is_packed(directory: str | Path) -> bool:
@@ -175,7 +202,7 @@ def load(
                 f"{directory}: num_hidden_layers = {found.n_layers}, "
                 f"but there are only {len(files)} tensors"
             )
-        found = _with_mtp(found, files)
+        found = _with_mtp(_tied_if_headless(directory, found, files), files)
         files = _used(directory, found, files)
         found = _untied(directory, found, files)
         cfg = found if cfg is None else check_preset(cfg, found)
@@ -218,6 +245,11 @@ def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitSta
     """Return ``open_tensors``; for a multimodal model only its text decoder's, with plain names."""
     files = open_tensors(directory, stack)
     if text_config(config) is config:
+        if has_no_head(config):
+            files.pop(_CLASSIFIER, None)
+        if "embed_tokens.weight" in files:  # a bare decoder's names have no "model."
+            is_decoder = {name: not name.startswith("lm_head.") for name in files}
+            files = {f"model.{name}" if is_decoder[name] else name: files[name] for name in files}
         return files
     for base, head in _TEXT_PARTS:
         if f"{base}.embed_tokens.weight" in files:
@@ -236,6 +268,14 @@ def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitSta
                 for name, at in text.items()
             }
     raise JaxLlamaError(f"{directory}: no text decoder's embed_tokens.weight in its files")
+
+
+def _tied_if_headless(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
+    """Return ``cfg`` tied if a model for embeddings has no head: nothing reads its logits."""
+    if cfg.tie_embeddings or not (directory / pooling.FILE).is_file():
+        return cfg
+    heads = _tied_heads(cfg.replace(tie_embeddings=True))
+    return cfg if any(name in files for name in heads) else cfg.replace(tie_embeddings=True)
 
 
 def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
@@ -371,13 +411,15 @@ def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
     return cfg
 
 
-def _equal(files: Tensors, *names: str) -> bool:
+def _equal(files: Tensors, one: str, other: str) -> bool:
     """Return whether two tensors have the same shape and values."""
-    shapes = [files[name][1].shape for name in names]
-    size, step = math.prod(shapes[0]), 1 << 20
-    return shapes[0] == shapes[1] and all(
-        np.array_equal(*(_slice(files, name, at, min(step, size - at)) for name in names))
-        for at in range(0, size, step)
+    shape, step = files[one][1].shape, 1 << 20
+    if shape != files[other][1].shape:
+        return False
+    size = math.prod(shape)
+    parts = ((at, min(step, size - at)) for at in range(0, size, step))
+    return all(
+        np.array_equal(_slice(files, one, *part), _slice(files, other, *part)) for part in parts
     )
 
 

@@ -9,9 +9,9 @@ includes the prefill of 5 tokens and the host's part.
 * ``first_token_seconds``: from the start of this process, with imports, loading and compiling (or
 reading the persistent compilation cache). ``compile_seconds``: for the decode loop alone.
 * ``weight_gigabytes_per_second``: bytes of weights that one step reads, times steps a second.
-``share_of_ceiling``: bytes of weights and cache that a step must move, times steps a second, over
-the rate of a copy or a matrix-vector product on this machine in the same run. On a mesh both are
-sums over its devices.
+``share_of_ceiling``: bytes that a step must move (weights and cache) times steps a second, over a
+ceiling. The ceiling is the rate of a copy or a matrix-vector product on this machine in the same
+run. On a mesh both are sums over its devices.
 * ``kernels_per_step`` (see ``hlo``) and ``program_bytes`` come from the compiler.
 * memory: the process's peak resident set, and the device's peak if it keeps count.
 

@@ -156,20 +156,30 @@ def gated_norm(
 
 
 def short_convolution(
-    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
+    x: jax.Array,
+    weight: jax.Array,
+    past: jax.Array | None,
+    lengths: jax.Array,
+    segments: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """``silu`` of ``causal_convolution``, and the last inputs."""
-    y, last = causal_convolution(x, weight, past, lengths)
+    y, last = causal_convolution(x, weight, past, lengths, segments)
     return jax.nn.silu(y).astype(x.dtype), last
 
 
 def causal_convolution(
-    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
+    x: jax.Array,
+    weight: jax.Array,
+    past: jax.Array | None,
+    lengths: jax.Array,
+    segments: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A causal depthwise convolution over time: ``y_t = sum_w weight[:, w] * x_{t - W + 1 + w}``.
 
     ``x[B, T, features]``, ``weight[features, W]``, past ``[B, W - 1, features]`` (None: zeros) ->
     (float32 y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
+
+    segments: int32 ``[B, T]`` of rows without a past; inputs of another segment count as zeros.
     """
     (features, width), (batch, n_new, _) = weight.shape, x.shape
     if past is None:
@@ -178,7 +188,12 @@ def causal_convolution(
     taps = weight.astype(jnp.float32)
     y = jnp.zeros(x.shape, jnp.float32)
     for tap in range(width):
-        y = y + inputs[:, tap : tap + n_new].astype(jnp.float32) * taps[:, tap]
+        read = inputs[:, tap : tap + n_new].astype(jnp.float32)
+        if segments is not None and tap < width - 1:
+            back = width - 1 - tap
+            before = jnp.pad(segments, ((0, 0), (back, 0)), constant_values=-1)[:, :n_new]
+            read = jnp.where((before == segments)[:, :, None], read, 0.0)
+        y = y + read * taps[:, tap]
     return y, last_inputs(past, x, lengths)
 
 

@@ -56,7 +56,7 @@ from jaxllama.serving.api.schemas import (
     ToolCallStart,
     Usage,
 )
-from jaxllama.serving.tools.formats import AnswerPart
+from jaxllama.serving.tools.parts import AnswerPart
 
 _FINGERPRINT = f"jaxllama-{__version__}"
 
@@ -211,7 +211,7 @@ def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage
     calls: list[ToolCalled] = []
     for part in (*reader.feed(text), *reader.close()):
         if part.kind == "call":
-            id = tool_call_id(call, index, part.number)
+            id = tool_call_id(call, index, part)
             calls.append(ToolCalled(id, "function", FunctionCalled(part.text, "")))
         elif part.kind == "arguments":
             calls[part.number].function.arguments += part.text
@@ -222,14 +222,15 @@ def chat_message(call: AcceptedCall, index: int, text: str) -> tuple[ChatMessage
     return message, len(calls)
 
 
-def tool_call_id(call: AcceptedCall, index: int, number: int) -> str:
+def tool_call_id(call: AcceptedCall, index: int, part: AnswerPart) -> str:
     """Return the id of a call of a tool, in the form that the model's template takes.
 
-    The id follows from the call, so that it is the same each time.
+    part: the beginning of the call. The id follows from the call, so that it is the same each time.
     """
     assert call.reading is not None and call.reading.tools is not None
+    tools, number = call.reading.tools, part.number
     digest = hashlib.sha256(f"{call.id}/{index}/{number}".encode()).hexdigest()
-    return call.reading.tools.format.call_id(digest)
+    return tools.format.call_id(digest, part.text, tools.earlier + number)
 
 
 def chat_role(call: AcceptedCall, index: int) -> ChatChunk:
@@ -308,7 +309,7 @@ class ChatChunks:
             return ReasoningDelta(part.text)
         if part.kind == "arguments":
             return ToolCallDelta([ToolCallGoesOn(part.number, Arguments(part.text))])
-        id = tool_call_id(self._call, self._index, part.number)
+        id = tool_call_id(self._call, self._index, part)
         begun = ToolCallStart(part.number, id, "function", FunctionCalled(part.text, ""))
         return ToolCallDelta([begun])
 

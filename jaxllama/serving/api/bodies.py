@@ -27,7 +27,16 @@ import logging
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.serving.api import other_fields
@@ -45,12 +54,22 @@ class Strict(BaseModel):
     """A body, or a part of one, that is checked strictly.
 
     endpoint: path of a whole body, which refuses some unknown fields (``other_fields``). hints: the
-    field to send instead of another endpoint's field, by name.
+    field to send instead of another endpoint's field, by name. notes: what of a whole body was
+    dropped; ``warnings`` of its answer.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     endpoint: ClassVar[str | None] = None
     hints: ClassVar[dict[str, str]] = {}
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+    def with_notes(self, notes: tuple[str, ...]) -> Self:
+        self._notes = notes
+        return self
 
     @model_validator(mode="after")
     def _drop_unknown(self) -> Self:
@@ -257,25 +276,37 @@ class Message(Lenient):
 
 # OpenAI's pattern and a dot: templates write names unquoted into prompts.
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-# Kinds of tools that OpenAI's service runs itself, or whose calls are not JSON.
+# Kinds of tools that a service runs itself, or whose calls are not JSON; some have a date behind.
 _FOREIGN = re.compile(
-    r"(custom|local_shell|shell|apply_patch|web_search|file_search|code_interpreter|computer"
-    r"|computer_use|image_generation|mcp|namespace|tool_search)(_preview)?(_\d{4}_\d\d_\d\d)?"
+    r"(custom|local_shell|shell|apply_patch|web_search|web_fetch|file_search|code_interpreter"
+    r"|code_execution|computer|computer_use|browser|browser_toolset|bash|text_editor|memory"
+    r"|image_generation|mcp|mcp_toolset|namespace|tool_search|tool_search_tool_(regex|bm25)"
+    r"|advisor)(_preview)?(_\d{4}_\d\d_\d\d|_\d{8})?"
 )
 
 
-def _drop_foreign(tools: Any) -> Any:
+def _drop_foreign(tools: Any, info: ValidationInfo) -> Any:
     """Drop the tools that are not functions.
 
-    Agents send them to every server. The log lists the kinds that the model is not shown.
+    Agents send them to every server. The log and the answer's ``warnings`` list the kinds that the
+    model is not shown.
     """
     if not isinstance(tools, list):
         return tools
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    kinds = [_kind(tool) for tool in tools]
     dropped = {kind for kind in kinds if isinstance(kind, str) and _FOREIGN.fullmatch(kind)}
     if dropped:
         _log.warning("tools ignored", extra={"fields": {"types": sorted(dropped)}})
+        if info.context is not None:
+            info.context["notes"].append(f"tools left out: {', '.join(sorted(dropped))}")
     return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in dropped]
+
+
+def _kind(tool: Any) -> Any:
+    """Return a tool's type; None for one of Anthropic's that the client runs ("custom" there)."""
+    if not isinstance(tool, dict) or "input_schema" in tool:
+        return None
+    return tool.get("type")
 
 
 OnlyFunctions = BeforeValidator(_drop_foreign)
@@ -406,10 +437,12 @@ def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) ->
         Largest number of token ids in one list.
     """
     _check_size(data, ids, longest)
+    notes: list[str] = []
     try:
-        return model.model_validate_json(data)
+        body = model.model_validate_json(data, context={"notes": notes})
     except ValidationError as error:
         raise explain(error) from None
+    return body.with_notes(tuple(notes)) if notes and isinstance(body, Strict) else body
 
 
 # The parts of a body that the count needs: strings (keys if a colon follows), openings of lists and

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.request import Request
@@ -98,6 +99,10 @@ class ServedModel(Protocol):
     def sampling(self) -> Sampling | None: ...
     @property
     def adapters(self) -> Sequence[str]: ...
+    @property
+    def pooling(self) -> Pooling | None: ...
+    @property
+    def n_classes(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,7 +372,7 @@ class Prompts:
             is_written=max_tokens != 0,
             lists_scores=body.prompt_logprobs is not None,
             shows_ids=bool(body.return_token_ids),
-            notes=() if wanted is None else wanted.notes,
+            notes=(*body.notes, *(() if wanted is None else wanted.notes)),
         )
 
 

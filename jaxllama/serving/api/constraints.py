@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxllama.engine.request import Grammar
 from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
-from jaxllama.serving.api.reading import Reading, special_id
+from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import Tools
+from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, tight
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
-
-_BARS = re.compile(r"(<\|\w+\|>)")  # special tokens of harmony
-_ANYTHING = r"/(.|\n)*/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +42,7 @@ class AnswerConstraint:
     def nested(self) -> JsonObject:
         """This form as a nested grammar with the name "form"."""
         if self.kind == "json_schema":
-            return {"name": "form", "json_schema": _tight(json.loads(self.source), self.is_lenient)}
+            return {"name": "form", "json_schema": tight(json.loads(self.source), self.is_lenient)}
         source = self.source
         if self.kind == "regex":
             source = "start: /" + source.replace("/", r"\/") + "/"
@@ -195,7 +192,7 @@ def _choice(texts: Sequence[str] | None) -> AnswerConstraint | None:
     return (
         None
         if texts is None
-        else AnswerConstraint("lark", "start: " + " | ".join(map(_quoted, texts)))
+        else AnswerConstraint("lark", "start: " + " | ".join(map(quoted, texts)))
     )
 
 
@@ -205,8 +202,7 @@ def _without(words: Sequence[str] | None) -> AnswerConstraint | None:
         return None
     return AnswerConstraint(
         "lark",
-        f"start: TEXT\nTEXT: ANY & ~(ANY ({' | '.join(map(_quoted, words))}) ANY)\n"
-        f"ANY: {_ANYTHING}",
+        f"start: TEXT\nTEXT: ANY & ~(ANY ({' | '.join(map(quoted, words))}) ANY)\nANY: {ANYTHING}",
     )
 
 
@@ -218,14 +214,14 @@ def _tagged(asked: Any, param: str) -> AnswerConstraint:
         if trigger is None:
             raise _wrong(param, f"no trigger begins {structure.begin!r}")
         rest = _literal(structure.begin.removeprefix(trigger))
-        schema = json.dumps(_tight(structure.schema_))
+        schema = json.dumps(tight(structure.schema_))
         rules += [
             f"head_{index}[lazy]: TEXT {_literal(trigger)}",
             f"tag_{index}: head_{index} {rest} %json {schema} {_literal(structure.end)}",
         ]
     tags = " | ".join(f"tag_{index}" for index in range(len(asked.structures)))
     return AnswerConstraint(
-        "lark", "\n".join([f"start: ({tags})* end", "end: TEXT", *rules, f"TEXT: {_ANYTHING}"])
+        "lark", "\n".join([f"start: ({tags})* end", "end: TEXT", *rules, f"TEXT: {ANYTHING}"])
     )
 
 
@@ -240,136 +236,96 @@ def constraint(
     if form is not None and tools is None and reading.tags is None and reading.opened is None:
         return Grammar(form.kind, form.source)
     assert tokenizer is not None  # a chat model has one
-    rules: list[str] = []
-    thought = _thought(reading, tokenizer, rules)
+    lark = LarkRules(tokenizer)
+    thought = _thought(reading, lark)
     if reading.opened is not None:
-        answer = _in_channels(form, tools, tokenizer, rules)
+        answer = _in_channels(form, tools, lark)
     elif tools is None:
         answer = "@form"
     else:
-        answer = _calls(tools, tokenizer, rules)
+        answer = _calls(tools, lark)
         if not tools.is_forced:
-            answer = f"({answer} | @form)" if form else _among_text(tools, tokenizer, rules)
-    lark = "\n".join([f"start: {thought} {answer}", *rules, f"TEXT: {_ANYTHING}"])
+            answer = f"({answer} | @form)" if form else _among_text(tools, lark)
+    source = f"start: {thought} {answer}\n{lark}"
     nested = [form.nested] if form and "@form" in answer else []
     if not nested:
-        return Grammar("lark", lark)
-    return Grammar("lark", json.dumps({"grammars": [{"lark_grammar": lark}, *nested]}))
+        return Grammar("lark", source)
+    return Grammar("lark", json.dumps({"grammars": [{"lark_grammar": source}, *nested]}))
 
 
-def _in_channels(
-    form: AnswerConstraint | None, tools: Tools | None, tokenizer: Tokenizer, rules: list[str]
-) -> str:
+def _in_channels(form: AnswerConstraint | None, tools: Tools | None, lark: LarkRules) -> str:
     """Return the rule of harmony's last message: a call, or the final one."""
-    final = _literal("<|channel|>final<|message|>", tokenizer)
+    final = lark.literal("<|channel|>final<|message|>")
     if tools is None:
         return f"{final} @form"
-    calls = _calls(tools, tokenizer, rules)
+    calls = _calls(tools, lark)
     return calls if tools.is_forced else f"({calls} | {final} {'@form' if form else 'TEXT'})"
 
 
-def _thought(reading: Reading, tokenizer: Tokenizer, rules: list[str]) -> str:
+def _thought(reading: Reading, lark: LarkRules) -> str:
     if reading.opened is not None:
         # The prompt ends with the first message's start.
         begin, start = "<|channel|>analysis<|message|>", "<|start|>assistant"
-        rules.append(_up_to("thought", "<|end|>", tokenizer))
-        return f"({_literal(begin, tokenizer)} thought {_literal(start, tokenizer)})?"
+        lark.up_to("thought", "<|end|>")
+        return f"({lark.literal(begin)} thought {lark.literal(start)})?"
     if reading.tags is None:
         return ""
     first, last = reading.tags
-    rules += [_up_to("thought", last, tokenizer), r"gap: /\n{0,2}/"]
+    lark.up_to("thought", last)
+    lark.add("gap", r"/\n{0,2}/")
     if reading.is_thinking:
         return "thought gap"
-    return f"({_literal(first, tokenizer)} thought gap)?"
+    return f"({lark.literal(first)} thought gap)?"
 
 
-def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
+def _calls(tools: Tools, lark: LarkRules) -> str:
     """Add the rules of calls. Returns the name of the rule for one or several calls."""
     form = tools.format
-    rules += [f"call_{i}: {_call(tools, f, tokenizer)}" for i, f in enumerate(tools.functions)]
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.functions))))
-    begin, end = _literal(form.begin, tokenizer), _literal(form.end)
-    several = not tools.only_one and form.separator is not None
-    if form.is_list:
-        rest = f"({_literal(form.separator or '')} call)*" if several else ""
-        rules.append(f'calls: {begin} " "? "[" call {rest} "]" {end}')
-    else:
-        rules.append(f"one: {begin} call {end}")
-        rules.append(
-            "calls: one" + (f" ({_literal(form.separator or '')} one)*" if several else "")
-        )
-    return "calls"
+    names = [
+        lark.add(f"call_{index}", _call(tools, function, lark))
+        for index, function in enumerate(tools.functions)
+    ]
+    lark.add("call", " | ".join(names))
+    lark.add("one", f"{lark.literal(form.begin)} call {lark.literal(form.end)}")
+    return lark.add("calls", f"{lark.literal(form.section[0])} {_some_calls(tools, lark)}")
 
 
-def _call(tools: Tools, function: Function, tokenizer: Tokenizer) -> str:
-    schema = {"type": "object", **(function.parameters or {})}
-    arguments = "%json " + json.dumps(_tight(schema, is_lenient=not function.strict))
+def _some_calls(tools: Tools, lark: LarkRules, first: str = "one") -> str:
+    """Return the text of calls behind a section's beginning. first: the rule of the first call."""
     form = tools.format
-    if form.arguments is None:
-        return f"{_literal(function.name)} {_literal(form.between, tokenizer)} {arguments}"
-    head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
-    return f'{_literal(head)} {arguments} "}}"'
+    several = not tools.only_one and form.separator is not None
+    more = f"({lark.literal(form.separator or '')} one)*" if several else ""
+    calls = f"{first} {more}"
+    if form.is_list:
+        blank = '" "? ' if form.section[0] else ""
+        calls = f'{blank}"[" {calls} "]"'
+    return f"{calls} {lark.literal(form.section[1])}"
 
 
-def _among_text(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
+def _call(tools: Tools, function: Function, lark: LarkRules) -> str:
+    schema: JsonObject = {"type": "object", **(function.parameters or {})}
+    return tools.format.rule(function.name, schema, not function.strict, lark)
+
+
+def _among_text(tools: Tools, lark: LarkRules) -> str:
     """Return the rule for free text that may contain calls."""
     form = tools.format
     if not form.mark:
-        rules.append(r"OTHER: /[^{\s](.|\n)*/")
+        lark.add("OTHER", r"/[^{\[\s](.|\n)*/")
         return "(calls | OTHER)"
-    behind = _literal(form.begin.removeprefix(form.mark))
-    body = "call"
-    if form.is_list:
-        more = "" if tools.only_one else f"({_literal(form.separator or '')} call)*"
-        body = f'" "? "[" call {more} "]"'
-    rules += [
-        _up_to("head", form.mark, tokenizer),
-        f"tag: head {behind} {body} {_literal(form.end)}",
-        "end: TEXT",
-    ]
-    return "(tag | end)" if tools.only_one or form.is_list else "(tag* end)"
+    lark.up_to("head", form.mark)
+    lark.add("end", "TEXT")
+    if form.section[0]:
+        behind = lark.literal(form.section[0].removeprefix(form.mark))
+        lark.add("tag", f"head {behind} {_some_calls(tools, lark)}")
+        return "(tag | end)"
+    behind = lark.literal(form.begin.removeprefix(form.mark))
+    lark.add("tag", f"head {behind} call {lark.literal(form.end)}")
+    return "(tag | end)" if tools.only_one else "(tag* end)"
 
 
-def _up_to(rule: str, mark: str, tokenizer: Tokenizer) -> str:
-    """Return a rule for text up to a mark, the mark included."""
-    if special_id(tokenizer, mark) is not None:
-        return f"{rule}: TEXT {_literal(mark, tokenizer)}"
-    return f"{rule}[lazy]: TEXT {_literal(mark)}"
-
-
-def _literal(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """Return a text in Lark. A special token at its beginning, or one in bars, is a token id."""
-    if tokenizer is not None:
-        first, *rest = _BARS.split(text)
-        if rest:
-            return " ".join(filter(None, map(_parted(tokenizer), (first, *rest))))
-        mark = text.strip()
-        index = special_id(tokenizer, mark)
-        if index is not None:
-            return f"<[{index}]> {_literal(text.removeprefix(mark))}"
-    return _quoted(text) if text else ""
-
-
-def _parted(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """Return ``_literal`` of a text that is a special token in bars, or has none."""
-
-    def of(text: str) -> str:
-        index = special_id(tokenizer, text) if _BARS.fullmatch(text) else None
-        return _literal(text) if index is None else f"<[{index}]>"
-
-    return of
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _tight(schema: JsonObject, is_lenient: bool = False) -> JsonObject:
-    """Return a schema with at most one blank between tokens: a weak model would repeat blanks.
-
-    is_lenient: the library ignores what it cannot enforce, instead of refusing it.
-    """
-    return {**schema, "x-guidance": {"whitespace_pattern": " ?", "lenient": is_lenient}}
+def _literal(text: str) -> str:
+    return quoted(text) if text else ""
 
 
 def _wrong(param: str, message: str) -> ApiError:

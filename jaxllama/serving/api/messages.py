@@ -84,7 +84,7 @@ class HubRequest(IpcMessage, tag=3):
     """A question to the hub. ``Hub.asked`` implements the names."""
 
     call: int
-    name: Literal["find", "owed", "embed", "score", "metrics", "keep", "recall", "forget"]
+    name: Literal["find", "owed", "embed", "rank", "score", "metrics", "keep", "recall", "forget"]
     arguments: list[Any]
 
 
@@ -121,12 +121,16 @@ class RowEvent(msgspec.Struct, array_like=True, gc=False):
 
 
 class TextPiece(RowEvent):
-    """A RowEvent in its front end, with the text that became certain. index: of its choice."""
+    """A RowEvent in its front end, with the text that became certain.
+
+    index: of its choice. stop_text: the stop string that ended the text.
+    """
 
     text: str = ""
     index: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    stop_text: str | None = None
 
 
 class Refused(IpcMessage, tag=1):

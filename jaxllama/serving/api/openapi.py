@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
-from jaxllama.serving.api import bodies, response_schemas, schemas
+from jaxllama.serving.api import bodies, message_schemas, ranking, response_schemas, schemas
+from jaxllama.serving.api.message_bodies import CountTokens, Messages
 from jaxllama.serving.api.response_bodies import Responses
 from jaxllama.typing import JsonObject
 
-_ANSWERS = {**vars(schemas), **vars(response_schemas)}
-_BODIES = {**vars(bodies), "Responses": Responses}
+_ANSWERS = {**vars(schemas), **vars(response_schemas), **vars(message_schemas), **vars(ranking)}
+_BODIES = {
+    **vars(bodies),
+    **vars(ranking),
+    "Responses": Responses,
+    "Messages": Messages,
+    "CountTokens": CountTokens,
+}
 _ERRORS = {
     "400": "A field is wrong, or the request is beyond a limit",
     "404": "There is no such model or answer",
@@ -34,13 +41,29 @@ def document(max_len: int, keyed: bool) -> JsonObject:
     """
     from jaxllama import __version__
 
-    bodies_read = "Completion", "Chat", "Responses", "Embedding", "Tokenize", "Detokenize"
+    bodies_read = (
+        "Completion",
+        "Chat",
+        "Responses",
+        "Messages",
+        "CountTokens",
+        "Embedding",
+        "Rerank",
+        "Score",
+        "Tokenize",
+        "Detokenize",
+    )
     answers = (
         "CompletionObject",
         "ChatObject",
         "ResponseObject",
         "ResponseDeleted",
+        "MessageObject",
+        "TokenCount",
+        "MessageError",
         "EmbeddingList",
+        "RerankObject",
+        "ScoreList",
         "ModelObject",
         "ModelList",
         "Tokens",
@@ -61,19 +84,24 @@ def document(max_len: int, keyed: bool) -> JsonObject:
         "/v1/completions": ("Continue prompts", "Completion", "CompletionObject"),
         "/v1/chat/completions": ("Answer a conversation", "Chat", "ChatObject"),
         "/v1/responses": ("Go on with a conversation", "Responses", "ResponseObject"),
-        "/v1/embeddings": ("Mean-pooled hidden states", "Embedding", "EmbeddingList"),
+        "/v1/messages": ("Answer a conversation (Anthropic's API)", "Messages", "MessageObject"),
+        "/v1/messages/count_tokens": ("Count a prompt's tokens", "CountTokens", "TokenCount"),
+        "/v1/embeddings": ("Vectors of texts", "Embedding", "EmbeddingList"),
+        "/v1/rerank": ("Documents in the order of their scores", "Rerank", "RerankObject"),
+        "/v1/score": ("Scores of pairs of texts", "Score", "ScoreList"),
         "/tokenize": ("Text or messages to token ids", "Tokenize", "Tokens"),
         "/detokenize": ("Token ids to text", "Detokenize", "Text"),
     }
     paths: JsonObject = {}
     for path, (text, body, answer) in post.items():
-        streams = body in ("Completion", "Chat", "Responses")
+        streams = body in ("Completion", "Chat", "Responses", "Messages")
+        error = "MessageError" if path.startswith("/v1/messages") else "ErrorObject"
         paths[path] = {
             "post": {
                 "summary": text,
                 "requestBody": {"required": True, "content": _json(schema[body])},
                 "responses": _responses(
-                    schema, _json(schema[answer]), streams, keyed, tuple(_ERRORS)
+                    schema, _json(schema[answer]), streams, keyed, tuple(_ERRORS), error
                 ),
             }
         }
@@ -155,6 +183,7 @@ def _responses(
     streams: bool,
     keyed: bool,
     errors: tuple[str, ...],
+    error: str = "ErrorObject",
 ) -> JsonObject:
     if streams:
         # A stream has chunks, and an error object if the engine fails midway: no schema fits both.
@@ -164,5 +193,5 @@ def _responses(
     if keyed:
         errors, texts["401"] = (*errors, "401"), "The API key is missing or wrong"
     for status in errors:
-        out[status] = {"description": texts[status], "content": _json(schema["ErrorObject"])}
+        out[status] = {"description": texts[status], "content": _json(schema[error])}
     return out

@@ -14,7 +14,8 @@ import dataclasses
 
 from jaxllama.serving.api.tools import Tools
 from jaxllama.serving.tools import harmony
-from jaxllama.serving.tools.formats import AnswerPart, CallReader, Machine, MarkFinder
+from jaxllama.serving.tools.lark import special_marks
+from jaxllama.serving.tools.parts import AnswerPart, CallsReader, Machine, MarkFinder
 from jaxllama.text.tokenizer import Tokenizer
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
@@ -40,18 +41,12 @@ class Reading:
 
     def needs_special(self, tokenizer: Tokenizer) -> bool:
         """Return whether one of the marks to find is a special token."""
-        marks = [*(self.tags or ()), *([self.tools.format.mark] if self.tools else ())]
+        marks = [*(self.tags or ()), *([self.tools.format.spelling] if self.tools else ())]
         marks = marks if self.opened is None else [harmony.MARK]
-        return any(special_id(tokenizer, mark) is not None for mark in marks)
+        return any(special_marks(tokenizer, mark) for mark in marks)
 
 
 PLAIN = Reading(None, False, None)
-
-
-def special_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the id of the special token with this spelling, or None."""
-    index = tokenizer.id(text) if text else None
-    return index if index is not None and not tokenizer.token_bytes(index) else None
 
 
 def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
@@ -83,7 +78,9 @@ class MessageReader(Machine):
 
     def __init__(self, reading: Reading) -> None:
         tools, self._tags = reading.tools, reading.tags or ("", "")
-        self._calls = CallReader(tools.format, tools.names, tools.only_one) if tools else None
+        self._calls: CallsReader | None = (
+            tools.format.reader(tools.parameters, tools.only_one) if tools else None
+        )
         self._end = MarkFinder(self._tags[1])
         self._has_thought = False
         self._held = ""

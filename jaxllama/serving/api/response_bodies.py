@@ -225,7 +225,7 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
         chat = Chat(**asked)
     except ValidationError as error:  # the items contain no message, or too many
         raise explain(error) from None
-    return chat, messages
+    return chat.with_notes(body.notes), messages
 
 
 def add_items(messages: list[Message], items: Sequence[Item]) -> None:

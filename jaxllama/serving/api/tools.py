@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxllama.serving.api.bodies import Chat, Function
 from jaxllama.serving.api.schemas import ApiError
-from jaxllama.serving.tools.formats import Format, format_of
+from jaxllama.serving.tools.format import Format
+from jaxllama.serving.tools.formats import format_of
 from jaxllama.typing import JsonObject
 
 
@@ -23,7 +24,8 @@ class Tools:
     """The tools of a chat.
 
     shown: all tools, in the form that templates expect. functions: those that may be called.
-    is_forced: at least one must be called. only_one: at most one call is allowed.
+    is_forced: at least one must be called. only_one: at most one call is allowed. earlier: number
+    of calls in the conversation.
     """
 
     shown: tuple[JsonObject, ...]
@@ -31,6 +33,12 @@ class Tools:
     is_forced: bool
     only_one: bool
     format: Format
+    earlier: int = 0
+
+    @property
+    def parameters(self) -> dict[str, JsonObject]:
+        """The schema of the arguments of each tool that may be called."""
+        return {function.name: function.parameters or {} for function in self.functions}
 
     @property
     def names(self) -> frozenset[str]:
@@ -63,7 +71,8 @@ def offered(body: Chat, template: str) -> Tools | None:
         message = "tools: the model's chat template writes calls in a form that is not known here"
         raise ApiError(400, message, param="tools", code="unsupported")
     only_one = body.parallel_tool_calls is False or mode == "function"
-    return Tools(shown, allowed, mode != "auto", only_one, form)
+    earlier = sum(len(message.tool_calls or ()) for message in body.messages)
+    return Tools(shown, allowed, mode != "auto", only_one, form, earlier)
 
 
 def _choice(body: Chat) -> tuple[str, list[str] | None]:

@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllama.engine.journal import JournalUnavailable
 from jaxllama.engine.request import EngineClosed, EngineFailed, QueueFull
 from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.api.message_schemas import message_error
 from jaxllama.serving.api.messages import ServedRequest
 from jaxllama.serving.api.schemas import ApiError, respond
 from jaxllama.serving.ipc.link import EngineClient
@@ -95,7 +96,8 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra = [*_HEADERS, (b"x-request-id", request_id.encode())]
+                ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
+                extra = [*_HEADERS, *ids]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
@@ -104,7 +106,7 @@ class Middleware:
                 self._check_host(headers)
                 state["owner"] = self._owner(scope["path"], headers)
             except ApiError as error:
-                await answer_error(error)(scope, receive, watched)
+                await answer_error(error, scope["path"])(scope, receive, watched)
             else:
                 await self._app(scope, receive, watched)
         finally:
@@ -145,11 +147,10 @@ class Middleware:
         if not self._keys or path in OPEN:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        key = key.strip()
+        key = key.strip() if scheme.lower() == b"bearer" else b""
+        key = key or headers.get(b"x-api-key", b"").strip()  # Anthropic's clients
         # All keys are compared, each in constant time.
-        if scheme.lower() == b"bearer" and sum(
-            hmac.compare_digest(key, known) for known in self._keys
-        ):
+        if key and sum(hmac.compare_digest(key, known) for known in self._keys):
             return hashlib.sha256(key).hexdigest()[:32]
         message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
         raise ApiError(401, message, code="invalid_api_key")
@@ -196,15 +197,16 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error: the server's log has the reason")
 
 
-def answer_error(error: Exception) -> Response:
-    """Return OpenAI's error object for any exception."""
+def answer_error(error: Exception, path: str = "") -> Response:
+    """Return the error object for any exception: Anthropic's at its paths, OpenAI's elsewhere."""
     headers = dict(getattr(error, "headers", None) or {})
     error = api_error(error)
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return respond(error.body(), error.status, headers)
+    body = message_error(error) if path.startswith("/v1/messages") else error.body()
+    return respond(body, error.status, headers)
 
 
 async def read_body(request: Request, limit: int) -> bytearray:

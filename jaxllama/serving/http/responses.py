@@ -46,7 +46,7 @@ from jaxllama.serving.api.response_schemas import (
 )
 from jaxllama.serving.api.schemas import ApiError, Usage, to_json
 from jaxllama.serving.http.runs import CallRun, EventStream
-from jaxllama.serving.tools.formats import AnswerPart
+from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
@@ -184,7 +184,7 @@ class Writer:
         number = len(self.output)
         own = f"{self._call.id.removeprefix('resp_')}_{number}"
         if part.kind == "call":
-            id = answers.tool_call_id(self._call, 0, part.number)
+            id = answers.tool_call_id(self._call, 0, part)
             self.output.append(
                 FunctionCallItem(f"fc_{own}", "function_call", id, part.text, "", "in_progress")
             )

@@ -40,7 +40,7 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.ipc.link import EngineClient, PieceStream
-from jaxllama.serving.tools.formats import AnswerPart
+from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
 AGAIN_SECONDS = 0.05

@@ -6,7 +6,9 @@
     POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
     GET  /v1/completions/ID, /v1/chat/completions/ID    an answer again (with a state folder)
     POST, GET, DELETE /v1/responses               (``response_routes``)
-    POST /v1/embeddings, /tokenize, /detokenize
+    POST /v1/messages, /v1/messages/count_tokens  Anthropic's API (``messages``)
+    POST /v1/embeddings, /v1/rerank, /v1/score    (``vector_routes``)
+    POST /tokenize, /detokenize
     GET  /v1/models, /version, /health, /metrics, /openapi.json, / (a chat page)
 
 Contract. Every accepted body is answered once: with its tokens, or with OpenAI's error object. A
@@ -30,7 +32,6 @@ import importlib.resources
 import time
 from collections.abc import AsyncGenerator, Callable
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -45,17 +46,16 @@ from jaxllama.engine.request import EngineClosed, EngineFailed, QueueFull
 from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.api import answers, openapi
+from jaxllama.serving.api import openapi
 from jaxllama.serving.api.bodies import (
     MAX_IDS,
     Chat,
     Completion,
     Detokenize,
-    Embedding,
     Tokenize,
     parse,
 )
-from jaxllama.serving.api.calls import AcceptedCall, Prompts, ServedModel, as_list
+from jaxllama.serving.api.calls import AcceptedCall, Prompts, ServedModel
 from jaxllama.serving.api.messages import Accepted, Finish
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import (
@@ -69,6 +69,7 @@ from jaxllama.serving.api.schemas import (
     respond,
     to_json,
 )
+from jaxllama.serving.http.messages import MessageRoutes
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -80,13 +81,12 @@ from jaxllama.serving.http.middleware import (
 )
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
+from jaxllama.serving.http.vector_routes import VectorRoutes
 from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub, Served, forward_passes
 from jaxllama.serving.ipc.link import EngineClient
 
 MAX_CHOICES = 128  # prompts times n of one body
-EMBEDDINGS_WAITING = 32  # number of bodies; more get 429
-EMBEDDING_TOKENS = 300_000  # tokens of one body, as in OpenAI's API
 SMALL_BODY = 2048  # bytes of a body that is tokenized sooner than a thread is woken
 
 
@@ -143,7 +143,6 @@ def application(
         Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
         Route("/v1/completions/{id}", server.stored_completion),
         Route("/v1/chat/completions/{id}", server.stored_chat),
-        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{model:path}", server.model),
         Route("/tokenize", server.tokenize, methods=["POST"]),
@@ -153,6 +152,8 @@ def application(
         Route("/metrics", server.metrics_page),
         Route("/openapi.json", lambda _: JSONResponse(document)),
         *server.responses.routes(),
+        *server.messages.routes(),
+        *server.vectors.routes(),
         *(Route(path, _file(name, kind)) for path, (name, kind) in static.items()),
     ]
     errors = dict.fromkeys(
@@ -173,8 +174,8 @@ def application(
     )
 
 
-async def _answer_error(_: HttpRequest, error: Exception) -> Response:
-    return answer_error(error)
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    return answer_error(error, http.url.path)
 
 
 def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
@@ -199,7 +200,9 @@ class _Server:
             model, settings.name, settings.max_len, max_choices, settings.aliases
         )
         self.responses = ResponseRoutes(self._prompts, link, settings.max_body)
-        self._embedding = self._scoring = 0
+        self.messages = MessageRoutes(self._prompts, link, settings.max_body)
+        self.vectors = VectorRoutes(self._prompts, link, settings.max_body)
+        self._scoring = 0
         self._max_queue = max_queue
         self._created = int(time.time())
         self._is_kept = settings.state is not None
@@ -341,55 +344,6 @@ class _Server:
         return Response(answer, status, media_type="application/json")
 
     # The rest
-
-    async def embeddings(self, http: HttpRequest) -> Response:
-        data = await read_body(http, self._settings.max_body)
-        if self._embedding >= EMBEDDINGS_WAITING:
-            message = f"{self._embedding} requests for embeddings are waiting"
-            raise ApiError(429, message, code="queue_full", retry_after=1)
-        self._embedding += 1
-        try:
-            body, rows = await asyncio.to_thread(self._embedding_rows, data)
-            vectors = await unless_disconnected(http.receive, self._vectors(rows))
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE)
-        finally:
-            self._embedding -= 1
-        return await asyncio.to_thread(self._embeddings, body, rows, vectors)
-
-    async def _vectors(self, rows: list[list[int]]) -> list[np.ndarray]:
-        """Embed one row after the other, so that bodies take turns."""
-        return [np.frombuffer(await self._link.ask("embed", row), np.float32) for row in rows]
-
-    def _embeddings(
-        self, body: Embedding, rows: list[list[int]], vectors: list[np.ndarray]
-    ) -> Response:
-        as_base64 = body.encoding_format == "base64"
-        n_tokens = sum(map(len, rows))
-        return respond(answers.embeddings(vectors, self._settings.name, n_tokens, as_base64))
-
-    def _embedding_rows(self, data: bytearray) -> tuple[Embedding, list[list[int]]]:
-        body = parse(Embedding, data, EMBEDDING_TOKENS, self._settings.max_len)
-        if self._prompts.adapter_of(body.model) is not None:
-            message = "model: embeddings are the base model's, not an adapter's"
-            raise ApiError(400, message, param="model", code="unsupported")
-        width = self._lm.config.d_model
-        if body.dimensions not in (None, width):
-            message = f"dimensions: this model's embeddings have {width}"
-            raise ApiError(400, message, param="dimensions", code="unsupported")
-        rows, total = [], 0
-        for prompt in as_list(body.input):
-            keep = (
-                self._settings.max_len
-                if body.truncate_prompt_tokens == -1
-                else (body.truncate_prompt_tokens)
-            )
-            rows.append(self._prompts.row(prompt, "input", keep))
-            total += len(rows[-1])
-            if total > EMBEDDING_TOKENS:
-                message = f"input: more than {EMBEDDING_TOKENS} tokens in all: send several bodies"
-                raise ApiError(400, message, param="input", code="too_many_tokens")
-        return body, rows
 
     async def tokenize(self, http: HttpRequest) -> Response:
         data = await read_body(http, self._settings.max_body)

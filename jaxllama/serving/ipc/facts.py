@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.language_model import LanguageModel
@@ -18,7 +19,10 @@ class Facts:
     tokenizer: Tokenizer | None
     sampling: Sampling | None
     adapters: tuple[str, ...]
+    pooling: Pooling | None = None
+    n_classes: int = 0
 
     @classmethod
     def of(cls, lm: LanguageModel) -> Facts:
-        return cls(lm.config, lm.tokenizer, lm.sampling, tuple(lm.adapters))
+        adapters = tuple(lm.adapters)
+        return cls(lm.config, lm.tokenizer, lm.sampling, adapters, lm.pooling, lm.n_classes)

@@ -16,8 +16,8 @@ and the hub tries again every ``RETRY`` seconds. The next server makes the answe
 unwritten at the end.
 
 One event loop calls all this. The engine's thread leaves its news and wakes that loop. Grammars are
-compiled in threads of their own. ``embed`` and ``score`` share one thread that computes one row at
-a time, so bodies take turns. Rows of a client that has left are not computed.
+compiled in threads of their own. ``embed``, ``rank`` and ``score`` share one thread that computes
+one row at a time, so bodies take turns. Rows of a client that has left are not computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from jaxllama.engine.embeddings import Embedder
+from jaxllama.engine.embeddings import Embedder, Ranker
 from jaxllama.engine.journal import Journal, JournalUnavailable
 from jaxllama.engine.request import (
     EngineClosed,
@@ -87,14 +87,15 @@ class Served(Protocol):
 
     def end(self, request_id: str, reason: FinishReason) -> None: ...
 
-    def listen(self, told: Callable[[], None]) -> None: ...
+    def listen(self, listener: Callable[[], None]) -> None: ...
 
 
 Passes = Mapping[str, Callable[..., object]]
 
 
 def forward_passes(lm: LanguageModel) -> Passes:
-    """Return the passes beside the engine: a row's embedding (float32 bytes), a prompt's logprobs.
+    """Return the passes beside the engine: a row's embedding (float32 bytes), the probabilities
+    of its classes or answers, a prompt's logprobs.
 
     An offloaded model refuses them, because its weights belong to the running block.
     """
@@ -103,16 +104,20 @@ def forward_passes(lm: LanguageModel) -> Passes:
         def refused(*_: object) -> None:
             raise JaxLlamaError("the model is offloaded: no embeddings, no logprobs of prompts")
 
-        return {"embed": refused, "score": refused}
+        return {"embed": refused, "rank": refused, "score": refused}
     embed = Embedder(lm)
-    return {"embed": lambda row: embed(row).tobytes(), "score": Scorer(lm)}
+    return {
+        "embed": lambda row: embed(row).tobytes(),
+        "rank": Ranker(lm),
+        "score": Scorer(lm),
+    }
 
 
 class Hub:
     """The engine and its front ends.
 
-    passes: ``embed`` and ``score``. journal: None for none; ``close`` closes it. waits: whether the
-    engine's ``submit`` blocks.
+    passes: ``embed``, ``rank`` and ``score``. journal: None for none; ``close`` closes it. waits:
+    whether the engine's ``submit`` blocks.
     """
 
     def __init__(

@@ -71,6 +71,7 @@ class RequestInFlight:
             piece.text += self._reader.close()  # closing may complete a stop string
             if piece.finish_reason == "length" and self._reader.stopped:
                 piece.finish_reason = "stop"
+        piece.stop_text = self._reader.stop_text
         piece.index, piece.prompt_tokens = self.index, self._n_prompt
         piece.completion_tokens = self._written
         return self._written

@@ -298,7 +298,7 @@ class Replicas:
         devices = named or [str(number) for number in range(count)]
         self.failure: str | None = None
         self.closed: str | None = None
-        self.passes = {name: self._pass(name) for name in ("embed", "score")}
+        self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
         self._observe = observe
         self._all = [Replica(n, load, options, devices[n]) for n in range(count)]
         self._choice = ReplicaChoice(self._all)
@@ -380,9 +380,9 @@ class Replicas:
             sum(stats.waiting for stats in self._stats), min(error.retry_after for error in full)
         )
 
-    def listen(self, told: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None]) -> None:
         for one in self._all:
-            one.told = told
+            one.told = listener
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         for one in self._all:

@@ -25,7 +25,7 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-from jaxllama.serving.tools.formats import AnswerPart, Machine, MarkFinder
+from jaxllama.serving.tools.parts import AnswerPart, Machine, MarkFinder
 
 MARK = "<|channel|>"  # only templates of this format contain it
 START = "<|start|>assistant"

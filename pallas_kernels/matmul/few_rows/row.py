@@ -25,7 +25,8 @@ multiply the weights, exactly.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
-``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul quantized_matmul --tokens 1``.
+``docs/lab/matmul.md``.
+Command: ``python -m benchmarks.kernels.matmul quantized_matmul --tokens 1``.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Contract.  w is int4, int8 or float8 in groups or whole rows, MXFP4, NVFP4, or 1
 plain layout, so that loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights
 are the 16-row operand of mma.m16n8k16, so 8 tokens cost one instruction.
 
-Division of work.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
-cluster walks over tiles of 16 rows of w.  A warp owns the same run of columns of every tile and
-keeps x's fragments for it in registers (or, ``resident``, in shared memory).  Each lane copies its
-own weights, 16 bytes of one row at a time, through its own places in a ring in shared memory
-(cp.async), and reads back only what it wrote: between the first and the last barrier no warp waits
-for another.
+Division of work. One block of 16 warps per SM, alone or in clusters of ``split`` that share K. A
+cluster walks over tiles of 16 rows of w. A warp owns the same run of columns of every tile and
+keeps x's fragments for it in registers (or, ``resident``, in shared memory). Each lane copies its
+own weights through its own places in a ring in shared memory (cp.async), 16 bytes of one row at a
+time. It reads back only what it wrote: between the first and the last barrier no warp waits for
+another.
 
     start      all    the first of w -> L2 | the kernel before has ended
                all    x, scales of the first batch -> smem, ring filled     (``tile_x``, ``copies``)
@@ -26,10 +26,10 @@ stores the sum.  Bias and residual are copied beside the scales, a batch ahead o
 SwiGLU the steps are pairs of a tile of gate and its tile of up, and the sum over the warps is taken
 of both at once.
 
-Order of columns.  Any order will do for mma, if both operands agree.  A lane with quad index c
-takes columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats: 8 of 32).  The bit trick
-that widens two weights at once takes nibbles i and i + 4 of a word (bytes i and i + 2), so x's
-pairs are permuted once to match.
+Order of columns. Any order will do for mma, if both operands agree. A lane with quad index c takes
+columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats: 8 of 32). A bit trick widens
+two weights at once. It takes nibbles i and i + 4 of a word (bytes i and i + 2), so x's pairs are
+permuted once to match.
 
 Numerics.  A code minus its zero point is exact in bfloat16 and float16.  In groups of at least one
 block, with symmetric or integer zeros, the group's sum is scaled in float32.  With smaller groups
@@ -40,7 +40,7 @@ alone.
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
 4.3 TB/s, 7.0 us.  Result: 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and
-attempts: ``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.matmul
+attempts: ``docs/lab/matmul.md``.  Command: ``python -m benchmarks.kernels.matmul
 quantized_matmul``.
 """
 

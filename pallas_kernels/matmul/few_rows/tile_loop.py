@@ -90,7 +90,7 @@ class TileLoop:
         return [found[0], found[0], found[1], found[1]]
 
     def row_units(self, slot) -> list[Value]:
-        """What multiplies the sums of the lane's rows of float4 codes: r twice, and r + 8."""
+        """The factors of the sums of the lane's rows of float4 codes: r twice, and r + 8."""
         rest = p.cf(widen.FLOAT4_REST)
         if self.block.scheme.zero != "unit":
             return [rest] * 4

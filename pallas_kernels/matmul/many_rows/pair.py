@@ -30,7 +30,7 @@ tiles have at most 192 columns, and where a thread has 168 registers (``plan``) 
 
 Floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890 TOPS.  Result, one H200, K = 4096, N = 14336,
 M = 8192, bfloat16 output, bias: int8 1616 to 1625 (XLA's bare int8 dot 1493, with scales 929), e4m3
-1461 to 1489; M = 64 takes 18.1 us.  Attempts: ``matmul/NOTES.md``.  Command:
+1461 to 1489; M = 64 takes 18.1 us.  Attempts: ``docs/lab/matmul.md``.  Command:
 ``python -m benchmarks.kernels.prefill``.
 """
 

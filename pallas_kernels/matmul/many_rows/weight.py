@@ -32,7 +32,7 @@ warpgroups take turns at the slots.  ``split`` gives each of a cluster's two blo
 
 Floor: XLA's bfloat16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702
 in the same run).  Result: int4 in groups of 128 785, int8 758; M = 64 takes 21.9 us.  Attempts:
-``matmul/NOTES.md``.  Command: ``python -m benchmarks.kernels.prefill``.
+``docs/lab/matmul.md``.  Command: ``python -m benchmarks.kernels.prefill``.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from jaxllama.serving.api.logprobs import chat_entries, chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import to_json
-from jaxllama.serving.http import server
+from jaxllama.serving.http import vector_routes
 from jaxllama.serving.http.server import ServerSettings, _Server
 from jaxllama.serving.ipc.facts import Facts
 from jaxllama.serving.ipc.hub import Hub
@@ -396,7 +396,7 @@ def test_bodies_of_texts_to_embed_take_turns_and_end_with_their_client(url, pati
 
 
 def test_tokens_to_embed_are_bounded(http, monkeypatch):
-    monkeypatch.setattr(server, "EMBEDDING_TOKENS", 9)
+    monkeypatch.setattr(vector_routes, "TOKENS", 9)
     reply = http.post("/v1/embeddings", json={"model": NAME, "input": ["abcd", "efgh", "ij"]})
     assert reply.status_code == 400
     assert error_of(reply)["message"] == "input: more than 9 tokens in all: send several bodies"
@@ -701,7 +701,7 @@ def test_a_refusal_is_cheap(lm, name, path):
     ask = {
         "completion": lambda: server._call("completion", "x", data),
         "chat": lambda: server._call("chat", "x", data),
-        "embedding": lambda: server._embedding_rows(data),
+        "embedding": lambda: server.vectors.embedding_rows(data),
         "tokenize": lambda: server._tokenize(data),
     }[path]
     seconds = []
@@ -757,7 +757,7 @@ def test_other_refusals_have_their_status(http):
     assert http.post("/v1/completions", content=pieces(), headers=headers).status_code == 413
     for path, body in {
         "/v1/embeddings": {"model": NAME, "input": "a" * 97},
-        "/v1/embeddings?": {"model": NAME, "input": "a", "dimensions": 8},
+        "/v1/embeddings?": {"model": NAME, "input": "a", "dimensions": 1000},
         "/tokenize": {},
         "/detokenize": {"tokens": [2**31]},
     }.items():

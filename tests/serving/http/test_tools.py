@@ -22,7 +22,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import Prompts
 from jaxllama.serving.api.schemas import ApiError
-from jaxllama.serving.tools.formats import FORMATS, CallReader
+from jaxllama.serving.tools.formats import FORMATS
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking
@@ -177,7 +177,7 @@ def test_a_reader_gives_the_same_however_the_text_is_cut():
     for form, text in WRITTEN.items():
         text = f"{'' if form == 'llama3' else 'so: '}{text % ONE}"
         for step in (1, 2, 3, 5, 1000):
-            reader = CallReader(FORMS[form], {"weather", "time"})
+            reader = FORMS[form].reader({"weather": CITY, "time": {}})
             parts = [p for i in range(0, len(text), step) for p in reader.feed(text[i : i + step])]
             parts += reader.close()
             assert [p.text for p in parts if p.kind == "call"] == ["weather", "time"]
@@ -205,7 +205,7 @@ def test_a_reader_gives_the_same_however_the_text_is_cut():
     ],
 )
 def test_what_weak_models_write(written, want):
-    reader = CallReader(FORMS["llama3"], {"time"})
+    reader = FORMS["llama3"].reader({"time": {}})
     parts = [*reader.feed(written), *reader.close()]
     if want is None:
         assert "".join(part.text for part in parts) == written and reader.calls == 0
@@ -399,12 +399,7 @@ def test_the_format_is_that_of_the_template_for_tools(lm):
 # What templates of families write around calls that are no known JSON.
 UNKNOWN = {
     "none": "{{ tools }}",
-    "qwen3-coder": "<tool_call>\n<function=f>",
-    "glm": "<tool_call>f\n<arg_key>",
     "hunyuan": "<tool_call>f<tool_sep>",
-    "deepseek": "<｜tool▁calls▁begin｜>",
-    "kimi": "<|tool_call_begin|>",
-    "gpt-oss": "<|channel|>commentary to=",
     "phi": "<|tool_call|>",
     "command-r": "<|START_ACTION|>",
 }

@@ -26,6 +26,7 @@ from pallas_kernels.attention.blockwise import (
     weighted_values,
 )
 from pallas_kernels.cpu import prefill
+from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import XLA, Op, chosen
@@ -42,9 +43,16 @@ def attend(
     window: int | None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
-    count up by one.  sinks: as ``decode_attention`` takes them."""
+    count up by one.  sinks: as ``decode_attention`` takes them.  segments: int32 ``[B, T]`` of
+    packed rows, whose tokens see their own segment; ``positions`` are not read then."""
+    if segments is not None:
+        if has_cudnn(q) and softcap is None and sinks is None:
+            return causal(q, k, v, window, segments=segments)
+        place = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), segments.shape)
+        return _attend_in_blocks((window, softcap, None), q, k, v, place, sinks, segments)
     if has_cudnn(q) and softcap is None:
         if sinks is None:
             return causal(q, k, v, window)
@@ -78,8 +86,10 @@ def _attend_on_cpu(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     window, _, plan = call
-    options = {"sinks": sinks, "window": window, "scale": q.shape[-1] ** -0.5, "plan": plan}
-    return prefill.attend(q, k, v, positions, table, **options)
+    assert isinstance(plan, CpuPlan)
+    return prefill.attend(
+        q, k, v, positions, table, sinks=sinks, window=window, scale=q.shape[-1] ** -0.5, plan=plan
+    )
 
 
 def _attend_in_blocks(
@@ -89,18 +99,21 @@ def _attend_in_blocks(
     v: jax.Array,
     positions: jax.Array,
     sinks: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """XLA's form of ``attend``."""
     window, softcap, _ = call
     n_new = q.shape[1]
+    marks = (positions,) if segments is None else (positions, segments)
     if n_new <= QUERY_BLOCK:
-        return _attend_block(q, k, v, positions, positions, sinks, window, softcap)
+        return _attend_block(q, k, v, marks, marks, sinks, window, softcap)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
-    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
+    q_blocks = _split_queries(q, pad, blocks)
+    mark_blocks = tuple(_split_queries(mark, pad, blocks) for mark in marks)
     # Scores are recomputed in the backward pass: one block of them is alive at a time.
     block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
-    out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions, sinks), (q_blocks, p_blocks))
+    out = lax.map(lambda qm: block(qm[0], k, v, qm[1], marks, sinks), (q_blocks, mark_blocks))
     return _join_queries(out, n_new)
 
 
@@ -108,15 +121,18 @@ def _attend_block(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    q_positions: jax.Array,
-    k_positions: jax.Array,
+    q_marks: tuple[jax.Array, ...],
+    k_marks: tuple[jax.Array, ...],
     sinks: jax.Array | None,
     window: int | None,
     softcap: float | None,
 ) -> jax.Array:
+    """q_marks, k_marks: positions, and for packed rows segments, ``[B, T]``."""
     scores = attention_scores(q, k, softcap=softcap)
-    visible = is_visible(q_positions, k_positions, window)[:, None, None]
-    weights = softmax(jnp.where(visible, scores, -jnp.inf), sinks)
+    visible = is_visible(q_marks[0], k_marks[0], window)
+    for q_segments, k_segments in zip(q_marks[1:], k_marks[1:], strict=True):
+        visible &= q_segments[:, :, None] == k_segments[:, None, :]
+    weights = softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     return weighted_values(weights, v).astype(q.dtype)
 
 

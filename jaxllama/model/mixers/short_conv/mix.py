@@ -75,7 +75,8 @@ def mix(
     b, c, x = jnp.split(projected[0].value, 3, axis=-1)
     read = at.by_row(b * x)
     past = None if state is None else state.last
-    y, last = causal_convolution(read, p["conv"]["weight"], past, at.row_lengths())
+    weight = p["conv"]["weight"]
+    y, last = causal_convolution(read, weight, past, at.row_lengths(), at.segments)
     out = (c.astype(jnp.float32) * y.reshape(c.shape)).astype(c.dtype)
     if isinstance(at, Draft):
         return out, ShortConvTokens(read)

@@ -1,0 +1,64 @@
+"""Options of ``serve`` from a TOML file: the same names, the same checks.
+
+    expanded(argv) -> argv with the file's options in place of ``--config FILE``
+
+Keys are the options' names without dashes in front: ``max-slots = 8``. A list gives an option that
+may be repeated several times, ``true`` an option without a value. The file's options stand before
+those of the command line, which therefore have the last word.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxllama.errors import JaxLlamaError
+
+OPTION = "--config"
+
+
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Return a command line with the options of its file.
+
+    Raises JaxLlamaError for a file that is missing or no TOML, for tables, and for other values
+    than texts, numbers and truth values.
+    """
+    if not argv or argv[0] != "serve":
+        return list(argv)
+    command, *rest = argv
+    for index, word in enumerate(rest):
+        if word == "--":
+            break
+        if word == OPTION or word.startswith(f"{OPTION}="):
+            name = word.partition("=")[2]
+            end = index + 1
+            if word == OPTION:
+                name, end = rest[end] if end < len(rest) else "", end + 1
+            if not name:
+                raise JaxLlamaError(f"{OPTION}: expected a TOML file")
+            return [command, *_words(Path(name)), *rest[:index], *rest[end:]]
+    return list(argv)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JaxLlamaError(f"{OPTION}: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise JaxLlamaError(f"{OPTION}: {path}: no TOML: {error}") from None
+    words: list[str] = []
+    for key, value in table.items():
+        option = f"--{key.replace('_', '-')}"
+        if option == OPTION:
+            raise JaxLlamaError(f"{OPTION}: {path}: {key}: a file names no other file")
+        for item in value if isinstance(value, list) else [value]:
+            if item is True:
+                words.append(option)
+            elif isinstance(item, (str, int, float)) and item is not False:
+                words.append(f"{option}={item}")
+            elif item is not False:
+                kind = "a table" if isinstance(item, dict) else type(item).__name__
+                raise JaxLlamaError(f"{OPTION}: {path}: {key}: expected a value, not {kind}")
+    return words

@@ -1,0 +1,264 @@
+"""The routes of /v1/messages, Anthropic's API: a message, whole or as a stream of events.
+
+    message_start, then for each block content_block_start, content_block_delta, content_block_stop,
+    then message_delta with the stop reason and the usage, and message_stop
+
+A block is the reasoning, some text or a call of a tool, in the order in which the model writes
+them. The context's end ends an answer (``model_context_window_exceeded``), so ``max_tokens`` may be
+larger than the rest of the context. POST /v1/messages/count_tokens counts a prompt's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jaxllama.serving.api import answers
+from jaxllama.serving.api.bodies import parse
+from jaxllama.serving.api.calls import AcceptedCall, Prompts
+from jaxllama.serving.api.message_bodies import CountTokens, Messages, to_chat
+from jaxllama.serving.api.message_schemas import (
+    ContentBlock,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+    TextContent,
+    ThinkingContent,
+    TokenCount,
+    ToolUseContent,
+    message_error,
+)
+from jaxllama.serving.api.messages import TextPiece
+from jaxllama.serving.api.reading import PLAIN, answer_reader
+from jaxllama.serving.api.schemas import ApiError, Usage, respond, to_json
+from jaxllama.serving.api.tools import offered
+from jaxllama.serving.http.middleware import (
+    CLIENT_GONE,
+    ClientGone,
+    read_body,
+    unless_disconnected,
+)
+from jaxllama.serving.http.runs import CallRun, EventStream, submit
+from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.tools.parts import AnswerPart
+from jaxllama.typing import JsonObject
+
+
+class MessageRoutes:
+    def __init__(self, prompts: Prompts, link: EngineClient, max_body: int) -> None:
+        self._prompts, self._link, self._max_body = prompts, link, max_body
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/messages", self.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
+        ]
+
+    async def create(self, http: HttpRequest) -> ASGIApp:
+        data, owner = await read_body(http, self._max_body), http.state.owner
+        body, call = await asyncio.to_thread(self._call, data, http.state.request_id, owner)
+        call, stream = await submit(self._link, call)
+        run = CallRun(
+            "message", call, stream, http.state.fields, lambda id, answer: None, kept=False
+        )
+        if body.stream:
+            return MessageStream(run, body.max_tokens)
+        try:
+            answer = await unless_disconnected(http.receive, whole(run, body.max_tokens))
+        except ClientGone:
+            run.abandon()
+            return Response(status_code=CLIENT_GONE)
+        return respond(answer)
+
+    def _call(self, data: bytearray, request_id: str, owner: str) -> tuple[Messages, AcceptedCall]:
+        limit = self._prompts.max_len
+        body = parse(Messages, data, limit, limit)
+        call = self._prompts.chat(self._chat(body), f"msg_{request_id}", owner)
+        requests = [
+            dataclasses.replace(r, max_new_tokens=min(r.max_new_tokens, body.max_tokens))
+            for r in call.requests
+        ]
+        return body, dataclasses.replace(call, requests=tuple(requests))
+
+    def _chat(self, body: CountTokens):
+        self._prompts.adapter_of(body.model)
+        template = self._prompts.tokenizer().template_for(bool(body.tools)) or ""
+        return to_chat(body, template)
+
+    async def count(self, http: HttpRequest) -> Response:
+        data = await read_body(http, self._max_body)
+        return respond(TokenCount(await asyncio.to_thread(self._count, data)))
+
+    def _count(self, data: bytearray) -> int:
+        limit = self._prompts.max_len
+        chat = self._chat(parse(CountTokens, data, limit, limit))
+        template = self._prompts.tokenizer().template_for(bool(chat.tools)) or ""
+        tools = offered(chat, template)
+        prompt = self._prompts.chat_prompt(chat, list(tools.shown) if tools else None)
+        return len(self._prompts.encode_chat(prompt))
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, 0, cached, usage.completion_tokens)
+
+
+class MessageWriter:
+    """Turns pieces of text into blocks and events.
+
+    ``read`` returns the events for the client. ``content`` has the blocks; ``stop_reason`` and
+    ``stop_sequence`` say how the message has ended.
+    """
+
+    def __init__(self, call: AcceptedCall, max_tokens: int) -> None:
+        self._call, self._max_tokens = call, max_tokens
+        self._reader = answer_reader(call.reading or PLAIN)
+        self.content: list[ContentBlock] = []
+        self.stop_reason: StopReason | None = None
+        self.stop_sequence: str | None = None
+        self._arguments = ""  # of the last call
+        self._is_open = False
+
+    def read(self, piece: TextPiece) -> list[JsonObject]:
+        parts = self._reader.feed(piece.text)
+        if piece.finish_reason is not None:
+            parts += self._reader.close()
+        events = [event for part in parts for event in self._take(part)]
+        if piece.finish_reason is not None:
+            events += self._end()
+            self.stop_sequence = piece.stop_text
+            self.stop_reason = self._reason(piece)
+        return events
+
+    def _reason(self, piece: TextPiece) -> StopReason:
+        if piece.finish_reason == "stop":
+            if piece.stop_text is not None:
+                return "stop_sequence"
+            return "tool_use" if self._reader.calls else "end_turn"
+        is_full = piece.finish_reason == "length" and piece.completion_tokens < self._max_tokens
+        has_room = piece.completion_tokens < self._call.requests[0].max_new_tokens  # a deadline
+        return "model_context_window_exceeded" if is_full and not has_room else "max_tokens"
+
+    def _take(self, part: AnswerPart) -> list[JsonObject]:
+        events: list[JsonObject] = []
+        kinds = {"reasoning": ThinkingContent, "content": TextContent, "arguments": ToolUseContent}
+        last = self.content[-1] if self._is_open else None
+        if part.kind == "call" or not isinstance(last, kinds[part.kind]):
+            events += self._end()
+            events.append(self._begin(part))
+            last = self.content[-1]
+        if isinstance(last, ToolUseContent):
+            if part.kind == "call":
+                return events
+            self._arguments += part.text
+            delta: JsonObject = {"type": "input_json_delta", "partial_json": part.text}
+        elif isinstance(last, ThinkingContent):
+            last.thinking += part.text
+            delta = {"type": "thinking_delta", "thinking": part.text}
+        else:
+            assert isinstance(last, TextContent)
+            last.text += part.text
+            delta = {"type": "text_delta", "text": part.text}
+        index = len(self.content) - 1
+        return [*events, {"type": "content_block_delta", "index": index, "delta": delta}]
+
+    def _begin(self, part: AnswerPart) -> JsonObject:
+        block: ContentBlock
+        if part.kind == "call":
+            id = answers.tool_call_id(self._call, 0, part)
+            block = ToolUseContent("tool_use", id, part.text, {})
+            self._arguments = ""
+        elif part.kind == "reasoning":
+            block = ThinkingContent("thinking", "", "")
+        else:
+            block = TextContent("text", "")
+        self._is_open = True
+        self.content.append(block)
+        shown = dataclasses.asdict(block)
+        return {
+            "type": "content_block_start",
+            "index": len(self.content) - 1,
+            "content_block": shown,
+        }
+
+    def _end(self) -> list[JsonObject]:
+        """Return the event that ends the current block."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        last = self.content[-1]
+        if isinstance(last, ToolUseContent):
+            last.input = _object(self._arguments)
+        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+
+    def message(self, usage: Usage) -> MessageObject:
+        call = self._call
+        return MessageObject(
+            call.id,
+            "message",
+            "assistant",
+            call.model,
+            self.content,
+            self.stop_reason,
+            self.stop_sequence,
+            _usage(usage),
+            list(call.notes) or None,
+        )
+
+
+def _object(text: str) -> JsonObject:
+    """Return a call's arguments. Text that is no JSON object stands under ``INVALID_JSON``."""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+
+
+async def whole(run: CallRun, max_tokens: int) -> MessageObject:
+    """Return the whole message. Raises ApiError when the engine fails."""
+    writer = MessageWriter(run.call, max_tokens)
+    async with contextlib.aclosing(run.events()) as events:
+        async for pieces in events:
+            for piece in pieces:
+                writer.read(piece)
+    return writer.message(run.usage())
+
+
+class MessageStream(EventStream):
+    """A streamed message."""
+
+    def __init__(self, run: CallRun, max_tokens: int) -> None:
+        super().__init__(run)
+        self._max_tokens = max_tokens
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        run, writer = self._run, MessageWriter(self._run.call, self._max_tokens)
+        start = writer.message(run.usage())
+        start.usage.input_tokens = len(run.call.requests[0].prompt)
+        yield _event({"type": "message_start", "message": start}) + _event({"type": "ping"})
+        async with contextlib.aclosing(run.events()) as events:
+            async for pieces in events:
+                read = [_event(event) for piece in pieces for event in writer.read(piece)]
+                yield b"".join(read)
+        delta = {"stop_reason": writer.stop_reason, "stop_sequence": writer.stop_sequence}
+        usage = _usage(run.usage())
+        yield _event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield _event({"type": "message_stop"})
+
+    def _failure(self, error: ApiError) -> bytes:
+        return _event({"type": "error", "error": message_error(error).error})
+
+
+def _event(event: JsonObject) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))

@@ -1,0 +1,71 @@
+"""A tiny chat model over bytes, with a template in ChatML's form, and conversations for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import tokenizers
+
+from jaxllama.checkpoints.hf.save import save
+from jaxllama.config import ModelConfig
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.models import FAMILIES
+from tests.helpers.training_cases import first_params
+
+START, END = "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{% if tools %}" + START + "system\n{{ tools | tojson }}" + END + "\n{% endif %}"
+    "{% for message in messages %}"
+    + START
+    + "{{ message.role }}\n{{ message.content }}"
+    + END
+    + "\n{% endfor %}{% if add_generation_prompt %}"
+    + START
+    + "assistant\n{% endif %}"
+)
+# As Qwen3's: only the last answer keeps its reasoning.
+FORGETFUL = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content if loop.last else message.content.split('</think>') | last }}",
+)
+
+
+def tokenizer(template: str = TEMPLATE) -> Tokenizer:
+    """Bytes, and the two tokens of the template."""
+    backend = Tokenizer.byte_level()._backend
+    backend.add_special_tokens([tokenizers.AddedToken(word, special=True) for word in (START, END)])
+    return Tokenizer(
+        backend, "chat", eos_ids=[257], special_tokens={"eos_token": END}, chat_template=template
+    )
+
+
+def chat_model(folder: Path, family: str = "gqa", **changes: Any) -> tuple[Path, ModelConfig]:
+    """(a checkpoint's folder, its config)."""
+    small = {"n_layers": 1, "layer_types": FAMILIES[family].layer_types[:1], **changes}
+    cfg = FAMILIES[family].replace(vocab_size=264, eos_token_ids=(257,), **small)
+    out = folder / f"model-{family}"
+    if not out.exists():
+        scratch = folder / "tokenizer"
+        scratch.mkdir(exist_ok=True)
+        save(out, cfg, jax.device_put(first_params(cfg)), tokenizer().save(scratch))
+    return out, cfg
+
+
+def say(question: str, answer: str) -> dict[str, Any]:
+    """One line of a file: a question and its answer."""
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": messages}
+
+
+def chat_file(folder: Path) -> Path:
+    """Twelve short conversations."""
+    out = folder / "chat.jsonl"
+    lines = [say(f"say {n}", f"{n} " * (n % 3 + 1)) for n in range(12)]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out

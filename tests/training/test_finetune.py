@@ -1,0 +1,193 @@
+"""Fine-tuning on conversations: adapters beside frozen weights, what a run leaves, resuming."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints import peft
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.lora import attach, for_rows
+from jaxllama.training import train, train_config_from_dict
+from jaxllama.training.adapters import factors, first_adapters, joined, save
+from jaxllama.training.optimizer import learning_rate
+from jaxllama.training.packing import Conversations
+from jaxllama.training.tuning import LoraConfig
+from tests.helpers.chat_cases import chat_file, chat_model
+from tests.helpers.parity_cases import CASES as PARITY
+from tests.helpers.seeded import seeded_params
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("finetune")
+
+
+def config_of(folder, **changes):
+    model, _ = chat_model(folder)
+    table = {
+        "steps": 6,
+        "batch_size": 2,
+        "microbatches": 2,
+        "sequence_length": 64,
+        "learning_rate": 0.02,
+        "init_from": str(model),
+        "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
+        "lora": {"rank": 4, "alpha": 8.0},
+        "data": {"conversations": str(chat_file(folder)), "validation_conversations": 2},
+        **changes,
+    }
+    return train_config_from_dict(table, "chat.toml")
+
+
+def some_adapters(cfg, lora, seed=1):
+    """Adapters whose b is not zero any more."""
+    rng = np.random.default_rng(seed)
+    draw = lambda leaf: leaf + rng.normal(size=leaf.shape).astype(np.float32) * 0.1  # noqa: E731
+    return jax.tree.map(draw, first_adapters(cfg, lora, 0))
+
+
+@pytest.mark.parametrize("family", ["granite", "phi3"])
+def test_what_is_trained_is_what_is_saved_and_served(family, tmp_path):
+    """Multipliers, orders of rows and fused tensors: the trained model, and PEFT's folder read
+    again, give the same weights."""
+    cfg = PARITY[family]
+    lora = LoraConfig(rank=3, alpha=6.0)
+    trained = some_adapters(cfg, lora)
+    save(tmp_path / "adapter", cfg, lora, trained, "base")
+    read = peft.read(tmp_path / "adapter", cfg)
+    for name, (a, b) in factors(cfg, lora, trained).items():
+        np.testing.assert_array_equal(read[name][0], a)
+        np.testing.assert_allclose(read[name][1], b, rtol=1e-6)
+    base = seeded_params(cfg)
+    served = attach(cfg, base, [read])
+    got = joined(cfg, lora, base, trained, 2, jnp.dtype("float32"))
+    got, want = (
+        {(*path,): node for path, node in _loras(tree)}
+        for tree in (got, for_rows(served, np.ones(2, np.int32)))
+    )
+    assert got.keys() == want.keys()
+    for path, lora_of in got.items():
+        np.testing.assert_allclose(lora_of.a, want[path].a, rtol=1e-6)
+        for ours, theirs in zip(lora_of.b, want[path].b, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def _loras(tree, path=()):
+    for key, node in tree.items():
+        if key == "lora":
+            yield path, node
+        elif isinstance(node, dict):
+            yield from _loras(node, (*path, key))
+
+
+def test_targets(tmp_path):
+    cfg = PARITY["granite"]
+    lora = LoraConfig(rank=2, targets=("q_proj", "down_proj"))
+    tree = first_adapters(cfg, lora, 0)["layer_0"]
+    assert tree["mixer"]["qkv"].keys() == {"q_proj"}
+    assert tree["mlp"]["down"].keys() == {"down_proj"}
+    with pytest.raises(JaxLlamaError, match=r"'w_q' is no product of .*q_proj, k_proj"):
+        first_adapters(cfg, LoraConfig(rank=2, targets=("w_q",)), 0)
+
+
+@pytest.mark.core
+def test_a_run_of_adapters_learns_and_resumes_to_the_bit(folder):
+    """Packed conversations over a 4-bit base, killed after step 3."""
+    config = config_of(
+        folder,
+        validate_every=3,
+        checkpoint_every=3,
+        keep_checkpoints=2,
+        keep_best=True,
+        lora={"rank": 4, "alpha": 8.0, "base": "w4a16-g16"},
+    )
+    whole = train(config, folder / "whole")
+    losses = [row["loss"] for row in whole.metrics]
+    assert losses[-1] < losses[0] - 0.5
+    assert [row["step"] for row in whole.validation] == [3, 6]
+    half = folder / "half"
+    shutil.copytree(folder / "whole", half)
+    for name in ("adapter", "checkpoints/6", "best"):
+        shutil.rmtree(half / name)
+    again = train(config, half)
+    assert [row["loss"] for row in again.metrics] == losses
+    assert again.validation == whole.validation
+    assert (again.model / WEIGHTS).read_bytes() == (whole.model / WEIGHTS).read_bytes()
+    assert all(run.model.name == "adapter" for run in (whole, again))
+
+
+@pytest.mark.slow
+def test_samples_and_the_served_adapter(folder):
+    """The adapter in the engine's form answers as the training model does; merged, too."""
+    config = config_of(
+        folder,
+        steps=12,
+        validate_every=6,
+        samples={"prompts": ["say 1"], "max_new_tokens": 6},
+        lora={"rank": 4, "alpha": 8.0, "merge": True},
+    )
+    run = train(config, folder / "samples")
+    lines = [
+        json.loads(line) for line in (folder / "samples/samples.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert [line["step"] for line in lines] == [0, 6, 12]
+    assert lines[0]["answer"] != lines[-1]["answer"]
+    lm = jl.load(config.init_from, adapters={"x": run.model})
+    prompt = lm.tokenizer.encode_chat([{"role": "user", "content": "say 1"}])
+    (answer,) = lm.generate([prompt], 6, adapter="x")
+    (merged,) = jl.load(folder / "samples/merged").generate([prompt], 6)
+    assert answer.text == merged.text == lines[-1]["answer"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_fifty_steps_are_those_of_peft_in_torch(folder):
+    """Same weights, tokens, schedule and clipping; packed here, a row each in torch."""
+    torch = pytest.importorskip("torch")
+    transformers, peft_library = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.set_num_threads(1)  # tiny products; threads wait for one another
+    config = config_of(folder, steps=50, learning_rate=5e-3)
+    model, cfg = chat_model(folder)
+    save(folder / "first", cfg, config.lora, first_adapters(cfg, config.lora, config.seed), None)
+    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    net = peft_library.PeftModel.from_pretrained(net, folder / "first", is_trainable=True)
+    rule = torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad],
+        lr=1.0,
+        betas=(config.optimizer.b1, config.optimizer.b2),
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    rows, _ = Conversations.open(config).split(config.data.held_out)
+    want = []
+    for step in range(config.steps):
+        batch = rows.batch(step, config.batch_size, config.sequence_length, config.seed)
+        total, count = 0.0, 0
+        for tokens, segments, weights in zip(*batch, strict=True):
+            for number in range(1, segments.max() + 1):
+                own = segments == number
+                ids = torch.tensor(tokens[own], dtype=torch.int64)[None]
+                mask = torch.tensor(weights[own[1:]][-(int(own.sum()) - 1) :] > 0)
+                logp = torch.log_softmax(net(ids).logits[0, :-1], -1)
+                total = total - logp[torch.arange(len(mask)), ids[0, 1:]][mask].sum()
+                count += int(mask.sum())
+        value = total / count
+        rule.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), config.optimizer.clip_norm)
+        for group in rule.param_groups:
+            group["lr"] = float(learning_rate(config, step))
+        rule.step()
+        want.append(float(value.detach()))
+    got = [row["loss"] for row in train(config, folder / "torch").metrics]
+    assert got[-1] < got[0] - 2
+    np.testing.assert_allclose(got, want, rtol=1e-3)
