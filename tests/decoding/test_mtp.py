@@ -13,7 +13,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.decoding.drafts import DraftContext
+from jaxllama.decoding.drafts import ADAPTIVE, DraftContext
 from jaxllama.decoding.forward import fill_hidden
 from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.sampling import SamplingParams
@@ -21,7 +21,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import mtp
 from tests.helpers.models import params_of
-from tests.helpers.mtp_cases import CONFIG, model, proposed
+from tests.helpers.mtp_cases import CONFIG, drafts_of, model, proposed
 
 NEW = 24
 SAMPLING = (
@@ -34,6 +34,11 @@ SAMPLING = (
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(3)
     return [rng.integers(3, 256, length).tolist() for length in (1, 9, 21)]
+
+
+def endless() -> LanguageModel:
+    """The model without tokens that end an answer."""
+    return LanguageModel(CONFIG.replace(eos_token_ids=()), model().params, None)
 
 
 def test_the_head_is_the_reference(tmp_path) -> None:
@@ -76,15 +81,19 @@ def test_the_head_is_the_reference(tmp_path) -> None:
 
 @pytest.mark.parametrize("draft_tokens", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_tokens_are_those_without_a_draft(draft_tokens) -> None:
-    lm = model()
+    """The greedy row drafts and accepts what the head, read anew at each turn, would have it."""
+    lm = endless()
     options = {"seed": [0, 1, 2], "chunk": 8}
     want = lm.generate(prompts(), NEW, SAMPLING, **options)
     got = lm.generate(prompts(), NEW, SAMPLING, draft="mtp", draft_tokens=draft_tokens, **options)
     for one, other in zip(got, want, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
-    drafted, accepted = (sum(getattr(one, key) for one in got) for key in ("drafted", "accepted"))
-    assert drafted // 3 < accepted < drafted
+    known = drafts_of(
+        prompts()[0], want[0].tokens, draft_tokens or ADAPTIVE, written=1, adapts=not draft_tokens
+    )
+    assert (got[0].drafted, got[0].accepted) == known
+    assert 0 < got[0].accepted < sum(one.accepted for one in got)
 
 
 def test_a_model_without_a_head_says_so() -> None:

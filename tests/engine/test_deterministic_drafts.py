@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from jaxllama.engine.engine import Engine
@@ -22,8 +21,8 @@ CASES += [(family, draft) for family in ("delta", "kda", "kimi") for draft in ("
 def test_tokens_and_logprobs_are_those_without_a_draft_bit_for_bit(family, draft):
     """Each pass verifies 4 tokens of 8 rows, so its products have the 32 rows of every step.
 
-    An MTP head reads the model's last hidden states.  XLA's CPU compiler then adds up the last norm
-    in another order, and logprobs differ by roundings.
+    Tests compile without LLVM's optimization.  With it, an MTP head's program for prompts may round
+    keys of the last layer otherwise, because it computes the layer's output, too.
     """
     lm = dataclasses.replace(model(family), deterministic=True)
     own = lm.first_layers(1) if draft == "first" else draft
@@ -35,8 +34,6 @@ def test_tokens_and_logprobs_are_those_without_a_draft_bit_for_bit(family, draft
     without = Engine(lm, **{**OPTIONS, "cache_tokens": None}).generate(requests)
     for name, events in eng.generate(requests).items():
         (tokens, logprobs), (same, want) = written(events), written(without[name])
-        assert tokens == same
-        atol = 3e-6 if draft == "mtp" else 0
-        np.testing.assert_allclose(logprobs, want, rtol=0, atol=atol)
+        assert (tokens, logprobs) == (same, want)
     stats = eng.stats()
     assert 0 < stats.accepted_tokens <= stats.drafted_tokens

@@ -7,13 +7,20 @@ transformers' own, and what is around it is written here as vLLM's ``qwen3_5_mtp
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import ADAPTIVE
 from jaxllama.language_model import LanguageModel
+from jaxllama.model import decoder, mtp
+from jaxllama.model.cache import init_cache
+from jaxllama.model.records import Hidden
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import HYBRIDS, params_of
 
@@ -47,6 +54,64 @@ def often_right(cfg: ModelConfig = CONFIG, seed: int = 0) -> dict[str, Any]:
 @functools.cache
 def model(**options: Any) -> LanguageModel:
     return LanguageModel(CONFIG, often_right(), Tokenizer.byte_level(), **options)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _chain(params: Any, tokens: jax.Array, length: jax.Array, count: int) -> jax.Array:
+    """The head's greedy proposals ``[count]`` after ``tokens[1, :length]``, all read anew.
+
+    ``test_the_head_is_the_reference`` compares the head with ``proposed``.
+    """
+    hidden, _ = decoder.forward(CONFIG, params, tokens, length[None])
+    cache = init_cache(CONFIG.mtp_config(), 1, tokens.shape[1] + count, jnp.float32)
+    following, known = jnp.roll(tokens, -1, axis=1), length[None] - 1
+    states, cache = mtp.forward(
+        CONFIG, params, following, hidden, known, cache, is_prompt=True, fresh=True
+    )
+    last, found, one = states.last(known), [], jnp.ones(1, jnp.int32)
+    for index in range(count):
+        token = jnp.argmax(mtp.logits(CONFIG, params, last), axis=-1).astype(jnp.int32)
+        found.append(token)
+        if index < count - 1:
+            before = Hidden(last.x[:, None])
+            states, cache = mtp.forward(
+                CONFIG, params, token[:, None], before, one, cache, is_own=True
+            )
+            last = states[:, 0]
+    return jnp.concatenate(found)
+
+
+def drafts_of(
+    prompt: Sequence[int], answer: list[int], most: int, *, written: int, adapts: bool
+) -> tuple[int, int]:
+    """(drafted, accepted) tokens of a greedy answer, turn by turn, by ``_chain``'s proposals.
+
+    most: longest draft.  written: tokens of the answer that are written without a draft.
+    adapts: whether the row asks for as many tokens as ``Pace`` says, beginning with ``ADAPTIVE``.
+    """
+    text = np.zeros((1, 64 + 32), np.int32)
+    whole = [*prompt, *answer]
+    text[0, : len(whole)] = whole
+    drafted = accepted = 0
+    ask, wait, pause = ADAPTIVE if adapts else most, 0, 1
+    while written < len(answer):
+        wanted = min(ask, most, len(answer) - written - 1) if wait == 0 else 0
+        wait, right = max(wait - 1, 0), 0
+        if wanted > 0:
+            length = len(prompt) + written
+            found = np.asarray(_chain(model().params, text, np.int32(length), most)).tolist()
+            rest = answer[written:]
+            while right < wanted and found[right] == rest[right]:
+                right += 1
+            drafted, accepted = drafted + wanted, accepted + right
+        if wanted > 0 and adapts:
+            ask = min(4 * ask, most) if right else ask // 2
+            if ask == 0:
+                pause = min(2 * pause, 64)
+                wait = pause
+            pause, ask = (1 if right else pause), max(ask, 1)
+        written += right + 1
+    return drafted, accepted
 
 
 def proposed(directory: Path, tokens: list[int], count: int) -> tuple[np.ndarray, list[int]]:
