@@ -441,6 +441,9 @@ class _Reporter:
     def ended(self, reason: str) -> None:
         """Do nothing: the parent process counts requests."""
 
+    def sized(self, prompt: int, completion: int, limit: int) -> None:
+        """Do nothing: the parent process counts requests."""
+
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
