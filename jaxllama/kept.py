@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax.experimental import serialize_executable
 
@@ -169,7 +169,7 @@ def _path(facts: object) -> Path | None:
     for package in (Path(__file__).parent, pallas_kernels.__path__[0]):
         for line in sorted(_sources(str(package))):
             digest.update(line.encode())
-    where = jax.__version__, jaxlib.__version__, jit.identity(), len(jax.devices())
+    where = jax.__version__, jaxlib.version.__version__, jit.identity(), len(jax.devices())
     flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))
     digest.update(repr((where, flags, facts)).encode())
     return Path(known) / "models" / f"model-{digest.hexdigest()[:32]}.pickle"

@@ -110,6 +110,7 @@ class Placement:
 
     def model(self, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None) -> LanguageModel:
         """Return the LanguageModel of placed parameters."""
+        params = dict(params)
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
             if cfg.tie_embeddings:

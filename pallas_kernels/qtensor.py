@@ -41,9 +41,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
@@ -91,6 +93,19 @@ class QTensor:
     input_scale: jax.Array | None = None
     unit: jax.Array | None = None
 
+    if TYPE_CHECKING:
+        # While a checkpoint is read or saved, the parts are numpy arrays in the host's memory.
+        def __init__(
+            self,
+            q: jax.Array | np.ndarray,
+            scale: jax.Array | np.ndarray,
+            zero: jax.Array | np.ndarray | None = None,
+            activations: str | None = None,
+            columns: jax.Array | np.ndarray | None = None,
+            input_scale: jax.Array | np.ndarray | None = None,
+            unit: jax.Array | np.ndarray | None = None,
+        ) -> None: ...
+
     __repr__ = short_repr
 
     @classmethod
@@ -129,7 +144,7 @@ class QTensor:
         """Bytes on an accelerator, where 4-bit codes lie two to a byte."""
         return tree_bytes(self)
 
-    def rows(self, index: jax.Array) -> QTensor:
+    def rows(self, index: jax.Array | np.ndarray | slice) -> QTensor:
         """The same with its leading axes indexed: rows of a weight, or a slice of them."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}

@@ -122,7 +122,7 @@ class SafetensorsFile:
         return out.reshape(info.shape)
 
     def _pread(self, out: np.ndarray, offset: int, name: str) -> None:
-        view = memoryview(out)
+        view = out.data
         done = 0
         while done < len(view):
             try:
@@ -225,7 +225,7 @@ def write(
     with open(path, "wb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(struct.pack("<Q", len(raw)) + raw))
         for _, array in zip(tensors, data, strict=True):
-            _write_all(file.fileno(), memoryview(array.reshape(-1).view(np.uint8)))
+            _write_all(file.fileno(), array.reshape(-1).view(np.uint8).data)
         os.fsync(file.fileno())
 
 

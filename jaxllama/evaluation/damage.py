@@ -134,7 +134,8 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
         return stream, state
 
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
-    walk(cfg, params, stream, None, whole_rows(cfg, *tokens.shape), each)
+    rows, length = tokens.shape
+    walk(cfg, params, stream, None, whole_rows(cfg, rows, length), each)
     return jnp.stack(seen)
 
 

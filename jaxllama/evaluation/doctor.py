@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import math
 import os
 import platform
@@ -65,7 +66,7 @@ def examine(model: str | None = None, **source: Any) -> JsonObject:
         "default_dtype": default_dtype().name,
         "caches": {
             "all": _folder(hub.cache_dir()),
-            "compiled": _folder(jax.config.jax_compilation_cache_dir),
+            "compiled": _folder(jax.config.values["jax_compilation_cache_dir"]),
         },
         "cpu_handlers": _cpu_handlers(),
         "presets": preset_names(),
@@ -162,12 +163,12 @@ def _model_calls(lm: LanguageModel) -> list[JsonObject]:
     found = []
     for rows in (1, _ROWS):
         cache = jax.eval_shape(functools.partial(init_cache, cfg, rows, capacity, lm.dtype))
-        step = functools.partial(decode_step.__wrapped__, cfg)
+        step = functools.partial(inspect.unwrap(decode_step), cfg)
         found += _counted(
             f"decode, {rows} rows" if rows > 1 else "decode, 1 row",
             choices(step, params, ints(rows), cache),
         )
-    whole = functools.partial(prefill.__wrapped__, cfg)
+    whole = functools.partial(inspect.unwrap(prefill), cfg)
     cache = jax.eval_shape(functools.partial(init_cache, cfg, 1, capacity, lm.dtype))
     made = choices(whole, params, ints(1, width), ints(1), cache)
     found += _counted(f"prefill, {width} tokens", made)
@@ -185,10 +186,10 @@ def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: DTypeLike)
     """Return attention's choice between cuDNN and XLA."""
     q = jax.ShapeDtypeStruct((1, tokens, heads, head_dim), dtype)
     reason = None if has_cudnn(q) else "cuDNN's kernel needs a GPU and 16-bit operands"
-    implementation = "xla" if reason else "cudnn"
     operands = f"{q.dtype}[{','.join(map(str, q.shape))}]"
-    choice = Choice("attention", operands, implementation, reason)
-    return {"call": f"prefill, {tokens} tokens"} | dataclasses.asdict(choice)
+    choice = dataclasses.asdict(Choice("attention", operands, "xla", reason))
+    choice["implementation"] = "xla" if reason else "cudnn"
+    return {"call": f"prefill, {tokens} tokens"} | choice
 
 
 def _model(name: str, source: JsonObject) -> JsonObject:

@@ -212,7 +212,7 @@ def _standard_error(x: np.ndarray) -> float:
 
 def _read(
     lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: DTypeLike | None
-) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, jax.Array, tuple[Params, ...]]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, Hidden, tuple[Params, ...]]]:
     """Yield window, scored positions, its length, hidden states ``[T, D]`` and parameters."""
     size = lm.executor.block_size or 1
     while block := list(itertools.islice(windows, size)):

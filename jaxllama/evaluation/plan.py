@@ -261,12 +261,13 @@ def need_disk(policy: Policy) -> bool:
 
 def held_on_device(lm: LanguageModel) -> int:
     if sees_programs(lm):
-        return offloaded(lm.executor).store.device.memory_stats()["peak_bytes_in_use"]
+        stats = offloaded(lm.executor).store.device.memory_stats() or {}
+        return stats["peak_bytes_in_use"]
     kind = offloaded(lm.executor).store.on_device.memory_kind
     return sum(
         packed_bytes(array.size, array.dtype)
         for array in jax.live_arrays()
-        if array.sharding.memory_kind == kind and jax.dtypes.issubdtype(array.dtype, np.number)
+        if array.sharding.memory_kind == kind and jnp.issubdtype(array.dtype, np.number)
     )
 
 

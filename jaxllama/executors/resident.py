@@ -163,7 +163,8 @@ class Resident:
     ) -> tuple[Hidden, Params]:
         cache = None
         if kv_dtype is not None:
-            cache = init_cache(cfg, *tokens.shape, kv_dtype, mesh=self.mesh)
+            batch, width = tokens.shape
+            cache = init_cache(cfg, batch, width, kv_dtype, mesh=self.mesh)
         return _states(cfg, params, tokens, lengths, cache), params
 
 
@@ -250,7 +251,7 @@ def _prefill_alone(
     firsts = np.cumsum([0, *alone.widths]).tolist()
 
     def one(row: tuple[Tree, ...]) -> tuple[Cache, MTPState | None]:
-        tokens, length, adapter, *states = jax.tree.map(lambda leaf: leaf[None], row)
+        tokens, length, adapter, cache, state = jax.tree.map(lambda leaf: leaf[None], row)
         own = params if adapter is None else for_rows(params, adapter)
 
         def read(
@@ -265,18 +266,20 @@ def _prefill_alone(
             hidden, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
             assert after is not None
             if mtp is not None:
+                assert state is not None
                 following = lax.dynamic_slice_in_dim(tokens, first + 1, width, axis=1)
                 state = mtp.read_prompt(params, state, following, hidden, n_new, fresh=fresh)
             return after, state
 
+        states: tuple[Cache, MTPState | None] = cache, state
         if alone.widths:
             states = read(states, 0, alone.widths[0], fresh=True)
         if len(alone.widths) > 2:  # all but the first and the last have the same width
             middle = lambda states, first: (read(states, first, alone.widths[1]), None)  # noqa: E731
-            states, _ = lax.scan(middle, tuple(states), jnp.asarray(firsts[1:-2], jnp.int32))
+            states, _ = lax.scan(middle, states, jnp.asarray(firsts[1:-2], jnp.int32))
         if len(alone.widths) > 1:
             states = read(states, firsts[-2], alone.widths[-1])
-        return jax.tree.map(lambda leaf: leaf[0], tuple(states))
+        return jax.tree.map(lambda leaf: leaf[0], states)
 
     rows = padded, lengths, params.get(ROWS), cache, state
     cache, state = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[3:], row), rows)
@@ -491,6 +494,7 @@ def _one_token(
     plan = None if greedy_stops is None else _own_end(cfg, params, hidden, greedy_stops)
 
     def in_one_kernel(ints: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert greedy_stops is not None  # else there is no plan
         product = decoder.head_product(cfg, params, hidden[:, 0])
         return greedy.append_greedy(
             product, ints, written, greedy_stops, capacity=before.capacity, planned=plan

@@ -64,7 +64,7 @@ class Picture:
     x_scale: Literal["linear", "log"] = "linear"
     y_scale: Literal["linear", "log"] = "linear"
     title: str = ""
-    where: dict = dataclasses.field(default_factory=dict)
+    where: JsonObject = dataclasses.field(default_factory=JsonObject)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +73,10 @@ class _File:
 
     title: str
     workload: Workload
-    settings: dict
+    settings: JsonObject
     seeds: tuple[int, ...] = (0,)
-    models: dict = dataclasses.field(default_factory=dict)
-    case: tuple[dict, ...] = ()
+    models: JsonObject = dataclasses.field(default_factory=JsonObject)
+    case: tuple[JsonObject, ...] = ()
     table: Table = Table()
     picture: tuple[Picture, ...] = ()
 
@@ -251,8 +251,9 @@ def _merge(base: JsonObject, over: JsonObject) -> JsonObject:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -274,9 +275,9 @@ def _grid(table: JsonObject, cls: type) -> Iterator[JsonObject]:
 
 
 def _axes(
-    table: JsonObject, cls: type, path: tuple[str, ...]
+    table: JsonObject, cls: type | None, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], list[object]]]:
-    hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    hints = typing.get_type_hints(cls) if cls and dataclasses.is_dataclass(cls) else {}
     for key, value in table.items():
         hint = hints.get(key)
         if typing.get_origin(hint) in (typing.Union, types.UnionType):

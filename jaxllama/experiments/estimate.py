@@ -36,12 +36,12 @@ from jaxllama.experiments.settings import (
 )
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import enable_compilation_cache
-from jaxllama.typing import Tree
+from jaxllama.typing import Options, Tree
 
 STEPS = 2  # decode or training steps that are timed
 WARM = 2  # uncounted runs of ``bench.decode`` for each measurement
 # options of the speed measurement in "quality"
-BENCH = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}
+BENCH: Options = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,13 +117,14 @@ def parts(text: bytes | None, settings: LearnSettings, seed: int) -> Parts:
 
 
 def _of_text(text: bytes, settings: LearnSettings, seed: int) -> Parts:
-    train, *held = split(text, settings)
+    train, tuning, test = split(text, settings)
     shape = settings.batch_size, settings.sequence_length
 
     def part(at: int) -> Rows:
         return _all(np.stack([train.batch(at + step, *shape, seed) for step in range(PART)]))
 
-    return map(part, range(0, settings.steps, PART)), *(_windows(one, settings) for one in held)
+    batches = map(part, range(0, settings.steps, PART))
+    return batches, _windows(tuning, settings), _windows(test, settings)
 
 
 def _of_facts(settings: LearnSettings, seed: int) -> Parts:
@@ -132,11 +133,11 @@ def _of_facts(settings: LearnSettings, seed: int) -> Parts:
 
     def part() -> Rows:
         counts = rng.choice(settings.facts, math.prod(shape))
-        rows = fact_rows(counts, settings.sequence_length, rng)
-        return tuple(one.reshape(*shape, -1) for one in rows)
+        rows, counted = fact_rows(counts, settings.sequence_length, rng)
+        return rows.reshape(*shape, -1), counted.reshape(*shape, -1)
 
-    held = part(), part()
-    return (part() for _ in range(settings.steps // PART)), *held
+    tuning, test = part(), part()
+    return (part() for _ in range(settings.steps // PART)), tuning, test
 
 
 def fact_rows(counts: np.ndarray, length: int, rng: np.random.Generator) -> Rows:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxllama import extras
 from jaxllama.experiments.config import Experiment, Picture
 from jaxllama.experiments.table import Row, by_point, is_number, value
-from jaxllama.typing import JsonObject
+from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,22 +91,18 @@ def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number:
     ys = np.asarray([[value(row, picture.y) for row in group] for group in groups], np.float64)
     mean = ys.mean(1)
     spread = np.stack([mean - ys.min(1), ys.max(1) - mean]) if ys.shape[1] > 1 else None
-    xs = [
-        np.mean([value(row, picture.x) for row in group])
-        if is_number(first)
-        else str(value(group[0], picture.x))
-        for group in groups
-    ]
     marker = _MARKERS[number % len(_MARKERS)]
     if is_number(first):
+        xs = np.asarray([np.mean([value(row, picture.x) for row in group]) for group in groups])
         order = np.argsort(xs)
-        xs, mean = np.asarray(xs)[order], mean[order]
         spread = None if spread is None else spread[:, order]
-        axes.errorbar(xs, mean, yerr=spread, marker=marker, capsize=2, **style)
-    elif picture.by:
-        axes.errorbar(xs, mean, yerr=spread, marker=marker, linestyle="", capsize=2, **style)
+        axes.errorbar(xs[order], mean[order], yerr=spread, marker=marker, capsize=2, **style)
+        return
+    labels: Tree = [str(value(group[0], picture.x)) for group in groups]  # matplotlib takes texts
+    if picture.by:
+        axes.errorbar(labels, mean, yerr=spread, marker=marker, linestyle="", capsize=2, **style)
     else:
-        axes.bar(xs, mean, yerr=spread, capsize=2, color=style["color"])
+        axes.bar(labels, mean, yerr=spread, capsize=2, color=style["color"])
 
 
 def _scale(axes: Axes, picture: Picture, rows: Sequence[Row]) -> None:

@@ -189,8 +189,7 @@ def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     Raises JaxLlamaError for a missing file.
     """
     names = {point.flat.get(key) for point in experiment.points for key in FILES}
-    names -= {None, *NO_FILES}
-    for name in sorted(names):
+    for name in sorted(name for name in names if name is not None and name not in NO_FILES):
         path = experiment.find(name)
         try:
             yield name, hashlib.sha256(path.read_bytes()).hexdigest()

@@ -20,6 +20,8 @@ from jaxllama.quantization.scheme import parse
 from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from jaxllama.training.config import TrainConfig
 
 Method = Literal["rtn", "awq", "gptq", "smoothquant"]
@@ -200,7 +202,7 @@ SETTINGS: dict[str, type] = {
 }
 
 
-def flatten(settings: object, prefix: str = "") -> JsonObject:
+def flatten(settings: DataclassInstance, prefix: str = "") -> JsonObject:
     """Return the settings by dotted name; a model's configuration becomes its name."""
     if isinstance(settings, TrainSettings):
         config = flatten(settings.config)
@@ -214,7 +216,7 @@ def flatten(settings: object, prefix: str = "") -> JsonObject:
         value = getattr(settings, field.name)
         if isinstance(value, ModelConfig):
             flat[prefix + field.name] = value.name
-        elif dataclasses.is_dataclass(value):
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             flat.update(flatten(value, f"{prefix}{field.name}."))
         else:
             flat[prefix + field.name] = list(value) if isinstance(value, tuple) else value

@@ -341,9 +341,14 @@ def _models(experiment: Experiment, settings: Settings) -> list[str]:
         return []
     if is_random(experiment, settings) and model_config(experiment, settings) is None:
         raise JaxLlamaError(_no_preset(experiment, settings.model))
-    names = {settings.model, getattr(settings, "reference", None)} - {None, *experiment.models}
+    reference: str | None = getattr(settings, "reference", None)
+    names = {
+        name
+        for name in (settings.model, reference)
+        if name is not None and name not in experiment.models
+    }
     if settings.random:
-        names = set()
+        return []
     return [str(path) if (path := experiment.find(name)).exists() else name for name in names]
 
 
@@ -375,7 +380,7 @@ def is_random(experiment: Experiment, settings: ModelSettings) -> bool:
     return settings.random or settings.model in experiment.models
 
 
-def model_config(experiment: Experiment, settings: Settings) -> ModelConfig | None:
+def model_config(experiment: Experiment, settings: Settings | ModelSettings) -> ModelConfig | None:
     """Return a model's configuration if it is known without its checkpoint."""
     if isinstance(settings, TrainSettings):
         return settings.config.model

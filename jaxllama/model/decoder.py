@@ -406,7 +406,7 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:
     """Whether a CPU's handler takes the head: of floats, where the layers' weights are in codes."""
     own = head(params)
-    is_plain = own.keys() == {"weight"} and isinstance(own["weight"], jax.Array)
+    is_plain = set(own) == {"weight"} and isinstance(own["weight"], jax.Array)
     if not is_plain or cfg.norm != "rms" or not _has_prepared_weights(params):
         return False
     return isinstance(head_plan(x, own["weight"]), CpuPlan)

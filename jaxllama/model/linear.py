@@ -205,8 +205,10 @@ def linear_add(
         stream = Stream(stream.total)
     is_plain = _lora(linear) is None
     if is_plain and is_split():
+        assert isinstance(x, jax.Array)  # each shard quantizes its own part
         y = row_parallel_matmul(x, weight, bias, dtype)
     elif is_plain and scale is None and _has_kernels(x, weight):
+        assert not isinstance(x, Adapted)  # only layers with adapters take one
         total = fused_matmul(x, weight, bias=bias, out_dtype=dtype, residual=stream.x)
         if total is not None:
             return Stream(total)
@@ -298,8 +300,10 @@ def norm(
         of = lora.a, lora.of(x), codes
         q, inner, *total = quantize_adapted(x, *of, norm=(weight, cfg.norm_eps), residual=residual)
         return Adapted(q, inner), Stream(*total) if total else stream
-    made = rms_norm(x, weight, cfg.norm_eps, residual=residual, quantize=codes)
-    return (made, stream) if residual is None else (made[0], Stream(made[1]))
+    if residual is None:
+        return rms_norm(x, weight, cfg.norm_eps, quantize=codes), stream
+    y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, quantize=codes)
+    return y, Stream(total)
 
 
 def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Input:
@@ -336,13 +340,15 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     """
     lora, weight, bias = _lora(params), params["weight"], params.get("bias")
     if lora is None:
+        assert not isinstance(x, Adapted)  # only layers with adapters take one
         return _matmul(x, weight, bias, dtype)
-    if not isinstance(x, Adapted):
+    if isinstance(x, jax.Array):
         dtype = x.dtype if dtype is None else dtype
         x = _quantized(x, input_codes(params), lora)
     if isinstance(x, Adapted):
         low_rank = x.inner, lora.b
         return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
+    assert isinstance(x, jax.Array)
     return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
 
 
@@ -368,6 +374,7 @@ def product(
         y = linear(x, params, dtype)
         y = y if gate_by is None else gate(y, gate_by)
     else:
+        assert not isinstance(x, Adapted)  # only layers with adapters take one
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
 
@@ -469,7 +476,9 @@ def input_codes(linear: Params) -> str | None:
 
 def embed(weight: Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows ``tokens[...]`` of a table ``[V, D]``."""
+    assert not isinstance(weight, RowBlocks)  # a table has one scheme
     if is_split():
+        assert not isinstance(weight, CpuWeight)  # a mesh keeps weights in their first layout
         return lookup_rows(weight, tokens, dtype)
     if isinstance(weight, QTensor | CpuWeight):
         return dequantize(weight.rows(tokens), dtype)

@@ -30,11 +30,8 @@ from jaxllama.typing import Params, ParamsDict, Tree
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
-_BEHIND = {
-    "mixer_out_norm": "post_attention_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-_GEMMA = Names(mlp_norm="pre_feedforward_layernorm", **_BEHIND)
+_OLMO = Names(mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+_GEMMA = dataclasses.replace(_OLMO, mlp_norm="pre_feedforward_layernorm")
 _QWEN_NEXT = delta.DeltaNames(
     inputs=(("in_proj_qkvz", 4),),
     gates=(("in_proj_ba", 2),),
@@ -95,8 +92,8 @@ FAMILIES = {
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "glm": Names(gate_up=("gate_up_proj",)),
     "glm4": Names(gate_up=("gate_up_proj",)),
-    "olmo2": Names(**_BEHIND),
-    "olmo3": Names(**_BEHIND),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
 }

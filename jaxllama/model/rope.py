@@ -51,6 +51,7 @@ def _frequencies_of_rows(
     """Return the frequencies that depend on a row's length, float32 ``[B, 1, turning // 2]``."""
     if cfg.scaling == "dynamic":
         return _dynamic_frequencies(cfg, turning, total_lengths)[:, None, :]
+    assert cfg.original_max_position is not None
     long = total_lengths[:, None, None] > cfg.original_max_position
     factors = (np.asarray(f, np.float32) for f in (cfg.long_factor, cfg.short_factor))
     return jnp.where(long, *(jnp.asarray(inv_freq / factor) for factor in factors))
@@ -151,10 +152,11 @@ def _llama3(cfg: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
 
 def _yarn(cfg: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
     """NTK by parts: a linear ramp over dimensions between ``beta_fast`` and ``beta_slow`` turns."""
-    assert cfg.original_max_position is not None
+    trained = cfg.original_max_position
+    assert trained is not None
 
     def dimension(turns: float) -> float:
-        waves = cfg.original_max_position / (turns * 2 * math.pi)
+        waves = trained / (turns * 2 * math.pi)
         return head_dim * math.log(waves) / (2 * math.log(cfg.theta))
 
     low, high = dimension(cfg.beta_fast), dimension(cfg.beta_slow)

@@ -214,6 +214,7 @@ def fetch(tree: Tree) -> Tree:
     def whole(x: object) -> object:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return x
+        assert isinstance(x.sharding, NamedSharding)
         return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
 
     return jax.device_get(jax.tree.map(whole, tree))
@@ -236,6 +237,7 @@ def read_leaf(
     needed = [
         tuple(part.indices(size)[:2] for part, size in zip(index, stored, strict=True))
         for index in sharding.addressable_devices_indices_map(stored).values()
+        if index is not None
     ]
     blocks: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
     if split_axis(path) == 1:
@@ -250,7 +252,8 @@ def read_leaf(
             if key not in blocks:
                 blocks[key] = _read_rows(rows[slice(*key[0])], shape[1:], np.dtype(dtype), read)
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         return blocks[
             tuple(part.indices(size)[:2] for part, size in zip(index, stored, strict=True))
         ]

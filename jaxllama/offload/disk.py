@@ -74,7 +74,7 @@ class DiskFile:
 
     def write(self, array: np.ndarray) -> Extent:
         """Write an array. Raises JaxLlamaError when the disk has no room."""
-        view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         offset = self._take(len(view))
         jobs = [
             self._pool.submit(self._write_chunk, view[at : at + CHUNK], offset + at)
@@ -89,7 +89,7 @@ class DiskFile:
     def begin(self, extent: Extent) -> Callable[[], np.ndarray]:
         """Begin to read; the returned function waits, and returns the result of ``read``."""
         out = aligned_empty(extent.nbytes, np.dtype(np.uint8))
-        view = memoryview(out)
+        view = out.data
         jobs = [
             self._pool.submit(
                 self._read_chunk, view[at : at + CHUNK], extent.offset + at, extent.checks[i]
@@ -113,7 +113,7 @@ class DiskFile:
         out = np.empty((len(rows), *extent.shape[1:]), extent.dtype)
         width = extent.nbytes // extent.shape[0]
         for view, row in zip(out.reshape(len(rows), -1).view(np.uint8), rows, strict=True):
-            self._fill(memoryview(view), extent.offset + int(row) * width)
+            self._fill(view.data, extent.offset + int(row) * width)
         return out
 
     def free(self, extent: Extent) -> None:

@@ -46,13 +46,13 @@ class StepWork(Protocol):
     def active_batches(self) -> list[int]: ...
     def load_weights(self, unit: ModelUnit) -> Tree: ...
     def finish_weights(self, pending: Tree) -> Tree: ...
-    def load_cache(self, unit: ModelUnit, batch: int) -> Tree: ...
-    def load_hidden(self, batch: int) -> Tree: ...
+    def load_cache(self, unit: ModelUnit, batch: int, /) -> Tree: ...
+    def load_hidden(self, batch: int, /) -> Tree: ...
     def compute(
-        self, unit: ModelUnit, batch: int, weights: Tree, cache: Tree, hidden: Tree
+        self, unit: ModelUnit, batch: int, /, weights: Tree, cache: Tree, hidden: Tree
     ) -> Tree: ...
-    def store_cache(self, unit: ModelUnit, batch: int, cache: Tree) -> None: ...
-    def store_hidden(self, batch: int, hidden: Tree) -> None: ...
+    def store_cache(self, unit: ModelUnit, batch: int, /, cache: Tree) -> None: ...
+    def store_hidden(self, batch: int, /, hidden: Tree) -> None: ...
 
 
 def serial(work: StepWork) -> None:
@@ -88,11 +88,13 @@ class Overlapped:
         cache = self._load_cache(work, None, *slots[0])
         hidden = self._load_hidden(work, slots[0][1])
         previous, stores = None, []
+        weights: Tree = None
         dispatched: deque[Tree] = deque()
         for index, (unit, batch) in enumerate(slots):
             following = slots[index + 1] if index + 1 < len(slots) else None
             if batch == batches[0]:
                 own_weights, self._weights = self._weights, None
+                assert own_weights is not None  # the last batch began to load them
                 if not (last and unit is units[-1]):
                     # Begun before its predecessor has arrived, so that the link is never idle.
                     after = units[(units.index(unit) + 1) % len(units)]
@@ -120,7 +122,7 @@ class Overlapped:
             previous = new_hidden
             del new_cache, new_hidden
             if batch == batches[-1]:
-                del weights
+                weights = None
         for store in stores:
             store.result()
 

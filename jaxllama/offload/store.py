@@ -36,7 +36,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
-from jaxllama.typing import ArrayOrNumpy, Leaf, Tree
+from jaxllama.typing import ArrayOrNumpy, Device, Leaf, Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -124,7 +124,7 @@ class Store:
     directory: folder of the disk's share, made when needed.
     """
 
-    def __init__(self, directory: str | Path, device: jax.Device | None = None) -> None:
+    def __init__(self, directory: str | Path, device: Device | None = None) -> None:
         self.device = jax.devices()[0] if device is None else device
         self.on_device = SingleDeviceSharding(self.device, memory_kind="device")
         self.on_host = SingleDeviceSharding(self.device, memory_kind="pinned_host")
@@ -276,7 +276,9 @@ class RowTable:
         return jax.device_put(out, self._store.on_device)
 
 
-def _read_rows(store: Store, host: np.ndarray, disk: Extent | None, ids: np.ndarray) -> np.ndarray:
+def _read_rows(
+    store: Store, host: ArrayOrNumpy, disk: Extent | None, ids: np.ndarray
+) -> np.ndarray:
     """Return rows ``ids`` of a tensor whose first rows are in host memory and the next on disk.
 
     Rows past its end may hold anything.

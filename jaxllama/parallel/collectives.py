@@ -29,7 +29,7 @@ from jaxllama.parallel.mesh import MODEL_AXIS
 from pallas_kernels.dispatch import named_plan, wants_kernel
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
-from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
+from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 
 
@@ -42,12 +42,14 @@ def row_parallel_matmul(
     if isinstance(weight, QTensor):
         if weight.columns is not None:  # this shard's columns take features from all shards
             x = lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True)
-            x, weight = take_columns(x, weight.columns), dataclasses.replace(weight, columns=None)
+            x = jnp.take(x, weight.columns, axis=-1, mode="clip")
+            weight = dataclasses.replace(weight, columns=None)
+        inputs: jax.Array | QTensor = x
         if weight.activations is not None and weight.input_scale is not None:
-            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+            inputs = quantize_tokens(x, weight.activations, scale=weight.input_scale)
         elif weight.activations is not None:
-            x = quantize_split_tokens(x, weight.activations)
-        total = _quantized_sum(x, weight, dtype)
+            inputs = quantize_split_tokens(x, weight.activations)
+        total = _quantized_sum(inputs, weight, dtype)
     elif (partial := fused_matmul(x, weight, out_dtype=jnp.float32)) is not None:
         total = lax.psum(partial, MODEL_AXIS)
     else:

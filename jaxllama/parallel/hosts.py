@@ -97,6 +97,7 @@ def _agree(count: int, index: int) -> None:
     from pallas_kernels.jax_internals import distributed_state
 
     store = distributed_state().client
+    assert store is not None  # the processes have found each other
     store.key_value_set(f"jaxllama/hosts/{index}", str(count))
 
     def count_of(index: int) -> int:

@@ -100,8 +100,9 @@ def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
 def mesh_of(params: Tree) -> Mesh | None:
     """Return the mesh that (concrete) arrays are on, or None."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    is_ours = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == AXES
-    return sharding.mesh if is_ours else None
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    return sharding.mesh if sharding.mesh.axis_names == AXES else None
 
 
 def traced_mesh(params: Tree) -> AbstractMesh | None:

@@ -240,7 +240,7 @@ def _programs(
         if unit.kind == "embed":
             continue
         if unit.kind == "head":
-            x = jax.ShapeDtypeStruct((size, cfg.d_model), dtype)
+            x: Tree = jax.ShapeDtypeStruct((size, cfg.d_model), dtype)
             yield programs.head_logits.lower(cfg, weights, Hidden(x))
             continue
         alike, kind = layer_config(cfg, unit.layer)
@@ -249,7 +249,7 @@ def _programs(
         seen.add((alike, kind, unit.kind))
         [state] = cache_shapes(alike, size, capacity, kv_dtype)
         for n_new, sparse in ((chunk, False), (1, True)):
-            x = jax.ShapeDtypeStruct((size, n_new, cfg.d_model), dtype)
+            x: Tree = jax.ShapeDtypeStruct((size, n_new, cfg.d_model), dtype)
             at, rope = jax.eval_shape(
                 functools.partial(programs.positions_of, cfg, n_new=n_new), ints, ints
             )

@@ -169,7 +169,7 @@ class _Measure:
         cfg: ModelConfig,
         dtype: DTypeLike,
         scheme: str | None,
-        kv_dtype: DTypeLike | None,
+        kv_dtype: DTypeLike,
         chunk: int,
         progress: Progress,
         moves: bool = True,
@@ -253,6 +253,7 @@ class _Measure:
         once.
         """
         prefills: list[list[float]] = []
+        begun: list[OffloadRun] = []
         for _ in range(3):
             if prefills and sum(prefills[0]) > LONG:
                 break
@@ -462,6 +463,6 @@ def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
 
 def settings_of(
     policy: Policy, dtype: DTypeLike, scheme: str | None, kv_dtype: DTypeLike | None
-) -> tuple[str | None, DTypeLike | None]:
+) -> tuple[str | None, DTypeLike]:
     """Return the (scheme, cache dtype) of a policy's compression."""
     return scheme_of(policy, scheme), kv_dtype_of(policy, kv_dtype, dtype)

@@ -189,7 +189,8 @@ def step_of(
 
     width: number of tokens of the prefill.
     """
-    totals, links = dict.fromkeys(LANES, 0.0), np.zeros(len(LINKS))
+    totals: dict[str, float] = dict.fromkeys(LANES, 0.0)
+    links = np.zeros(len(LINKS))
     longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
     names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
     joins = any(joined for *_, joined in _weights_moving(*names, policy.weights))
@@ -245,7 +246,7 @@ def _units(
     for index, (unit, shapes) in enumerate(unit_shapes(*names)):
         if unit.kind == "embed":
             continue
-        lanes = dict.fromkeys(LANES, _Lane())
+        lanes: dict[str, _Lane] = dict.fromkeys(LANES, _Lane())
         joining = 0.0
         if policy.weights.device < 100:
             lanes["load weights"] = moved(costs.load_weights, amounts_of[index], 1)
@@ -281,7 +282,8 @@ def _units(
                 stored = [moved(costs.store_cache, amounts, batches / TAIL)]
                 if sparse:
                     stored.append(moved(costs.load_cache, halves, batches / TAIL))
-                    seconds += costs.fetch.seconds(*(kept_share(cfg) * x for x in halves[:2]), 0.0)
+                    host, disk = (kept_share(cfg) * part for part in halves[:2])
+                    seconds += costs.fetch.seconds(host, disk, 0.0)
                 stored.append(_Lane(other=batches * costs.push_cache))
                 lanes["store cache"] = functools.reduce(_Lane.__add__, stored)
         lanes["compute"] = _Lane(other=batches * seconds + joining)

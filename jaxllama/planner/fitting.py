@@ -40,19 +40,19 @@ class Calibration:
     """Seconds of loads, stores and computations on one machine (``calibrate``)."""
 
     load_weights: Moving
-    join: tuple[float, float]  # pieces into a unit's weights: overhead, a byte of the whole
+    join: tuple[float, ...]  # pieces into a unit's weights: overhead, a byte of the whole
     load_cache: Moving
     store_cache: Moving
     push_cache: float  # a step's token into the tail
     load_hidden: Moving
     store_hidden: Moving
-    decode: tuple[float, float, float]  # overhead, a row, a row and token of context; a layer
-    prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
-    head: tuple[float, float]  # overhead, a row
-    look_up: tuple[float, float]  # a table that is not on the device: overhead, a token
+    decode: tuple[float, ...]  # overhead, a row, a row and token of context; a layer
+    prefill: tuple[float, ...]  # overhead, a row and token, a row and token^2; a layer
+    head: tuple[float, ...]  # overhead, a row
+    look_up: tuple[float, ...]  # a table that is not on the device: overhead, a token
     contention: tuple[float, ...]  # unhidden shares, by ``cost.KINDS``
     disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
-    cpu: tuple[float, float, float]  # as decode, with all of its attention on the CPU
+    cpu: tuple[float, ...]  # as decode, with all of its attention on the CPU
     fetch: Moving  # values that a sparse step reads from an offloaded cache
 
     def cold(self) -> Calibration:

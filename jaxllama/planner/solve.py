@@ -137,7 +137,7 @@ def _linear_program(
     """
     from scipy.optimize import linprog
 
-    corners = {"off": (0, 0, 0, 0, 0, 0)}
+    corners: dict[str, tuple[int, ...]] = {"off": (0, 0, 0, 0, 0, 0)}
     for index, name in enumerate(PERCENTAGES):
         corners[name] = tuple(100 if i == index else 0 for i in range(6))
     lanes, needs = {}, {}

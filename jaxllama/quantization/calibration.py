@@ -271,5 +271,5 @@ def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Arr
 def _through(
     cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array, ops: Any = linear
 ) -> jax.Array:
-    at = whole_rows(cfg, *h.shape[:2])
+    at = whole_rows(cfg, h.shape[0], h.shape[1])
     return block(cfg, kind, layer, Stream(h), None, at, ops)[0].total

@@ -214,6 +214,7 @@ def quantize_checkpoint(
         work = None
     else:
         text = DEFAULT_TEXT.read_text(encoding="utf-8") if request.text is None else request.text
+        assert request.samples is not None  # the request's default fills it in
         tokens = windows(lm.tokenizer, text, request.window, request.samples)
         order = steps(lm.tokenizer, text, request.window, request.tune)
         work, n_tokens = _work(lm, request, tokens, order), int(tokens.size)

@@ -12,7 +12,7 @@ from jaxllama.model import flax_state
 from jaxllama.progress import working
 from jaxllama.quantization.pipeline import round_model
 from jaxllama.quantization.scheme import Packed, Recipe, is_packed, parse, quantize_leaf, untie
-from jaxllama.typing import DictKey, Params, ParamsDict
+from jaxllama.typing import DictKey, Leaf, Params, ParamsDict
 
 
 def quantize_params(
@@ -64,7 +64,7 @@ def quantize_params(
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     with working(f"quantizing to {recipe.text}", total, progress) as advance:
 
-        def one(path: Sequence[DictKey], leaf: jax.Array | Packed) -> jax.Array | Packed:
+        def one(path: Sequence[DictKey], leaf: jax.Array | Packed) -> Leaf:
             out = quantize_leaf([key.key for key in path], leaf, recipe, scale_dtype)
             if progress:
                 jax.block_until_ready(out)

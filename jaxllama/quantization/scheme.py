@@ -49,7 +49,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import fitted, nearest
-from jaxllama.typing import Params, ParamsDict
+from jaxllama.typing import Leaf, Params, ParamsDict
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.formats import FORMATS, format_group
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -124,7 +124,9 @@ class Scheme:
         """Whether groups' scales are int8 multiples of one number a row (``QTensor.unit``)."""
         return (self.weights, self.activations) == ("int4", "int8")
 
-    def scale_dtype(self, weight: jax.Array, chosen: DTypeLike | None = None) -> str:
+    def scale_dtype(
+        self, weight: jax.Array | jax.ShapeDtypeStruct, chosen: DTypeLike | None = None
+    ) -> str:
         """Return the dtype of the scales of ``weight``.
 
         It is float32 for whole rows and the weight's dtype for groups, unless another is
@@ -278,20 +280,22 @@ def is_packed(leaf: object) -> TypeGuard[Packed]:
 
 def quantize_leaf(
     path: Sequence[str],
-    leaf: jax.Array | Packed,
+    leaf: Leaf,
     recipe: Recipe,
     scale_dtype: DTypeLike | None = None,
-) -> jax.Array | Packed:
+) -> Leaf:
     """Return one parameter of ``quantize_params``, by its path."""
     recipe.check_rounding()
     name = "/".join(path[:-1])
     chosen = recipe.of(name) if path[-1] == "weight" else None
     if chosen is None or isinstance(leaf, Packed):
         return leaf
-    return round_weight(leaf, chosen, name, scale_dtype)
+    return round_weight(jnp.asarray(leaf), chosen, name, scale_dtype)
 
 
-def check_experts(weight: jax.Array | QTensor, scheme: Scheme, name: str) -> None:
+def check_experts(
+    weight: jax.Array | QTensor | jax.ShapeDtypeStruct, scheme: Scheme, name: str
+) -> None:
     """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
     if weight.ndim == 3 and scheme.activations is not None:
         raise JaxLlamaError(

@@ -181,7 +181,7 @@ def _through(
     cfg: ModelConfig, kind: str, layer: Params, learned: Learned, h: jax.Array
 ) -> jax.Array:
     layer = _plain(_applied(layer, learned, jnp.float32), h.dtype)
-    at = whole_rows(cfg, *h.shape[:2])
+    at = whole_rows(cfg, h.shape[0], h.shape[1])
     return block(cfg, kind, layer, Stream(h), None, at)[0].total
 
 

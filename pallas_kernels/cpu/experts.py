@@ -69,7 +69,8 @@ def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Arr
     """
     program, (n_pairs, _) = plan.program, x.shape
     parts = (w.q, w.scale) if w.zero is None else (w.q, w.scale, w.zero)
-    parts = parts if w.unit is None else (*parts, w.unit)
+    if program.unit and w.unit is not None:
+        parts = (*parts, w.unit)
     tiles = [v.reshape(-1, *v.shape[2:]) for v in parts]
     blocks = w.padded_k // program.block
     scratch = n_pairs * (w.padded_k + 8 * blocks + 4 * w.groups)

@@ -123,7 +123,8 @@ def run(
     program = plan.program
     operands = [x, w.q, w.scale]
     operands += [] if w.zero is None else [w.zero]
-    operands += [] if w.unit is None else [w.unit]
+    if program.unit and w.unit is not None:
+        operands.append(w.unit)
     for v in (gamma, bias, residual):
         operands += [] if v is None else [v]
     operands = [

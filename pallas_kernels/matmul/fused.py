@@ -3,6 +3,8 @@ computes the parts in another way than ``quantized_matmul``."""
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,6 +18,32 @@ _Weight = jax.Array | QTensor | CpuWeight
 _Result = jax.Array | tuple[jax.Array, jax.Array]
 
 
+@overload
+def fused_matmul(
+    x: jax.Array | QTensor,
+    w: _Weight | RowBlocks,
+    *,
+    bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ...,
+    norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ...,
+    swiglu: bool = ...,
+    activation: str = ...,
+    pending: None = ...,
+) -> jax.Array | None: ...
+@overload
+def fused_matmul(
+    x: jax.Array | QTensor,
+    w: _Weight | RowBlocks,
+    *,
+    bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ...,
+    norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ...,
+    swiglu: bool = ...,
+    activation: str = ...,
+    pending: jax.Array,
+) -> tuple[jax.Array, jax.Array] | None: ...
 def fused_matmul(
     x: jax.Array | QTensor,
     w: _Weight | RowBlocks,

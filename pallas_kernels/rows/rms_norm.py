@@ -58,6 +58,28 @@ def rms_norm(
     weight: jax.Array,
     eps: float,
     *,
+    residual: None = ...,
+    quantize: DTypeLike | None = ...,
+    out_dtype: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array | QTensor: ...
+@overload
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    residual: jax.Array,
+    quantize: DTypeLike | None = ...,
+    out_dtype: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array | QTensor, jax.Array]: ...
+@overload
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
     residual: jax.Array | None = ...,
     quantize: DTypeLike | None = ...,
     out_dtype: DTypeLike | None = ...,

@@ -331,9 +331,9 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
         key = f"{prefix}.{key}"
         own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # yarn's own rule gives this value
-        found = file.number(key, neutral)
-        if found != neutral and not (kind == "yarn" and math.isclose(found, own, rel_tol=1e-5)):
-            raise file.error(key, f"{found} is not supported (only {neutral})")
+        value = file.number(key, neutral)
+        if value != neutral and not (kind == "yarn" and math.isclose(value, own, rel_tol=1e-5)):
+            raise file.error(key, f"{value} is not supported (only {neutral})")
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             raise file.error(f"{prefix}.type", f"{kind!r} beside rope_freqs.weight")

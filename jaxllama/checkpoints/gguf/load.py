@@ -327,7 +327,7 @@ def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight
 @np.errstate(all="ignore")
 def _read_quantized(
     file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype
-) -> QTensor | RowBlocks:
+) -> QTensor | RowBlocks | np.ndarray:
     """Return the stored codes and scales; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}
     whole = [sources] if len(kinds) == 1 else [[source] for source in sources]

@@ -347,7 +347,7 @@ def _model_type(config: JsonMapping) -> str:
         raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
     if kind is None and architectures:
         kind = _ARCHITECTURES[str(names[0])]
-    if kind not in _ARCHITECTURES.values():
+    if kind is None or kind not in _ARCHITECTURES.values():
         raise JsonReader({"model_type": kind}).error("model_type", _why_not(config, str(kind)))
     return kind
 
@@ -544,8 +544,11 @@ def _amplitude(family: str, read: JsonReader) -> float | None:
 
 def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
     values = read.config.get(key)
-    ok = isinstance(values, list) and len(values) == turning // 2
-    if not ok or not all(type(x) in (int, float) and 0 < x < 1e30 for x in values):
+    if not isinstance(values, list):
+        values = []
+    if len(values) != turning // 2 or not all(
+        type(x) in (int, float) and 0 < x < 1e30 for x in values
+    ):
         raise read.error(key, f"expected {turning // 2} positive numbers")
     return tuple(map(float, values))
 

@@ -169,8 +169,10 @@ class IntervalMixture:
         if experts is None:
             return {"moe_layer_start_index": cfg.n_layers}
         layers = experts.layers or tuple(range(cfg.n_layers))
-        step = layers[1] - layers[0] if len(layers) > 1 else 1
-        if layers != tuple(i for i in range(layers[0], layers[-1] + 1) if (i + 1) % step == 0):
+        first, *others = layers
+        step = others[0] - first if others else 1
+        last = others[-1] if others else first
+        if layers != tuple(i for i in range(first, last + 1) if (i + 1) % step == 0):
             raise JaxLlamaError(f"experts.layers = {layers}: not at one distance")
         return {
             "moe_num_experts": experts.n_experts,
@@ -178,8 +180,8 @@ class IntervalMixture:
             "moe_num_shared_experts": experts.shared // experts.d_ff,
             "moe_intermediate_size": experts.d_ff,
             "moe_layer_interval": step,
-            "moe_layer_start_index": layers[0],
-            "moe_layer_end_index": layers[-1],
+            "moe_layer_start_index": first,
+            "moe_layer_end_index": last,
         }
 
 

@@ -444,8 +444,9 @@ def _attention(config: JsonMapping, n_layers: int) -> JsonMapping | None:
     if not isinstance(attn, Mapping):
         raise read.error("attn", "expected one object, or a list of one")
     layers = attn.get("layers")
-    ok = isinstance(layers, list) and all(type(i) is int and 0 <= i < n_layers for i in layers)
-    if not ok or len(set(layers)) < len(layers):
+    indices = layers if isinstance(layers, list) else [None]
+    ok = all(type(i) is int and 0 <= i < n_layers for i in indices)
+    if not ok or len(set(indices)) < len(indices):
         raise JsonReader(attn, "attn.").error(
             "layers", f"expected a list of different layers, each below {n_layers}"
         )

@@ -65,7 +65,7 @@ _MAX_JSON = 1 << 26  # bytes; the largest index in use has about 200 KB
 # Tables in old checkpoints that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
-Place = Callable[[tensors.Path, np.ndarray], Leaf]
+Place = Callable[[tensors.Path, Leaf], Leaf]
 Stream = Callable[[tensors.Path, tensors.Shape, Callable[[int, np.ndarray], None]], Leaf]
 
 
@@ -411,13 +411,15 @@ def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
     return cfg
 
 
-def _equal(files: Tensors, *names: str) -> bool:
+def _equal(files: Tensors, one: str, other: str) -> bool:
     """Return whether two tensors have the same shape and values."""
-    shapes = [files[name][1].shape for name in names]
-    size, step = math.prod(shapes[0]), 1 << 20
-    return shapes[0] == shapes[1] and all(
-        np.array_equal(*(_slice(files, name, at, min(step, size - at)) for name in names))
-        for at in range(0, size, step)
+    shape, step = files[one][1].shape, 1 << 20
+    if shape != files[other][1].shape:
+        return False
+    size = math.prod(shape)
+    parts = ((at, min(step, size - at)) for at in range(0, size, step))
+    return all(
+        np.array_equal(_slice(files, one, *part), _slice(files, other, *part)) for part in parts
     )
 
 

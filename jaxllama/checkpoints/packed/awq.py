@@ -64,7 +64,8 @@ def reader(config: JsonObject) -> Reader:
     def part(module: Module) -> PackedPart | None:
         if not module.has("qweight") and module.has("weight"):
             return None
-        layout = _layout(*module.shape, n_groups(module.shape[1], group_size))
+        out, width = module.shape
+        layout = _layout(out, width, n_groups(width, group_size))
         module.expect("qweight", ("I32",), layout["qweight"])
         module.expect("qzeros", ("I32",), layout["qzeros"])
         module.expect("scales", FLOATS, layout["scales"])
@@ -142,7 +143,8 @@ def to_tensors(w: QTensor, group_size: int) -> dict[str, np.ndarray]:
 
 def layout(w: QTensor, group_size: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
     """Return the shapes and dtypes of ``to_tensors``."""
-    shapes = _layout(*w.shape, 1 if group_size == -1 else w.shape[1] // group_size)
+    out, width = w.shape
+    shapes = _layout(out, width, 1 if group_size == -1 else width // group_size)
     dtypes = {"qweight": np.int32, "qzeros": np.int32, "scales": np.float16}
     return {name: (shape, np.dtype(dtypes[name])) for name, shape in shapes.items()}
 

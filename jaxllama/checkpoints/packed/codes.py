@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import ArrayOrNumpy
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -76,10 +77,10 @@ def to_int4(codes: np.ndarray) -> np.ndarray:
     return codes.view(INT4)
 
 
-def unsigned(words: np.ndarray, bits: int) -> np.ndarray:
+def unsigned(words: ArrayOrNumpy, bits: int) -> np.ndarray:
     """Undo ``signed``."""
-    words = words.astype(np.int8)
-    return (words + np.int8(8)).view(np.uint8) if bits == 4 else words.view(np.uint8) ^ 128
+    integers = np.asarray(words).astype(np.int8)
+    return (integers + np.int8(8)).view(np.uint8) if bits == 4 else integers.view(np.uint8) ^ 128
 
 
 def n_groups(width: int, group_size: int | None) -> int:

@@ -102,8 +102,11 @@ def reader(config: JsonObject) -> Reader:
     def part(module: Module) -> PackedPart | None:
         scheme = None
         if _rank(ignored, module.name) is None:
-            ranked = [(_rank(targets, module.name), found) for targets, found in schemes]
-            matches = [pair for pair in ranked if pair[0] is not None]
+            matches = [
+                (rank, found)
+                for targets, found in schemes
+                if (rank := _rank(targets, module.name)) is not None
+            ]
             scheme = min(matches, key=lambda pair: pair[0])[1] if matches else None
         return None if scheme is None else _part(module, scheme)
 

@@ -107,7 +107,7 @@ def format_of(w: QTensor) -> str | None:
 
 def to_tensors(w: QTensor, is_modelopt: bool = False) -> dict[str, np.ndarray]:
     """Return the tensors of one Linear, whose rows share one unit."""
-    packed = from_nibbles(w.q.view(np.uint8) & np.uint8(15))
+    packed = from_nibbles(np.asarray(w.q).view(np.uint8) & np.uint8(15))
     tensors = {"weight" if is_modelopt else "weight_packed": packed}
     if w.unit is None:
         return {**tensors, "weight_scale": np.ascontiguousarray(w.scale).view(np.uint8)}

@@ -101,7 +101,7 @@ def read_block(read: JsonReader, key: str) -> tuple[int, int] | None:
 
 
 def scale_shapes(
-    shape: tuple[int, int], block: tuple[int, int] | None
+    shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[tuple[int, ...], ...]:
     """Return the possible shapes of a weight's scales."""
     out, width = shape

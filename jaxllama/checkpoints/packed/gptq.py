@@ -80,7 +80,8 @@ def reader(config: JsonObject) -> Reader:
                 if "group_size" in override:
                     group_size = read_group_size(own, "group_size")
                 break
-        layout = _layout(*module.shape, n_groups(module.shape[1], group_size), bits)
+        out, width = module.shape
+        layout = _layout(out, width, n_groups(width, group_size), bits)
         module.expect("qweight", ("I32",), layout["qweight"])
         module.expect("qzeros", ("I32",), layout["qzeros"])
         module.expect("scales", FLOATS, layout["scales"])
@@ -181,7 +182,8 @@ def to_tensors(w: QTensor, v2: bool) -> dict[str, np.ndarray]:
 
 def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of ``to_tensors``."""
-    shapes = _layout(*w.shape, w.scale.shape[1], bits_of(w))
+    out, width = w.shape
+    shapes = _layout(out, width, w.scale.shape[1], bits_of(w))
     dtypes = {"scales": np.float16}
     return {name: (shape, np.dtype(dtypes.get(name, np.int32))) for name, shape in shapes.items()}
 

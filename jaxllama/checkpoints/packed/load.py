@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import DTypeLike
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES

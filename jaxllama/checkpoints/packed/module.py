@@ -33,7 +33,7 @@ class Module:
     """One Linear ``[out, in]`` of a checkpoint; its tensors are named relative to it: "qweight"."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     files: Tensors
 
     def has(self, tensor: str) -> bool:
@@ -113,23 +113,31 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
 
     blocks = []
     for _, run in itertools.groupby(parts, key=_storage):
-        like = list(run)
-        first = like[0]
-        if not isinstance(first, QTensor):
-            blocks.append(np.concatenate(like) if len(like) > 1 else first)
+        # Parts that are stored alike are all floats, or all codes.
+        like: list[QTensor] = []
+        floats: list[np.ndarray] = []
+        for part in run:
+            if isinstance(part, QTensor):
+                like.append(part)
+            else:
+                floats.append(part)
+        if floats:
+            blocks.append(np.concatenate(floats) if len(floats) > 1 else floats[0])
             continue
+        first = like[0]
         if len(like) == 1:
             dropped = first.zero is not None and not first.zero.any()
             blocks.append(dataclasses.replace(first, zero=None) if dropped else first)
             continue
         zeros = [np.zeros_like(w.scale, np.int8) if w.zero is None else w.zero for w in like]
         zero = np.concatenate(zeros)  # all integers, or all floats
+        units = [w.unit for w in like if w.unit is not None]
         blocks.append(
             dataclasses.replace(
                 first,
                 q=np.concatenate([w.q for w in like]),
                 scale=np.concatenate([w.scale for w in like]),
-                unit=None if first.unit is None else np.concatenate([w.unit for w in like]),
+                unit=np.concatenate(units) if units else None,
                 zero=zero if zero.any() else None,
             )
         )

@@ -36,7 +36,7 @@ from jaxllama.checkpoints.packed.codes import (
 from jaxllama.checkpoints.packed.module import FLOATS, Leaf, Module, PackedPart, Tensors, plain
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, Path
-from jaxllama.typing import JsonObject, Tree
+from jaxllama.typing import ArrayOrNumpy, JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -157,8 +157,19 @@ def _read(module: Module, words: str, activations: str | None) -> QTensor:
         q = signed(nibbles(q)[..., :width], 4)
     elif words == "float4_e2m1fn":
         q = nibbles(q)[..., :width].view(FP4)
-    leaves = {name: module.read(name) if module.has(name) else None for name in _BESIDE}
-    w = QTensor(q, activations=activations, **leaves)
+
+    def beside(name: str) -> np.ndarray | None:
+        return module.read(name) if module.has(name) else None
+
+    w = QTensor(
+        q,
+        module.read("scale"),
+        beside("zero"),
+        activations,
+        beside("columns"),
+        beside("input_scale"),
+        beside("unit"),
+    )
     columns, input_scale = w.columns, w.input_scale
     if columns is not None and not np.array_equal(np.sort(columns), np.arange(width)):
         raise module.error("columns", f"no order of {width} columns")
@@ -183,7 +194,7 @@ def _check(w: QTensor, name: str) -> None:
 
 
 def to_tensors(
-    name: str, value: QTensor | RowBlocks | np.ndarray
+    name: str, value: QTensor | RowBlocks | ArrayOrNumpy
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of one parameter (of numpy arrays)."""
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -198,10 +209,11 @@ def to_tensors(
             if getattr(value, leaf) is not None:
                 yield f"{name}.{leaf}", getattr(value, leaf)
     else:
-        yield name, value
+        yield name, np.asarray(value)
 
 
-def _stored(q: np.ndarray) -> np.ndarray:
+def _stored(codes: ArrayOrNumpy) -> np.ndarray:
+    q = np.asarray(codes)
     if q.dtype == FP4:
         return from_nibbles(q.view(np.uint8))
     return from_nibbles(unsigned(q, 4)) if q.dtype == INT4 else q

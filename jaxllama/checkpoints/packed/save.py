@@ -311,8 +311,7 @@ def _member_obstacle(format: str, w: QTensor) -> str | None:
     """Return why the format cannot hold one Linear's rows, or None."""
     if format == "fp8" and not packed_fp8.is_blocked(w):
         return "its scales are not those of blocks of 128 x 128"
-    is_float4 = np.dtype(w.q.dtype) == FP4 and w.unit is not None
-    if is_float4 and np.min(w.unit) != np.max(w.unit):
+    if w.unit is not None and np.dtype(w.q.dtype) == FP4 and np.min(w.unit) != np.max(w.unit):
         return "its rows have different tensor scales"
     return None
 
@@ -338,6 +337,7 @@ def _unit(members: list[_Member], chosen: _Format) -> SaveUnit:
                 check_scale(w, member.linear)
                 yield from chosen.to_tensors(w).values()
             else:
+                assert host is not None
                 yield np.ascontiguousarray(unfold(member.source, host[rows]))
 
     return SaveUnit(tuple(entries), values)

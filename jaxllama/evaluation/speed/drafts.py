@@ -17,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import configs_dir
-from jaxllama.decoding.forward import prefill_chunk
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.harness import timed
-from jaxllama.executors import resident
+from jaxllama.executors.executor import Call
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import init_cache
 from jaxllama.progress import Working
 from jaxllama.text.rows import pad_rows, shapes_of
-from jaxllama.typing import JsonObject, Tree
+from jaxllama.typing import JsonObject
 
 
 def run(
@@ -54,31 +52,26 @@ def run(
     width, capacity, room = shapes_of(rows, new_tokens)
     sampling = SamplingParams.stack([Sampling()], lm.config.vocab_size)
     stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
+    dtype, width_of_chunk = lm.executor.cache_options(kv_dtype, chunk, lm.dtype)
 
     def decoded(row: list[int], drafts: bool) -> np.ndarray:
         """Return (tokens after the first, seconds, drafted, accepted)."""
         tokens, lengths = pad_rows([row], width)
-        cache = init_cache(lm.config, 1, capacity, kv_dtype or lm.dtype, mesh=lm.mesh)
-        state: Tree = resident.start(
-            lm.config,
-            lm.params,
+        call = Call(
             tokens,
             lengths,
-            cache.layers,
-            cache.lengths,
             sampling,
             stop_ids,
-            max_new_tokens=room,
-            chunk=chunk or prefill_chunk(1, width),
+            capacity,
+            room,
+            limit=new_tokens,
+            kv_dtype=dtype,
+            chunk=width_of_chunk,
+            drafting=drafting if drafts else None,
         )
-        advance = resident.loop_for(lm.params)
-        arguments = lm.config, lm.params, state, sampling, stop_ids, np.int32(new_tokens)
-        if drafts:
-            state = drafting.begin(tokens, lengths, state, capacity)
-            advance = drafting.advance
-            arguments = lm, state, sampling, stop_ids, new_tokens, new_tokens
-        jax.block_until_ready(state)
-        (_, report), seconds = timed(advance, *arguments)
+        rows = lm.executor.begin(lm.config, lm.params, call)
+        jax.block_until_ready(rows.report)
+        report, seconds = timed(rows.advance, new_tokens)
         report = jax.device_get(report)
         return np.array([int(report.counts[0]) - 1, seconds, *report.drafts[:, 0]])
 

@@ -166,7 +166,7 @@ def compile_decode(
         events.append(event)
 
     def compiled() -> jax.stages.Compiled:
-        loop = resident.loop_for(params)
+        loop: Jitted = resident.loop_for(params)
         return loop.lower(cfg, params, state, sampling, stop_ids, np.int32(1)).compile()
 
     jax.monitoring.register_event_listener(listen)
@@ -228,8 +228,15 @@ class Decoding:
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
         chunk = self.chunk or prefill_chunk(self.batch, prompt)
-        held = cache.layers, cache.lengths
-        arguments = self.lm.params, tokens, lengths, *held, self.sampling, self.stop_ids
+        arguments = (
+            self.lm.params,
+            tokens,
+            lengths,
+            cache.layers,
+            cache.lengths,
+            self.sampling,
+            self.stop_ids,
+        )
         return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> Rows:

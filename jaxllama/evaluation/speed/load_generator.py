@@ -215,7 +215,7 @@ async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, 
         if reply.status != 200:
             raise JaxLlamaError(f"{where}: {_reason(body)}")
         there = {model["id"]: model for model in json.loads(body)["data"]}
-        sizes = {
+        sizes: dict[str, tuple[int | None, int | None]] = {
             name: (model.get("vocab_size"), model.get("max_model_len"))
             for name, model in there.items()
         }
@@ -226,7 +226,7 @@ async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, 
     except (aiohttp.ClientError, ValueError, LookupError, TypeError, AttributeError):
         raise JaxLlamaError(f"{where}: no list of models as OpenAI's API has it") from None
     name = next(iter(sizes), None) if load.model is None else load.model
-    if name not in sizes:
+    if name is None or name not in sizes:
         known = ", ".join(map(str, sizes)) or "nothing"
         raise JaxLlamaError(f"{where} has {known}" + (f", not {name!r}" if name else ""))
     vocab_size, longest = sizes[name]

@@ -68,14 +68,22 @@ class Turn:
 class Asked(Protocol):
     """The sizes to draw from; ``load_generator.Load`` has them."""
 
-    requests: int
-    prompt_tokens: Lengths
-    new_tokens: Lengths
-    seed: int
-    lengths: Path | None
-    prefix_tokens: int
-    prefixes: int
-    turns: int
+    @property
+    def requests(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> Lengths: ...
+    @property
+    def new_tokens(self) -> Lengths: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def lengths(self) -> Path | None: ...
+    @property
+    def prefix_tokens(self) -> int: ...
+    @property
+    def prefixes(self) -> int: ...
+    @property
+    def turns(self) -> int: ...
 
 
 def conversations(

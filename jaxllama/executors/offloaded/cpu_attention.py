@@ -35,7 +35,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
-from jaxllama.typing import Tree
+from jaxllama.typing import Device, Tree
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 
@@ -78,7 +78,7 @@ class SplitCache:
 
 
 @functools.cache
-def cpu() -> jax.Device:
+def cpu() -> Device:
     """Return the CPU device. Raises JaxLlamaError if jax has none beside the GPU."""
     try:
         return jax.devices("cpu")[0]
@@ -144,9 +144,9 @@ def _attend(
     """
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
     qkv, rope = widened(qkv, rope, cache.k.shape[-1])
-    tables = [table[:, 0] for table in rope.of(cfg.rope)]
-    q, *kv = rope_and_write(qkv, *tables, cache.k, cache.v, slots, implementation="xla")
-    cache = KVCache(*kv)
+    cos, sin = (table[:, 0] for table in rope.of(cfg.rope))
+    q, k, v = rope_and_write(qkv, cos, sin, cache.k, cache.v, slots, implementation="xla")
+    cache = KVCache(k, v)
     if cfg.attn_sparsity < 1.0:
         out = sparse_decode(
             q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
@@ -154,7 +154,13 @@ def _attend(
         return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(
-        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap, sinks=sinks
+        q[:, None],
+        k,
+        v,
+        last,
+        window=cfg.sliding_window,
+        softcap=cfg.attn_softcap,
+        sinks=sinks,
     )
     return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
 

@@ -100,9 +100,12 @@ class Offloaded:
     policy: Policy
     store: Store
     recorder: Recording = NO_RECORD
-    mesh: ClassVar[None] = None
     on_device: ClassVar[bool] = False
     runs_ahead: ClassVar[bool] = False
+
+    @property
+    def mesh(self) -> None:
+        return None
 
     @property
     def block_size(self) -> int:
@@ -143,14 +146,15 @@ class Offloaded:
             )
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadedDecoding:
-        shape, dtype = call.tokens.shape, activation_dtype(params)
-        check_host(cfg, self.policy, shape, call.capacity, call.kv_dtype, dtype)
+        (rows, width), dtype = call.tokens.shape, activation_dtype(params)
+        check_host(cfg, self.policy, (rows, width), call.capacity, call.kv_dtype, dtype)
         run = self.run(cfg, params, call)
         if call.drafting is None or not isinstance(call.drafting.plan.draft, MTPDraft):
             run.step()
             return OffloadedDecoding(run, call)
-        source = DraftSource(call.drafting.plan, self._on_device(mtp.head_params(params)))
-        run.begin_mtp(call.drafting.plan.draft, source.params)
+        head = self._on_device(mtp.head_params(params))
+        source = DraftSource(call.drafting.plan, head)
+        run.begin_mtp(call.drafting.plan.draft, head)
         run.step()
         return OffloadedDecoding(run, dataclasses.replace(call, drafting=source))
 
@@ -229,7 +233,8 @@ class Offloaded:
                 own = weights
                 if adapters is not None:
                     own = with_rows(weights, adapters[index * size :][:size])
-                state = init_cache(alike, *part.shape, kv_dtype).layers[0] if has_cache else None
+                rows, width = part.shape
+                state = init_cache(alike, rows, width, kv_dtype).layers[0] if has_cache else None
                 hidden[index], _ = programs.run_layer(
                     alike,
                     kind,

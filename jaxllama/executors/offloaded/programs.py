@@ -48,11 +48,7 @@ def embed_tokens(store: Store, cfg: ModelConfig, params: Params, tokens: jax.Arr
     return embed(cfg, dtype, weights, tokens)
 
 
-_LAYER = {"static_argnums": (0, 1, 2), "static_argnames": ("sparse", "drafted")}
-
-
-@functools.partial(jax.jit, **_LAYER, donate_argnums=5)
-def run_layer(
+def _run_layer(
     cfg: ModelConfig,
     kind: str,
     part: Kind,
@@ -81,8 +77,12 @@ def run_layer(
     return run(cfg, kind, weights, stream, state, at)
 
 
+_layer_program = functools.partial(
+    jax.jit, static_argnums=(0, 1, 2), static_argnames=("sparse", "drafted")
+)
+run_layer = _layer_program(_run_layer, donate_argnums=5)
 # The same for a state that must stay: verifying a draft returns the tokens that it would take.
-verify_layer = jax.jit(run_layer.__wrapped__, **_LAYER)
+verify_layer = _layer_program(_run_layer)
 
 
 @jax.jit

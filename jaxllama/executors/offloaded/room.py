@@ -78,7 +78,7 @@ def check_host(
     policy: Policy,
     shape: tuple[int, int],
     capacity: int,
-    kv_dtype: DTypeLike | None,
+    kv_dtype: DTypeLike,
     dtype: DTypeLike,
 ) -> None:
     """Raise JaxLlamaError if host memory has no room for a block's cache and hidden states."""

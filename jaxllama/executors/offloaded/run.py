@@ -240,7 +240,12 @@ class OffloadRun:
             batch = self.batches[index]
             batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
         self._walk()
-        return {index: (self.batches[index].scores, self.batches[index].tokens) for index in pieces}
+        verified: dict[int, tuple[jax.Array, dict[int, LayerState]]] = {}
+        for index in pieces:
+            batch = self.batches[index]
+            assert batch.scores is not None
+            verified[index] = batch.scores, batch.tokens
+        return verified
 
     def _walk(self) -> None:
         """Pass the active batches' pieces through all units."""
@@ -412,6 +417,7 @@ class OffloadRun:
     def store_cache(self, unit: ModelUnit, index: int, cache: LayerState | None) -> None:
         if not unit.has_cache:
             return
+        assert cache is not None
         batch = self.batches[index]
         home = batch.caches[unit.layer]
         if not home.moves:

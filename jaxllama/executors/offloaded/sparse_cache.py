@@ -70,6 +70,7 @@ class SparseCache(LayerCache):
     def load(self) -> KVCache | SparseState:
         if self._stored is None:
             return self.empty()
+        assert self._slots is not None  # the store and the tail begin together
         keys = self._store.get(self._stored.k)
         return SparseState(
             keys, self._stored.v, self._tail, self._slots, self._held, self._capacity
@@ -157,9 +158,9 @@ def _choose(
     batch, columns, n_kv, _ = keys.shape
     has_new = lengths > 0
     qkv, rope = widened(qkv, rope, tail.k.shape[-1])
-    tables = [table[:, 0] for table in rope.of(cfg.rope)]
+    cos, sin = (table[:, 0] for table in rope.of(cfg.rope))
     tail_slot = jnp.where(has_new, held, TAIL)
-    q, *kv = rope_and_write(qkv, *tables, tail.k, tail.v, tail_slot, implementation="xla")
+    q, *kv = rope_and_write(qkv, cos, sin, tail.k, tail.v, tail_slot, implementation="xla")
     tail = KVCache(*kv)
     slots = slots.at[:, held].set(jnp.where(has_new, positions[:, 0], capacity))
     k = assemble(keys, tail.k, slots, capacity)

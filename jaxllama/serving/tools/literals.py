@@ -73,6 +73,7 @@ class LiteralFormat(WrittenFormat):
         close = self.brackets[1]
         yield from source.blanks()
         found = yield from source.next_of(close)
+        key: str | None = None
         if found is None:
             key = yield from self._key(source, self.colon)
             if key is None:
@@ -82,7 +83,7 @@ class LiteralFormat(WrittenFormat):
         schema = functions[name]
         separator = ""
         try:
-            while found is None:
+            while key is not None:
                 yield "arguments", f"{separator}{json.dumps(key, ensure_ascii=False)}: "
                 separator = ", "
                 own = properties(schema).get(key, {})
@@ -90,10 +91,9 @@ class LiteralFormat(WrittenFormat):
                 has_more = yield from source.skip(",")
                 yield from source.blanks()
                 found = yield from source.next_of(close)
-                if found is None:
-                    key = (yield from self._key(source, self.colon)) if has_more else None
-                    if key is None:
-                        break
+                key = None
+                if found is None and has_more:
+                    key = yield from self._key(source, self.colon)
         except _Wrong:
             pass
         yield "arguments", "}"

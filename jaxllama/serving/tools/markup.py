@@ -107,7 +107,7 @@ class MarkupFormat(WrittenFormat):
         lead = "\n" if self.key[1].endswith("\n") or self.close.startswith("\n") else ""
         if lead and (yield from source.next_of(lead)):
             source.take(1)
-        is_text = kinds == {"string"}
+        is_text = kinds == frozenset(("string",))
         close, held = self.close.strip(), ""
         if is_text:
             yield "arguments", '"'
@@ -181,7 +181,7 @@ class MarkupFormat(WrittenFormat):
             value = lark.new(" | ".join(quoted(text) for text in texts))
             return lark.new(f"{head} {value} {lark.literal(self.close)}")
         if is_text:
-            pattern = text_pattern(schema, is_lenient) if kinds == {"string"} else None
+            pattern = text_pattern(schema, is_lenient) if kinds == frozenset(("string",)) else None
             text = "TEXT" if pattern is None else lark.terminal(pattern)
             return lark.new(f"{head} {lark.text_before(self.close, text)}")
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}

@@ -28,6 +28,7 @@ from jaxllama.typing import JsonObject
 T = TypeVar("T")
 Piece = tuple[str, str]  # ("call", a name) or ("arguments", some JSON)
 Parse = Generator[Piece | None, None, T]
+Wait = Generator[None, None, T]  # yields where more text is needed
 _BLANKS = " \t\r\n"
 _NOT_NAME = re.compile(r"[^\w.-]")
 LONGEST_NAME = 128  # characters of a tool's or an argument's name
@@ -59,13 +60,13 @@ class Source:
         self._read.append(taken)
         return taken
 
-    def more(self) -> Parse[None]:
+    def more(self) -> Wait[None]:
         """Wait for more text. Raises CutShort at the end."""
         if self.is_over:
             raise CutShort
         yield None
 
-    def blanks(self) -> Parse[None]:
+    def blanks(self) -> Wait[None]:
         """Read blanks, up to other text or the end."""
         while True:
             self.take(len(self.text) - len(self.text.lstrip(_BLANKS)))
@@ -73,7 +74,7 @@ class Source:
                 return
             yield None
 
-    def next_of(self, *options: str) -> Parse[str | None]:
+    def next_of(self, *options: str) -> Wait[str | None]:
         """Return which of some texts comes next, without reading it; None for another text.
 
         "" stands for any text, so it is the last option if it is one.
@@ -88,7 +89,7 @@ class Source:
                 return None
             yield None
 
-    def skip(self, text: str) -> Parse[bool]:
+    def skip(self, text: str) -> Wait[bool]:
         """Read blanks and a text. Returns False, and reads only blanks, if another text comes."""
         yield from self.blanks()
         found = yield from self.next_of(text)
@@ -97,12 +98,12 @@ class Source:
         self.take(len(text))
         return True
 
-    def char(self) -> Parse[str]:
+    def char(self) -> Wait[str]:
         while not self.text:
             yield from self.more()
         return self.take(1)
 
-    def name(self) -> Parse[str]:
+    def name(self) -> Wait[str]:
         """Read a name: letters, digits, ``_``, ``.`` and ``-``."""
         while True:
             end = _NOT_NAME.search(self.text)
@@ -110,7 +111,7 @@ class Source:
                 return self.take(min(end.start() if end else LONGEST_NAME, LONGEST_NAME))
             yield from self.more()
 
-    def up_to(self, end: str, longest: int) -> Parse[str | None]:
+    def up_to(self, end: str, longest: int) -> Wait[str | None]:
         """Read a text and its end. Returns the text, or None if it is too long or has a line."""
         while True:
             at = self.text.find(end)
@@ -279,7 +280,13 @@ def types_of(schema: JsonObject, root: JsonObject, depth: int = 8) -> frozenset[
 
 
 def type_of(value: object) -> str:
-    names = {str: "string", bool: "boolean", dict: "object", list: "array", int: "integer"}
+    names: dict[type[object], str] = {
+        str: "string",
+        bool: "boolean",
+        dict: "object",
+        list: "array",
+        int: "integer",
+    }
     return "null" if value is None else names.get(type(value), "number")
 
 
@@ -317,7 +324,7 @@ def _no_constant(name: str) -> float:
 
 def spelt(text: str, kinds: frozenset[str]) -> str:
     """Return the JSON of a bare value. kinds: the types that it may have; none for any."""
-    found = None if kinds == {"string"} else as_json(text)
+    found = None if kinds == frozenset(("string",)) else as_json(text)
     if found is not None:
         kind = type_of(json.loads(found, strict=False))
         if "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds):

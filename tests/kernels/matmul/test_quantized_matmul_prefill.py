@@ -263,7 +263,6 @@ def test_low_rank_terms_that_do_not_fit_are_named():
         ({"n": 516}, "N = 516"),
         ({"x_dtype": F32}, "x is float32"),
         ({"group": 96, "k": 4032}, "group size 96"),
-        ({"dtype": F8}, "float8_e4m3fn codes"),
         ({"out": F32}, "the output would be float32"),
     ],
 )

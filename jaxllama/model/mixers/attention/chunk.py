@@ -26,6 +26,7 @@ from pallas_kernels.attention.blockwise import (
     weighted_values,
 )
 from pallas_kernels.cpu import prefill
+from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import XLA, Op, chosen
@@ -85,8 +86,10 @@ def _attend_on_cpu(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     window, _, plan = call
-    options = {"sinks": sinks, "window": window, "scale": q.shape[-1] ** -0.5, "plan": plan}
-    return prefill.attend(q, k, v, positions, table, **options)
+    assert isinstance(plan, CpuPlan)
+    return prefill.attend(
+        q, k, v, positions, table, sinks=sinks, window=window, scale=q.shape[-1] ** -0.5, plan=plan
+    )
 
 
 def _attend_in_blocks(

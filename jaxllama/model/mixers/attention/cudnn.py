@@ -27,8 +27,6 @@ Left out: capped scores (Gemma 2).
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,10 +43,10 @@ from pallas_kernels.transform import Op, chosen
 # Tokens of the past, of all rows together, that are copied at once: 134 MB for 8 heads of 128.
 PAST_TOKENS = 32768
 
-_KV = TypeVar("_KV")  # the cached keys and values
+_KV = tuple[jax.Array | QTensor, jax.Array | QTensor]  # the cached keys and values
 
 
-def has_cudnn(q: jax.Array) -> bool:
+def has_cudnn(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """cuDNN's fused attention takes 16-bit heads of up to 128 features, in eights."""
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
     return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
@@ -163,17 +161,18 @@ def _extend_through(
 
     def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         n_keys = jnp.clip(jnp.minimum(n_past, shared) - index * block, 0, block)
-        newest = _newest(cache, n_past, index * block, block, table)
-        part, log = attend_past(q, *newest, n_keys)
+        past_k, past_v = _newest(cache, n_past, index * block, block, table)
+        part, log = attend_past(q, past_k, past_v, n_keys)
         return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
 
     def with_corner(out: jax.Array, log: jax.Array) -> tuple[jax.Array, jax.Array]:
         n_keys = jnp.clip(n_past - shared, 0, corner)
         newest = _newest(cache, n_past, shared, corner, table)
-        newest = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in newest)
+        past_k, past_v = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in newest)
         reverse = lambda x: jnp.flip(x, axis=1)  # noqa: E731
         seeing = reverse(q[:, :corner])
-        part, part_log = _with_log_sum(seeing, *newest, jnp.maximum(n_keys, 1), is_causal=True)
+        at_least_one = jnp.maximum(n_keys, 1)
+        part, part_log = _with_log_sum(seeing, past_k, past_v, at_least_one, is_causal=True)
         part_log = jnp.where((n_keys > 0)[:, None, None], reverse(part_log), -jnp.inf)
         merged = _merge(out[:, :corner], log[:, :corner], reverse(part), part_log)
         pairs = zip(merged, (out, log), strict=True)
@@ -193,7 +192,11 @@ def _extend_through(
 
 
 def _newest(
-    cache: _KV, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
+    cache: _KV,
+    n_past: jax.Array,
+    first: jax.Array | int,
+    n: int,
+    table: jax.Array | None,
 ) -> _KV:
     """Return ``n`` tokens of each row's past, newest first, ``[B, n, ...]``.
 

@@ -208,7 +208,8 @@ def _decode(
     assert at.rope is not None
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
     slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
-    where = (*(turns[:, 0] for turns in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
+    cos, sin = at.rope.of(cfg.rope)
+    where = (cos[:, 0], sin[:, 0], cache.k, cache.v, slots)
     if cfg.attn_softcap is None and _is_dense(cfg, at):
         heads, norm = _with_norm(cfg, p, qkv)
         # A row without a new token sees nothing and gives zeros.
@@ -245,8 +246,9 @@ def _query(cfg: ModelConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) 
         return from_cache_basis(cache.v, out[:, 0])
 
     def dense() -> jax.Array:
-        options = {"table": table, "window": window, "sinks": sinks_of(cfg, p)}
-        return decode_attention(q, cache.k, cache.v, seen, **options)[:, None]
+        sinks = sinks_of(cfg, p)
+        out = decode_attention(q, cache.k, cache.v, seen, table=table, window=window, sinks=sinks)
+        return out[:, None]
 
     return _mixed(cfg, dense, q[:, None], cache, at)[:, 0]
 
@@ -262,11 +264,12 @@ def _verify(
         heads, norm = _with_norm(cfg, p, qkv)
         heads = at.by_row(heads)
         if tokens_have_a_steps_bits(heads, cache.k, at.table):
-            turns = (at.by_row(table) for table in at.rope.of(cfg.rope))
+            cos, sin = map(at.by_row, at.rope.of(cfg.rope))
             slots = jnp.where(is_new > 0, positions, capacity_of(cache.k, at.table))
             out, *kv = rope_and_attend(
                 heads,
-                *turns,
+                cos,
+                sin,
                 cache.k,
                 cache.v,
                 slots,
@@ -290,9 +293,9 @@ def _verify(
         out, pages = _decode(cfg, p, qkv, pages, each)
         return out, jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
-    turns = (table[:, 0] for table in at.rope.of(cfg.rope))
+    cos, sin = (table[:, 0] for table in at.rope.of(cfg.rope))
     q, *kv = rope_and_write(
-        split_heads(cfg, p, qkv)[:, 0], *turns, pages.k, pages.v, slots, table=shared
+        split_heads(cfg, p, qkv)[:, 0], cos, sin, pages.k, pages.v, slots, table=shared
     )
     pages = KVCache(*kv)
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
@@ -306,12 +309,22 @@ def _verify(
     window, cap = cfg.sliding_window, cfg.attn_softcap
 
     def dense() -> jax.Array:
-        options = {"table": at.table, "window": window, "sinks": sinks_of(cfg, p)}
+        table, sinks = at.table, sinks_of(cfg, p)
         if cap is None:
-            return decode_attention(q, cache.k, cache.v, seen, **options)
-        block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
-        options |= {"softcap": cap, "block": block}
-        out = blockwise_attention(q, cache.k, cache.v, seen - 1, **options)
+            return decode_attention(
+                q, cache.k, cache.v, seen, table=table, window=window, sinks=sinks
+            )
+        out = blockwise_attention(
+            q,
+            cache.k,
+            cache.v,
+            seen - 1,
+            window=window,
+            softcap=cap,
+            block=CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None,
+            table=table,
+            sinks=sinks,
+        )
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
@@ -356,7 +369,9 @@ def _mixed(
         return dense()
 
     def few() -> jax.Array:
-        whole = cache if table is None else joined(cache, table)
+        whole = cache
+        if table is not None:
+            whole = KVCache(joined(cache.k, table), joined(cache.v, table))
         places = positions if q.shape[1] == 1 else without_padding(positions, lengths)
         out = sparse_attend(q, whole, places, share, window)
         return from_cache_basis(cache.v, out)

@@ -215,7 +215,8 @@ def _recur(
         return steps(_step, operands, state.state, at.lengths, False)
     if isinstance(at, Step):
         assert state is not None
-        o, after = _step(*(x[:, 0] for x in operands), at.lengths > 0, state=state.state)
+        q, k, v, log_decay, beta = (x[:, 0] for x in operands)
+        o, after = _step(q, k, v, log_decay, beta, at.lengths > 0, state=state.state)
         return o[:, None], after
     q, k, v, log_decay, beta = operands
     o, after = gated_delta(
@@ -242,5 +243,5 @@ def _step(
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """``gated_delta_step`` of the rows that move, bool ``[B]``."""
-    operands = moving(moves, k, v, log_decay, beta)
-    return gated_delta_step(q, *operands, state, normalize_qk=True)
+    k, v, log_decay, beta = moving(moves, k, v, log_decay, beta)
+    return gated_delta_step(q, k, v, log_decay, beta, state, normalize_qk=True)

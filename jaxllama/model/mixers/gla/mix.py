@@ -113,13 +113,18 @@ def mix(
         assert state is not None
         fused = _fused(cfg, p, streams, at, state.state)
         o, tokens = _verify(cfg, p, streams, at, state.state) if fused is None else fused
-        return o.reshape(batch, n_new, -1), GLATokens(*tokens, read)
+        k, v, log_decay = tokens
+        return o.reshape(batch, n_new, -1), GLATokens(k, v, log_decay, read)
     before, fused = None if state is None else state.state, None
     if isinstance(at, Step) and wants_kernel(None, before):
         assert before is not None
         fused = _fused(cfg, p, streams, at, before)
     o, after = _recur(cfg, p, streams, at, before) if fused is None else fused
-    return o.reshape(batch, n_new, -1), None if state is None else RecurrentState(after, conv_state)
+    o = o.reshape(batch, n_new, -1)
+    if state is None:
+        return o, None
+    assert after is not None
+    return o, RecurrentState(after, conv_state)
 
 
 def _convolve(
@@ -169,7 +174,8 @@ def _fused(
         "planned": plan,
     }
     if lengths is not None:
-        return gla_token(rows, *weights, lengths, before, **options)
+        o, after = gla_token(rows, *weights, lengths, before, **options)
+        return o, after
     o, *tokens = gla_tokens(rows, *weights, before, **options, exact=exact)
     return o, tokens
 
@@ -185,7 +191,8 @@ def _recur(
     q, k, v, log_decay = _heads(cfg, p, streams)
     if isinstance(at, Step):
         assert before is not None
-        o, after = _gla_step(*(x[:, 0] for x in (q, k, v, log_decay)), at.lengths > 0, before)
+        q, k, v, log_decay = (x[:, 0] for x in (q, k, v, log_decay))
+        o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
         o = o[:, None]
     else:
         # Padding comes last and so reaches no valid o; only a state to return must be kept
@@ -271,7 +278,8 @@ def _gla_step(
     form: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """``gla_step`` of the rows that move, bool ``[B]``."""
-    return gla_step(*moving(moves, q, k, v, log_decay), state, implementation=form)
+    q, k, v, log_decay = moving(moves, q, k, v, log_decay)
+    return gla_step(q, k, v, log_decay, state, implementation=form)
 
 
 def _one_of_several(exact: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -311,13 +319,15 @@ def commit(
 ) -> Iterator[RecurrentState]:
     """Yield each layer's state after the first ``count[B]`` of a draft's tokens."""
     before = tuple(state.state for state in states)
-    kept = [tuple(getattr(of, name) for of in tokens) for name in ("k", "v", "log_decay")]
-    plan = own_commit(before, *kept, count)
+    keys = tuple(of.k for of in tokens)
+    values = tuple(of.v for of in tokens)
+    decays = tuple(of.log_decay for of in tokens)
+    plan = own_commit(before, keys, values, decays, count)
     if plan is not None:
-        after = gla_commit(before, *kept, count, planned=plan)
+        after = gla_commit(before, keys, values, decays, count, planned=plan)
     else:
         one = _one_of_several(exact)
-        chains = zip(before, *kept, strict=True)
+        chains = zip(before, keys, values, decays, strict=True)
         after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
     for old, of, state in zip(states, tokens, after, strict=True):
         yield RecurrentState(state, last_convolved(old, of, count))
