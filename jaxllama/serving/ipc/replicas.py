@@ -214,6 +214,7 @@ class Replica:
             self._take(piece.number)
         flight.tell(
             tokens=tuple(piece.tokens),
+            times=piece.times,
             logprobs=tuple(piece.logprobs),
             top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
             finish_reason=piece.finish_reason,
