@@ -151,6 +151,12 @@ def options(sub: Parser) -> None:
         metavar="KEY",
         help="key that clients must send; may be repeated ($JAXLLAMA_API_KEY)",
     )
+    sub.add_argument(
+        "--api-keys-file",
+        type=text_file,
+        metavar="FILE",
+        help="TOML of keys with names, requests and tokens a minute",
+    )
     engine_options(sub)
     sub.add_argument(
         "--max-body",
@@ -228,5 +234,6 @@ def run(args: argparse.Namespace) -> None:
         tuple(args.allowed_host),
         args.api_servers,
         args.replicas,
+        args.api_keys_file,
     )
     serve(options, functools.partial(common.load, _plain(args)))

@@ -105,8 +105,9 @@ class Engine:
     draft
         Source of drafts, as ``lm.generate`` takes it, or a function of ``lm`` that returns one.
     observe
-        Called as (name, seconds) with "queue" (until admission), "ttft" (until the first token),
-        "itl" (between tokens) and "e2e" (until the end).
+        Called as (name, seconds) with "queue" (until admission), "prefill" (from there to the first
+        token), "ttft" (until the first token), "itl" (between tokens), "decode" (from the first
+        token to the end) and "e2e" (until the end).
     options
         Fields of ``jaxllama.engine.options.EngineOptions``, such as max_slots, max_len and
         kv_dtype. An unknown name raises JaxLlamaError.
@@ -295,6 +296,7 @@ class Engine:
             if not sequence.output:
                 self.counts["prefix_hit_tokens"] += sequence.cached
                 self._observe("queue", now - sequence.submitted)
+                sequence.admitted = now
 
     def _read(self, live: RequestOutput, written: Written, now: float) -> None:
         """Hand a row's new tokens to its listener."""
@@ -309,6 +311,9 @@ class Engine:
         is_first = n_tokens == len(live.sequence.output)
         seconds, live.last_time = now - live.last_time, now
         self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
+        if is_first:
+            live.first_time = now
+            self._observe("prefill", now - live.sequence.admitted)
         self.counts["completion_tokens"] += n_tokens
         if live.reason is None:
             try:
@@ -334,7 +339,11 @@ class Engine:
                 live.error = error
         if live.error is not None:
             reason, event = "error", {"error": live.error}
-        self._observe("e2e", time.monotonic() - live.sequence.submitted)
+        now, sequence = time.monotonic(), live.sequence
+        self._observe("e2e", now - sequence.submitted)
+        if live.first_time is not None:
+            self._observe("decode", now - live.first_time)
+            event["times"] = (sequence.submitted, sequence.admitted, live.first_time, now)
         self._tell_end(live, reason, **event)
 
     def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:

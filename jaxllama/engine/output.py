@@ -23,8 +23,9 @@ class RequestOutput:
     """A request in the engine and the state of its answer.
 
     reason: set once the answer is complete. error: the exception that the request's own text,
-    grammar or listener raised; after an error nothing more is read. last_time: time of the newest
-    token, or of the submission before the first token.
+    grammar or listener raised; after an error nothing more is read. first_time: time of the first
+    token, None before it. last_time: time of the newest token, or of the submission before the
+    first token.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RequestOutput:
     ) -> None:
         self.sequence, self.on_event = sequence, on_event
         self.reader, self.matcher = reader, matcher
+        self.first_time: float | None = None
         self.last_time = last_time
         self.reason: FinishReason | None = None
         self.error: Exception | None = None

@@ -194,6 +194,9 @@ def _named(kinds: tuple[type, ...]) -> str:
     return " or ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
 
 
+RequestTimes = tuple[float, float, float, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """Some new tokens of one request.
@@ -219,6 +222,9 @@ class Event:
         request that asked too much, for example a grammar that turned out too complex. It is
         EngineFailed when the whole engine failed. Otherwise it is the exception of the request's
         own text, grammar or listener.
+    times : tuple of float or None
+        On the last event of a request with tokens: when it was submitted and admitted, had its
+        first token and ended, in seconds of ``time.monotonic``.
     prompt_tokens, cached_tokens, completion_tokens : int
         Totals so far. Cached tokens are the prompt's tokens that were found in the prefix cache.
     """
@@ -230,6 +236,7 @@ class Event:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    times: RequestTimes | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -50,17 +50,19 @@ RESERVE = 100
 class Sequence:
     """A request in the scheduler.
 
-    order: number of arrival, larger for each newcomer. output: tokens generated so far. slot, held:
-    the row and the pages of an admitted sequence. filled: number of ``tokens`` that are in the
-    cache. cached: number of them that were in the cache at admission. ahead: number of tokens that
-    pending decode calls may generate. unsure: number of those that are generated only if drafts are
-    accepted. known: for a restricted sequence, number of tokens after ``output`` for which the
-    allowed tokens are known.
+    order: number of arrival, larger for each newcomer. submitted, admitted: times on the monotonic
+    clock; a preempted sequence keeps its first admission. output: tokens generated so far. slot,
+    held: the row and the pages of an admitted sequence. filled: number of ``tokens`` that are in
+    the cache. cached: number of them that were in the cache at admission. ahead: number of tokens
+    that pending decode calls may generate. unsure: number of those that are generated only if
+    drafts are accepted. known: for a restricted sequence, number of tokens after ``output`` for
+    which the allowed tokens are known.
     """
 
     request: Request
     order: int
     submitted: float
+    admitted: float = 0.0
     output: list[int] = dataclasses.field(default_factory=list)
     slot: int | None = None
     held: Held = dataclasses.field(default_factory=Held)

@@ -173,7 +173,7 @@ def param_table(
 def _halves(cfg: ModelConfig, names: Names, index: int) -> tuple[str, str]:
     """The prefixes of a layer's mixer and of its feed-forward."""
     if not names.is_halved:
-        return (names.layer.format(index),) * 2
+        return names.layer.format(index), names.layer.format(index)
     first = 2 * index - sum(bare < index for bare in cfg.bare_layers)
     return names.layer.format(first), names.layer.format(first + 1)
 

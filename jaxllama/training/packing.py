@@ -168,7 +168,7 @@ def _shortened(length: int, unit: Unit) -> Unit | None:
     if len(unit) > length:
         if len(unit.examples) > 1:
             return None
-        (one,) = unit.examples
+        one = unit.examples[0]
         unit = Unit((Example(one.tokens[:length], one.answers[:length]),), unit.label)
     has_answers = all(example.answers[1:].any() for example in unit.examples)
     return unit if has_answers else None

@@ -35,7 +35,8 @@ def sequence_sums(
     own = own.astype(jnp.float32) * weights[..., None]
     sums = jnp.sum(own * logprobs[..., None], axis=1)
     tokens = jnp.sum(own, axis=1)
-    return tuple(x.reshape(len(logprobs), count // 2, 2) for x in (sums, tokens))
+    shape = len(logprobs), count // 2, 2
+    return sums.reshape(shape), tokens.reshape(shape)
 
 
 def objective(

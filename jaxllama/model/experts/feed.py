@@ -48,6 +48,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
     """Return the experts' gated activation."""
     if options.gate_limit is None:
+        assert cfg.activation not in ("relu2", "relu")  # no family gates experts by them
         return cfg.activation
     return ClampedGate(options.gate_limit, options.gate_alpha)
 

@@ -20,7 +20,13 @@ from typing import Any, Literal
 import msgspec
 
 from jaxllama.engine.journal import JournalUnavailable
-from jaxllama.engine.request import EngineClosed, EngineFailed, FinishReason, QueueFull
+from jaxllama.engine.request import (
+    EngineClosed,
+    EngineFailed,
+    FinishReason,
+    QueueFull,
+    RequestTimes,
+)
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.typing import JsonObject
@@ -84,17 +90,21 @@ class HubRequest(IpcMessage, tag=3):
     """A question to the hub. ``Hub.asked`` implements the names."""
 
     call: int
-    name: Literal["find", "owed", "embed", "rank", "score", "metrics", "keep", "recall", "forget"]
+    name: Literal[
+        "find", "owed", "embed", "rank", "score", "admit", "metrics", "keep", "recall", "forget"
+    ]
     arguments: list[Any]
 
 
 class ServedRequest(IpcMessage, tag=4):
-    """A finished HTTP request, for the metrics. seconds: its duration."""
+    """A finished HTTP request, for the metrics and the key's limits. seconds: its duration."""
 
     path: str
     method: str
     status: int
     seconds: float
+    owner: str = ""
+    tokens: int = 0
 
 
 class Ready(IpcMessage, tag=5):
@@ -109,7 +119,9 @@ class Pong(IpcMessage, tag=6):
 
 
 class RowEvent(msgspec.Struct, array_like=True, gc=False):
-    """The new tokens of a request: an Event without its text. error: for the reason "error"."""
+    """The new tokens of a request: an Event without its text. error: for the reason "error".
+    times: the Event's, on a last piece.
+    """
 
     number: int
     tokens: list[int]
@@ -118,6 +130,7 @@ class RowEvent(msgspec.Struct, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     error: Refused | None = None
+    times: RequestTimes | None = None
 
 
 class TextPiece(RowEvent):

@@ -1,13 +1,17 @@
-"""Prometheus metrics of a server, under ``jaxllama_``.
+"""Prometheus metrics of a server, under ``jaxllama_`` and under vLLM's names.
 
     metrics = Metrics(); Engine(..., observe=metrics.observe); metrics.watch(engine)
     metrics.wrote(tokens); metrics.ended(reason)             by the hub
+    metrics.sized(prompt, completion, limit)                 by the hub, tokens of an ended request
     metrics.request(path, method, status, seconds); metrics.page() -> (content type, bytes)
 
 One Metrics object in the engine's process serves all front ends, which report their requests to it.
 The engine's thread feeds the histograms: time to first token, inter-token time, queue time, time of
 the whole request. The engine's own counts are read from ``engine.stats()`` when the page is
 requested. Each object has its own registry, so two servers in one process do not mix.
+
+``VLLM`` lists the names that vLLM's dashboards query, with the metric of ours that has the values.
+The page repeats those under vLLM's name, with the label ``model_name``.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ _TIMES = {
     "ttft": ("time_to_first_token", "From submission to the first token", _LONG),
     "itl": ("inter_token", "Between two tokens of a request", _SHORT),
     "queue": ("queue", "From submission to a slot", _LONG),
+    "prefill": ("prefill", "From a slot to the first token", _LONG),
+    "decode": ("decode", "From the first token to the last", _LONG),
     "e2e": ("request", "From submission to the last token", _LONG),
 }
 _GAUGES = {
@@ -51,6 +57,37 @@ _COUNTERS = {
 }
 
 
+# vLLM's metric by the one of ours that has its values.  The first name of each pair is the newer.
+VLLM = {
+    "jaxllama_request_seconds": ("vllm:e2e_request_latency_seconds",),
+    "jaxllama_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "jaxllama_inter_token_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+    ),
+    "jaxllama_queue_seconds": ("vllm:request_queue_time_seconds",),
+    "jaxllama_prefill_seconds": ("vllm:request_prefill_time_seconds",),
+    "jaxllama_decode_seconds": ("vllm:request_decode_time_seconds",),
+    "jaxllama_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "jaxllama_request_completion_tokens": ("vllm:request_generation_tokens",),
+    "jaxllama_request_limit_tokens": (
+        "vllm:request_params_max_tokens",
+        "vllm:request_max_num_generation_tokens",
+    ),
+    "jaxllama_requests_finished": ("vllm:request_success",),
+    "jaxllama_prompt_tokens": ("vllm:prompt_tokens",),
+    "jaxllama_completion_tokens": ("vllm:generation_tokens",),
+    "jaxllama_preemptions": ("vllm:num_preemptions",),
+    "jaxllama_requests_waiting": ("vllm:num_requests_waiting",),
+    "jaxllama_requests_active": ("vllm:num_requests_running",),
+    "jaxllama_requests_swapped": ("vllm:num_requests_swapped",),
+    "jaxllama_cache_share": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "jaxllama_prefix_lookup_tokens": ("vllm:prefix_cache_queries",),
+    "jaxllama_prefix_hit_tokens": ("vllm:prefix_cache_hits",),
+}
+_SIZES = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
 class HasStats(Protocol):
     def stats(self) -> EngineStats: ...
 
@@ -58,8 +95,8 @@ class HasStats(Protocol):
 class Metrics:
     """Collects and writes the metrics; the module docstring has the interface."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, model: str = "model") -> None:
+        self._registry, self._model = CollectorRegistry(), model
         ProcessCollector(registry=self._registry)
         self._times = {
             key: Histogram(f"jaxllama_{name}_seconds", text, buckets=edges, registry=self._registry)
@@ -88,6 +125,14 @@ class Metrics:
             ["reason"],
             registry=self._registry,
         )
+        self._sizes = [
+            Histogram(f"jaxllama_request_{name}", text, buckets=_SIZES, registry=self._registry)
+            for name, text in (
+                ("prompt_tokens", "Tokens of a request's prompt"),
+                ("completion_tokens", "Tokens of a request's answer"),
+                ("limit_tokens", "Most tokens that a request's answer may have"),
+            )
+        ]
 
     def observe(self, name: str, seconds: float) -> None:
         """Add seconds to a histogram; the engine's ``observe`` callback."""
@@ -102,12 +147,36 @@ class Metrics:
     def ended(self, reason: str) -> None:
         self._finished.labels(reason).inc()
 
+    def sized(self, prompt: int, completion: int, limit: int) -> None:
+        for histogram, value in zip(self._sizes, (prompt, completion, limit), strict=True):
+            histogram.observe(value)
+
     def request(self, path: str, method: str, status: int, seconds: float) -> None:
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def page(self) -> tuple[str, bytes]:
-        return CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        ours = generate_latest(self._registry)
+        return CONTENT_TYPE_LATEST, ours + generate_latest(_Renamed(self._registry, self._model))
+
+
+class _Renamed:
+    """The metrics of a registry that ``VLLM`` lists, under vLLM's names."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry, self._model = registry, model
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            for name in VLLM.get(metric.name, ()):
+                renamed = Metric(name, metric.documentation, metric.type)
+                for sample in metric.samples:
+                    labels = {**sample.labels, "model_name": self._model}
+                    if "reason" in labels:
+                        labels["finished_reason"] = labels.pop("reason")
+                    suffix = sample.name.removeprefix(metric.name)
+                    renamed.add_sample(name + suffix, labels, sample.value)
+                yield renamed
 
 
 class _EngineCollector:
@@ -121,5 +190,17 @@ class _EngineCollector:
         stats = self._engine.stats()
         for key, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
+        for name, text, value in (
+            ("requests_active", "Requests with a slot", stats.prefilling + stats.running),
+            ("requests_swapped", "Requests in the host's memory: none", 0),
+            ("cache_share", "Share of the cache in use", _share(stats)),
+        ):
+            yield GaugeMetricFamily(f"jaxllama_{name}", text, value=value)
+        text = "Tokens of prompts that were looked up in the prefix cache"
+        yield CounterMetricFamily("jaxllama_prefix_lookup_tokens", text, value=stats.prompt_tokens)
         for key, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
+
+
+def _share(stats: EngineStats) -> float:
+    return stats.cache_tokens / stats.cache_capacity if stats.cache_capacity else 0.0

@@ -27,7 +27,7 @@ _ERRORS = {
     "413": "The body is too large",
     "415": "The body is not application/json",
     "421": "The Host header names another server",
-    "429": "The queue is full: come again after Retry-After seconds",
+    "429": "The queue is full, or the key's limit reached: come again after Retry-After seconds",
     "431": "The URL and the headers are too large",
     "503": "The server is stopping, or cannot write its journal",
 }
@@ -111,11 +111,14 @@ def document(max_len: int, keyed: bool) -> JsonObject:
             _json(schema["ModelList"]),
         ),
         "/health": ("Whether the server is up", _json(schema["Health"])),
+        "/live": ("Whether the server needs no restart", _json(schema["Health"])),
+        "/ready": ("Whether the server takes requests", _json(schema["Health"])),
         "/version": ("This program's version", _json(schema["Version"])),
         "/metrics": ("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}}),
     }
+    probes = "/health", "/live", "/ready"
     for path, (text, content) in get.items():
-        responses = _responses(schema, content, False, keyed and path != "/health", ())
+        responses = _responses(schema, content, False, keyed and path not in probes, ())
         paths[path] = {"get": {"summary": text, "responses": responses}}
     paths["/v1/models/{model}"] = {
         "get": {
@@ -164,7 +167,8 @@ def document(max_len: int, keyed: bool) -> JsonObject:
     if keyed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
-        paths["/health"]["get"]["security"] = []
+        for path in probes:
+            paths[path]["get"]["security"] = []
     return page
 
 

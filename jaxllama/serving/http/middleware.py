@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import ipaddress
 import logging
@@ -32,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllama.engine.journal import JournalUnavailable
 from jaxllama.engine.request import EngineClosed, EngineFailed, QueueFull
 from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.message_schemas import message_error
 from jaxllama.serving.api.messages import ServedRequest
 from jaxllama.serving.api.schemas import ApiError, respond
@@ -51,7 +51,7 @@ PAGE = {
     "/page.css": ("page.css", "text/css"),
 }
 # paths without a key and without secrets
-OPEN = ("/health", "/openapi.json", *PAGE)
+OPEN = ("/health", "/live", "/ready", "/openapi.json", *PAGE)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -82,12 +82,12 @@ class Middleware:
         self,
         app: ASGIApp,
         link: EngineClient,
-        api_keys: Sequence[str],
+        keys: Sequence[ApiKey],
         paths: Sequence[str],
         hosts: Sequence[str] | None = None,
     ) -> None:
         self._app, self._link, self._paths = app, link, frozenset(paths)
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = tuple(keys)
         self._hosts = None if hosts is None else frozenset(map(_host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +115,12 @@ class Middleware:
         try:
             try:
                 self._check_host(headers)
-                state["owner"] = self._owner(scope["path"], headers)
+                key = self._key(scope["path"], headers)
+                state["owner"] = "" if key is None else key.owner
+                if key is not None and key.name is not None:
+                    fields["key"] = key.name
+                if key is not None and key.is_limited and scope["method"] == "POST":
+                    await self._check_quota(key)
             except ApiError as error:
                 await answer_error(error, scope["path"])(scope, receive, watched)
             else:
@@ -124,8 +129,20 @@ class Middleware:
             seconds = time.perf_counter() - start
             path = scope["path"] if scope["path"] in self._paths else "other"
             method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
-            self._link.tell(ServedRequest(path, method, status, seconds))
-            level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
+            times = fields.pop("times", None)
+            if times is not None:
+                submitted, admitted, first, ended = times
+                fields["queue_seconds"] = round(admitted - submitted, 4)
+                fields["prefill_seconds"] = round(first - admitted, 4)
+                fields["decode_seconds"] = round(ended - first, 4)
+            tokens = fields.get("prompt_tokens", 0) + fields.get("completion_tokens", 0)
+            owner = str(state.get("owner", ""))
+            self._link.tell(ServedRequest(path, method, status, seconds, owner, tokens))
+            level = (
+                logging.DEBUG
+                if path in ("/health", "/live", "/ready", "/metrics")
+                else logging.INFO
+            )
             client = scope.get("client")
             line = {
                 "request_id": request_id,
@@ -153,18 +170,28 @@ class Middleware:
         message = f"this server is not {name[:100]!r}: start it with --allowed-host to allow that"
         raise ApiError(421, message, code="unknown_host")
 
-    def _owner(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Return a digest of the API key, or "" if no key is needed. Raises ApiError 401."""
+    def _key(self, path: str, headers: dict[bytes, bytes]) -> ApiKey | None:
+        """Return the API key of a request, or None if none is needed. Raises ApiError 401."""
         if not self._keys or path in OPEN:
-            return ""
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else b""
-        key = key or headers.get(b"x-api-key", b"").strip()  # Anthropic's clients
+            return None
+        scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
+        sent = sent.strip() if scheme.lower() == b"bearer" else b""
+        sent = sent or headers.get(b"x-api-key", b"").strip()  # Anthropic's clients
         # All keys are compared, each in constant time.
-        if key and sum(hmac.compare_digest(key, known) for known in self._keys):
-            return hashlib.sha256(key).hexdigest()[:32]
+        found = [key for key in self._keys if hmac.compare_digest(sent, key.key.encode())]
+        if sent and found:
+            return found[0]
         message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
         raise ApiError(401, message, code="invalid_api_key")
+
+    async def _check_quota(self, key: ApiKey) -> None:
+        """Take a request from the key's limits. Raises ApiError 429 that names the limit."""
+        [refused] = await self._link.ask("admit", key.owner)
+        if refused is not None:
+            limit, value, seconds = refused
+            retry = max(1, round(seconds + 0.5))
+            message = f"this key may use {value} {limit.removesuffix('_per_minute')} a minute"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=retry)
 
 
 def _host_name(host: str) -> str:

@@ -47,6 +47,8 @@ try:
 
     from jaxllama.serving import logs
     from jaxllama.serving.api import messages
+    from jaxllama.serving.api.keys import ApiKey, Quotas
+    from jaxllama.serving.api.keys import read as read_keys
     from jaxllama.serving.api.metrics import HasStats, Metrics
     from jaxllama.serving.http import front_end
     from jaxllama.serving.http.middleware import is_local
@@ -72,6 +74,7 @@ LAST_WORDS = 5  # seconds for front ends to report to their clients that the ser
 class ServeOptions:
     """Options of ``serve``.
 
+    keys_file: API keys with names and limits (``api.keys``).
     engine: options of ``Engine``. names: names of the model for clients; by default the model's
     own. origins: origins of web pages that may send requests. hosts: names that a Host header may
     have beside the local ones; "*" allows any. Without hosts any name is allowed, except on a local
@@ -93,17 +96,26 @@ class ServeOptions:
     hosts: tuple[str, ...] = ()
     api_servers: int = 1
     replicas: int = 1
+    keys_file: Path | None = None
+    named_keys: tuple[ApiKey, ...] = dataclasses.field(init=False, default=())
 
     def __post_init__(self) -> None:
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
         if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
             raise JaxLlamaError(f"${KEY_VARIABLE}: must be printable ASCII, no spaces around it")
         object.__setattr__(self, "api_keys", keys)
+        named = () if self.keys_file is None else read_keys(self.keys_file)
+        object.__setattr__(self, "named_keys", named)
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether clients need an API key."""
+        return bool(self.api_keys or self.named_keys)
 
     @property
     def known_hosts(self) -> tuple[str, ...] | None:
         """The names for ``ServerSettings.hosts``."""
-        if "*" in self.hosts or not (self.hosts or (is_local(self.host) and not self.api_keys)):
+        if "*" in self.hosts or not (self.hosts or (is_local(self.host) and not self.is_keyed)):
             return None
         return self.hosts
 
@@ -115,7 +127,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
     """
     listener = _bind(options.host, options.port)
     with listener, logs.progress_lines(), contextlib.ExitStack() as children:
-        if not options.api_keys and not is_local(options.host):
+        if not options.is_keyed and not is_local(options.host):
             warnings.warn(
                 f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
             )
@@ -124,7 +136,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         for one in front_ends:
             children.callback(one.kill)
         journal = None if options.state is None else Journal(options.state)
-        metrics = Metrics()
+        name, *aliases = options.names or (model_name(options.model),)
+        metrics = Metrics(name)
         if options.replicas > 1:
             engine: Engine | Replicas = Replicas(
                 options.replicas, load, options.engine, metrics.observe
@@ -140,7 +153,6 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)
-        name, *aliases = options.names or (model_name(options.model),)
         settings = ServerSettings(
             name=name,
             aliases=tuple(aliases),
@@ -150,6 +162,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             api_keys=options.api_keys,
             max_body=options.max_body,
             state=None if options.state is None else str(options.state),
+            named_keys=options.named_keys,
         )
         setup = front_end.FrontEndSetup(
             facts,
@@ -158,7 +171,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             options.drain_timeout + LAST_WORDS,
         )
         logging.config.dictConfig(logs.configuration())
-        hub = Hub(engine, passes, metrics, journal, waits=isinstance(engine, Replicas))
+        waits, quotas = isinstance(engine, Replicas), Quotas(settings.keys)
+        hub = Hub(engine, passes, metrics, journal, waits, quotas)
         banner = f"{name} on {_url(options.host, listener.getsockname()[1])}"
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
         sampling = facts.sampling and str(facts.sampling)
@@ -172,7 +186,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
 @contextlib.contextmanager
 def local_app(lm: LanguageModel, name: str, options: Options) -> Generator[tuple[ASGIApp, Engine]]:
     """Yield the application over a running engine of its own, without a port."""
-    metrics = Metrics()
+    metrics = Metrics(name)
     engine = Engine(lm, observe=metrics.observe, **options)
     with progress.working("compiling (later starts take it from the cache)"):
         engine.start()

@@ -111,6 +111,8 @@ class CallRun:
                 for piece in pieces:
                     if piece.finish_reason is not None:
                         self._check(piece)
+                        if piece.times is not None:
+                            self._fields.setdefault("times", piece.times)
                     self._answer.add(piece)
                 if self._stream.is_over:
                     total = self.usage()

@@ -9,7 +9,7 @@
     POST /v1/messages, /v1/messages/count_tokens  Anthropic's API (``messages``)
     POST /v1/embeddings, /v1/rerank, /v1/score    (``vector_routes``)
     POST /tokenize, /detokenize
-    GET  /v1/models, /version, /health, /metrics, /openapi.json, / (a chat page)
+    GET  /v1/models, /version, /health, /live, /ready, /metrics, /openapi.json, / (a chat page)
 
 Contract. Every accepted body is answered once: with its tokens, or with OpenAI's error object. A
 client that disconnects cancels its rows. A body is refused before it costs anything: 400 with the
@@ -20,7 +20,7 @@ in the engine's process (``hub``).
 ``middleware`` has keys, ids, logs and errors, ``calls`` the meaning of bodies, ``runs`` a call's
 way to its answer, ``answers`` the answers. With a state folder a body is stored before its answer
 begins (``journal``), and after a kill the next server answers the stored bodies. Left out: TLS (put
-a proxy before it), quotas by key, stored files and batches.
+a proxy before it), stored files and batches.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from jaxllama.serving.api.bodies import (
     parse,
 )
 from jaxllama.serving.api.calls import AcceptedCall, Prompts, ServedModel
+from jaxllama.serving.api.keys import ApiKey, Quotas
 from jaxllama.serving.api.messages import Accepted, Finish
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import (
@@ -98,7 +99,8 @@ class ServerSettings:
     name: the model's name for clients; aliases: its other names. max_len: largest number of tokens
     of prompt and answer together. max_body: largest number of bytes. state: the journal's folder,
     None for none. origins: origins of web pages that may send requests, "*" for all. hosts: names
-    that a Host header may have beside the local ones; None allows any.
+    that a Host header may have beside the local ones; None allows any. named_keys: API keys with
+    names and limits, beside ``api_keys``.
     """
 
     name: str
@@ -109,6 +111,11 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
+    named_keys: tuple[ApiKey, ...] = ()
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        return (*map(ApiKey, self.api_keys), *self.named_keys)
 
 
 def create_app(
@@ -116,7 +123,7 @@ def create_app(
 ) -> ASGIApp:
     """Return the application. ``engine`` is running; the application does not stop it."""
     journal = None if settings.state is None else Journal(settings.state)
-    hub = Hub(engine, forward_passes(lm), metrics, journal)
+    hub = Hub(engine, forward_passes(lm), metrics, journal, quotas=Quotas(settings.keys))
     own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
     return application(lm, own, settings, engine.options.max_queue, hub.close)
 
@@ -133,7 +140,7 @@ def application(
     max_queue: the engine's. ended: called after the last request.
     """
     server = _Server(model, link, settings, max_queue, ended)
-    document = openapi.document(settings.max_len, bool(settings.api_keys))
+    document = openapi.document(settings.max_len, bool(settings.keys))
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
@@ -144,6 +151,8 @@ def application(
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/health", server.health),
+        Route("/live", server.live),
+        Route("/ready", server.health),
         Route("/version", server.version),
         Route("/metrics", server.metrics_page),
         Route("/openapi.json", lambda _: JSONResponse(document)),
@@ -157,7 +166,7 @@ def application(
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
-    app = Middleware(app, link, settings.api_keys, paths, settings.hosts)
+    app = Middleware(app, link, settings.keys, paths, settings.hosts)
     if not settings.origins:
         return app
     # Outermost, because a browser's preflight request has no key.
@@ -391,6 +400,11 @@ class _Server:
     async def health(self, _: HttpRequest) -> Response:
         problem = self._link.problem
         return respond(Health("ok")) if problem is None else respond(Health(problem), 503)
+
+    async def live(self, _: HttpRequest) -> Response:
+        """Return 503 only for a failure that a restart repairs."""
+        failure = self._link.failure
+        return respond(Health("ok")) if failure is None else respond(Health(failure), 503)
 
     async def version(self, _: HttpRequest) -> Response:
         return respond(Version(__version__))

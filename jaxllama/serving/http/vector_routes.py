@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import numpy as np
+from starlette.datastructures import State
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -68,7 +69,7 @@ class VectorRoutes:
         return await self._in_turn(http, self._scored)
 
     async def _in_turn(
-        self, http: HttpRequest, answer: Callable[[bytearray, str], Awaitable[Response]]
+        self, http: HttpRequest, answer: Callable[[bytearray, State], Awaitable[Response]]
     ) -> Response:
         """Return the answer; 429 if too many bodies wait, 499 if the client leaves."""
         data = await read_body(http, self._max_body)
@@ -78,7 +79,7 @@ class VectorRoutes:
         self._n_waiting += 1
 
         async def work() -> Response:
-            return await answer(data, http.state.request_id)
+            return await answer(data, http.state)
 
         try:
             return await unless_disconnected(http.receive, work())
@@ -89,8 +90,9 @@ class VectorRoutes:
 
     # Embeddings
 
-    async def _embedded(self, data: bytearray, _: str) -> Response:
+    async def _embedded(self, data: bytearray, state: State) -> Response:
         body, rows = await asyncio.to_thread(self.embedding_rows, data)
+        state.fields["prompt_tokens"] = sum(map(len, rows))
         vectors = await self._vectors(rows)
         return await asyncio.to_thread(self._answer, body, rows, vectors)
 
@@ -121,7 +123,7 @@ class VectorRoutes:
 
     # Scores
 
-    async def _reranked(self, data: bytearray, request_id: str) -> Response:
+    async def _reranked(self, data: bytearray, state: State) -> Response:
         body = await asyncio.to_thread(parse, Rerank, data, 0, self._prompts.max_len)
         texts = [d if isinstance(d, str) else d.text for d in body.documents]
         pairs = [(body.query, text) for text in texts]
@@ -132,10 +134,11 @@ class VectorRoutes:
             RankedItem(i, scores[i], RankedDocument(texts[i]) if shown else None)
             for i in best[: len(best) if body.top_n is None else body.top_n]
         ]
+        state.fields["prompt_tokens"] = n_tokens
         usage = EmbeddingUsage(n_tokens, n_tokens)
-        return respond(RerankObject(f"rerank-{request_id}", self._prompts.name, items, usage))
+        return respond(RerankObject(f"rerank-{state.request_id}", self._prompts.name, items, usage))
 
-    async def _scored(self, data: bytearray, request_id: str) -> Response:
+    async def _scored(self, data: bytearray, state: State) -> Response:
         body = await asyncio.to_thread(parse, Score, data, 0, self._prompts.max_len)
         first, second = as_list(body.text_1), as_list(body.text_2)
         if len(first) == 1:
@@ -146,8 +149,9 @@ class VectorRoutes:
         pairs = list(zip(first, second, strict=True))
         scores, n_tokens = await self._pair_scores(body.model, pairs, body.instruction)
         items = [ScoreItem(index, "score", score) for index, score in enumerate(scores)]
+        state.fields["prompt_tokens"] = n_tokens
         usage, created = EmbeddingUsage(n_tokens, n_tokens), int(time.time())
-        id, name = f"score-{request_id}", self._prompts.name
+        id, name = f"score-{state.request_id}", self._prompts.name
         return respond(ScoreList(id, "list", created, name, items, usage))
 
     async def _pair_scores(

@@ -43,6 +43,7 @@ from jaxllama.engine.scoring import Scorer
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.serving.api import messages
+from jaxllama.serving.api.keys import Quotas
 from jaxllama.serving.api.messages import IdTaken, RowEvent
 from jaxllama.serving.api.metrics import Metrics
 
@@ -117,7 +118,7 @@ class Hub:
     """The engine and its front ends.
 
     passes: ``embed``, ``rank`` and ``score``. journal: None for none; ``close`` closes it. waits:
-    whether the engine's ``submit`` blocks.
+    whether the engine's ``submit`` blocks. quotas: the use of each API key.
     """
 
     def __init__(
@@ -127,7 +128,9 @@ class Hub:
         metrics: Metrics,
         journal: Journal | None,
         waits: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
+        self.quotas = quotas or Quotas(())
         self.engine, self.metrics, self.journal = engine, metrics, journal
         # number of rows in flight, by id
         self.calls: collections.Counter[str] = collections.Counter()
@@ -285,6 +288,9 @@ class Hub:
             ]
             self.owed.update({entry.id: port for entry in entries})
             return [dataclasses.astuple(entry) for entry in entries]
+        if ask.name == "admit":
+            refused = self.quotas.admit(*ask.arguments)
+            return [None if refused is None else dataclasses.astuple(refused)]
         if ask.name == "metrics":
             return self.metrics.page()
         return [getattr(self.responses, ask.name)(*ask.arguments)]
@@ -343,6 +349,7 @@ class Port:
                 self._hub.metrics.request(
                     message.path, message.method, message.status, message.seconds
                 )
+                self._hub.quotas.used(message.owner, message.tokens)
             case messages.HubRequest():
                 self.answer(message)
             case messages.Ready():
@@ -449,6 +456,9 @@ class Port:
             live.is_counted = True
             self._hub.metrics.wrote(tokens)
             self._hub.metrics.ended(reason)
+            if live.event is not None:
+                n_new, limit = live.event.completion_tokens, live.request.max_new_tokens
+                self._hub.metrics.sized(len(live.request.prompt), n_new, limit)
 
     def _release(self, id: str) -> None:
         calls = self._hub.calls
@@ -524,6 +534,7 @@ def _row(number: int, request: Request, event: Event) -> RowEvent:
     tokens: Any = event.tokens
     error = None if event.error is None else messages.refusal(event.error)
     row = RowEvent(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
+    row.times = event.times
     if request.logprobs is not None:
         scored: Any = event.logprobs, event.top_logprobs
         row.logprobs, row.top_logprobs = scored

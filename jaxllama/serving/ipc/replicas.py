@@ -214,6 +214,7 @@ class Replica:
             self._take(piece.number)
         flight.tell(
             tokens=tuple(piece.tokens),
+            times=piece.times,
             logprobs=tuple(piece.logprobs),
             top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
             finish_reason=piece.finish_reason,
@@ -439,6 +440,9 @@ class _Reporter:
         """Do nothing: the parent process counts tokens."""
 
     def ended(self, reason: str) -> None:
+        """Do nothing: the parent process counts requests."""
+
+    def sized(self, prompt: int, completion: int, limit: int) -> None:
         """Do nothing: the parent process counts requests."""
 
 

@@ -43,6 +43,8 @@ OPERATIONS = [
     ("/v1/completions/{id}", "GET"),
     ("/v1/chat/completions/{id}", "GET"),
     ("/health", "GET"),
+    ("/live", "GET"),
+    ("/ready", "GET"),
     ("/metrics", "GET"),
     ("/version", "GET"),
     ("/v1/messages", "POST"),

@@ -93,9 +93,9 @@ def mix(
     new: RecurrentState | SSMTokens | None = None
     if isinstance(at, Draft):
         assert state is not None
-        q, *kept = (at.by_row(one) for one in operands)
-        o, _ = steps(_step, (q, *kept), state.state, at.row_lengths(), at.exact)
-        new = SSMTokens(*kept, (read,))
+        q, k, v, log_decay = (at.by_row(one) for one in operands)
+        o, _ = steps(_step, (q, k, v, log_decay), state.state, at.row_lengths(), at.exact)
+        new = SSMTokens(k, v, log_decay, (read,))
     else:
         o, after = _recur(operands, at, state)
         new = None if after is None else RecurrentState(after, (last,))
@@ -126,14 +126,15 @@ def _recur(
     operands: Sequence[jax.Array], at: Chunk | Step, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, head_dim]``, state) of q, k, v and log_decay."""
+    q, k, v, log_decay = operands
     if isinstance(at, Step) and jax.default_backend() == "cpu":
         assert state is not None  # the loop of a draft, for the bits of a draft
         return steps(_step, operands, state.state, at.lengths, False)
     if isinstance(at, Step):
         assert state is not None
-        o, after = _step(*(x[:, 0] for x in operands), at.lengths > 0, state=state.state)
+        now = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0])
+        o, after = _step(*now, at.lengths > 0, state=state.state)
         return o[:, None], after
-    q, k, v, log_decay = operands
     return gla(
         q,
         k,
@@ -155,7 +156,8 @@ def _step(
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """``gla_step`` of the rows that move, bool ``[B]``."""
-    return gla_step(*moving(moves, q, k, v, log_decay), state, scale=1.0)
+    q, k, v, log_decay = moving(moves, q, k, v, log_decay)
+    return gla_step(q, k, v, log_decay, state, scale=1.0)
 
 
 def _gated(ssm: SSMOptions, p: Params, y: jax.Array, z: jax.Array) -> jax.Array:

@@ -1,0 +1,130 @@
+"""What operators use: metrics under vLLM's names, keys with limits, probes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.api import keys
+from jaxllama.serving.api.keys import ApiKey, Quotas
+from tests.helpers.http_server import NAME, client, error_of, serving
+
+# The queries of vLLM's own dashboard (examples/online_serving/prometheus_grafana), each selector.
+SELECTORS = """
+vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum
+vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_tokens_total
+vllm:time_per_output_token_seconds_bucket vllm:time_per_output_token_seconds_sum
+vllm:time_per_output_token_seconds_count vllm:inter_token_latency_seconds_bucket
+vllm:num_requests_running vllm:num_requests_swapped vllm:num_requests_waiting
+vllm:time_to_first_token_seconds_bucket vllm:time_to_first_token_seconds_sum
+vllm:time_to_first_token_seconds_count vllm:gpu_cache_usage_perc vllm:kv_cache_usage_perc
+vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
+vllm:request_success_total vllm:request_queue_time_seconds_sum
+vllm:request_prefill_time_seconds_sum vllm:request_decode_time_seconds_sum
+vllm:request_max_num_generation_tokens_sum
+""".split()
+BODY = {"model": NAME, "prompt": "abc", "max_tokens": 4, "ignore_eos": True}
+
+
+def samples_of(http):
+    page = http.get("/metrics").text
+    return [s for family in text_string_to_metric_families(page) for s in family.samples]
+
+
+def test_the_queries_of_vllms_dashboard_find_their_series(lm, engine):
+    with serving(lm, engine) as url, client(url) as http:
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+        samples = samples_of(http)
+        assert [http.get(path).json() for path in ("/live", "/ready")] == [{"status": "ok"}] * 2
+    theirs = [s for s in samples if s.name.startswith("vllm:")]
+    assert all(s.labels["model_name"] == "model" for s in theirs)
+    names = {s.name for s in theirs}
+    assert not set(SELECTORS) - names, set(SELECTORS) - names
+    ours = {s.name: s.value for s in samples if not s.labels}
+    value = {s.name: s.value for s in theirs if set(s.labels) == {"model_name"}}
+    assert value["vllm:generation_tokens_total"] == ours["jaxllama_completion_tokens_total"]
+    assert value["vllm:request_generation_tokens_sum"] == 4
+    assert value["vllm:request_prompt_tokens_sum"] == 3
+    assert value["vllm:request_max_num_generation_tokens_sum"] == 4
+    reasons = {s.labels["finished_reason"]: s.value for s in theirs if "request_success" in s.name}
+    assert reasons["length"] >= 1
+    bounds = [s.labels["le"] for s in theirs if s.name == "vllm:request_prompt_tokens_bucket"]
+    assert bounds[-1] == "+Inf" and float(bounds[0]) == 1
+
+
+FILE = """
+[[key]]
+name = "small"
+key = "one-key"
+requests_per_minute = 2
+
+[[key]]
+name = "large"
+key = "other-key"
+tokens_per_minute = 6
+"""
+
+
+def test_each_key_has_its_own_limits(lm, engine, tmp_path):
+    (tmp_path / "keys.toml").write_text(FILE)
+    named = keys.read(tmp_path / "keys.toml")
+    with serving(lm, engine, named_keys=named) as url, client(url) as http:
+
+        def ask(key):
+            return http.post(
+                "/v1/completions", json=BODY, headers={"Authorization": f"Bearer {key}"}
+            )
+
+        assert [ask("one-key").status_code for _ in range(3)] == [200, 200, 429]
+        refused = ask("one-key")
+        assert error_of(refused)["code"] == "rate_limit_exceeded"
+        assert error_of(refused)["message"] == "this key may use 2 requests a minute"
+        assert 25 <= int(refused.headers["retry-after"]) <= 31
+        assert ask("other-key").status_code == 200  # 7 tokens: the bucket is at -1
+        refused = ask("other-key")
+        assert error_of(refused)["message"] == "this key may use 6 tokens a minute"
+        assert ask("no-key").status_code == 401
+        header = {"Authorization": "Bearer one-key"}
+        assert http.get("/v1/models", headers=header).status_code == 200
+        assert http.get("/ready").status_code == 200
+
+
+def test_buckets_fill_again():
+    now = [0.0]
+    key = ApiKey("k", "n", requests_per_minute=2, tokens_per_minute=60)
+    quotas = Quotas([key], lambda: now[0])
+    assert quotas.admit(key.owner) is None and quotas.admit(key.owner) is None
+    refused = quotas.admit(key.owner)
+    assert (refused.limit, refused.value, refused.seconds) == ("requests_per_minute", 2, 30)
+    now[0] = 30
+    assert quotas.admit(key.owner) is None
+    quotas.used(key.owner, 90)
+    now[0] = 60
+    refused = quotas.admit(key.owner)  # from -30 to 0 in the half minute
+    assert (refused.limit, round(refused.seconds, 6)) == ("tokens_per_minute", 1)
+    assert quotas.admit("another owner") is None
+    quotas.used("another owner", 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "one or more"),
+        ("x = 1", "one or more"),
+        ("[[key]]\nname = 'a'", "number 1: key"),
+        ("[[key]]\nname = 'a'\nkey = 'b'\nlimit = 3", "limit"),
+        ("[[key]]\nname = 'a'\nkey = 'b'\ntokens_per_minute = 0", "tokens_per_minute = 0"),
+        ("[[key]]\nname = 'a'\nkey = 'b'\n[[key]]\nname = 'c'\nkey = 'b'", "twice"),
+        ("[[key]", "keys.toml"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, words):
+    (tmp_path / "keys.toml").write_text(text)
+    with pytest.raises(JaxLlamaError, match=re.escape(words)):
+        keys.read(tmp_path / "keys.toml")
