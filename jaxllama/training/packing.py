@@ -168,8 +168,8 @@ def _shortened(length: int, unit: Unit) -> Unit | None:
     if len(unit) > length:
         if len(unit.examples) > 1:
             return None
-        one = unit.examples[0]
-        unit = Unit((Example(one.tokens[:length], one.answers[:length]),), unit.label)
+        short = (Example(one.tokens[:length], one.answers[:length]) for one in unit.examples)
+        unit = Unit(tuple(short), unit.label)
     has_answers = all(example.answers[1:].any() for example in unit.examples)
     return unit if has_answers else None
 

@@ -37,6 +37,7 @@ from jaxllama.checkpoints.hf.config import (
 )
 from jaxllama.checkpoints.hf.families import FAMILIES, MTP
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
+from jaxllama.checkpoints.packed import float4
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
 from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile, parse_json
@@ -125,7 +126,7 @@ def read_sampling(directory: str | Path) -> Sampling | None:
 
 def _read_config(directory: Path) -> JsonObject:
     """Return config.json, with ModelOpt's own file as its quantization if it names none."""
-    config, other = _read_json(directory / "config.json"), directory / packed.OTHER_FILE
+    config, other = _read_json(directory / "config.json"), directory / float4.OTHER_FILE
     if any(config.get(key) is not None for key in packed.KEYS) or not other.is_file():
         return config
     return {**config, packed.KEYS[0]: {"quant_method": "modelopt", **_read_json(other)}}

@@ -31,6 +31,7 @@ from jaxllama.typing import JsonObject, Tree
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
+OTHER_FILE = "hf_quant_config.json"  # of ModelOpt, whose config.json may have no such key
 GROUPS = {"mxfp4": 32, "nvfp4": 16}
 _TOP = np.float32(6 * 448)  # the largest code times the largest scale
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")

@@ -65,7 +65,6 @@ _READERS: dict[str, Callable[[JsonObject], Reader]] = {
 }
 _NATIVE, _MXFP4 = "jaxllama", "mxfp4"
 KEYS = ("quantization_config", "compression_config")  # keys of config.json
-OTHER_FILE = "hf_quant_config.json"  # of ModelOpt, whose config.json may have no such key
 
 
 def plan(

@@ -49,7 +49,6 @@ from jaxllama.checkpoints.packed import gptq as packed_gptq
 from jaxllama.checkpoints.packed import mxfp4 as packed_mxfp4
 from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP4, FP8, INT4, INT8, check_scale
-from jaxllama.checkpoints.packed.load import OTHER_FILE
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
@@ -253,7 +252,7 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
             functools.partial(packed_float4.layout, is_modelopt=True),
             functools.partial(packed_float4.to_tensors, is_modelopt=True),
             packed_float4.modelopt_config(floats + tied_head),
-            {OTHER_FILE: packed_float4.modelopt_file(floats + tied_head)},
+            {packed_float4.OTHER_FILE: packed_float4.modelopt_file(floats + tied_head)},
         )
     return _Format(
         packed_compressed_save.layout,
