@@ -747,7 +747,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
-    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    elif isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise JaxLlamaError(f"{key} = {value!r}: expected {getattr(hint, '__name__', hint)}")
 

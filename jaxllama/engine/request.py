@@ -236,7 +236,7 @@ class Event:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish_reason: FinishReason | None = None
     error: Exception | None = None
-    times: RequestTimes | None = None
+    times: RequestTimes | None = dataclasses.field(default=None, compare=False)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -232,7 +232,7 @@ def _rule() -> optax.GradientTransformation:
 def _config(count: int, **options: Any) -> TrainConfig:
     """Return a config with the options that the optimizer reads."""
     return TrainConfig(
-        data=DataConfig(""),
+        data=DataConfig("unused"),
         steps=count,
         batch_size=1,
         sequence_length=1,

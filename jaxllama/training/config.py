@@ -303,7 +303,9 @@ class TrainConfig:
             "[lora] excludes [quantize]; lora.base is the scheme of frozen weights",
         )
         needs = {"pretrain": "data.tokens", "distill": "[distill]"}
-        has = "[distill]" if self.distill else "data.tokens" if self.data.tokens else None
+        has = (
+            "[distill]" if self.distill else "data.tokens" if self.data.tokens is not None else None
+        )
         require(
             needs.get(self.goal.kind) == has,
             "objective.kind",

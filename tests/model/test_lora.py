@@ -84,7 +84,7 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     base = saved(tmp_path / "base", name)
     cfg, plain = hf.load(base)
     checkpoint = load_file(base / WEIGHTS)
-    raw = lora_cases.tensors(cfg, 1, only="q|k|o_proj|out_proj|up|down|g_proj")
+    raw = lora_cases.tensors(cfg, 1, only="q|k|o_proj|out_proj|up|down|g_proj|input_linear")
     path = lora_cases.write(tmp_path / "adapter", raw, r=4, lora_alpha=3, use_rslora=True)
     save_file(lora_cases.merged(checkpoint, raw, 3 / 2), tmp_path / "base" / WEIGHTS)
     _, want = hf.load(base)
@@ -100,7 +100,7 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
             ("mixer", "o"),
             ("mlp", "gate_up"),
         ):
-            if (product := want[layer][room].get(name)) is None:
+            if (product := want[layer].get(room, {}).get(name)) is None:
                 continue
             lora = adapted[layer][room][name]["lora"]
             assert not np.any(lora.added(0))

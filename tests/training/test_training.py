@@ -504,7 +504,7 @@ def test_more_steps_extend_a_finished_run(finished, tmp_path, monkeypatch):
         return {**state, "step": state["step"] + 1}, found
 
     monkeypatch.setattr(passes, "update", step)
-    monkeypatch.setattr(loop, "validation_loss", lambda *_: np.float32(1))
+    monkeypatch.setattr(passes, "validation_loss", lambda *_: np.float32(1))
     result = train(dataclasses.replace(config, steps=14), tmp_path / "run")
     assert _curve(result.metrics[:12]) == _curve(whole.metrics)
     assert [row["step"] for row in result.metrics[12:]] == [13, 14]

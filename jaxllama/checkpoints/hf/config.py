@@ -127,8 +127,10 @@ def config_from_hf(
         raise read.error("num_attention_heads", f"must divide hidden_size ({d_model})")
     head_dim = read.size("head_dim", d_model // n_heads)
     activation = read.text(family.activation, "silu")
-    if activation not in ACTIVATIONS:
-        raise read.error(family.activation, f"not supported; supported: {', '.join(ACTIVATIONS)}")
+    is_gated = family.facts.get("gated_mlp", True)
+    known_ones = [name for name in ACTIVATIONS if not (is_gated and name in ("relu", "relu2"))]
+    if activation not in known_ones:
+        raise read.error(family.activation, f"not supported; supported: {', '.join(known_ones)}")
     max_position = read.size("max_position_embeddings")
     rope, window_rope = _ropes(kind, read, head_dim, max_position)
     window, window_layers = _window(family, read, n_layers)

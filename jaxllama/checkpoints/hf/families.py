@@ -677,7 +677,13 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
         },
-        keys=(*_MAMBA.keys, "attn_layer_indices", "attn_rotary_emb", "layer_types"),
+        keys=(
+            *_MAMBA.keys,
+            "attn_layer_indices",
+            "attn_rotary_emb",
+            "layer_types",
+            "layers_block_type",
+        ),
         same=(*_BIAS, *_MLP_BIAS),
         fields=lambda read: {**_MAMBA.fields(read), "layer_types": mamba.indexed_layers(read)},
         to_hf=lambda cfg: {
