@@ -17,7 +17,7 @@ from tests.helpers.engine_cases import (
 )
 from tests.helpers.mtp_cases import drafts_of
 
-pytestmark = pytest.mark.usefixtures("engines_of_one_size")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engines_of_one_size")]
 CALL = Grammar("regex", r'\{"f":"(get|set)","x":[0-9]{1,2}\}')
 TOGETHER = 20  # conversations at once, of which four run
 
@@ -81,7 +81,6 @@ def test_tokens_are_those_of_the_request_alone():
         assert (drafted, accepted) == known and accepted > 0
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_the_request_alone_in_many_schedules():
     search("mtp", 300, draft="mtp", draft_tokens=3)
     stats = engine("mtp", draft="mtp", draft_tokens=3).stats()
@@ -89,7 +88,7 @@ def test_tokens_are_those_of_the_request_alone_in_many_schedules():
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, 1000])
 def test_conversations_with_tools_have_the_tokens_of_each_request_alone(count):
     """The second prompt of a conversation without others begins with 32 tokens of the first."""
     before = engine("mtp", draft="mtp", draft_tokens=3).stats()

@@ -15,6 +15,7 @@ from tests.helpers.mtp_cases import CONFIG, often_right
 NEW = 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
