@@ -144,8 +144,8 @@ CANDIDATES = [
     Fault(
         "a GLA row that stands still decays",
         M + "mixers/gla/mix.py",
-        "return gla_step(*moving(moves, q, k, v, log_decay), state, implementation=form)",
-        "return gla_step(q, k, v, log_decay, state, implementation=form)",
+        "q, k, v, log_decay = moving(moves, q, k, v, log_decay)",
+        "q, k, v, log_decay = q, k, v, log_decay",
         f"{MODEL} tests/decoding/test_drafts.py {ENGINE}",
         first="tests/engine/test_engine_state.py",
     ),
