@@ -61,6 +61,7 @@ class Row:
 
 _BENCH = "jaxllama bench --model llama-3.1-8b --random --context 1024 --new-tokens 200 --json"
 _EXPERTS = "jaxllama bench --random --context 512 --new-tokens 100 --json"
+_BENCH27 = "jaxllama bench --random --json --model qwen3.6-27b --context 1024 --new-tokens 100"
 _MATMUL = "python -m benchmarks.kernels.matmul quantized_matmul --shapes 'gate or up'"
 _ENGINE = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.engine"
 _PARALLEL = "python -m benchmarks.parallel --model llama-3.1-8b --dtype bfloat16 --batch 1"
@@ -91,6 +92,20 @@ ROWS = {
             f"{model} {scheme}": f"{_EXPERTS} --model {model}{option}"
             for model in ("olmoe-1b-7b", "qwen3-30b-a3b:layers=8")
             for scheme, option in (("bfloat16", ""), ("w4a16", " --quantize w4a16"))
+        },
+        "decode_tokens_per_second",
+        "tokens/s",
+    ),
+    "qwen3.6-27b": Row(
+        "Qwen3.6-27B's shape, one row behind 1,024 tokens",
+        {
+            scheme: f"{_BENCH27}{option}"
+            for scheme, option in (
+                ("bfloat16", ""),
+                ("w4a16", " --quantize w4a16"),
+                ("fp8-block", " --quantize fp8-block"),
+                ("nvfp4", " --quantize nvfp4"),
+            )
         },
         "decode_tokens_per_second",
         "tokens/s",

@@ -43,8 +43,6 @@ myst_heading_anchors = 3
 # Notebooks are executed once for each change of their text; CI begins without a cache.
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
-# Not yet executed to its end (2026-11-26, a busy machine): remove this line once it was.
-nb_execution_excludepatterns = ["notebooks/quantize*"]
 nb_execution_timeout = 1200  # seconds a cell, also on a busy machine
 nb_merge_streams = True
 smartquotes = False  # they would change --options and code
