@@ -35,7 +35,7 @@ def test_an_engine_answers_before_all_programs_exist(monkeypatch):
         Request(f"r{i}", PROMPTS[i], 6, SAMPLINGS[i % 5], ignore_eos=True) for i in range(5)
     ]
     alone, *together = requests
-    options = {**OPTIONS, "max_slots": 5, "max_len": 64}
+    options = {**OPTIONS, "max_slots": 3, "max_len": 64}
     want = Engine(small, **options).generate(requests)
 
     held, add_rest = [], Programs.add_rest

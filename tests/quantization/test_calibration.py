@@ -102,7 +102,7 @@ def kl_of(lm: LanguageModel, params) -> float:
 @pytest.mark.parametrize(
     ("scheme", "method"),
     [
-        ("w4a16", "awq"),
+        pytest.param("w4a16", "awq", marks=pytest.mark.slow),
         *(pytest.param("w8a8", x, marks=pytest.mark.slow) for x in ("smoothquant", "gptq")),
     ],
 )
@@ -113,6 +113,7 @@ def test_planted_outliers_are_recovered(lm, made, scheme, method):
     assert kl_of(lm, got) < 0.2 * kl_of(lm, nearest)
 
 
+@pytest.mark.slow
 def test_smoothquant_halves_the_errors_behind_norms(made):
     """There the outliers are; KL is as the square of these errors."""
     nearest, got = made("w8a8", "rtn")[1], made("w8a8", "smoothquant")[1]
