@@ -364,7 +364,6 @@ def test_model_without_a_template_cannot_chat(run, model, tmp_path):
 # bench, eval, doctor
 
 
-@pytest.mark.slow
 def test_a_draft_changes_no_text(run, model):
     words = ("generate", "abcabcab", "--max-new-tokens", "12", "--json")
     [plain] = json.loads(run(*words)[1])["generations"]
