@@ -4,6 +4,8 @@ Lanes, each usable alone:
 
     pytest                      everything but slow tests, on all cores; before a commit
     pytest -m core              identities and oracles; after each edit
+    pytest -m "not slow and (core or newer)" tests/kernels    on a second jax, >= 0.11.2: without
+                                what ran on the first one
     pytest tests/kernels        on Python >= 3.12: the emulator runs the Mosaic kernels
     pytest -m gpu               on a GPU: the kernels themselves; with JAXLLAMA_TARGET=sm_80 those
                                 of older cards, and -rs names what has no form there
@@ -106,6 +108,25 @@ def cannot_run(item: pytest.Item, no_gpu: str | None) -> bool:
     if not HAS_EMULATOR and "interpreter" in getattr(item, "fixturenames", ()):
         return True
     return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
+
+
+# What tests that only run on jax >= 0.11.2 say where they are left out.
+NEEDS_NEWER = re.compile(r"jax >= 0\.11\.2|need 0\.11\.2|lowers no kernel")
+
+
+def needs_newer_jax(item: pytest.Item) -> bool:
+    """Whether a jax older than 0.11.2 leaves the test out, so that no other lane of CI runs it."""
+    if "interpreter" in getattr(item, "fixturenames", ()):
+        return True
+    marks = item.iter_markers("skipif")
+    return any(NEEDS_NEWER.search(mark.kwargs.get("reason", "")) for mark in marks)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give tests that need a newer jax their mark, which ``-m newer`` selects."""
+    if needs_newer_jax(item):
+        item.add_marker("newer")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -185,8 +185,8 @@ CANDIDATES = [
     Fault(
         "a chunked prefill keeps the hidden state of an empty chunk",
         "jaxllama/decoding/forward.py",
-        "return (cache, hidden.last(n_new, last)), None",
-        "return (cache, hidden.last(n_new)), None",
+        "return (cache, hidden.last(n_new, last), kept), None",
+        "return (cache, hidden.last(n_new), kept), None",
         f"{MODEL} tests/test_language_model.py",
         first=f"{ONE}::test_chunked_prefill_is_whole_prefill",
     ),

@@ -23,7 +23,6 @@ from jaxllama.text.rows import bucket
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels import cpu
 from pallas_kernels.qtensor import RowBlocks, quantize
-from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, LLAMA, params_of
 
 # Tests that draw share these, and with them the compiled loop of one row, and of two.
@@ -308,8 +307,9 @@ def test_gla_presets_come_with_random_weights_and_say_so(monkeypatch):
     assert len(model.generate("hello", 4)[0].tokens) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "bound"), [("w4a16", 0.25), *slow(("w8a8", 0.03), ("w8a16", 0.02), ("fp8", 0.08))]
+    ("scheme", "bound"), [("w4a16", 0.25), ("w8a8", 0.03), ("w8a16", 0.02), ("fp8", 0.08)]
 )
 def test_quantized_models_score_near_the_float_ones(scheme, bound):
     """Logits move by the rounding: about 1/254 (int8), 1/14 (int4) of a group's largest, 2^-4 of a

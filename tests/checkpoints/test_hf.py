@@ -409,6 +409,7 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         "glm4_moe": {"head_dim": 128},
     }
     config = transformers.AutoConfig.for_model(kind, **given.get(kind, {})).to_dict()
+    config.pop("transformers_version")
     folder = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
@@ -421,6 +422,7 @@ def transformers_reads(kind: str) -> dict[str, Any]:
             "vision_config",
             "image_token_id",
             "mm_tokens_per_image",
+            "use_cache",
         }
         others |= {"attn_logit_softcapping"}  # which it reads and never uses
     if kind in ("qwen3_5_text", "qwen3_5_moe_text"):

@@ -139,7 +139,9 @@ def test_a_killed_server_of_delta_layers_repeats_its_answer(family, tmp_path):
     with serve(folder, *flags) as (process, url, _), client(url) as http:
         ask = http.stream("POST", "/v1/completions", json={**body, "stream": True})
         with contextlib.suppress(httpx.HTTPError), ask as reply:
-            began = first_chunks(reply.iter_lines(), 3)
+            # The stream closes with this iterator, and the server would cancel the call.
+            lines = reply.iter_lines()
+            began = first_chunks(lines, 3)
             process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     with serve(folder, *flags) as (_, url, _), client(url) as http:

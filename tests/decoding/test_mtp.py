@@ -49,21 +49,7 @@ def test_the_head_is_the_reference(tmp_path) -> None:
     pytest.importorskip("torch")
     params, tokens, count = params_of(CONFIG), prompts()[2], 3
     want, chosen = proposed(hf.save(tmp_path / "model", CONFIG, params), tokens, count)
-    draft, given = MTPDraft(CONFIG), jnp.asarray([tokens])
-    read = functools.partial(draft.read_prompt, params)
-    state = draft.begin(params, 1, 32)
-    cache = jl.init_cache(CONFIG, 1, 32)
-    lengths = jnp.asarray([len(tokens) - 2], jnp.int32)
-    prompt = given[:, :-2]
-    last, cache, state = fill_hidden(CONFIG, params, prompt, lengths, cache, 8, read, state)
-    _, proposal = jl.verify_step(CONFIG, params, given[:, -2:], jnp.asarray([1], jnp.int32), cache)
-    assert proposal.hidden is not None
-    both = jnp.concatenate([last.x[:, None], proposal.hidden.x[:, :1]], axis=1)
-    hidden = dataclasses.replace(last, x=both)
-    state = draft.read(params, state, given[:, -2:], hidden, jnp.asarray([2], jnp.int32))
-    assert int(state.cache.lengths[0]) == len(tokens) - 1
-    got = mtp.logits(CONFIG, params, state.last)
-    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=1e-4 * np.abs(want).max())
+    draft, given = MTPDraft(CONFIG), np.asarray([tokens], np.int32)
     sampling = SamplingParams.stack([jl.Sampling()], CONFIG.vocab_size, 0)
     scores: list[jax.Array] = []
 
@@ -71,10 +57,29 @@ def test_the_head_is_the_reference(tmp_path) -> None:
         jax.debug.callback(scores.append, logits[0])
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
 
-    size, wanted = jnp.asarray([len(tokens)]), jnp.asarray([count], jnp.int32)
-    ask = DraftContext(given, size, wanted, count, sampling, None, draw)
-    found = draft.propose(params, state, ask)
-    assert found.tokens[0].tolist() == chosen and found.lengths.tolist() == [count]
+    @jax.jit
+    def run(params, given, sampling):
+        read = functools.partial(draft.read_prompt, params)
+        state, cache = draft.begin(params, 1, 32), jl.init_cache(CONFIG, 1, 32)
+        lengths, new = jnp.asarray([len(tokens) - 2], jnp.int32), given[:, -2:]
+        last, cache, state = fill_hidden(
+            CONFIG, params, given[:, :-2], lengths, cache, 8, read, state
+        )
+        _, proposal = jl.verify_step(CONFIG, params, new, jnp.asarray([1], jnp.int32), cache)
+        assert proposal.hidden is not None
+        both = jnp.concatenate([last.x[:, None], proposal.hidden.x[:, :1]], axis=1)
+        hidden = dataclasses.replace(last, x=both)
+        state = draft.read(params, state, new, hidden, jnp.asarray([2], jnp.int32))
+        size, wanted = jnp.asarray([len(tokens)]), jnp.asarray([count], jnp.int32)
+        ask = DraftContext(given, size, wanted, count, sampling, None, draw)
+        found = draft.propose(params, state, ask)
+        logits = mtp.logits(CONFIG, params, state.last)
+        return logits, state.cache.lengths, found.tokens, found.lengths
+
+    got, known, found, lengths = run(params, given, sampling)
+    assert known.tolist() == [len(tokens) - 1]
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=1e-4 * np.abs(want).max())
+    assert found[0].tolist() == chosen and lengths.tolist() == [count]
     jax.effects_barrier()
     np.testing.assert_allclose(scores, want, rtol=0, atol=1e-4 * np.abs(want).max())
 

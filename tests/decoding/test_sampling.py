@@ -26,6 +26,10 @@ run = jax.jit(sample)
 kept = jax.jit(_kept)
 
 
+# One program instead of seven for each shape.
+of_prompt = jax.jit(History.of_prompt, static_argnums=2)
+
+
 def logits_of(batch: int, vocab: int, seed: int = 0, ties: bool = False) -> np.ndarray:
     x = np.random.default_rng(seed).normal(size=(batch, vocab)).astype(np.float32) * 3
     return np.round(x) if ties else x
@@ -185,7 +189,7 @@ def test_greedy_batch_compiles_to_no_random_numbers_and_no_loop():
 def test_logprobs_ignore_temperature_bias_and_penalties():
     x = logits_of(1, 50)
     row = Sampling(temperature=3.0, logit_bias={7: 50.0}, presence_penalty=1.5, top_k=1)
-    history = History.of_prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), 50)
+    history = of_prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), 50)
     tokens, logprobs = draw(x, [row], history=history)
     assert tokens[0] == 7
     want = x[0, 7] - np.log(np.exp(x[0].astype(np.float64)).sum())
@@ -230,7 +234,7 @@ def test_a_row_depends_on_nothing_but_itself():
     x = logits_of(n, vocab, seed=4)
     prompt = np.random.default_rng(0).integers(0, vocab, (n, 40))
     positions = np.arange(n) * 17
-    history = History.of_prompt(as_jax(prompt, jnp.int32), jnp.full(n, 40, jnp.int32), vocab)
+    history = of_prompt(as_jax(prompt, jnp.int32), jnp.full(n, 40, jnp.int32), vocab)
     together = draw(x, kinds, positions, history)
     history = jax.tree.map(np.asarray, history)
     order = np.array([3, 5, 0, 2, 4, 1])
@@ -284,7 +288,7 @@ add = jax.jit(History.add)
 
 def history_of(prompt, output, vocab):
     tokens = as_jax([prompt + [0]], jnp.int32)  # the last one is padding
-    history = History.of_prompt(tokens, as_jax([len(prompt)], jnp.int32), vocab)
+    history = of_prompt(tokens, as_jax([len(prompt)], jnp.int32), vocab)
     for token in output:
         history = add(history, np.asarray([token], np.int32))
     return history

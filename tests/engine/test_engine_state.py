@@ -15,14 +15,16 @@ from jaxllama.engine import slots as device
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Event, Grammar, Request
 from tests.helpers.arrays import as_jax
+from tests.helpers.cases import slow
 from tests.helpers.engine_cases import (
     CONFIGS,
-    DELTA_ROWS,
+    DELTA_FAMILIES,
     MAX_NEW,
     OPTIONS,
     PROMPTS,
     REPEATING,
     SAMPLINGS,
+    check_answer,
     engine,
     model,
     run_schedule,
@@ -31,20 +33,36 @@ from tests.helpers.engine_cases import (
 )
 from tests.helpers.models import FAMILIES, params_of
 
-FAMILY = "hybrid"
+FAMILY = "delta"  # a state and pages
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 
 
 @pytest.mark.slow
+def test_tokens_are_those_of_the_request_alone_without_a_draft():
+    search("hybrid", 6)
+    assert engine("hybrid").stats().preemptions > 0
+
+
 def test_tokens_are_those_of_the_request_alone():
-    search(FAMILY, 6)
-    assert engine(FAMILY).stats().preemptions > 0
+    """Drafts, of which parts are rejected, preempted and cancelled rows, and prefixes that begin
+    with a snapshot, in one engine."""
+    eng = engine(FAMILY, draft="ngram")
+    run_schedule(FAMILY, eng, REPEATING)
+    search(FAMILY, 4, draft="ngram")
+    prompt = tuple(np.random.default_rng(99).integers(3, 97, 40).tolist())
+    hits = []
+    for index, tail in enumerate([(5,), (5,), (6, 7)]):
+        request = Request(f"p{index}", prompt + tail, 12, SAMPLINGS[(0, 5, 6)[index]])
+        events = eng.generate([request])[request.id]
+        check_answer(FAMILY, request, events, 1e-4)
+        hits.append(events[-1].cached_tokens)
+    assert hits == [0, 32, 32]
+    stats = eng.stats()
+    assert stats.preemptions > 0 and 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [FAMILY, "llama", "gla", "window", *(row.values[0] for row in DELTA_ROWS)]
-)
+@pytest.mark.parametrize("family", ["hybrid", "llama", "gla", "window", *DELTA_FAMILIES])
 def test_drafts_change_no_tokens(family):
     """Texts that repeat and texts that do not, alone and together, drawn, with penalties and bias,
     cancelled in the middle of a draft, preempted, ended by their length within one."""
@@ -159,9 +177,9 @@ def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
 @pytest.mark.parametrize(
     ("family", "draft"),
     [
-        (FAMILY, None),
+        ("hybrid", None),
         (FAMILY, "ngram"),
-        *(pytest.param(*row.values, "ngram", marks=row.marks) for row in DELTA_ROWS),
+        *slow(*((family, "ngram") for family in ("hybrid", *DELTA_FAMILIES) if family != FAMILY)),
     ],
 )
 def test_the_same_requests_at_the_same_steps_give_the_same_bits(family, draft):

@@ -1,7 +1,7 @@
 """Write hf_configs.json.gz: transformers' default config.json of every model type, and the names
 that its model reads of one (``test_hf.transformers_reads``).
 
-python tests/golden/make_config_golden.py     (torch 2.13.0 CPU, transformers 5.23.0)
+python tests/golden/make_config_golden.py     (torch 2.13.0 CPU, transformers 5.24.0)
 """
 
 import gzip

@@ -127,9 +127,9 @@ def test_extend_parts(monkeypatch, dtype):
 @pytest.mark.parametrize(
     ("dtype", "window"),
     [
-        ("int4", 60),
-        ("int8", 200),
-        ("float32", 700),
+        ("int4", 200),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("int4", 60), ("int8", 200))),
+        pytest.param("float32", 700, marks=pytest.mark.slow),
         *(pytest.param("float32", w, marks=pytest.mark.slow) for w in (1, 2, 60, 151, 200, 350)),
         pytest.param("float8_e4m3fn", 350, marks=pytest.mark.slow),
     ],

@@ -33,6 +33,7 @@ from tests.helpers import lora_cases
 from tests.helpers.arrays import as_jax
 from tests.helpers.models import GLA, LLAMA
 
+pytestmark = pytest.mark.newer  # CI runs these on the newest jax too
 CFG = LLAMA.replace(
     vocab_size=1024,
     d_model=1024,

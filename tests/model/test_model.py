@@ -99,7 +99,7 @@ def poison(cache: Cache) -> Cache:
     return jax.device_put(Cache(tuple(map(layer_of, cache.layers)), lengths))
 
 
-@families("mha-tied-bias", "wide-heads-yarn")
+@families()
 def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
     cfg, params, tokens = model(family)
     want = full_logits(cfg, params, tokens)
@@ -322,7 +322,7 @@ def test_cache_nbytes_counts_packed_words():
         assert init_cache(cfg, 3, 16, dtype).nbytes == cfg.n_layers * size + 3 * 4
 
 
-@pytest.mark.parametrize("family", ["gqa", "delta"])
+@pytest.mark.parametrize("family", ["gqa", *slow("delta")])
 def test_generate_equals_greedy_by_full_forward(family):
     """(Of other families test_gla_model, test_parity, and generate beside the engine.)"""
     cfg, params, tokens = model(family)

@@ -263,8 +263,8 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
 # Families: prompts in chunks, ragged rows, one token after the other
 
 
-# One of each mechanism; the others have no other.
-RAGGED = ("qwen3_next", "gemma3_text")
+# Windows; test_model has layers of the delta rule, and the others have no other mechanism.
+RAGGED = ("gemma3_text",)
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,8 @@ def test_compressed_is_the_compressed_resident_model(folder, options, tied):
     assert_same(bits(off.generate(PROMPTS, NEW)), bits(want))
 
 
-@pytest.mark.parametrize(
-    "policy", ["0 100 50 50 100 0 cpu_attention=true", *slow("0 100 0 50 0 0")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["0 100 50 50 100 0 cpu_attention=true", "0 100 0 50 0 0"])
 def test_cpu_attention_sparsity_and_prefill_in_pieces(folder, policy):
     params = params_of(NARROW)
     cfg = NARROW.replace(attn_sparsity=0.4)
@@ -187,7 +186,7 @@ def free_rows() -> tuple[list[list[int]], list[list[int]]]:
     "options",
     [
         *slow("100 0 0 100 100 0", "100 0 30 40 100 0 gpu_batch_size=3"),
-        "100 0 50 50 100 0 cpu_attention=true",
+        "100 0 50 50 100 0 cpu_attention=true prefill_batch_size=9",
     ],
 )
 def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):

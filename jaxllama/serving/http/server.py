@@ -316,7 +316,7 @@ class _Server:
                     call, stream = await submit(self._link, call, is_known=True)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
-        except EngineClosed:  # the next server answers it
+        except (EngineClosed, EngineFailed):  # before the body began: the next server answers it
             self._finish(call_id, None)
             return
         except Exception as error:

@@ -21,7 +21,7 @@ from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write, stor
 from pallas_kernels.dispatch import Reason
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import heads_of, in_pages, poisoned, same, values_of
-from tests.helpers.cases import each_once
+from tests.helpers.cases import each_once, slow
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
@@ -50,11 +50,14 @@ def paged_case(cache, page, batch=7, capacity=192, heads=(4, 2, 64)):
     "cache, page, window",
     [
         ("float32", 4, None),
-        ("bfloat16", 16, 40),
-        ("float16", 64, None),
-        ("int8", 4, 40),
+        ("int8", 64, 40),
         ("int4", 16, None),
-        ("float8_e4m3fn", 64, 40),
+        *slow(
+            ("bfloat16", 16, 40),
+            ("float16", 64, None),
+            ("int8", 4, 40),
+            ("float8_e4m3fn", 64, 40),
+        ),
     ],
 )
 def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
@@ -142,8 +145,17 @@ def written(pages, rows, table, page):
     return pages
 
 
+PAGED = [*zip(["float32", *CACHES], [4, 64] * 3, strict=True)]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("cache, page", [*zip(["float32", *CACHES], [4, 64] * 3, strict=True)])
+@pytest.mark.parametrize(
+    "cache, page",
+    [
+        x if x[0] in ("float32", "int8", "int4") else pytest.param(*x, marks=pytest.mark.slow)
+        for x in PAGED
+    ],
+)
 def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
     new, rows, pages, slots, table = rope_case(cache, page)
     q, *after = jax.jit(rope_and_write)(*new, *rows, slots)
@@ -156,7 +168,8 @@ def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
 
 
 @pytest.mark.parametrize(
-    "cache, window, normed", [("float32", 11, True), ("int4", None, False), ("int4", 11, True)]
+    "cache, window, normed",
+    [("int4", 11, True), *slow(("float32", 11, True), ("int4", None, False))],
 )
 def test_the_whole_step_through_a_table(cache, window, normed):
     new, rows, pages, slots, table = rope_case(cache, 16)

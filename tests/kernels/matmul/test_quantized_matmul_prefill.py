@@ -27,7 +27,7 @@ from pallas_kernels.matmul.many_rows.plan import PairTile
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
-from tests.helpers.cases import pairwise
+from tests.helpers.cases import pairwise, slow
 from tests.helpers.matmul_cases import error, lowered, newest, product, shaped
 from tests.helpers.matmul_cases import wide as floats
 
@@ -126,8 +126,8 @@ def test_lowers_at_real_shapes(operands):
     "tile,m,n,k,dtype",
     [
         (PairTile(64, 128, stages=3, cluster=1), 72, 136, 256, I8),
-        (PairTile(128, 64, stages=2, cluster=2), 200, 192, 384, I8),
         (PairTile(128, 64, stages=3, cluster=1, promote=2), 128, 128, 640, F8),
+        *slow((PairTile(128, 64, stages=2, cluster=2), 200, 192, 384, I8)),
         (PairTile(64, 96, stages=3, cluster=1), 24, 200, 320, BF16),
     ],
 )
@@ -187,7 +187,7 @@ LOW_RANKS = [((128, 64, 64), 64), ((192, 64), 40), ((256,), 200)]
 
 @pytest.mark.parametrize(
     "sources,ranks,dtype",
-    [(*case, dtype) for case, dtype in zip(LOW_RANKS, (I8, F8, I8), strict=True)],
+    [(*LOW_RANKS[1], F8), *slow((*LOW_RANKS[0], I8), (*LOW_RANKS[2], I8))],
 )
 def test_a_low_rank_term_in_the_interpreter(interpreter, monkeypatch, sources, ranks, dtype):
     """In the ring behind a tile's last step; of each tile of w's rows its own source; ranks that

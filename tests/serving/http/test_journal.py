@@ -150,6 +150,24 @@ def test_what_was_never_written_is_owed_by_the_next_server(lm, engine, disk, tmp
     left.close()
 
 
+@pytest.mark.core
+def test_what_a_failed_engine_never_began_is_owed_by_the_next_server(lm, tmp_path):
+    """A stored error would be the answer for ever, of a body that did nothing wrong."""
+    left = Journal(tmp_path)
+    left.accept("cmpl-a", "completion", 1, json.dumps(ASK))
+    left.close()
+    with FakeEngine() as broken:
+        broken.failure = "the engine failed: the device is gone"
+        with serving(lm, broken, state=str(tmp_path)) as url, client(url) as http:
+            asked = http.get("/v1/completions/cmpl-a")
+            assert asked.status_code == 503 and asked.json()["error"]["code"] == "stopping"
+            assert not broken.requests
+    with FakeEngine() as engine, serving(lm, engine, state=str(tmp_path)) as url:
+        with client(url) as http:
+            answer = http.get("/v1/completions/cmpl-a").json()
+    assert len(answer["choices"][0]["text"]) == 6
+
+
 def test_a_message_that_fails_ends_no_front_end(lm, engine, caplog):
     """An exception that nobody expected belongs into the log: the socket stays open."""
     port = Hub(engine, {}, Metrics(), None).open(lambda data: None)

@@ -83,7 +83,7 @@ def hold_against(page, path: str, method: str, examples: int) -> None:
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_the_page_holds(page, path, method):
-    hold_against(page, path, method, 3)
+    hold_against(page, path, method, 2)
 
 
 def test_every_operation_is_asked(page):
