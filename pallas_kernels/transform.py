@@ -120,11 +120,6 @@ class OpCall(Generic[Out_co]):
     def run(self, form: Callable[..., Out], leaves: Leaves) -> Out:
         return form(self.static, *jax.tree.unflatten(self.tree, leaves))
 
-    def kernel(self, *leaves: jax.Array) -> Out_co:
-        """Compute the op's kernel of the operands' leaves."""
-        assert self.op.kernel is not None
-        return self.op.kernel(self.static, *self.tree.unflatten(leaves))
-
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
@@ -178,8 +173,10 @@ def _apply(call: OpCall[Out], *leaves: jax.Array) -> Out:
 
 def _launch(call: OpCall[Out], leaves: Leaves) -> Out:
     """Trace the kernel as if on one device; its results vary over the axes that operands do."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    jaxpr, out = jax.make_jaxpr(call.kernel, return_shape=True)(*shapes)
+    assert call.op.kernel is not None
+    shapes = call.tree.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    kernel = functools.partial(call.op.kernel, call.static)
+    jaxpr, out = jax.make_jaxpr(kernel, return_shape=True)(*shapes)
     return jax.tree.structure(out).unflatten(kernel_p.bind(*leaves, jaxpr=jaxpr, call=call))
 
 

@@ -37,7 +37,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
 from jaxllama.typing import Params, ParamsDict, Tree
-from pallas_kernels.matmul.xla import low_rank_sums
+from pallas_kernels.matmul.codes import low_rank_sums
 from pallas_kernels.rows.low_rank import inner_products
 
 ROWS = "lora_rows"  # where a tree says which adapter each row of a call has

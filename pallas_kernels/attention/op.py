@@ -31,8 +31,14 @@ from pallas_kernels.attention.blockwise import (
     is_visible,
     load,
 )
-from pallas_kernels.attention.cache_layout import Cached, capacity_of
-from pallas_kernels.attention.rope_cache import PAGED, WIDTHS, from_cache_basis, unusual
+from pallas_kernels.attention.rope_cache import (
+    PAGED,
+    WIDTHS,
+    Cached,
+    capacity_of,
+    from_cache_basis,
+    unusual,
+)
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check

@@ -24,7 +24,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
@@ -32,6 +31,7 @@ from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
+Cached = jax.Array | QTensor
 WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
 _OPERANDS = {
     "qkv": "float [B, N + 2K, H+]",
@@ -263,6 +263,19 @@ def unusual(kv: QTensor) -> str | None:
     if kv.scale.dtype == jnp.float32 and zero is None:
         return None
     return "a cache whose scales are not float32 without zero points"
+
+
+def capacity_of(kv: Cached, table: jax.Array | None) -> int:
+    """Return the number of tokens that a row can hold, S."""
+    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
+
+
+def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (page, place in the page) of ``slots[B, T]``; page P means that nothing is written."""
+    pages, page = kv.shape[:2]
+    entry = jnp.take_along_axis(table, slots // page, axis=1, mode="clip")
+    inside = (slots >= 0) & (slots < table.shape[1] * page) & (entry >= 0)
+    return jnp.where(inside, jnp.minimum(entry, pages), pages), slots % page
 
 
 def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Cached:

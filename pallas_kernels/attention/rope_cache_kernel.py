@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.pages import BlockTable, Paging
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch

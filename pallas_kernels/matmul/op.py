@@ -22,8 +22,8 @@ activation is one kernel, float32 from the product to the only rounding.  Elsewh
 after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x may have a
 low-rank term (LoRA).  With up to 64 rows the product's kernel computes that term.
 
-The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
-``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
+The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of x)
+and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
 model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own layout, a
 ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
 of 32.
@@ -62,9 +62,10 @@ from pallas_kernels.dispatch import (
     choose_plan,
     is_empty,
 )
-from pallas_kernels.matmul import choice, operands, xla
+from pallas_kernels.matmul import choice, operands
 from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
-from pallas_kernels.matmul.xla import finish, low_rank_sums
+from pallas_kernels.matmul.codes import codes, low_rank_sums
+from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -468,8 +469,6 @@ def _around(
     return Around(static.out, bias, norm, residual, pending, call.swiglu, call.activation)
 
 
-_weight_only = Op(
-    "quantized_matmul", xla.weight_only, choice.run, backward=xla.weight_only_gradients
-)
-_codes = Op("quantized_matmul", xla.codes, _codes_kernel)
+_weight_only = Op("quantized_matmul", weight_only, choice.run, backward=weight_only_gradients)
+_codes = Op("quantized_matmul", codes, _codes_kernel)
 _fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)

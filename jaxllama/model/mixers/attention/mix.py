@@ -44,10 +44,14 @@ from pallas_kernels.attention.blockwise import (
     blockwise_attention,
     joined,
 )
-from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
-from pallas_kernels.attention.rope_cache import from_cache_basis, norm_heads, rope_and_write
+from pallas_kernels.attention.rope_cache import (
+    capacity_of,
+    from_cache_basis,
+    norm_heads,
+    rope_and_write,
+)
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
