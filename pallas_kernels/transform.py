@@ -33,7 +33,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.derivative import is_codes, is_float, linear_p
-from pallas_kernels.dispatch import KERNELS, Implementation, Plan
+from pallas_kernels.dispatch import KERNELS, Implementation, Plan, kind_of
 from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
 from pallas_kernels.types import TreeDef
 
@@ -62,8 +62,7 @@ XLA = OpChoice("xla")
 
 def chosen(plan: Plan | None, implementation: Implementation | None) -> OpChoice:
     """Return the choice that ``dispatch.choose_plan``'s plan is; None is XLA's form."""
-    kind: Implementation = "xla" if plan is None else getattr(plan, "implementation", "mosaic")
-    return OpChoice(kind, implementation is not None)
+    return OpChoice(kind_of(plan), implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

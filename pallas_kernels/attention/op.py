@@ -123,8 +123,21 @@ def _kernel(
             q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
         )
         return from_cache_basis(v, out)
+    return _mosaic(call, q, k, v, lengths, table, sinks)
+
+
+def _mosaic(
+    call: _Static,
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
     from pallas_kernels.attention import direct, kernel
 
+    window, scale, plan = call
     options = {"window": window, "scale": scale, "plan": plan}
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if isinstance(plan, direct.DirectPlan):

@@ -179,11 +179,16 @@ def check_heads(
         )
     for name, kv in (("k", k), ("v", v)):
         if isinstance(kv, QTensor):
-            if reason := unusual(kv):
-                raise ValueError(f"{op}: {name} is {reason}")
-            group = _group(h, jnp.dtype(kv.dtype).name)
-            if kv.group_size != group:
-                raise ValueError(f"{op}: {name}.scale {kv.scale.shape} is not of {group} features")
+            _check_codes(op, name, kv, h)
+
+
+def _check_codes(op: str, name: str, kv: QTensor, head_dim: int) -> None:
+    """ValueError for a cache that ``quantize_kv`` would not make."""
+    if reason := unusual(kv):
+        raise ValueError(f"{op}: {name} is {reason}")
+    group = _group(head_dim, jnp.dtype(kv.dtype).name)
+    if kv.group_size != group:
+        raise ValueError(f"{op}: {name}.scale {kv.scale.shape} is not of {group} features")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,13 +290,11 @@ def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None 
     if table is not None:
         rows, slots = place(kv, slots, table)
     if isinstance(kv, QTensor):
-        return jax.tree.map(
-            lambda o, n: _stored(o, rows, slots, n),
-            kv,
-            quantize_kv(new, jnp.dtype(kv.dtype).name),
-        )
-    return _stored(kv, rows, slots, new.astype(kv.dtype))
+        new_tokens: Cached = quantize_kv(new, jnp.dtype(kv.dtype).name)
+    else:
+        new_tokens = new.astype(kv.dtype)
 
+    def written(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)
 
-def _stored(old: jax.Array, rows: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)
+    return jax.tree.map(written, kv, new_tokens)

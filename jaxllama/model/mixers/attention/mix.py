@@ -214,21 +214,16 @@ def _decode(
     slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
     cos, sin = at.rope.of(cfg.rope)
     where = (cos[:, 0], sin[:, 0], cache.k, cache.v, slots)
-    if cfg.attn_softcap is None and _is_dense(cfg, at):
-        heads, norm = _with_norm(cfg, p, qkv)
-        # A row without a new token sees nothing and gives zeros.
-        out, *kv = rope_and_attend(
-            heads[:, 0],
-            *where,
-            norm=norm,
-            window=window,
-            table=table,
-            sinks=sinks_of(cfg, p),
-        )
-        return out, KVCache(*kv)
-    q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
-    cache = KVCache(*kv)
-    return _query(cfg, p, q, cache, at), cache
+    if cfg.attn_softcap is not None or not _is_dense(cfg, at):
+        q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
+        return _query(cfg, p, q, KVCache(*kv), at), KVCache(*kv)
+    heads, norm = _with_norm(cfg, p, qkv)
+    sinks = sinks_of(cfg, p)
+    # A row without a new token sees nothing and gives zeros.
+    out, *kv = rope_and_attend(
+        heads[:, 0], *where, norm=norm, window=window, table=table, sinks=sinks
+    )
+    return out, KVCache(*kv)
 
 
 def _query(cfg: ModelConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:
