@@ -51,6 +51,12 @@ class Columns(NamedTuple):
     def value(self) -> jax.Array:
         return self.rows[..., self.start : self.start + self.width]
 
+    def plus(self, bias: jax.Array | None) -> Columns:
+        """Return the columns with a bias ``[width]`` added."""
+        if bias is None:
+            return self
+        return Columns(self.value + bias.astype(self.rows.dtype), 0, self.width)
+
 
 class _Line(NamedTuple):
     dtypes: tuple[str, ...]

@@ -38,21 +38,25 @@ from jaxllama.model.cache import (
     LayerState,
     cache_specs,
 )
+from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import feed_experts
-from jaxllama.model.linear import LayerOps, Stream
+from jaxllama.model.layer_ops import LayerOps
+from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, chosen
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
 from jaxllama.model.records import At, Hidden, new_tokens, positions_of
 from jaxllama.model.sharded import over_mesh
-from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
+from jaxllama.parallel.collectives import lookup_rows
+from jaxllama.parallel.mesh import MODEL_AXIS, is_split, traced_mesh
 from jaxllama.typing import Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 # A layer
 
@@ -121,7 +125,7 @@ def inner(
     if cfg.gated_mlp:
         return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
     y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
-    return linear.activated(y, cfg.activation), stream
+    return activated(y, cfg.activation), stream
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,7 +184,18 @@ def embed_tokens(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """``tokens[B, T]`` -> ``[B, T, D]``."""
-    return scale_embedded(cfg, linear.embed(params["embed"]["weight"], tokens, dtype))
+    return scale_embedded(cfg, _rows_of_table(params["embed"]["weight"], tokens, dtype))
+
+
+def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows ``tokens[...]`` of a table ``[V, D]``."""
+    assert not isinstance(weight, RowBlocks)  # a table has one scheme
+    if is_split():
+        assert not isinstance(weight, CpuWeight)  # a mesh keeps weights in their first layout
+        return lookup_rows(weight, tokens, dtype)
+    if isinstance(weight, QTensor | CpuWeight):
+        return dequantize(weight.rows(tokens), dtype)
+    return weight[tokens].astype(dtype)
 
 
 def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
