@@ -66,9 +66,10 @@ class Stream(NamedTuple):
         return self.x if self.pending is None else self.x + self.pending.astype(self.x.dtype)
 
     @property
-    def awaits_rounding(self) -> bool:
-        """Is the pending term a sum over devices, which is float32?"""
-        return self.pending is not None and self.pending.dtype != self.x.dtype
+    def rounded(self) -> Stream:
+        """With a sum over devices, which is float32, added now instead of in the norm."""
+        is_sum = self.pending is not None and self.pending.dtype != self.x.dtype
+        return Stream(self.total) if is_sum else self
 
 
 # The two operations
@@ -115,7 +116,7 @@ def _fused_norm_linear(
         made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
         if made is not None:
             return _gated(made[0], into, cfg), Stream(made[1])
-    stream = _rounded(stream)
+    stream = stream.rounded
     y = fused_matmul(stream.x, weight, **around) if stream.pending is None else None
     return None if y is None else (_gated(y, into, cfg), stream)
 
@@ -132,7 +133,7 @@ def _norm_linears(
     has_lora = any(_lora(linear) is not None for linear in linears)
     has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
     if has_kernel and scale is not None and cfg.norm == "rms":
-        made = _fused_norm_linears(_rounded(stream), scale, linears, cfg)
+        made = _fused_norm_linears(stream.rounded, scale, linears, cfg)
         if made is not None:
             return made
     wanted = [None if has_lora else input_codes(linear) for linear in linears]
@@ -230,7 +231,7 @@ def norm(
     if scale is None or cfg.norm == "layer":
         x = Stream(stream.total)
         return _quantized(layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
-    stream, weight = _rounded(stream), scale["weight"]
+    stream, weight = stream.rounded, scale["weight"]
     x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
     if codes is not None and lora is not None:
         y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm_eps), residual=residual)
@@ -248,11 +249,6 @@ def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Inp
     if lora is None:
         return quantize_tokens(x, codes)
     return lora.adapted(x, codes)[0]
-
-
-def _rounded(stream: Stream) -> Stream:
-    """Add a pending sum over devices to x now, with rounding, instead of in the norm."""
-    return Stream(stream.total) if stream.awaits_rounding else stream
 
 
 def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
