@@ -42,7 +42,7 @@ import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.typing import Device, Jitted, Tree
+from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
@@ -113,7 +113,7 @@ class Programs:
         The jax.Device that the kept programs run on.
     """
 
-    def __init__(self, folder: Path | None, device: Device) -> None:
+    def __init__(self, folder: Path | None, device: LocalDevice) -> None:
         self._folder, self._device = folder, device
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._claimed: set[Hashable] = set()
@@ -339,7 +339,7 @@ def _tell_where_kernels_are() -> None:
         importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
-def name(wanted: Mapping[Hashable, Wanted], device: Device) -> str:
+def name(wanted: Mapping[Hashable, Wanted], device: LocalDevice) -> str:
     """Return the file name of these programs on a jax.Device: a hash of all that they depend on."""
     digest = hashlib.sha256()
     for package in (jaxllama, pallas_kernels):
