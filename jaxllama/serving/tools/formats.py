@@ -4,8 +4,8 @@
 
 A format is a row: a ``CallFormat`` with the strings around a call, and a reader. ``json_calls`` has
 the formats with JSON, ``markup`` those in tags, ``literals`` those like Python. A new family is a
-row in one of them, and a line here. Each format reads an answer's text as it comes, and writes the rule
-of a grammar to which a forced or strict call is held.
+row in one of them, and a line here. Each format reads an answer's text as it comes, and writes the
+rule of a grammar to which a forced or strict call is held.
 """
 
 from __future__ import annotations
