@@ -167,7 +167,7 @@ CANDIDATES = [
     ),
     Fault(
         "a commit keeps one token too many",
-        M + "decoder.py",
+        M + "verification.py",
         "cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)",
         "cache, count = proposal.cache, jnp.clip(count + 1, 0, proposal.new)",
         f"{MODEL} tests/decoding/test_drafts.py",
@@ -185,8 +185,8 @@ CANDIDATES = [
     Fault(
         "a chunked prefill keeps the hidden state of an empty chunk",
         "jaxllama/decoding/forward.py",
-        "return (cache, hidden.last(n_new, last)), None",
-        "return (cache, hidden.last(n_new)), None",
+        "return (cache, hidden.last(n_new, last), kept), None",
+        "return (cache, hidden.last(n_new), kept), None",
         f"{MODEL} tests/test_language_model.py",
         first=f"{ONE}::test_chunked_prefill_is_whole_prefill",
     ),

@@ -124,7 +124,7 @@ def loss(
         return _objective(setup, params, batch, config.remat)
     teacher = setup.teacher
     assert teacher is not None and fixed is not None
-    params = rounded(params)
+    params = rounded(params) if config.quantize else params
     if goal.objective == "mixers":
         return distill.mixer_loss(cfg, teacher, params, fixed, inputs, dtype, config.remat)
     x = hidden_states(cfg, params, inputs, dtype, config.remat)
@@ -147,7 +147,7 @@ def _weights(setup: TrainingSetup, params: Params, fixed: Params | None, rows: i
     """Return the floats or frozen weights that the model multiplies ``rows`` rows by."""
     config = setup.config
     if config.lora is None:
-        return rounded(params)
+        return rounded(params) if config.quantize else params
     assert fixed is not None
     return adapters.joined(setup.model, config.lora, fixed, params, rows, jnp.dtype(config.dtype))
 

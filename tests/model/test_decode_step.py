@@ -22,7 +22,7 @@ from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors import resident
 from jaxllama.executors.resident import advance, start
 from jaxllama.generation import init_params
-from jaxllama.model import decoder
+from jaxllama.model import verification
 from jaxllama.model.cache import cache_specs
 from jaxllama.model.lora import attach, for_rows
 from jaxllama.model.shardings import specs
@@ -90,7 +90,7 @@ def kernels_of(
 
 def verify_and_commit(cfg, params, tokens, count, cache):
     scores, proposal = verify(cfg, params, tokens, count, cache)
-    return scores, decoder.commit(proposal, count)
+    return scores, verification.commit(proposal, count)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from jaxllama.model.mixers.attention.cudnn import extend, has_cudnn
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
-from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
+from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
@@ -51,6 +51,7 @@ from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
     norm_heads,
     rope_and_write,
+    rotate,
 )
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.operands import Columns
@@ -168,7 +169,7 @@ def _extend(
     if cache is None:
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = rotate(q, *rope), rotate(k, *rope)
         return attend(q, k, v, positions, window, cap, sinks, at.segments), None
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
