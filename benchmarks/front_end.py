@@ -36,7 +36,7 @@ from jaxllama.serving.api.messages import Reply, RowEvent, StepNews, Submit
 from jaxllama.serving.http import front_end
 from jaxllama.serving.http.runs import CallRun, ChunkStream
 from jaxllama.serving.http.server import ServerSettings
-from jaxllama.serving.ipc.facts import Facts
+from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.text.stream import StopStrings
 from jaxllama.text.token_bytes import byte_characters
@@ -70,7 +70,7 @@ CASES = (
 )
 
 
-def facts() -> Facts:
+def facts() -> ModelFacts:
     """A model of words of three to nine letters, each with the space before it."""
     rng = np.random.default_rng(0)
     vocab = {char: byte for byte, char in enumerate(byte_characters())}
@@ -82,7 +82,7 @@ def facts() -> Facts:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     config = load_config("llama-3.2-1b").replace(vocab_size=WORDS, eos_token_ids=(2,))
-    return Facts(config, Tokenizer(backend, "words", chat_template=TEMPLATE), None, ())
+    return ModelFacts(config, Tokenizer(backend, "words", chat_template=TEMPLATE), None, ())
 
 
 SETTINGS = ServerSettings("mock", 200_000)
@@ -245,7 +245,9 @@ def parts(case: LoadCase, streams: int) -> dict[str, float]:
     return asyncio.run(_parts(known, calls, parsed, n))
 
 
-async def _parts(known: Facts, calls: list[AcceptedCall], body: Any, n: int) -> dict[str, float]:
+async def _parts(
+    known: ModelFacts, calls: list[AcceptedCall], body: Any, n: int
+) -> dict[str, float]:
     link = EngineClient()
     link.know(known.tokenizer, known.config.eos_token_ids)
     mine = messages.Frames(messages.from_front_end())

@@ -43,7 +43,7 @@ from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.resident import loop_for, start
-from jaxllama.model import decoder
+from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
@@ -293,7 +293,7 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
 
 @donated(0)
 def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Array) -> Cache:
-    return decoder.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
+    return verification.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
 
 
 def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:

@@ -3,6 +3,7 @@
     programs = KeptPrograms(facts)      facts of how the model is loaded; a thread reads the file
     programs.call(key, function, arguments, cfg, static)     the result of ``function``
     programs.wait()                     until the first calls' programs are ready
+    folder, digest, read, keep          the files, which an engine's programs have too
 
 jax's cache finds a compiled program by its lowered text. A process must therefore trace and lower a
 program before it finds it there: 0.4 s for a model of 30 layers, before its first token. A kept
@@ -15,6 +16,7 @@ Left out: GPUs, meshes, and models of few layers, whose tracing takes little tim
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -23,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -42,6 +44,16 @@ Serialized = tuple[bytes, object, object]  # as ``serialize_executable`` returns
 PROGRAMS = 12  # per file: a cache, a prefill and a loop for each of four shapes
 EARLY = 4  # programs prepared while the weights are read: the last process's newest
 LEAST_LAYERS = 8
+
+
+class Kept(NamedTuple):
+    """The contents of a file.
+
+    handlers: the CPU handlers that the programs call.  programs: the serialized programs.
+    """
+
+    handlers: tuple[jit.Program, ...]
+    programs: Any
 
 
 class KeptPrograms:
@@ -127,7 +139,8 @@ class KeptPrograms:
         _, programs = _stored(self._path)
         programs.pop(name, None)
         programs[name] = blob
-        _write(self._path, (jit.registered(), dict(list(programs.items())[-PROGRAMS:])))
+        newest = dict(list(programs.items())[-PROGRAMS:])
+        _write(self._path, Kept(jit.registered(), newest))
 
 
 def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -160,19 +173,30 @@ def _path(facts: object) -> Path | None:
 
     The file's name is a hash of everything that determines the programs.
     """
+    known = folder("models")
+    if known is None or jax.default_backend() != "cpu":
+        return None
+    return known / f"model-{digest(jit.identity(), len(jax.devices()), facts)}.pickle"
+
+
+def folder(name: str) -> Path | None:
+    """Return a folder beside jax's compiled programs; None where nothing is kept."""
     config: Any = jax.config  # its options are made at import, where no type checker sees them
     known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    is_told = jit.unavailable() is None  # nothing else tells this CPU from another
-    if jax.default_backend() != "cpu" or not is_told or not known or not os.path.isdir(known):
-        return None
-    digest = hashlib.sha256()
+    # Without handlers nothing identifies the CPU.
+    is_told = jax.default_backend() != "cpu" or jit.unavailable() is None
+    return Path(known) / name if is_told and known and os.path.isdir(known) else None
+
+
+def digest(*facts: object) -> str:
+    """Return a hash of this code, jax with its settings, and the facts."""
+    found = hashlib.sha256()
     for package in (Path(__file__).parent, pallas_kernels.__path__[0]):
         for line in sorted(_sources(str(package))):
-            digest.update(line.encode())
-    where = jax.__version__, jaxlib.version.__version__, jit.identity(), len(jax.devices())
+            found.update(line.encode())
     flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))
-    digest.update(repr((where, flags, facts)).encode())
-    return Path(known) / "models" / f"model-{digest.hexdigest()[:32]}.pickle"
+    found.update(repr((jax.__version__, jaxlib.version.__version__, flags, facts)).encode())
+    return found.hexdigest()[:32]
 
 
 def _sources(folder: str) -> Iterator[str]:
@@ -186,20 +210,35 @@ def _sources(folder: str) -> Iterator[str]:
                 yield from _sources(entry.path)
 
 
-def _stored(path: Path) -> tuple[tuple[jit.Program, ...], dict[str, Serialized]]:
-    """Return the file's contents: the CPU's handlers that programs call, and the programs.
-
-    The second value maps names to serialized programs, oldest first.
-    """
+def _stored(path: Path) -> Kept:
+    """Return the file's contents; ``programs`` maps names to serialized programs, oldest first."""
     try:
-        data = sealed.read(path)
-        if data is None:
-            return (), {}
-        os.utime(path)
-        return pickle.loads(data)
+        return read(path) or Kept((), {})
     except (OSError, sealed.Damaged) as error:
         warnings.warn(f"{path}: compiling again: {error}", stacklevel=2)
-        return (), {}
+        return Kept((), {})
+
+
+def read(path: Path) -> Kept | None:
+    """Return a file's contents, or None if there is no such file.
+
+    Raises ``sealed.Damaged``, a ValueError, if the file is damaged.
+    """
+    data = sealed.read(path)
+    if data is None:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return Kept(*pickle.loads(data))
+
+
+def keep(path: Path, contents: Kept, most: int) -> None:
+    """Write a file, then remove all but the newest ``most`` of its folder's files of that kind.
+
+    path: its name begins with the kind and a dash.
+    """
+    kind = path.name.partition("-")[0]
+    sealed.keep(path, pickle.dumps(contents), f"{kind}-*.pickle", most)
 
 
 def _loaded(blob: Serialized) -> jax.stages.Compiled:
@@ -207,5 +246,5 @@ def _loaded(blob: Serialized) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*blob, execution_devices=[device])
 
 
-def _write(path: Path, kept: object) -> None:
-    sealed.keep(path, pickle.dumps(kept), "model-*.pickle", FILES)
+def _write(path: Path, contents: Kept) -> None:
+    keep(path, contents, FILES)

@@ -40,7 +40,7 @@ Options: TypeAlias = dict[str, Any]
 Jitted: TypeAlias = Any
 
 
-class Device(Protocol):
+class LocalDevice(Protocol):
     """A ``jax.Device``, which type checkers see as a variable."""
 
     @property

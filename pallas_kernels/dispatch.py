@@ -36,7 +36,7 @@ from pallas_kernels.operands import has_shape
 from pallas_kernels.types import Device
 
 Implementation = Literal["xla", "mosaic", "cpu"]
-_IMPLEMENTATIONS = ("xla", "mosaic", "cpu", None)
+_IMPLEMENTATIONS = ("xla", "mosaic", "cpu")
 _NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
@@ -211,42 +211,56 @@ def choose_plan(
     NotImplementedError
         The caller named a kernel, and there is no plan for it. The message names the fact.
     """
+    if implementation is not None:
+        return _named_choice(op, implementation, find, cpu, operands, has_xla)
+    found = _EMPTY if has_xla and is_empty(*operands) else _own_answer(find, cpu, operands)
+    plan = _faster_plan(found)
+    if _recorder.get() is not None:
+        _record(op, operands, kind_of(plan), found, plan)
+    return plan
+
+
+def kind_of(plan: Plan | None) -> Implementation:
+    """Return the implementation that a plan belongs to; None is XLA's form."""
+    return "xla" if plan is None else getattr(plan, "implementation", "mosaic")
+
+
+def _named_choice(
+    op: str,
+    implementation: Implementation,
+    find: Find,
+    cpu: Find | None,
+    operands: tuple[object, ...],
+    has_xla: bool,
+) -> Plan | None:
+    """``choose_plan`` for a caller who names the implementation."""
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation {implementation!r} is not {_NAMES}")
-    kind = implementation or _own_kind(cpu, operands)
-    is_named = implementation in KERNELS
-    if implementation == "xla":
-        found = _ASKED
-    elif has_xla and is_empty(*operands):
-        found, is_named = _EMPTY, False
+    is_xla, is_nothing = implementation == "xla", has_xla and is_empty(*operands)
+    if is_xla or is_nothing:
+        found, plan, kind = _ASKED if is_xla else _EMPTY, None, "xla"
     else:
-        found = _find(kind, is_named, find, cpu, operands)
-    plan = named_plan(found) if is_named else _faster_plan(found)
+        planner, kind = cpu if implementation == "cpu" else find, implementation
+        found = Reason("the op has none") if planner is None else planner()
+        plan = named_plan(found)
     if _recorder.get() is not None:
-        _record(op, operands, kind if is_named or plan else "xla", found, plan)
-    if plan is None and is_named:
+        _record(op, operands, kind, found, plan)
+    if plan is None and kind != "xla":
         raise NotImplementedError(f"{op}: no {KERNELS[kind]} for this call: {_text(found)}")
     if plan is not None and kind == "mosaic" and jax.__version_info__ < TESTED_JAX[0]:
         raise NotImplementedError(f"{plan.kernel}: {untested_jax()}")
     return plan
 
 
-def _own_kind(cpu: Find | None, operands: object) -> Implementation:
-    """Return the kind of kernels that can run where the operands are."""
-    return "cpu" if cpu is not None and device_of(operands).platform == "cpu" else "mosaic"
-
-
-def _find(
-    kind: str,
-    is_named: bool,
+def _own_answer(
     find: Callable[[], P | Reason],
     cpu: Callable[[], P | Reason] | None,
     operands: tuple[object, ...],
 ) -> P | Reason:
-    """Ask the planner of this kind of kernels."""
-    if kind == "cpu":
-        return Reason("the op has none") if cpu is None else cpu()
-    reason = None if is_named else hopper_reason(*operands)
+    """Ask the planner of the kernels that can run where the operands are."""
+    if cpu is not None and device_of(operands).platform == "cpu":
+        return cpu()
+    reason = hopper_reason(*operands)
     return find() if reason is None else Reason(reason)
 
 
@@ -260,7 +274,7 @@ def own_plan(
     """
     if is_empty(*operands):
         return None
-    return _faster_plan(_find(_own_kind(cpu, operands), False, find, cpu, operands))
+    return _faster_plan(_own_answer(find, cpu, operands))
 
 
 def named_plan(found: Plan | Reason) -> Plan | None:

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 FLOATS = ("float32", "bfloat16", "float16")
+# Dtypes of scales, by whether the codes are float4 and whether a unit multiplies the scales.
+_SCALES = {
+    (False, False): FLOATS,
+    (False, True): ("int8",),
+    (True, False): (*FLOATS, E8M0, E4M3),
+    (True, True): (E4M3,),
+}
 _Sizes = dict[str, tuple[Any, str]]  # by axis: its size, and the operand that it was read off
 
 
@@ -43,6 +50,12 @@ class Columns(NamedTuple):
     @property
     def value(self) -> jax.Array:
         return self.rows[..., self.start : self.start + self.width]
+
+    def plus(self, bias: jax.Array | None) -> Columns:
+        """Return the columns with a bias ``[width]`` added."""
+        if bias is None:
+            return self
+        return Columns(self.value + bias.astype(self.rows.dtype), 0, self.width)
 
 
 class _Line(NamedTuple):
@@ -93,17 +106,13 @@ def check_parts(op: str, name: str, x: QTensor) -> None:
     """Raise ValueError if a QTensor's parts do not fit together."""
     q, scale = x.q, x.scale
     _check_dtype(op, f"{name}.q", q, tuple(CODES))
-    is_float4 = q.dtype.name == "float4_e2m1fn"
-    if x.unit is None:
-        allowed = (*FLOATS, E8M0, E4M3) if is_float4 else FLOATS
-    else:
-        allowed = (E4M3,) if is_float4 else ("int8",)
-    _check_dtype(op, f"{name}.scale", scale, allowed)
+    is_float4, has_unit = q.dtype.name == "float4_e2m1fn", x.unit is not None
+    _check_dtype(op, f"{name}.scale", scale, _SCALES[is_float4, has_unit])
     if not _are_groups(q, scale):
         raise ValueError(f"{op}: {name}.scale {scale.shape} {_no_groups(name, q)}")
-    for part in ("zero", "unit", "columns", "input_scale"):
+    for part, check_part in _PARTS.items():
         if getattr(x, part) is not None:
-            _check_part(op, name, x, part)
+            check_part(op, name, x)
 
 
 def _are_groups(q: jax.Array, scale: jax.Array) -> bool:
@@ -117,23 +126,39 @@ def _no_groups(name: str, q: jax.Array) -> str:
     return f"does not fit {codes}: an axis of groups that divides its last one"
 
 
-def _check_part(op: str, name: str, x: QTensor, part: str) -> None:
-    """Raise ValueError if a part that a QTensor may lack does not fit its codes and scales."""
-    array, *lead, k = getattr(x, part), *x.shape
-    if part == "zero":
-        _check_dtype(op, f"{name}.q", x.q, tuple(c for c in CODES if c != "float4_e2m1fn"))
-        is_int = jnp.issubdtype(array.dtype, jnp.integer)
-        dtypes = (array.dtype.name,) if is_int else FLOATS
-        _check_array(op, f"{name}.zero", array, dtypes, x.scale.shape)
-    elif part == "unit":
-        _check_array(op, f"{name}.unit", array, ("float32",), (*lead, 1))
-        _check_dtype(op, f"{name}.q", x.q, NIBBLES)
-        if x.zero is not None:
-            _check_dtype(op, f"{name}.zero", x.zero, ("int8",))
-    elif part == "columns":
-        _check_array(op, f"{name}.columns", array, ("int32",), (k,))
-    else:
-        _check_array(op, f"{name}.input_scale", array, ("float32",), ())
+def _check_zero(op: str, name: str, x: QTensor) -> None:
+    assert x.zero is not None
+    _check_dtype(op, f"{name}.q", x.q, tuple(c for c in CODES if c != "float4_e2m1fn"))
+    is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)
+    dtypes = (x.zero.dtype.name,) if is_int else FLOATS
+    _check_array(op, f"{name}.zero", x.zero, dtypes, x.scale.shape)
+
+
+def _check_unit(op: str, name: str, x: QTensor) -> None:
+    assert x.unit is not None
+    _check_array(op, f"{name}.unit", x.unit, ("float32",), (*x.shape[:-1], 1))
+    _check_dtype(op, f"{name}.q", x.q, NIBBLES)
+    if x.zero is not None:
+        _check_dtype(op, f"{name}.zero", x.zero, ("int8",))
+
+
+def _check_columns(op: str, name: str, x: QTensor) -> None:
+    assert x.columns is not None
+    _check_array(op, f"{name}.columns", x.columns, ("int32",), x.shape[-1:])
+
+
+def _check_input_scale(op: str, name: str, x: QTensor) -> None:
+    assert x.input_scale is not None
+    _check_array(op, f"{name}.input_scale", x.input_scale, ("float32",), ())
+
+
+# The parts that a QTensor may lack, and the check that each fits its codes and scales.
+_PARTS = {
+    "zero": _check_zero,
+    "unit": _check_unit,
+    "columns": _check_columns,
+    "input_scale": _check_input_scale,
+}
 
 
 def _check_array(

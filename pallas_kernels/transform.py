@@ -33,7 +33,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.derivative import is_codes, is_float, linear_p
-from pallas_kernels.dispatch import KERNELS, Implementation, Plan
+from pallas_kernels.dispatch import KERNELS, Implementation, Plan, kind_of
 from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
 from pallas_kernels.types import TreeDef
 
@@ -62,8 +62,7 @@ XLA = OpChoice("xla")
 
 def chosen(plan: Plan | None, implementation: Implementation | None) -> OpChoice:
     """Return the choice that ``dispatch.choose_plan``'s plan is; None is XLA's form."""
-    kind: Implementation = "xla" if plan is None else getattr(plan, "implementation", "mosaic")
-    return OpChoice(kind, implementation is not None)
+    return OpChoice(kind_of(plan), implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,11 +119,6 @@ class OpCall(Generic[Out_co]):
     def run(self, form: Callable[..., Out], leaves: Leaves) -> Out:
         return form(self.static, *jax.tree.unflatten(self.tree, leaves))
 
-    def kernel(self, *leaves: jax.Array) -> Out_co:
-        """Compute the op's kernel of the operands' leaves."""
-        assert self.op.kernel is not None
-        return self.op.kernel(self.static, *self.tree.unflatten(leaves))
-
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
@@ -178,8 +172,10 @@ def _apply(call: OpCall[Out], *leaves: jax.Array) -> Out:
 
 def _launch(call: OpCall[Out], leaves: Leaves) -> Out:
     """Trace the kernel as if on one device; its results vary over the axes that operands do."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    jaxpr, out = jax.make_jaxpr(call.kernel, return_shape=True)(*shapes)
+    assert call.op.kernel is not None
+    shapes = call.tree.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    kernel = functools.partial(call.op.kernel, call.static)
+    jaxpr, out = jax.make_jaxpr(kernel, return_shape=True)(*shapes)
     return jax.tree.structure(out).unflatten(kernel_p.bind(*leaves, jaxpr=jaxpr, call=call))
 
 

@@ -167,7 +167,7 @@ CANDIDATES = [
     ),
     Fault(
         "a commit keeps one token too many",
-        M + "decoder.py",
+        M + "verification.py",
         "cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)",
         "cache, count = proposal.cache, jnp.clip(count + 1, 0, proposal.new)",
         f"{MODEL} tests/decoding/test_drafts.py",

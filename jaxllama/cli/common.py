@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxllama.offload.policy import Policy
 
 
-class Group(Protocol):
+class OptionGroup(Protocol):
     """A parser, or a group of its options."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
@@ -53,7 +53,7 @@ def rounding(text: str) -> str:
     return text
 
 
-def source_options(sub: Parser, default: str | None = MODEL) -> Group:
+def source_options(sub: Parser, default: str | None = MODEL) -> OptionGroup:
     """Add the options that name the weights, and return their group."""
     group = sub.add_argument_group("model")
     shown = ", to be loaded too" if default is None else " (default %(default)s)"
@@ -81,7 +81,7 @@ def source(args: argparse.Namespace) -> Options:
     return {"random": args.random, "revision": args.revision}
 
 
-def dtype_option(group: Group) -> None:
+def dtype_option(group: OptionGroup) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="dtype of weights and activations")
 
 
@@ -91,7 +91,7 @@ def model_options(sub: Parser) -> None:
     quantize_option(group)
 
 
-def quantize_option(group: Group) -> None:
+def quantize_option(group: OptionGroup) -> None:
     group.add_argument(
         "--quantize",
         type=rounding,

@@ -40,7 +40,7 @@ from jaxllama.decoding.forward import fill_rows, prefill_chunk
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import decoder
+from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
@@ -223,8 +223,8 @@ class ModelDraft:
             new = jnp.minimum(missing(cache), width)
             index = jnp.minimum(cache.lengths[:, None] + place, ask.text.shape[1] - 1)
             tokens = self._known(jnp.take_along_axis(ask.text, index, axis=1))
-            hidden, proposal = decoder.propose(self.cfg, params, tokens, new, cache)
-            return decoder.commit(proposal, new), hidden.last(new, last)
+            hidden, proposal = verification.propose(self.cfg, params, tokens, new, cache)
+            return verification.commit(proposal, new), hidden.last(new, last)
 
         blank = jnp.zeros((cache.batch, self.cfg.d_model), decoder.activation_dtype(params))
         carry, usual = (cache, Hidden(blank)), ask.most + 1

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import decoder
+from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params, Tree
@@ -231,9 +231,9 @@ def verify(
 ) -> tuple[jax.Array, Proposal]:
     """Return the logits ``[B, T, V]`` of ``tokens[B, T]`` and the proposal.
 
-    The proposal has their hidden states.  exact: as for ``decoder.propose``.
+    The proposal has their hidden states.  exact: as for ``verification.propose``.
     """
-    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
+    hidden, proposal = verification.propose(cfg, params, tokens, lengths, cache, exact)
     scores = decoder.logits(cfg, params, hidden.flat())
     scores = scores.reshape(*tokens.shape, -1)
     if cache.capacity is not None:

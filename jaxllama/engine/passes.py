@@ -30,8 +30,9 @@ from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.cache import Cache
-from jaxllama.model.decoder import commit, forward, logits, propose
+from jaxllama.model.decoder import forward, logits
 from jaxllama.model.records import Hidden
+from jaxllama.model.verification import commit, propose
 from jaxllama.typing import Params
 
 # Branches of the sampler: greedy, greedy with edited logits, and all features.

@@ -1,6 +1,6 @@
 """Programs: the compiled programs of an engine, kept in a file for the next engine like it.
 
-    programs = Programs(folder(), device)
+    programs = Programs(folder("engines"), device)
     programs.add({key: Wanted(jitted, arguments, ...), ...})     reads, or compiles and keeps them
     programs.add_first(..., n)          compiles the first n of them
     programs.add_rest(..., n)           compiles the others, in a thread
@@ -33,17 +33,15 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
 
-import jaxllama
-import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.typing import Device, Jitted, Tree
-from pallas_kernels import sealed
+from jaxllama.kept import Kept, digest, keep, read
+from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
 PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
@@ -79,26 +77,6 @@ class Wanted(NamedTuple):
         return self.jitted.__name__, str(structure), kinds, self.cfg, dict(self.static)
 
 
-def folder() -> Path | None:
-    """Return the folder beside jax's compiled programs; None where nothing is kept."""
-    config: Any = jax.config  # a type checker does not see these options, which jax makes at import
-    known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    # Without handlers nothing identifies the CPU.
-    is_told = jax.default_backend() != "cpu" or jit.unavailable() is None
-    return Path(known) / "engines" if is_told and known and os.path.isdir(known) else None
-
-
-class Kept(NamedTuple):
-    """The contents of a kept file.
-
-    handlers: the CPU handlers that the programs call. programs: jax's serialization of each
-    program.
-    """
-
-    handlers: tuple[jit.Program, ...]
-    programs: list[tuple[bytes, object, object]]
-
-
 class Programs:
     """Compiled programs of an engine, by key.
 
@@ -113,7 +91,7 @@ class Programs:
         The jax.Device that the kept programs run on.
     """
 
-    def __init__(self, folder: Path | None, device: Device) -> None:
+    def __init__(self, folder: Path | None, device: LocalDevice) -> None:
         self._folder, self._device = folder, device
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._claimed: set[Hashable] = set()
@@ -317,7 +295,7 @@ class Programs:
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
         else:
-            keep(self._path, Kept(jit.registered(), programs))
+            keep(self._path, Kept(jit.registered(), programs), KEPT)
             self._is_kept = True
 
 
@@ -339,35 +317,9 @@ def _tell_where_kernels_are() -> None:
         importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
-def name(wanted: Mapping[Hashable, Wanted], device: Device) -> str:
+def name(wanted: Mapping[Hashable, Wanted], device: LocalDevice) -> str:
     """Return the file name of these programs on a jax.Device: a hash of all that they depend on."""
-    digest = hashlib.sha256()
-    for package in (jaxllama, pallas_kernels):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
-    flags = os.environ.get("XLA_FLAGS"), sorted(jax.config.values.items())
-    where = jax.__version__, device.client.platform_version, device.device_kind
-    where += (jit.identity(),) if device.platform == "cpu" else ()
-    digest.update(repr((where, flags, compiler_options.for_device())).encode())
-    for key, one in wanted.items():
-        digest.update(repr((key, one.facts())).encode())
-    return f"engine-{digest.hexdigest()[:32]}.pickle"
-
-
-def read(path: Path) -> Kept | None:
-    """Return the kept programs; None if there is no such file.
-
-    Raises ValueError if the file is damaged.
-    """
-    data = sealed.read(path)
-    if data is None:
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    return pickle.loads(data)
-
-
-def keep(path: Path, programs: Kept) -> None:
-    sealed.keep(path, pickle.dumps(programs), "engine-*.pickle", KEPT)
+    facts = device.client.platform_version, device.device_kind, compiler_options.for_device()
+    facts += (jit.identity(),) if device.platform == "cpu" else ()
+    programs = [(key, one.facts()) for key, one in wanted.items()]
+    return f"engine-{digest(facts, programs)}.pickle"

@@ -26,10 +26,11 @@ from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.pages import KVPages
 from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
-from jaxllama.engine.programs import Programs, Wanted, folder
+from jaxllama.engine.programs import Programs, Wanted
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.executors.executor import DraftSource
+from jaxllama.kept import folder
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
@@ -116,7 +117,7 @@ class Runner:
         self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
-        self._programs = Programs(folder() if self.mesh is None else None, home)
+        self._programs = Programs(folder("engines") if self.mesh is None else None, home)
         self._told: dict[Sequence, int] = {}  # number of pages that the device knows, by sequence
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))

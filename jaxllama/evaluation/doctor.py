@@ -34,7 +34,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.mix import has_cudnn
-from jaxllama.typing import Device, JsonObject, Tree
+from jaxllama.typing import JsonObject, LocalDevice, Tree
 from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
 from pallas_kernels.device import nearest_card
@@ -91,7 +91,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(device: Device) -> JsonObject:
+def _device(device: LocalDevice) -> JsonObject:
     stats = device.memory_stats() or {}
     return {
         "id": device.id,

@@ -42,7 +42,7 @@ from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, append, drawn_by
 from jaxllama.executors.executor import Alone, Call, Executor, RowsDecoder
 from jaxllama.kept import signature
-from jaxllama.model import decoder
+from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import ROWS, for_rows
@@ -290,9 +290,11 @@ def _prefill_alone(
         return scores_of(cfg, params, hidden[:, 0], cache, live), hidden[:, 0], after, state
     # Fewer rows, each with a draft, have a decode step's shapes if their tokens are verified.
     newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
-    hidden, proposal = decoder.propose(cfg, params, newest, live, cache, exact=True, sparse=False)
+    hidden, proposal = verification.propose(
+        cfg, params, newest, live, cache, exact=True, sparse=False
+    )
     scores = decoder.logits(cfg, params, hidden.flat())[::width]
-    return scores, hidden[:, 0], decoder.commit(proposal, live, exact=True), state
+    return scores, hidden[:, 0], verification.commit(proposal, live, exact=True), state
 
 
 @donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "mtp"))
@@ -549,7 +551,7 @@ def advance_drafts(
         scores, proposal = verify(cfg, params, inputs.tokens, inputs.lengths, before, plan.exact)
         return Pass(
             scores=lambda: scores.reshape(-1, scores.shape[2]),
-            commit=lambda count: decoder.commit(proposal, count, plan.exact),
+            commit=lambda count: verification.commit(proposal, count, plan.exact),
             hidden=proposal.hidden,
         )
 

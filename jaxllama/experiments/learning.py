@@ -34,7 +34,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import LearnSettings
 from jaxllama.model.cache import init_cache
-from jaxllama.model.decoder import capped, head
+from jaxllama.model.decoder import head, softcap
 from jaxllama.model.flops import parameters
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
@@ -212,7 +212,7 @@ def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
 
     def one(row: jax.Array) -> jax.Array:
         x = _hidden_states(cfg, params, row[None])[0]
-        return jnp.argmax(capped(cfg, x @ head(params)["weight"].T), axis=-1)
+        return jnp.argmax(softcap(x @ head(params)["weight"].T, cfg.logit_softcap), axis=-1)
 
     return jax.lax.map(one, rows, batch_size=ROWS)
 
@@ -265,7 +265,7 @@ def mean_loss(logits: jax.Array, wanted: jax.Array, counted: jax.Array) -> jax.A
 
 def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array) -> jax.Array:
     x = _hidden_states(cfg, params, rows[:, :-1].astype(jnp.int32))
-    return mean_loss(capped(cfg, x @ head(params)["weight"].T), rows[:, 1:], counted)
+    return mean_loss(softcap(x @ head(params)["weight"].T, cfg.logit_softcap), rows[:, 1:], counted)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

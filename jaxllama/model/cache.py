@@ -31,8 +31,7 @@ from jaxllama.model.mixers.common import QUANTIZED_CACHE, LayerState
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
 from jaxllama.typing import Tree
-from pallas_kernels.attention.cache_layout import capacity_of
-from pallas_kernels.attention.rope_cache import WIDTHS
+from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import tree_bytes
@@ -76,7 +75,7 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A cache and the tokens of a draft, some of which ``decoder.commit`` keeps.
+    """A cache and the tokens of a draft, some of which ``verification.commit`` keeps.
 
     cache: its attention rows hold the tokens' keys and values past its lengths, where no query
     reads them.  Its recurrent states do not contain the tokens yet.

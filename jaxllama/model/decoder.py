@@ -22,7 +22,7 @@ Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, overload
 
 import jax
@@ -36,25 +36,27 @@ from jaxllama.model import linear
 from jaxllama.model.cache import (
     Cache,
     LayerState,
-    Proposal,
     cache_specs,
-    proposal_specs,
 )
+from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import feed_experts
-from jaxllama.model.linear import LayerOps, Stream
-from jaxllama.model.lora import ROWS, chosen, for_rows
+from jaxllama.model.layer_ops import LayerOps
+from jaxllama.model.linear import Stream
+from jaxllama.model.lora import ROWS, chosen
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.model.params import check
-from jaxllama.model.records import At, Draft, Hidden, new_tokens, places_of, positions_of
+from jaxllama.model.param import Path, Shape
+from jaxllama.model.params import param_table
+from jaxllama.model.records import At, Hidden, new_tokens, positions_of
 from jaxllama.model.sharded import over_mesh
-from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
-from jaxllama.typing import Params
+from jaxllama.parallel.collectives import lookup_rows
+from jaxllama.parallel.mesh import MODEL_AXIS, is_split, traced_mesh
+from jaxllama.typing import Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 # A layer
 
@@ -123,7 +125,7 @@ def inner(
     if cfg.gated_mlp:
         return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
     y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
-    return linear.activated(y, cfg.activation), stream
+    return activated(y, cfg.activation), stream
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,15 +165,11 @@ def walk(
     return stream, tuple(new)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _block_once(
-    cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At
-) -> tuple[Stream, LayerState]:
-    """``block``, traced and lowered once for all layers that are alike; the compiler inlines it."""
-    return block(cfg, kind, p, stream, state, at)
+# Traced and lowered once for all layers that are alike; the compiler inlines it.
+_block_once = jax.jit(block, static_argnums=(0, 1))
 
 
-def _block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
+def block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
     """Return ``block`` for a program, compiled once for all layers that are alike.
 
     While choices are recorded, every layer is traced, so that each records its own choices.
@@ -186,7 +184,18 @@ def embed_tokens(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """``tokens[B, T]`` -> ``[B, T, D]``."""
-    return scale_embedded(cfg, linear.embed(params["embed"]["weight"], tokens, dtype))
+    return scale_embedded(cfg, _rows_of_table(params["embed"]["weight"], tokens, dtype))
+
+
+def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows ``tokens[...]`` of a table ``[V, D]``."""
+    assert not isinstance(weight, RowBlocks)  # a table has one scheme
+    if is_split():
+        assert not isinstance(weight, CpuWeight)  # a mesh keeps weights in their first layout
+        return lookup_rows(weight, tokens, dtype)
+    if isinstance(weight, QTensor | CpuWeight):
+        return dequantize(weight.rows(tokens), dtype)
+    return weight[tokens].astype(dtype)
 
 
 def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
@@ -292,13 +301,28 @@ def forward(
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
-    if cache is None:
-        at = new_tokens(positions, lengths, rope, sparse, fresh=fresh, cached=False)
-        stream, _ = walk(cfg, params, stream, None, at, _block_of_a_program())
-        return Hidden(stream.total), None
-    at = new_tokens(positions, lengths, rope, sparse, cache.table, fresh, cached=True)
-    stream, states = walk(cfg, params, stream, cache.layers, at, _block_of_a_program())
-    return Hidden(stream.total), Cache(states, start + lengths, cache.table)
+    states, table = (None, None) if cache is None else (cache.layers, cache.table)
+    at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
+    stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
+    hidden = Hidden(stream.total)
+    return hidden, None if cache is None else Cache(states, start + lengths, table)
+
+
+def check(cfg: ModelConfig, params: Params) -> None:
+    """Raise ValueError naming a parameter that is missing or has another shape than ``cfg``'s."""
+    for path, shape in _shapes(cfg):
+        value: Tree = params
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        found = None if value is None else value.shape
+        if found != shape:
+            raise ValueError(f"{'/'.join(path)}: shape {found}, but the config wants {shape}")
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(cfg: ModelConfig) -> tuple[tuple[Path, Shape], ...]:
+    cfg = cfg.replace(mtp_layers=0)  # the model runs without its head for drafts
+    return tuple((path, param.shape) for path, param in param_table(cfg).items())
 
 
 def _forward_over(
@@ -320,82 +344,12 @@ def _forward_over(
     return over_mesh(forward, mesh, cfg, params, *arrays, out=specs, **options)
 
 
-def propose(
-    cfg: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    cache: Cache,
-    exact: bool = False,
-    sparse: bool = True,
-) -> tuple[Hidden, Proposal]:
-    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
-    ``commit`` makes a cache of).
-
-    They are T decode steps in one: each is a row of every product, as a step of B * T rows has
-    them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
-    step, too, and so have its bits; dearer where XLA does a CPU's attention.  sparse: whether they
-    read the share ``cfg.attn_sparsity`` of the cache's values, as generated tokens do.
-    """
-    mesh = traced_mesh(params)
-    if mesh is not None:
-        return over_mesh(
-            propose,
-            mesh,
-            cfg,
-            params,
-            tokens,
-            lengths,
-            cache,
-            exact=exact,
-            sparse=sparse,
-            out=lambda rows: (P(rows), proposal_specs(cache, rows)),
-        )
-    check(cfg, params)
-    batch, width = tokens.shape
-    if cache.capacity is not None:
-        lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - cache.lengths, 0))
-    if ROWS in params:
-        params = for_rows(params, jnp.repeat(params[ROWS], width))
-    params = chosen(params)
-    positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
-    at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
-    stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
-    stream, states = walk(cfg, params, stream, cache.layers, at, _block_of_a_program())
-    hidden = Hidden(stream.total.reshape(batch, width, -1))
-    kept = tuple(None if isinstance(state, KVCache) else state for state in states)
-    layers: tuple[LayerState, ...] = tuple(
-        state if tokens is None else old
-        for state, tokens, old in zip(states, kept, cache.layers, strict=True)
-    )
-    return hidden, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
-
-
-def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
-    """Return the cache with the first ``count[B]`` of the proposed tokens, or all if fewer exist.
-
-    exact: the same value as in the call of ``propose``.
-    """
-    cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
-    layers: list[LayerState] = list(cache.layers)
-    kinds: dict[str, dict[int, LayerState]] = {}
-    for index, tokens in enumerate(proposal.tokens):
-        if tokens is not None:
-            kinds.setdefault(tokens.kind, {})[index] = tokens
-    for kind, of in kinds.items():
-        before = [layers[index] for index in of]
-        states = MIXERS[kind].mix.commit(before, list(of.values()), count, exact)
-        for index, state in zip(of, states, strict=True):
-            layers[index] = state
-    return Cache(tuple(layers), cache.lengths + count, cache.table)
-
-
 def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
     """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
     mesh = traced_mesh(params)
     if mesh is not None:
         return _logits_over(mesh, cfg, params, hidden)
-    return capped(cfg, head_product(cfg, params, hidden))
+    return softcap(head_product(cfg, params, hidden), cfg.logit_softcap)
 
 
 def _logits_over(mesh: AbstractMesh, cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
@@ -428,11 +382,6 @@ def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:
 def _has_prepared_weights(params: Params) -> bool:
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
     return any(isinstance(leaf, CpuWeight) for leaf in leaves)
-
-
-def capped(cfg: ModelConfig, scores: jax.Array) -> jax.Array:
-    """The model's logits, of the head's product."""
-    return softcap(scores, cfg.logit_softcap)
 
 
 def softcap(scores: jax.Array, cap: float | None) -> jax.Array:

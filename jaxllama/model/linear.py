@@ -24,16 +24,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.lora import Lora
-from jaxllama.parallel.collectives import lookup_rows, row_parallel_matmul
+from jaxllama.model.elementwise import layer_norm
+from jaxllama.model.lora import Adapted, Lora
+from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.cpu import CpuWeight
@@ -44,27 +45,12 @@ from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
-from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
-from pallas_kernels.rows.low_rank import quantize_adapted
+from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate, swiglu
 
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
-Made = TypeVar("Made")
-
-
-class Adapted(NamedTuple):
-    """The input of a quantized product with adapters.
-
-    codes: the quantized rows.  inner: products of the rows, before quantization, with the first
-    factors of each row's adapter.
-    """
-
-    codes: QTensor
-    inner: jax.Array
-
-
 Input = jax.Array | QTensor | Adapted
 
 
@@ -80,9 +66,10 @@ class Stream(NamedTuple):
         return self.x if self.pending is None else self.x + self.pending.astype(self.x.dtype)
 
     @property
-    def awaits_rounding(self) -> bool:
-        """Is the pending term a sum over devices, which is float32?"""
-        return self.pending is not None and self.pending.dtype != self.x.dtype
+    def rounded(self) -> Stream:
+        """With a sum over devices, which is float32, added now instead of in the norm."""
+        is_sum = self.pending is not None and self.pending.dtype != self.x.dtype
+        return Stream(self.total) if is_sum else self
 
 
 # The two operations
@@ -129,7 +116,7 @@ def _fused_norm_linear(
         made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
         if made is not None:
             return _gated(made[0], into, cfg), Stream(made[1])
-    stream = _rounded(stream)
+    stream = stream.rounded
     y = fused_matmul(stream.x, weight, **around) if stream.pending is None else None
     return None if y is None else (_gated(y, into, cfg), stream)
 
@@ -146,7 +133,7 @@ def _norm_linears(
     has_lora = any(_lora(linear) is not None for linear in linears)
     has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
     if has_kernel and scale is not None and cfg.norm == "rms":
-        made = _fused_norm_linears(_rounded(stream), scale, linears, cfg)
+        made = _fused_norm_linears(stream.rounded, scale, linears, cfg)
         if made is not None:
             return made
     wanted = [None if has_lora else input_codes(linear) for linear in linears]
@@ -162,13 +149,13 @@ def _fused_norm_linears(
     stream: Stream, scale: Params, linears: Sequence[Params], cfg: ModelConfig
 ) -> tuple[list[Columns], Stream] | None:
     """Return the norm and all products if one kernel does them, else None."""
-    weights, gamma = tuple(linear["weight"] for linear in linears), scale["weight"]
-    norm = gamma, cfg.norm_eps
+    weights, norm = [linear["weight"] for linear in linears], (scale["weight"], cfg.norm_eps)
     plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
     if plan is None:
         return None
     made = blocks_matmul(stream.x, weights, norm=norm, plan=plan)
-    return list(map(_biased, made, (linear.get("bias") for linear in linears))), stream
+    pairs = zip(made, linears, strict=True)
+    return [y.plus(linear.get("bias")) for y, linear in pairs], stream
 
 
 def _by_codes(
@@ -181,14 +168,9 @@ def _by_codes(
     """Compute products that want one input in several codes; each code is made once."""
     dtype = stream.x.dtype
     normed, stream = norm(stream, scale, cfg)
-    assert isinstance(normed, jax.Array)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
     pairs = zip(wanted, linears, strict=True)
     return [columns(inputs[codes], [linear], dtype)[0] for codes, linear in pairs], stream
-
-
-def _biased(y: Columns, bias: jax.Array | None) -> Columns:
-    return y if bias is None else Columns(y.value + bias.astype(y.rows.dtype), 0, y.width)
 
 
 def linear_add(
@@ -216,51 +198,6 @@ def linear_add(
     else:
         y = product(x, linear, dtype, cfg)
     return Stream(stream.x, y if scale is None else norm(Stream(y.astype(dtype)), scale, cfg)[0])
-
-
-class GroupedOptions(TypedDict, total=False):
-    """Options of ``grouped_matmul`` that ``grouped`` passes on."""
-
-    weights: jax.Array
-    gated: Gate
-
-
-class LayerOps(Protocol):
-    """The operations that a layer calls: this module, or an ``observer.Observer``."""
-
-    def norm_linear(
-        self,
-        stream: Stream,
-        scale: Params | None,
-        linear: Params | Sequence[Params],
-        cfg: ModelConfig,
-        *,
-        into: Params | None = None,
-    ) -> tuple[Tree, Stream]: ...
-    def linear_add(
-        self,
-        x: Input,
-        linear: Params,
-        stream: Stream,
-        cfg: ModelConfig,
-        scale: Params | None = None,
-    ) -> Stream: ...
-    @overload
-    def product(
-        self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: None = None
-    ) -> jax.Array: ...
-    @overload
-    def product(
-        self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: Params
-    ) -> Input: ...
-    def grouped(
-        self,
-        x: jax.Array,
-        params: Params,
-        experts: jax.Array,
-        /,
-        **options: Unpack[GroupedOptions],
-    ) -> jax.Array: ...
 
 
 # Their parts
@@ -293,13 +230,12 @@ def norm(
     the layer that reads the codes."""
     if scale is None or cfg.norm == "layer":
         x = Stream(stream.total)
-        return _quantized(_layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
-    stream, weight = _rounded(stream), scale["weight"]
+        return _quantized(layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
+    stream, weight = stream.rounded, scale["weight"]
     x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
     if codes is not None and lora is not None:
-        of = lora.a, lora.of(x), codes
-        q, inner, *total = quantize_adapted(x, *of, norm=(weight, cfg.norm_eps), residual=residual)
-        return Adapted(q, inner), Stream(*total) if total else stream
+        y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm_eps), residual=residual)
+        return y, Stream(*total) if total else stream
     if residual is None:
         return rms_norm(x, weight, cfg.norm_eps, quantize=codes), stream
     y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, quantize=codes)
@@ -312,24 +248,7 @@ def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Inp
         return x
     if lora is None:
         return quantize_tokens(x, codes)
-    return Adapted(*quantize_adapted(x, lora.a, lora.of(x), codes))
-
-
-def _layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
-    """LayerNorm (arXiv 1607.06450) in float32, cast once; without parameters x itself."""
-    if scale is None:
-        return x
-    y = x.astype(jnp.float32)
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    y = y * scale["weight"].astype(jnp.float32)
-    y = y + scale["bias"].astype(jnp.float32) if "bias" in scale else y
-    return y.astype(x.dtype)
-
-
-def _rounded(stream: Stream) -> Stream:
-    """Add a pending sum over devices to x now, with rounding, instead of in the norm."""
-    return Stream(stream.total) if stream.awaits_rounding else stream
+    return lora.adapted(x, codes)[0]
 
 
 def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
@@ -380,11 +299,16 @@ def product(
 
 
 def grouped(
-    x: jax.Array, params: Params, experts: jax.Array, **options: Unpack[GroupedOptions]
+    x: jax.Array,
+    params: Params,
+    experts: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    gated: Gate | None = None,
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
     weight, bias = params["weight"], params.get("bias")
-    return grouped_matmul(x, weight, experts, bias=bias, **options)
+    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, gated=gated)
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
@@ -450,22 +374,8 @@ def _gate_for(y: jax.Array, into: Params, cfg: ModelConfig) -> Input:
     if cfg.activation == "silu":
         if codes is None or lora is None:
             return swiglu(y, quantize=codes)
-        return Adapted(*quantize_adapted(y, lora.a, lora.of(y), codes, gated=True))
+        return lora.adapted(y, codes, gated=True)[0]
     return _quantized(gate(y, cfg.activation), codes, lora)
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": jax.nn.gelu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
-
-
-def activated(x: jax.Array, activation: str) -> jax.Array:
-    """An activation without a gate, in float32 with one cast."""
-    return _ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _lora(linear: Params) -> Lora | None:
@@ -486,14 +396,3 @@ def input_codes(linear: Params) -> str | None:
     if isinstance(weight, QTensor) and weight.input_scale is None:
         return weight.activations
     return None
-
-
-def embed(weight: Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows ``tokens[...]`` of a table ``[V, D]``."""
-    assert not isinstance(weight, RowBlocks)  # a table has one scheme
-    if is_split():
-        assert not isinstance(weight, CpuWeight)  # a mesh keeps weights in their first layout
-        return lookup_rows(weight, tokens, dtype)
-    if isinstance(weight, QTensor | CpuWeight):
-        return dequantize(weight.rows(tokens), dtype)
-    return weight[tokens].astype(dtype)

@@ -37,10 +37,22 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
 from jaxllama.typing import Params, ParamsDict, Tree
-from pallas_kernels.matmul.xla import low_rank_sums
-from pallas_kernels.rows.low_rank import inner_products
+from pallas_kernels.matmul.codes import low_rank_sums
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rows.low_rank import inner_products, quantize_adapted
 
 ROWS = "lora_rows"  # where a tree says which adapter each row of a call has
+
+
+class Adapted(NamedTuple):
+    """The input of a quantized product with adapters.
+
+    codes: the quantized rows.  inner: products of the rows, before quantization, with the first
+    factors of each row's adapter.
+    """
+
+    codes: QTensor
+    inner: jax.Array
 
 
 class Lora(NamedTuple):
@@ -63,6 +75,24 @@ class Lora(NamedTuple):
     def product(self, x: jax.Array) -> jax.Array:
         """``x[B, T, in]`` -> float32 ``[B, T, out]``."""
         return low_rank_sums(inner_products(x, self.a, self.of(x)), self.b)
+
+    def adapted(
+        self,
+        x: jax.Array,
+        codes: str,
+        *,
+        norm: tuple[jax.Array, float] | None = None,
+        residual: jax.Array | None = None,
+        gated: bool = False,
+    ) -> tuple[Adapted, *tuple[jax.Array, ...]]:
+        """Return x in ``codes`` with its inner products, and the sum if there is a residual.
+
+        norm, residual, gated: as ``quantize_adapted`` takes them.
+        """
+        q, inner, *total = quantize_adapted(
+            x, self.a, self.of(x), codes, norm=norm, residual=residual, gated=gated
+        )
+        return Adapted(q, inner), *total
 
     def added(self, index: int) -> np.ndarray:
         """Return the matrix ``[out, in]`` that adapter ``index`` adds to the weight, in float32."""

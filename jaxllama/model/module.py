@@ -32,12 +32,12 @@ from jaxllama.model.decoder import (
     ForwardOptions,
     activation_dtype,
     block,
-    capped,
     embed_tokens,
     forward,
     head_product,
     inner,
     layer_config,
+    softcap,
 )
 from jaxllama.model.experts.feed import mixture
 from jaxllama.model.linear import Stream
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Hidden) -> jax.Array:
         """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
-        return capped(self.cfg, head_product(self.cfg, self.tree(), hidden))
+        return softcap(head_product(self.cfg, self.tree(), hidden), self.cfg.logit_softcap)
 
 
 def _stacked(table: Params, count: int) -> ParamsDict:

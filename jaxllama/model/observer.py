@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Unpack
+from typing import TypeVar
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear as ops
-from jaxllama.model.linear import GroupedOptions, Input, Made, Stream
+from jaxllama.model.linear import Input, Stream
 from jaxllama.typing import Params, Tree
+from pallas_kernels.experts.gate import Gate
+
+Made = TypeVar("Made")
 
 
 class Observer:
@@ -71,10 +74,13 @@ class Observer:
         x: jax.Array,
         linear: Params,
         experts: jax.Array,
-        **options: Unpack[GroupedOptions],
+        *,
+        weights: jax.Array | None = None,
+        gated: Gate | None = None,
     ) -> jax.Array:
         self.experts[id(linear)] = experts
-        return self._tell(linear, x, ops.grouped(x, linear, experts, **options))
+        y = ops.grouped(x, linear, experts, weights=weights, gated=gated)
+        return self._tell(linear, x, y)
 
     def _tell(self, linear: Params, x: Tree, y: Made) -> Made:
         self.inputs[id(linear)], self.outputs[id(linear)] = x, y

@@ -26,8 +26,8 @@ from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
 from jaxllama.model.mixers.ssm import parameters as ssm
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, Shape, fused, one, written
-from jaxllama.typing import Params, ParamsDict, Tree
+from jaxllama.model.param import Param, Path, fused, one, written
+from jaxllama.typing import ParamsDict
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
@@ -229,20 +229,3 @@ def nested(table: Mapping[Path, object]) -> ParamsDict:
             node = node.setdefault(name, {})
         node[path[-1]] = value
     return tree
-
-
-def check(cfg: ModelConfig, params: Params) -> None:
-    """Raises ValueError naming a parameter that is missing or has another shape than ``cfg``'s."""
-    for path, shape in _shapes(cfg):
-        value: Tree = params
-        for name in path:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        found = None if value is None else value.shape
-        if found != shape:
-            raise ValueError(f"{'/'.join(path)}: shape {found}, but the config wants {shape}")
-
-
-@functools.lru_cache(maxsize=64)
-def _shapes(cfg: ModelConfig) -> tuple[tuple[Path, Shape], ...]:
-    cfg = cfg.replace(mtp_layers=0)  # the model runs without its head for drafts
-    return tuple((path, param.shape) for path, param in param_table(cfg).items())

@@ -96,11 +96,11 @@ class Step:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """``width`` tokens of every row of the cache that ``decoder.commit`` may keep.
+    """``width`` tokens of every row of the cache that ``verification.commit`` may keep.
 
     Each is a row of the batch, ``positions[B width, 1]`` and ``lengths[B width]``, as in a step of
     so many rows. exact: with the bits of such a step. sparse: whether they read V sparsely
-    (``decoder.propose``).
+    (``verification.propose``).
     """
 
     positions: jax.Array

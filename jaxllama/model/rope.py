@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import RopeConfig
-from pallas_kernels.attention.rope_cache import rotate
 
 
 def rope_tables(
@@ -109,11 +108,6 @@ def narrowed(heads: jax.Array, head_dim: int) -> jax.Array:
         return heads
     halves = heads.reshape(*heads.shape[:-1], 2, -1)[..., : head_dim // 2]
     return halves.reshape(*heads.shape[:-1], head_dim)
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate ``x[B, T, heads, H]`` by the tables; float32 inside, x's dtype out."""
-    return rotate(x, cos, sin)
 
 
 @functools.lru_cache(maxsize=64)

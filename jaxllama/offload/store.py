@@ -36,7 +36,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
-from jaxllama.typing import ArrayOrNumpy, Device, Leaf, Tree
+from jaxllama.typing import ArrayOrNumpy, Leaf, LocalDevice, Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -124,7 +124,7 @@ class Store:
     directory: folder of the disk's share, made when needed.
     """
 
-    def __init__(self, directory: str | Path, device: Device | None = None) -> None:
+    def __init__(self, directory: str | Path, device: LocalDevice | None = None) -> None:
         self.device = jax.devices()[0] if device is None else device
         self.on_device = SingleDeviceSharding(self.device, memory_kind="device")
         self.on_host = SingleDeviceSharding(self.device, memory_kind="pinned_host")

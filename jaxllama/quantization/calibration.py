@@ -44,11 +44,12 @@ from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.attention.mix import split_heads, unpacked
 from jaxllama.model.observer import Observer
 from jaxllama.model.records import whole_rows
-from jaxllama.model.rope import apply_rope, rope_tables
+from jaxllama.model.rope import rope_tables
 from jaxllama.quantization.sites import Layer, get, sites
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
 from pallas_kernels.attention.blockwise import attention_scores, is_visible
+from pallas_kernels.attention.rope_cache import rotate
 from pallas_kernels.qtensor import QTensor, dequantize
 
 DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"
@@ -231,9 +232,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
     def one(row: jax.Array) -> jax.Array:
         heads = split_heads(cfg, mixer, unpacked(cfg, mixer, row[None])[1])
         q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
-        scores = attention_scores(
-            apply_rope(q, *rope), apply_rope(k, *rope), softcap=cfg.attn_softcap
-        )
+        scores = attention_scores(rotate(q, *rope), rotate(k, *rope), softcap=cfg.attn_softcap)
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return jnp.sum(weights, axis=(0, 1, 2, 3)) / cfg.n_heads
 

@@ -36,14 +36,14 @@ class Batch(NamedTuple):
         return rows if isinstance(rows, Batch) else cls(rows)
 
     @property
-    def inputs(self) -> ArrayOrNumpy:
+    def inputs(self) -> jax.Array:
         """``[..., T]``: the tokens that the model reads."""
-        return self.tokens[..., :-1]
+        return jnp.asarray(self.tokens[..., :-1])
 
     @property
-    def targets(self) -> ArrayOrNumpy:
+    def targets(self) -> jax.Array:
         """``[..., T]``: the tokens that it predicts."""
-        return self.tokens[..., 1:]
+        return jnp.asarray(self.tokens[..., 1:])
 
     @property
     def input_segments(self) -> jax.Array | None:

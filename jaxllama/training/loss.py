@@ -90,7 +90,7 @@ def token_logprobs(
     computes them again, because such losses weigh a token by what they read of all tokens.
     """
     split, _ = _chunks(targets.size, w, is_frozen)
-    found = _logprobs(cap, is_frozen, split(x), w, split(targets))
+    found: jax.Array = _logprobs(cap, is_frozen, split(x), w, split(targets))
     return found.reshape(-1)[: targets.size].reshape(targets.shape)
 
 

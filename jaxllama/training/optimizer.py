@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.param import Path
@@ -30,7 +31,7 @@ from jaxllama.typing import Params, Tree
 from pallas_kernels.fake_quantize import RANGES
 
 
-def learning_rate(config: TrainConfig, update: jax.Array | int) -> jax.Array:
+def learning_rate(config: TrainConfig, update: ArrayLike) -> jax.Array:
     """Return the learning rate of update number ``update``, from 0; the first is above zero."""
     warmup, last = config.optimizer.warmup_steps, config.optimizer.final_share
     at = jnp.asarray(update, jnp.float32)
@@ -40,7 +41,7 @@ def learning_rate(config: TrainConfig, update: jax.Array | int) -> jax.Array:
     return jnp.float32(config.learning_rate) * jnp.where(at < warmup, rising, falling)
 
 
-def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
+def times_multipliers(cfg: ModelConfig, tree: Tree, power: int = 1) -> Tree:
     """Return ``tree`` with each row of a folded parameter times its multiplier to the ``power``.
 
     tree: shaped as the parameters. Let m be the multiplier and ``ours = m * own + constant``, with
@@ -100,7 +101,7 @@ def optimizer(config: TrainConfig, learned: Tree = True) -> optax.GradientTransf
     return optax.partition({"learned": rule, "still": optax.set_to_zero()}, labels)
 
 
-def _slow_scales(changes: Params) -> Params:
+def _slow_scales(changes: Tree) -> Tree:
     """Scale the changes of grids' scales; see the module docstring.
 
     A grid is a leaf with ``code_dtype`` and a ``scale``.

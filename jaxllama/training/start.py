@@ -55,7 +55,9 @@ def begin(
     """
     if config.lora is not None:
         return _begin_adapters(config, data, progress)
-    distill, teacher, teacher_params = config.distill, None, None
+    distill = config.distill
+    teacher: ModelConfig | None = None
+    teacher_params: Params | None = None
     if distill is not None:
         lm = load(distill.teacher, config.dtype, exact=True, progress=progress)
         teacher, teacher_params = lm.config, lm.params
@@ -70,7 +72,7 @@ def begin(
         # compiles a program for each shape, not one for all weights
         params = random_params(model, key)
     else:
-        assert distill is not None and teacher is not None
+        assert distill is not None and teacher is not None and teacher_params is not None
         model = student_config(teacher, distill.attention_layers)
         params = student_params(model, teacher_params, key)
     # No objective trains a head for multi-token prediction, and decay would spoil it.

@@ -93,18 +93,21 @@ def _gradient(
     """
     gradient = jax.value_and_grad(functools.partial(loss, setup), has_aux=True)
 
-    def one(total: Params | None, part: Batch):
+    def one(part: Batch) -> tuple[Params, dict[str, jax.Array]]:
         (value, parts), grads = gradient(params, fixed, part)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        return total, {"loss": value, **parts}
+        return grads, {"loss": value, **parts}
+
+    def add(total: Params, part: Batch) -> tuple[Params, dict[str, jax.Array]]:
+        grads, metrics = one(part)
+        return jax.tree.map(jnp.add, total, grads), metrics
 
     rows = Batch.of(rows)
     parts = rows.tokens.shape[1]
     if parts == 1:
-        return one(None, jax.tree.map(lambda leaf: leaf[:, 0], rows))
+        return one(jax.tree.map(lambda leaf: leaf[:, 0], rows))
     zeros = jax.tree.map(jnp.zeros_like, params)
     microbatches = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), rows)
-    grads, metrics = lax.scan(one, zeros, microbatches)
+    grads, metrics = lax.scan(add, zeros, microbatches)
     return jax.tree.map(lambda g: g / parts, grads), jax.tree.map(jnp.mean, metrics)
 
 
@@ -119,12 +122,13 @@ def loss(
     if goal is None:
         params = _weights(setup, params, fixed, len(inputs))
         return _objective(setup, params, batch, config.remat)
-    params = rounded(params)
-    if goal is not None and goal.objective == "mixers":
-        return distill.mixer_loss(cfg, setup.teacher, params, fixed, inputs, dtype, config.remat)
+    teacher = setup.teacher
+    assert teacher is not None and fixed is not None
+    params = rounded(params) if config.quantize else params
+    if goal.objective == "mixers":
+        return distill.mixer_loss(cfg, teacher, params, fixed, inputs, dtype, config.remat)
     x = hidden_states(cfg, params, inputs, dtype, config.remat)
-    assert setup.teacher is not None
-    teacher_x = hidden_states(setup.teacher, fixed, inputs, dtype)
+    teacher_x = hidden_states(teacher, fixed, inputs, dtype)
     return distillation(
         x,
         head(params)["weight"],
@@ -135,7 +139,7 @@ def loss(
         ce_weight=goal.ce_weight,
         temperature=goal.temperature,
         cap=cfg.logit_softcap,
-        teacher_cap=setup.teacher.logit_softcap,
+        teacher_cap=teacher.logit_softcap,
     )
 
 
@@ -143,7 +147,7 @@ def _weights(setup: TrainingSetup, params: Params, fixed: Params | None, rows: i
     """Return the floats or frozen weights that the model multiplies ``rows`` rows by."""
     config = setup.config
     if config.lora is None:
-        return rounded(params)
+        return rounded(params) if config.quantize else params
     assert fixed is not None
     return adapters.joined(setup.model, config.lora, fixed, params, rows, jnp.dtype(config.dtype))
 
@@ -159,7 +163,8 @@ def _objective(
         goal, reference = setup.config.goal, jnp.asarray(batch.reference)
         return preference.objective(goal, sums, tokens, reference, jnp.asarray(batch.labels))
     x, weight, is_frozen = _states_and_head(setup, params, batch, remat)
-    cap, weights = setup.model.logit_softcap, batch.weights
+    cap = setup.model.logit_softcap
+    weights = None if batch.weights is None else jnp.asarray(batch.weights)
     return cross_entropy(x, weight, batch.targets, cap, weights, is_frozen=is_frozen)[0], {}
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.cache_layout import capacity_of
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.qtensor import QTensor, dequantize
 
 Kv = TypeVar("Kv", bound=jax.Array | QTensor)

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
-from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads, write_parts
 from pallas_kernels.attention.merge import merge_parts
 from pallas_kernels.attention.pages import Paging
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.device import gpu

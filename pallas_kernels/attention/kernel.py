@@ -49,13 +49,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.decode_program import DecodeKernel
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, shared_bytes
 from pallas_kernels.attention.query_rows import QueryRows
+from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor

@@ -31,8 +31,14 @@ from pallas_kernels.attention.blockwise import (
     is_visible,
     load,
 )
-from pallas_kernels.attention.cache_layout import Cached, capacity_of
-from pallas_kernels.attention.rope_cache import PAGED, WIDTHS, from_cache_basis, unusual
+from pallas_kernels.attention.rope_cache import (
+    PAGED,
+    WIDTHS,
+    Cached,
+    capacity_of,
+    from_cache_basis,
+    unusual,
+)
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
@@ -117,8 +123,21 @@ def _kernel(
             q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
         )
         return from_cache_basis(v, out)
+    return _mosaic(call, q, k, v, lengths, table, sinks)
+
+
+def _mosaic(
+    call: _Static,
+    q: jax.Array,
+    k: Cached,
+    v: Cached,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
     from pallas_kernels.attention import direct, kernel
 
+    window, scale, plan = call
     options = {"window": window, "scale": scale, "plan": plan}
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if isinstance(plan, direct.DirectPlan):

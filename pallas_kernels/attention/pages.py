@@ -31,6 +31,11 @@ class Paging(NamedTuple):
     def of(cls, k: HasShape, table: jax.Array | None) -> Paging | None:
         return None if table is None else cls(*k.shape[:2], table.shape[1])
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row can hold."""
+        return self.entries * self.page
+
 
 class BlockTable:
     """A row's block table; everything is emitted while a kernel is traced."""

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache, rope_tokens
-from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.op import decode_attention
-from pallas_kernels.attention.rope_cache import norm_heads
+from pallas_kernels.attention.rope_cache import Cached, norm_heads, place
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.cpu import prefill
 from pallas_kernels.device import lacking

@@ -24,7 +24,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.cache_layout import Cached, place
 from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
@@ -32,6 +31,7 @@ from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
+Cached = jax.Array | QTensor
 WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
 _OPERANDS = {
     "qkv": "float [B, N + 2K, H+]",
@@ -179,11 +179,16 @@ def check_heads(
         )
     for name, kv in (("k", k), ("v", v)):
         if isinstance(kv, QTensor):
-            if reason := unusual(kv):
-                raise ValueError(f"{op}: {name} is {reason}")
-            group = _group(h, jnp.dtype(kv.dtype).name)
-            if kv.group_size != group:
-                raise ValueError(f"{op}: {name}.scale {kv.scale.shape} is not of {group} features")
+            _check_codes(op, name, kv, h)
+
+
+def _check_codes(op: str, name: str, kv: QTensor, head_dim: int) -> None:
+    """ValueError for a cache that ``quantize_kv`` would not make."""
+    if reason := unusual(kv):
+        raise ValueError(f"{op}: {name} is {reason}")
+    group = _group(head_dim, jnp.dtype(kv.dtype).name)
+    if kv.group_size != group:
+        raise ValueError(f"{op}: {name}.scale {kv.scale.shape} is not of {group} features")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +270,19 @@ def unusual(kv: QTensor) -> str | None:
     return "a cache whose scales are not float32 without zero points"
 
 
+def capacity_of(kv: Cached, table: jax.Array | None) -> int:
+    """Return the number of tokens that a row can hold, S."""
+    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
+
+
+def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (page, place in the page) of ``slots[B, T]``; page P means that nothing is written."""
+    pages, page = kv.shape[:2]
+    entry = jnp.take_along_axis(table, slots // page, axis=1, mode="clip")
+    inside = (slots >= 0) & (slots < table.shape[1] * page) & (entry >= 0)
+    return jnp.where(inside, jnp.minimum(entry, pages), pages), slots % page
+
+
 def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Cached:
     """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots outside of [0, S) are
     dropped.  table: as ``rope_and_write`` takes it."""
@@ -272,13 +290,11 @@ def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None 
     if table is not None:
         rows, slots = place(kv, slots, table)
     if isinstance(kv, QTensor):
-        return jax.tree.map(
-            lambda o, n: _stored(o, rows, slots, n),
-            kv,
-            quantize_kv(new, jnp.dtype(kv.dtype).name),
-        )
-    return _stored(kv, rows, slots, new.astype(kv.dtype))
+        new_tokens: Cached = quantize_kv(new, jnp.dtype(kv.dtype).name)
+    else:
+        new_tokens = new.astype(kv.dtype)
 
+    def written(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)
 
-def _stored(old: jax.Array, rows: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)
+    return jax.tree.map(written, kv, new_tokens)

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.fused_parts import KIND, floats, packed
@@ -348,11 +347,12 @@ def _run(body, tokens, units, out, operands, cache):
     """``units``: warps' worth of work."""
     qkv, table, (k, _) = operands["qkv"], operands["table"], cache
     heads, h = qkv.shape[-2:]
-    n_kv = k.shape[2]
+    n_kv, paging = k.shape[2], Paging.of(k, table)
+    capacity = k.shape[1] if paging is None else paging.capacity
     body = functools.partial(
         body,
-        shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity_of(k, table)),
-        paging=Paging.of(k, table),
+        shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity),
+        paging=paging,
         dtype=jnp.dtype(k.dtype).name,
         groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1,
         kind=KIND[qkv.dtype.name],

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
-from pallas_kernels.attention.cache_layout import Cached
-from pallas_kernels.attention.rope_cache import PAGED, rotate, store, to_cache_basis
+from pallas_kernels.attention.rope_cache import PAGED, Cached, rotate, store, to_cache_basis
 from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize

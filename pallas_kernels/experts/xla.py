@@ -34,7 +34,8 @@ from pallas_kernels.derivative import is_codes
 from pallas_kernels.experts import predict
 from pallas_kernels.experts.blocks import blocks_of
 from pallas_kernels.experts.predict import XlaForm
-from pallas_kernels.matmul.weight_only import WORD, dot, float4_values
+from pallas_kernels.matmul.predict import WORD
+from pallas_kernels.matmul.weight_only import dot, float4_values
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.rounding import NIBBLES
 

@@ -45,6 +45,7 @@ from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.operands import operands_reason, padded
+from pallas_kernels.recurrence.scan import segment_states
 from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 LEAST_BETA = 1e-10  # least divisor of a token's gradients, with a decay for each key channel
@@ -110,15 +111,12 @@ def segment_starts(
     transitions: matrices [B, H, segments, Dk, Dk] by which a segment multiplies its first state.
     reverse: return the states' gradients at the segments' ends, from those at their starts.
     """
-    n = local.shape[2]
-    state = jnp.zeros_like(local[:, :, 0]) if start is None else start
-    states = [state] * n
-    for s in reversed(range(n)) if reverse else range(n):
-        states[s] = state
-        form = "bhji,bhjv->bhiv" if reverse else "bhij,bhjv->bhiv"
-        moved = jnp.einsum(form, transitions[:, :, s], state, precision=lax.Precision.HIGHEST)
-        state = moved + local[:, :, s]
-    return jnp.stack(states, axis=2)
+    form = "bhji,bhjv->bhiv" if reverse else "bhij,bhjv->bhiv"
+
+    def moved(s: int, state: jax.Array) -> jax.Array:
+        return jnp.einsum(form, transitions[:, :, s], state, precision=lax.Precision.HIGHEST)
+
+    return segment_states(local, start, moved, reverse)
 
 
 def _starts(

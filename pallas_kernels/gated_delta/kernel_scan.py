@@ -42,7 +42,8 @@ from pallas_kernels.gated_delta.kernel_chunks import PART
 from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
-from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
+from pallas_kernels.recurrence.scan import ScanFrame
+from pallas_kernels.recurrence.states import VALUE_BLOCK, write_rows, write_state
 
 STAGES = 3
 Want = Literal["out", "borders", "transitions"]
@@ -83,37 +84,24 @@ class _Facts:
         return 64 * self.warpgroups
 
 
-class _Scan:
+class _Scan(ScanFrame):
     """The program of a warpgroup: 64 value channels of a segment's chunks.
 
     gmem.lengths, gmem.start, gmem.out, gmem.borders and gmem.remainders may be None.
     """
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
+        super().__init__(gmem, smem, barrier, facts, pair=is_narrow(facts.dk))
         self.narrow, self.stages = is_narrow(facts.dk), stages_of(facts.dk)
         self.blocks = facts.dv // facts.width
-        self.block, self.row = lax.axis_index("values"), lax.axis_index("row")
-        if self.narrow:
-            self.block = 2 * self.block + lax.axis_index("rank")
-        self.both = {"collective_axes": "rank"} if self.narrow else {}
-        self.head = lax.axis_index("head") // facts.segments
-        self.segment = lax.axis_index("head") % facts.segments
-        self.warpgroup = lax.axis_index("warpgroup")
-        per = -(-facts.n_chunks // facts.segments)
-        self.first = self.segment * per
-        self.last = jnp.minimum((self.segment + 1) * per, facts.n_chunks)
-        self.stop = self.last  # the first chunk past the row's end, or the segment's
-        if gmem.lengths is not None:
-            chunks = (gmem.lengths[self.row] + (CHUNK - 1)) // CHUNK
-            self.stop = jnp.minimum(self.last, chunks)
-        self.steps = jnp.maximum(self.stop - self.first, 0)
 
     def run(self) -> None:
         gmem, facts = self.gmem, self.facts
         pl.when(self.warpgroup == 0)(self.fill_ring)
         self.columns = pl.ds(self.block * facts.width + self.warpgroup * 64, 64)
-        state = self.first_state()
+        state = self.first_state(self.columns)
+        if facts.want == "transitions":
+            state = self.identity(state)
         mask = jnp.where(self.block < self.blocks, -1, 0)
         self.mask = jnp.full((128,), mask, jnp.int32)  # of blocks beyond v: no values
         state = lax.fori_loop(0, self.steps, self.chunk, state)
@@ -123,20 +111,16 @@ class _Scan:
         write_state(gmem.final.shape[-1])(final, state)
         plgpu.wait_smem_to_gmem(0)
         if gmem.lengths is not None and gmem.out is not None:
-            self.clear_outputs()
+            tile = 0, self.warpgroup
+            self.clear_outputs(self.columns, self.smem.v.tiles.at[tile], self.smem.v.rows.at[tile])
+            plgpu.wait_smem_to_gmem(0)
 
-    def first_state(self):
-        gmem, facts, shape = self.gmem, self.facts, (64, self.facts.dk)
-        if gmem.start is not None:
-            place = gmem.start.at[self.row, self.head, self.segment, :, self.columns]
-            return read_state(facts.dk, facts.dv)(place)
-        state = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _WGMMA)
-        if facts.want != "transitions":
-            return state
+    def identity(self, state):
+        """The first state of the blocks beyond v: columns of the identity."""
         row, column = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA) for axis in (0, 1)
+            plgpu.broadcasted_iota(jnp.int32, state.shape, axis, layout=_WGMMA) for axis in (0, 1)
         )
-        beyond = (self.block - self.blocks) * facts.width + self.warpgroup * 64
+        beyond = (self.block - self.blocks) * self.facts.width + self.warpgroup * 64
         return jnp.where(row + beyond == column, jnp.ones_like(state), state)
 
     # --- copies ---
@@ -300,19 +284,6 @@ class _Scan:
         empty = self.barrier.empty
         pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % self.stages]))
         self.load(i + 2)
-
-    def clear_outputs(self) -> None:
-        """Rows that end early: the outputs of the chunks beyond are zeros."""
-        values, own = self.smem.v, self.warpgroup
-        values.tiles[0, own] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
-        plgpu.commit_smem()
-
-        def clear(c, _):
-            to = self.gmem.out.at[self.row, pl.ds(c * CHUNK, CHUNK), self.head, self.columns]
-            plgpu.copy_smem_to_gmem(values.rows.at[0, own], to)
-
-        lax.fori_loop(jnp.maximum(self.stop, self.first), self.last, clear, None)
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _scratch(facts: _Facts, decay_shape) -> dict:

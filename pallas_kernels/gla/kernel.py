@@ -39,6 +39,7 @@ from pallas_kernels.gla.scan import scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
 from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.operands import operands_reason, padded
+from pallas_kernels.recurrence.scan import segment_states
 from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 Gated = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # qg, kg, A, decay
@@ -120,13 +121,7 @@ def segment_starts(
         decay = jnp.where(alive[:, None, :, None], decay, 1.0)
     decay = jnp.pad(decay, ((0, 0), (0, 0), (0, n_segments * per - nc), (0, 0)), constant_values=1)
     whole = jnp.prod(decay.reshape(b, h, n_segments, per, dk), axis=3)[..., None]
-    order = range(n_segments)
-    state = jnp.zeros_like(local[:, :, 0]) if start is None else start
-    states = [state] * n_segments
-    for s in reversed(order) if reverse else order:
-        states[s] = state
-        state = whole[:, :, s] * state + local[:, :, s]
-    return jnp.stack(states, axis=2)
+    return segment_states(local, start, lambda s, state: whole[:, :, s] * state, reverse)
 
 
 def _scan_in_segments(

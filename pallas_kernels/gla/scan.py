@@ -41,7 +41,8 @@ from pallas_kernels.device import gpu
 from pallas_kernels.gla.gates import piece_width
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
-from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
+from pallas_kernels.recurrence.scan import ScanFrame
+from pallas_kernels.recurrence.states import VALUE_BLOCK, write_rows, write_state
 
 PART = 64  # key channels of a product of the state
 _WGMMA = plgpu.Layout.WGMMA
@@ -66,47 +67,29 @@ class _Facts:
     pair: bool  # of blocks: a cluster
 
 
-class _Scan:
+class _Scan(ScanFrame):
     """The program of a warpgroup: 64 value channels of a segment's chunks.
 
     gmem.lengths, gmem.start, gmem.out and gmem.borders may be None.
     """
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
+        super().__init__(gmem, smem, barrier, facts, pair=facts.pair)
         self.stages = stages_of(facts.dk)
         self.parts = [pl.ds(at, PART) for at in range(0, facts.dk, PART)]
-        j, self.row = lax.axis_index("values"), lax.axis_index("row")
-        self.both = {}
-        if facts.pair:
-            j, self.both = 2 * j + lax.axis_index("rank"), {"collective_axes": "rank"}
-        self.block = j  # of the value channels
-        self.head = lax.axis_index("head") // facts.segments
-        self.segment = lax.axis_index("head") % facts.segments
-        self.warpgroup = lax.axis_index("warpgroup")
-        per = -(-facts.n_chunks // facts.segments)
-        self.first = self.segment * per
-        self.last = jnp.minimum((self.segment + 1) * per, facts.n_chunks)
-        self.stop = self.last  # the first chunk past the row's end, or the segment's
-        if gmem.lengths is not None:
-            chunks = (gmem.lengths[self.row] + (CHUNK - 1)) // CHUNK
-            self.stop = jnp.minimum(self.last, chunks)
-        self.steps = jnp.maximum(self.stop - self.first, 0)
 
     def run(self) -> None:
         gmem, facts = self.gmem, self.facts
         pl.when(self.warpgroup == 0)(self.fill_ring)
         self.columns = pl.ds(self.block * VALUE_BLOCK + self.warpgroup * 64, 64)
-        if gmem.start is not None:
-            place = gmem.start.at[self.row, self.head, self.segment, :, self.columns]
-            state = read_state(facts.dk, facts.dv)(place)
-        else:
-            state = plgpu.layout_cast(jnp.zeros((64, facts.dk), jnp.float32), _WGMMA)
+        state = self.first_state(self.columns)
         state = lax.fori_loop(0, self.steps, self.chunk, state)
         final = gmem.final.at[self.row, self.head, self.segment, :, self.columns]
         write_state(facts.dv)(final, state)
         if gmem.out is not None and gmem.lengths is not None:
-            self.clear_outputs()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out, own = self.smem.out, self.warpgroup
+            self.clear_outputs(self.columns, out.tiles.at[own], out.rows.at[own])
         plgpu.wait_smem_to_gmem(0)
         if facts.pair:  # a block stays until the other one has arrived at its barriers
             pl.when(self.warpgroup == 0)(self.leave)
@@ -242,20 +225,6 @@ class _Scan:
             self.refill(self.load_keys, self.barrier.k_read, i - 1)
 
     # --- the end ---
-
-    def clear_outputs(self) -> None:
-        """Rows that end early: the outputs of the chunks beyond are zeros."""
-        out, own = self.smem.out, self.warpgroup
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out.tiles[own] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
-        plgpu.commit_smem()
-
-        def clear(c, _):
-            rows = pl.ds(c * CHUNK, CHUNK)
-            to = self.gmem.out.at[self.row, rows, self.head, self.columns]
-            plgpu.copy_smem_to_gmem(out.rows.at[own], to)
-
-        lax.fori_loop(jnp.maximum(self.stop, self.first), self.last, clear, None)
 
     def leave(self) -> None:
         """Wait until the other block of the pair has read all that this one copied."""

@@ -22,8 +22,8 @@ activation is one kernel, float32 from the product to the only rounding.  Elsewh
 after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x may have a
 low-rank term (LoRA).  With up to 64 rows the product's kernel computes that term.
 
-The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
-``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
+The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of x)
+and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
 model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own layout, a
 ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
 of 32.
@@ -62,9 +62,10 @@ from pallas_kernels.dispatch import (
     choose_plan,
     is_empty,
 )
-from pallas_kernels.matmul import choice, operands, xla
+from pallas_kernels.matmul import choice, operands
 from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
-from pallas_kernels.matmul.xla import finish, low_rank_sums
+from pallas_kernels.matmul.codes import codes, low_rank_sums
+from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -107,6 +108,7 @@ class Around(NamedTuple):
         return None if self.norm is None else self.norm[0], self.residual, self.pending
 
 
+_OP = "quantized_matmul"
 _OPERANDS = {
     "x": "float|QTensor [..., K]",
     "w": "float|QTensor [N, K]",
@@ -197,7 +199,7 @@ def quantized_matmul(
     if around.is_nothing and isinstance(w, QTensor | CpuWeight):
         return _product(x, w, around, implementation)
     find, on_cpu = planners(x, w, around, implementation)
-    plan = choose_plan("quantized_matmul", implementation, find, x, w, *around.arrays, cpu=on_cpu)
+    plan = choose_plan(_OP, implementation, find, x, w, *around.arrays, cpu=on_cpu)
     if plan is None:
         return _composed(x, w, around, "xla" if is_empty(x, w) else implementation)
     return run(x, w, around, plan, implementation)
@@ -285,7 +287,7 @@ def _product(
         return _prepared_product(x, w, around, implementation)
     rows, w = _flatten(x), _without_notes(x, w)
     find, on_cpu = planners(rows, w, around, implementation)
-    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
+    plan = choose_plan(_OP, implementation, find, rows, w, cpu=on_cpu)
     if plan is None and around.low_rank is not None:
         return _with_low_rank(x, w, around, around.low_rank, implementation)
     if is_empty(x, w):
@@ -325,7 +327,7 @@ def _prepared_product(
     """Compute the product of a weight in the layout of the CPU's handler."""
     rows = _flatten(x)
     find, on_cpu = planners(rows, w, around, implementation)
-    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
+    plan = choose_plan(_OP, implementation, find, rows, w, cpu=on_cpu)
     if plan is None:
         return _product(x, restore(w), around, "xla")
     static = Static(around.out, _call(rows, w, around), plan)
@@ -367,12 +369,11 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
 
 def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     """Raise ValueError, with the fact, for operands that make no product."""
-    op = "quantized_matmul"
     gamma, residual, pending = around.arrays
     fused = {"bias": around.bias, "norm's weight": gamma, "pending": pending, "residual": residual}
-    check(op, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
+    check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     if around.out.name not in FLOATS:
-        raise ValueError(f"{op}: out_dtype {around.out} is not a float")
+        raise ValueError(f"{_OP}: out_dtype {around.out} is not a float")
     if isinstance(x, QTensor):
         is_fused = around.norm is not None or around.residual is not None or around.swiglu
         operands.check_codes(x, w, is_fused)
@@ -382,25 +383,35 @@ def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
 
 def _check_around(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     """Raise ValueError if what stands around the product does not fit it."""
-    op = "quantized_matmul"
     if around.low_rank is not None:
         operands.check_low_rank(x, w, *around.low_rank)
     if around.pending is not None and around.norm is None:
-        raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
+        raise ValueError(f"{_OP}: pending, of x's shape {x.shape}, comes before a norm")
     if around.swiglu and w.shape[0] % 2:
-        raise ValueError(f"{op}: the {w.shape[0]} rows of w are not gate and up")
+        raise ValueError(f"{_OP}: the {w.shape[0]} rows of w are not gate and up")
+    if around.residual is not None:
+        _check_residual(x, w, around, around.residual)
+    if around.activation is not None:
+        _check_activation(around.activation, around.swiglu)
+
+
+def _check_residual(
+    x: jax.Array | QTensor, w: _Weight, around: Around, residual: jax.Array
+) -> None:
     shape = (*x.shape[:-1], w.shape[0] // 2 if around.swiglu else w.shape[0])
-    residual = around.residual
-    if residual is not None and (residual.shape, residual.dtype) != (shape, around.out):
+    if (residual.shape, residual.dtype) != (shape, around.out):
         raise ValueError(
-            f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
+            f"{_OP}: residual {residual.dtype}{residual.shape} is not the result's "
             f"{around.out}{shape}, of x {x.shape} and w {w.shape}"
         )
-    known = operands.GATES if around.swiglu else tuple(ACTIVATIONS)
-    if around.activation is not None and around.activation not in known:
-        what = "the gate of swiglu" if around.swiglu else "a product"
+
+
+def _check_activation(activation: str, swiglu: bool) -> None:
+    known = operands.GATES if swiglu else tuple(ACTIVATIONS)
+    if activation not in known:
+        what = "the gate of swiglu" if swiglu else "a product"
         raise ValueError(
-            f"{op}: activation {around.activation!r} of {what} is not one of {', '.join(known)}"
+            f"{_OP}: activation {activation!r} of {what} is not one of {', '.join(known)}"
         )
 
 
@@ -468,8 +479,6 @@ def _around(
     return Around(static.out, bias, norm, residual, pending, call.swiglu, call.activation)
 
 
-_weight_only = Op(
-    "quantized_matmul", xla.weight_only, choice.run, backward=xla.weight_only_gradients
-)
-_codes = Op("quantized_matmul", xla.codes, _codes_kernel)
-_fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)
+_weight_only = Op(_OP, weight_only, choice.run, backward=weight_only_gradients)
+_codes = Op(_OP, codes, _codes_kernel)
+_fused = Op(_OP, _fused_xla, choice.run, derivative=_fused_parts)

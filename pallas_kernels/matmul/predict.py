@@ -19,8 +19,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
@@ -30,12 +31,14 @@ from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
-from pallas_kernels.matmul.weight_only import Form, forms
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import HasShape
 
 FITTED_ROWS = 256
+# Of a weight-only product on an accelerator; ``weight_only`` describes them.
+Form = Literal["words", "sums", "copy"]
+WORD = 8  # 4-bit codes in the 32 bits that a thread of the first form reads at a time
 
 
 class MatmulWork(NamedTuple):
@@ -161,6 +164,12 @@ def product_us(call: MatmulCall) -> float:
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
         us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))
     return us
+
+
+def forms(q: jax.Array, group_size: int) -> tuple[Form, ...]:
+    """The forms that exist for codes in groups of ``group_size`` columns."""
+    has_words = q.dtype.name in NIBBLES and group_size % WORD == 0
+    return ("words", "sums", "copy") if has_words else ("sums", "copy")
 
 
 def shortest_form(x: HasShape, w: QTensor) -> Form:

@@ -10,6 +10,7 @@ forms are FasterLLaMA's ResNormQuantized and ResidualResNormQuantized.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, overload
 
 import jax
@@ -114,12 +115,8 @@ def rms_norm(
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
     if out not in FLOATS:
         raise ValueError(f"rms_norm: out_dtype {out} is not a float")
-    found = choose_plan(
-        "rms_norm",
-        implementation,
-        lambda: plan("norm", x, codes or out, weight, residual, float(eps)),
-        *(a for a in (x, residual, weight) if a is not None),
-    )
+    find = functools.partial(plan, "norm", x, codes or out, weight, residual, float(eps))
+    found = choose_plan("rms_norm", implementation, find, x, residual, weight)
     call = _Call(float(eps), codes, out), found
     return _rms_norm(chosen(found, implementation), call, x, residual, weight)
 

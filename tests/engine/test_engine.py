@@ -24,12 +24,9 @@ from jaxllama.engine.grammar import Matcher
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, default_cache_dtype
 from jaxllama.engine.programs import (
     KEPT,
-    Kept,
     Programs,
     Wanted,
-    keep,
     name,
-    read,
 )
 from jaxllama.engine.request import (
     EngineClosed,
@@ -39,6 +36,7 @@ from jaxllama.engine.request import (
     QueueFull,
     Request,
 )
+from jaxllama.kept import Kept, keep, read
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 from tests.helpers.engine_cases import (
@@ -102,7 +100,7 @@ def test_the_warm_up_compiles_all_and_a_second_engine_takes_it(tmp_path, monkeyp
         eng.warm_up()
         return eng
 
-    monkeypatch.setattr(runner, "folder", lambda: tmp_path)
+    monkeypatch.setattr(runner, "folder", lambda _: tmp_path)
     requests = [Request(f"w{i}", PROMPTS[i], 5, SAMPLINGS[i % 5], logprobs=3) for i in range(6)]
     first, compiled = made(), []
     jax.monitoring.register_event_duration_secs_listener(
@@ -163,7 +161,7 @@ def test_a_cpus_program_is_compiled_past_jaxs_cache(tmp_path):
 
 def test_only_the_newest_programs_are_kept(tmp_path):
     for number in range(KEPT + 2):
-        keep(tmp_path / "engines" / f"engine-{number}.pickle", Kept((), [(b"x", None, None)]))
+        keep(tmp_path / "engines" / f"engine-{number}.pickle", Kept((), [(b"x", None, None)]), KEPT)
     assert len(list((tmp_path / "engines").iterdir())) == KEPT
     newest = tmp_path / "engines" / f"engine-{KEPT + 1}.pickle"
     assert read(newest) == Kept((), [(b"x", None, None)]) and read(tmp_path / "none") is None

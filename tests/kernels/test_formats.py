@@ -13,7 +13,8 @@ import pytest
 from pallas_kernels.experts import xla as experts_xla
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.op import quantized_matmul
-from pallas_kernels.matmul.weight_only import BY_FORM, forms
+from pallas_kernels.matmul.predict import forms
+from pallas_kernels.matmul.weight_only import BY_FORM
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from tests.helpers.cases import slow
 from tests.helpers.matmul_cases import check, exact, product, wide

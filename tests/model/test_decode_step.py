@@ -22,7 +22,7 @@ from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors import resident
 from jaxllama.executors.resident import advance, start
 from jaxllama.generation import init_params
-from jaxllama.model import decoder
+from jaxllama.model import verification
 from jaxllama.model.cache import cache_specs
 from jaxllama.model.lora import attach, for_rows
 from jaxllama.model.shardings import specs
@@ -91,7 +91,7 @@ def kernels_of(
 
 def verify_and_commit(cfg, params, tokens, count, cache):
     scores, proposal = verify(cfg, params, tokens, count, cache)
-    return scores, decoder.commit(proposal, count)
+    return scores, verification.commit(proposal, count)
 
 
 @pytest.fixture
@@ -100,7 +100,8 @@ def on_hopper(monkeypatch):
         pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
     jax.clear_caches()
     monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
-    monkeypatch.setattr(dispatch, "_own_kind", lambda *_: "mosaic")  # not the CPU's handlers
+    # not the CPU's handlers
+    monkeypatch.setattr(dispatch, "_own_answer", lambda find, *_: find())
     yield
     jax.clear_caches()
 

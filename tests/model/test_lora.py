@@ -23,7 +23,7 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import linear
 from jaxllama.model.linear import Stream
-from jaxllama.model.lora import attach, chosen, factors, for_rows
+from jaxllama.model.lora import Adapted, attach, chosen, factors, for_rows
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -272,7 +272,7 @@ def test_a_product_adds_each_row_s_own_factors(scheme):
             Stream(x), p["mlp_norm"], mlp["gate_up"], LLAMA, into=mlp["down"]
         )
         added = linear.linear_add(gated, mlp["down"], Stream(x), LLAMA).total
-        codes = gated.codes if isinstance(gated, linear.Adapted) else gated
+        codes = gated.codes if isinstance(gated, Adapted) else gated
         without = linear.linear(h, plain["gate_up"]), x + linear.linear(codes, plain["down"], "f4")
         return h, y, swiglu(y), added, *without
 

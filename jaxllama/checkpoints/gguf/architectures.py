@@ -14,7 +14,7 @@ from jaxllama.typing import JsonMapping, JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
-class Architecture:
+class GGUFArchitecture:
     """A GGUF architecture.
 
     family: the family whose config.json the metadata describes. windowed: the family of files with
@@ -53,14 +53,14 @@ _COUNTED = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 _WIDE = {**_COUNTED, "expert_feed_forward_length": "moe_intermediate_size"}
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
+ARCHITECTURES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(
         "llama", windowed="mistral", interleaved=True, mixture="mixtral", experts=_LOCAL
     ),
-    "qwen2": Architecture("qwen2", windowed="qwen2"),
-    "qwen3": Architecture("qwen3", windowed="qwen3"),
-    "olmoe": Architecture("olmoe", mixture="olmoe", experts=_COUNTED),
-    "qwen2moe": Architecture(
+    "qwen2": GGUFArchitecture("qwen2", windowed="qwen2"),
+    "qwen3": GGUFArchitecture("qwen3", windowed="qwen3"),
+    "olmoe": GGUFArchitecture("olmoe", mixture="olmoe", experts=_COUNTED),
+    "qwen2moe": GGUFArchitecture(
         "qwen2_moe",
         mixture="qwen2_moe",
         experts={
@@ -68,23 +68,23 @@ ARCHITECTURES: dict[str, Architecture] = {
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
     ),
-    "qwen3moe": Architecture(
+    "qwen3moe": GGUFArchitecture(
         "qwen3_moe",
         mixture="qwen3_moe",
         experts=_WIDE,
         more=lambda sizes: {"norm_topk_prob": True},
     ),
-    "gpt-oss": Architecture(
+    "gpt-oss": GGUFArchitecture(
         "gpt_oss",
         windowed="gpt_oss",
         mixture="gpt_oss",
         experts={**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
         mlp_norm="post_attention_norm",
     ),
-    "phi3": Architecture("phi3", windowed="phi3"),
-    "internlm2": Architecture("llama", interleaved=True),
-    "smollm3": Architecture("smollm3", interleaved=True),
-    "granite": Architecture(
+    "phi3": GGUFArchitecture("phi3", windowed="phi3"),
+    "internlm2": GGUFArchitecture("llama", interleaved=True),
+    "smollm3": GGUFArchitecture("smollm3", interleaved=True),
+    "granite": GGUFArchitecture(
         "granite",
         interleaved=True,
         keys={
@@ -95,24 +95,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         more=lambda sizes: {"attention_multiplier": sizes["head_dim"] ** -0.5},
     ),
-    "seed_oss": Architecture("seed_oss", mlp_norm="post_attention_norm"),
-    "ernie4_5": Architecture("ernie4_5", interleaved=True),
-    "olmo2": Architecture("olmo2", windowed="olmo3"),
-    "gemma2": Architecture(
+    "seed_oss": GGUFArchitecture("seed_oss", mlp_norm="post_attention_norm"),
+    "ernie4_5": GGUFArchitecture("ernie4_5", interleaved=True),
+    "olmo2": GGUFArchitecture("olmo2", windowed="olmo3"),
+    "gemma2": GGUFArchitecture(
         "gemma2",
         windowed="gemma2",
         keys={**_SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
         more=_gemma(46),
     ),
-    "gemma3": Architecture("gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62)),
-    "chatglm": Architecture("glm", interleaved=True),
-    "glm4": Architecture("glm4", interleaved=True),
-    "stablelm": Architecture("stablelm"),
-    "command-r": Architecture(
+    "gemma3": GGUFArchitecture(
+        "gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62)
+    ),
+    "chatglm": GGUFArchitecture("glm", interleaved=True),
+    "glm4": GGUFArchitecture("glm4", interleaved=True),
+    "stablelm": GGUFArchitecture("stablelm"),
+    "command-r": GGUFArchitecture(
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
-    "cohere2": Architecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
-    "qwen35": Architecture(
+    "cohere2": GGUFArchitecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+    "qwen35": GGUFArchitecture(
         "qwen3_5_text",
         keys={
             "ssm.conv_kernel": "linear_conv_kernel_dim",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
+from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, GGUFArchitecture
 from jaxllama.checkpoints.gguf.file import GGUFFile, GGUFTensor, opened
 from jaxllama.checkpoints.gguf.types import TensorType
 from jaxllama.checkpoints.hf.config import config_from_hf
@@ -153,7 +153,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     )
 
 
-def _mtp_layers(file: GGUFFile, name: str, arch: Architecture) -> int:
+def _mtp_layers(file: GGUFFile, name: str, arch: GGUFArchitecture) -> int:
     """Return how many of the file's last layers are a head for multi-token prediction."""
     key = f"{name}.nextn_predict_layers"
     count = file.integer(key, 0)
@@ -170,7 +170,7 @@ def _delta_heads(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
     return {"linear_value_head_dim": inner // heads}
 
 
-def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
+def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
     """Check all keys, so that none is ignored silently."""
     rope = [f"rope.scaling.{key}" for key in _ROPE_KEYS]
     window = _WINDOW_KEYS if arch.windowed else ()
@@ -393,7 +393,7 @@ def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> JsonObje
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def _in_their_words(error: str, name: str, arch: Architecture) -> str:
+def _in_their_words(error: str, name: str, arch: GGUFArchitecture) -> str:
     """Rephrase an error about a key of config.json in terms of the file's metadata."""
     for key, theirs in {**_KEYS, **_WINDOW_KEYS, **arch.keys}.items():
         if error.startswith(f"{theirs} = "):

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family, stored_of
+from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family
 from jaxllama.checkpoints.hf.fla import (
     MODELS,
     PAPER,
@@ -28,7 +28,7 @@ from jaxllama.checkpoints.hf.fla import (
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import ModelConfig, RopeConfig
+from jaxllama.config import CheckpointForm, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
 
@@ -140,7 +140,7 @@ def config_from_hf(
         nope = {i for i in range(n_layers) if family.is_nope(i, read, i in slides)}
     fields = {path: _same(read, key, default) for key, path, default in family.same}
     fields |= {} if family.fields is None else family.fields(read)
-    stored, fields = stored_of(kind, fields)
+    stored, fields = _stored_of(kind, fields)
     eos, bos = read.token_ids("eos_token_id", None), read.token_ids("bos_token_id", None)
     found: JsonObject = {
         "name": name,
@@ -165,6 +165,14 @@ def config_from_hf(
         "stored": stored,
     }
     return ModelConfig(**{**found, **fields, **family.facts})
+
+
+def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mapping[str, Any]]:
+    """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
+    own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
+    rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
+    name = "llama" if family in ALIKE else family
+    return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
 
 
 def text_config(config: JsonMapping) -> JsonMapping:

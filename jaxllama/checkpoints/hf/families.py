@@ -17,7 +17,7 @@ from typing import Any
 from jaxllama.checkpoints.hf import mamba
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import CheckpointForm, DeltaConfig, LatentConfig, ModelConfig
+from jaxllama.config import DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
 
@@ -1027,11 +1027,3 @@ FAMILIES: dict[str, Family] = {
 # Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
 # are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
-
-
-def stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Fields]:
-    """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
-    own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
-    rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
-    name = "llama" if family in ALIKE else family
-    return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest

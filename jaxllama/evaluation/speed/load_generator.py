@@ -37,7 +37,7 @@ import numpy as np
 from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed import workload
-from jaxllama.evaluation.speed.workload import Lengths, Turn
+from jaxllama.evaluation.speed.workload import ConversationTurn, Lengths
 from jaxllama.typing import JsonObject
 
 try:
@@ -174,7 +174,7 @@ async def _measure_all(
     begin = time.perf_counter()
     arrivals = begin + np.cumsum(gaps)
 
-    async def one(turns: list[Turn], arrival: float) -> list[Sample]:
+    async def one(turns: list[ConversationTurn], arrival: float) -> list[Sample]:
         """Send the turns; each waits for the answer to the one before."""
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
         history: list[int] = []

@@ -1,6 +1,6 @@
 """The requests of a load: conversations of token ids that follow from a seed.
 
-    conversations(load, rng, vocab_size, longest) -> [[Turn, ...], ...]
+    conversations(load, rng, vocab_size, longest) -> [[ConversationTurn, ...], ...]
     read_lengths(path) -> [[(prompt, new), ...], ...]         the turns of every entry of a file
 
 A turn's prompt is the conversation so far and some new ids. If conversations begin with shared
@@ -58,7 +58,7 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class ConversationTurn:
     """A turn. ids: the new part of its prompt. new_tokens: number of tokens to generate."""
 
     ids: list[int]
@@ -88,7 +88,7 @@ class Asked(Protocol):
 
 def conversations(
     load: Asked, rng: np.random.Generator, vocab_size: int, longest: int | None
-) -> list[list[Turn]]:
+) -> list[list[ConversationTurn]]:
     """Return ``load.requests`` conversations of up to ``load.turns`` turns.
 
     longest: number of tokens that the server accepts in one request, None if unknown.
@@ -116,7 +116,7 @@ def conversations(
         before = shared[number % len(shared)]
         made.append([])
         for prompt, new in turns:
-            made[-1].append(Turn([*before, *ids(prompt)], new))
+            made[-1].append(ConversationTurn([*before, *ids(prompt)], new))
             before = []
     return made
 

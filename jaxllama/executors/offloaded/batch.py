@@ -1,4 +1,4 @@
-"""Batch: the rows of an offloaded run that one program computes, and the programs of a turn's ends.
+"""The rows of an offloaded run that one program computes, and the programs of a turn's ends.
 
     rows = joined(rows, lengths, history)                    rows begin
     piece = TokenPiece(*next_piece(cfg, capacity, rows))     each row's newest token
@@ -47,7 +47,7 @@ class TokenPiece:
 
 
 @dataclasses.dataclass
-class Batch:
+class OffloadedBatch:
     """The rows that one program computes, with their layers' states in ``caches``.
 
     prompts: pieces of the next step, if rows join.

@@ -35,7 +35,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
-from jaxllama.typing import Device, Tree
+from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 
@@ -78,7 +78,7 @@ class SplitCache:
 
 
 @functools.cache
-def cpu() -> Device:
+def cpu() -> LocalDevice:
     """Return the CPU device. Raises JaxLlamaError if jax has none beside the GPU."""
     try:
         return jax.devices("cpu")[0]

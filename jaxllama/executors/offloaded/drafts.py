@@ -25,7 +25,7 @@ from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Pass, drawn_by, finish, start
 from jaxllama.executors.offloaded.batch import TokenPiece
 from jaxllama.executors.offloaded.run import OffloadRun
-from jaxllama.model import decoder
+from jaxllama.model import verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import Hidden, places_of
@@ -122,7 +122,7 @@ def _finished(
     inputs = start(rows, draft, width, limit)
     cache = Cache(tuple(layers.values()), inputs.fields.length)
     proposal = Proposal(cache, inputs.lengths, tuple(tokens.values()))
-    passed = Pass(lambda: scores, lambda count: decoder.commit(proposal, count))
+    passed = Pass(lambda: scores, lambda count: verification.commit(proposal, count))
     rows, _ = finish(
         rows,
         inputs,

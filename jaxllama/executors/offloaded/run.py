@@ -33,7 +33,7 @@ from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.executors.executor import Alone
 from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
 from jaxllama.executors.offloaded.batch import (
-    Batch,
+    OffloadedBatch,
     TokenPiece,
     append_token,
     cleared,
@@ -137,7 +137,7 @@ class OffloadRun:
         for first in range(0, count * size, size):
             yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, options))  # noqa: B023
 
-    def _batch(self, tokens: jax.Array, _: jax.Array, sampling: SamplingParams) -> Batch:
+    def _batch(self, tokens: jax.Array, _: jax.Array, sampling: SamplingParams) -> OffloadedBatch:
         """A batch without a row that goes on."""
         batch = tokens.shape[0]
         blank = jnp.zeros((batch,), jnp.int32)
@@ -146,7 +146,7 @@ class OffloadRun:
             layer: self._layer_cache(kind, layer, batch)
             for layer, kind in enumerate(self.cfg.layer_types)
         }
-        return Batch(rows, sampling, caches)
+        return OffloadedBatch(rows, sampling, caches)
 
     def join(
         self,
@@ -181,7 +181,7 @@ class OffloadRun:
         rows = [Fields(*jax.device_get(batch.rows.ints)) for batch in self.batches if batch.live]
         return max((int(np.max(fields.length * (1 - fields.done))) for fields in rows), default=0)
 
-    def _next(self, batch: Batch) -> TokenPiece:
+    def _next(self, batch: OffloadedBatch) -> TokenPiece:
         return TokenPiece(*next_piece(self.cfg, self.capacity, batch.rows))
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
@@ -355,7 +355,7 @@ class OffloadRun:
         return cache, hidden
 
     def _layer(
-        self, unit: ModelUnit, batch: Batch, weights: Tree, cache: Tree, hidden: Tree
+        self, unit: ModelUnit, batch: OffloadedBatch, weights: Tree, cache: Tree, hidden: Tree
     ) -> tuple[Tree, Tree]:
         cfg, kind = layer_config(self.cfg, unit.layer)
         if batch.adapters is not None:
@@ -396,7 +396,7 @@ class OffloadRun:
             results.append(x)
         return results, cache
 
-    def _head(self, batch: Batch, weights: Tree, hidden: Tree) -> None:
+    def _head(self, batch: OffloadedBatch, weights: Tree, hidden: Tree) -> None:
         if batch.drafted is not None:
             [x] = hidden
             batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]

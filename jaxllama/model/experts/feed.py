@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.experts.route import route, router_logits
-from jaxllama.model.linear import LayerOps, Stream
+from jaxllama.model.layer_ops import LayerOps
+from jaxllama.model.linear import Stream
 from jaxllama.typing import Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
 

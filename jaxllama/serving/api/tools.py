@@ -4,7 +4,7 @@
 
 ``auto`` lets the model decide, ``required`` demands at least one call, and a function's name
 demands that function. ``none`` shows the model no tools. ``allowed_tools`` restricts the calls to
-some of the shown tools. The template's ``Format`` says how calls are written.
+some of the shown tools. The template's ``CallFormat`` says how calls are written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxllama.serving.api.bodies import Chat, Function
 from jaxllama.serving.api.schemas import ApiError
-from jaxllama.serving.tools.format import Format
+from jaxllama.serving.tools.format import CallFormat
 from jaxllama.serving.tools.formats import format_of
 from jaxllama.typing import JsonObject
 
@@ -32,7 +32,7 @@ class Tools:
     functions: tuple[Function, ...]
     is_forced: bool
     only_one: bool
-    format: Format
+    format: CallFormat
     earlier: int = 0
 
     @property

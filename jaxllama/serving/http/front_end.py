@@ -26,7 +26,7 @@ from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, application
-from jaxllama.serving.ipc.facts import Facts
+from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.serving.ipc.wire import Wire
 
@@ -40,7 +40,7 @@ class FrontEndSetup:
     max_queue: the engine's. drain_timeout: seconds from ``Drain`` to the end.
     """
 
-    facts: Facts
+    facts: ModelFacts
     settings: ServerSettings
     max_queue: int
     drain_timeout: int

@@ -53,7 +53,7 @@ try:
     from jaxllama.serving.http import front_end
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.server import ServerSettings, create_app
-    from jaxllama.serving.ipc.facts import Facts
+    from jaxllama.serving.ipc.facts import ModelFacts
     from jaxllama.serving.ipc.hub import Hub, Port, forward_passes
     from jaxllama.serving.ipc.replicas import Replicas
     from jaxllama.serving.ipc.wire import Pulse, Wire
@@ -149,7 +149,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         else:
             lm = load()
             engine = Engine(lm, observe=metrics.observe, **options.engine)
-            facts, passes = Facts.of(lm), forward_passes(lm)
+            facts, passes = ModelFacts.of(lm), forward_passes(lm)
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)

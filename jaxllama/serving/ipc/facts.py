@@ -1,4 +1,4 @@
-"""Facts: the part of a LanguageModel that a process without the model needs."""
+"""The part of a LanguageModel that a process without the model needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllama.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """The part of a LanguageModel that a front end needs."""
 
     config: ModelConfig
@@ -23,6 +23,6 @@ class Facts:
     n_classes: int = 0
 
     @classmethod
-    def of(cls, lm: LanguageModel) -> Facts:
+    def of(cls, lm: LanguageModel) -> ModelFacts:
         adapters = tuple(lm.adapters)
         return cls(lm.config, lm.tokenizer, lm.sampling, adapters, lm.pooling, lm.n_classes)

@@ -44,7 +44,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.ipc.facts import Facts
+from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub, forward_passes
 from jaxllama.serving.ipc.wire import Pulse, Wire
 from jaxllama.typing import Options
@@ -62,7 +62,7 @@ Load = Callable[[], LanguageModel]
 class About:
     """A replica's description of itself after its start."""
 
-    facts: Facts
+    facts: ModelFacts
     max_len: int
     max_queue: int
     stats: EngineStats
@@ -459,7 +459,7 @@ def main() -> None:
             connection.sendall(messages.encode(messages.Failed(str(error))))
             sys.exit(2)
         about = About(
-            Facts.of(lm), engine.options.max_len, engine.options.max_queue, engine.stats()
+            ModelFacts.of(lm), engine.options.max_len, engine.options.max_queue, engine.stats()
         )
         connection.sendall(messages.encode(messages.Welcome(pickle.dumps(about))))
         asyncio.run(_run(connection, lm, engine, reporter))

@@ -13,7 +13,7 @@ Functions = Mapping[str, JsonObject]  # the schema of the arguments of each offe
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
+class CallFormat:
     """A format of tool calls.
 
     marks: strings that only templates of this format contain. foreign: strings that they do not

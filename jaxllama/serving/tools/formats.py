@@ -1,19 +1,19 @@
 """The table of formats in which models write calls of tools.
 
-    format_of(template) -> Format | None    found by the chat template; None if it is unknown
+    format_of(template) -> CallFormat | None    found by the chat template; None if it is unknown
 
-A format is a row: a ``Format`` with the strings around a call, and a reader. ``json_calls`` has the
-formats with JSON, ``markup`` those in tags, ``literals`` those like Python. A new family is a row
-in one of them, and a line here. Each format reads an answer's text as it comes, and writes the rule
-of a grammar to which a forced or strict call is held.
+A format is a row: a ``CallFormat`` with the strings around a call, and a reader. ``json_calls`` has
+the formats with JSON, ``markup`` those in tags, ``literals`` those like Python. A new family is a
+row in one of them, and a line here. Each format reads an answer's text as it comes, and writes the
+rule of a grammar to which a forced or strict call is held.
 """
 
 from __future__ import annotations
 
 from jaxllama.serving.tools import json_calls, literals, markup
-from jaxllama.serving.tools.format import Format
+from jaxllama.serving.tools.format import CallFormat
 
-FORMATS: tuple[Format, ...] = (  # the first whose marks a template contains
+FORMATS: tuple[CallFormat, ...] = (  # the first whose marks a template contains
     json_calls.HARMONY,
     json_calls.KIMI,
     markup.DEEPSEEK_V4,
@@ -36,7 +36,7 @@ FORMATS: tuple[Format, ...] = (  # the first whose marks a template contains
 )
 
 
-def format_of(template: str) -> Format | None:
+def format_of(template: str) -> CallFormat | None:
     """Return the first format whose marks a template contains; None for an unknown form."""
     for form in FORMATS:
         is_foreign = any(mark in template for mark in form.foreign)

@@ -14,14 +14,14 @@ import dataclasses
 import json
 import re
 
-from jaxllama.serving.tools.format import Format, Functions
+from jaxllama.serving.tools.format import CallFormat, Functions
 from jaxllama.serving.tools.lark import LarkRules, tight
 from jaxllama.serving.tools.parts import AnswerPart, Machine, MarkFinder
 from jaxllama.typing import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
-class JsonFormat(Format):
+class JsonFormat(CallFormat):
     """A format with JSON arguments.
 
     arguments: key of the arguments; None if the name stands outside of the JSON, before

@@ -21,7 +21,7 @@ import re
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
-from jaxllama.serving.tools.format import Format, Functions
+from jaxllama.serving.tools.format import CallFormat, Functions
 from jaxllama.serving.tools.parts import AnswerPart, begun
 from jaxllama.typing import JsonObject
 
@@ -130,7 +130,7 @@ def json_text(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class WrittenFormat(Format):
+class WrittenFormat(CallFormat):
     """A format whose calls a parser translates to JSON."""
 
     def read(self, source: Source, functions: Functions) -> Parse[bool]:

@@ -30,7 +30,7 @@ def test_xla_forms_give_the_same_sums(name):
     for m in (1, 2):
         x = activations((m, 256), jnp.float32)
         ref = np.asarray(x, np.float64) @ wide.T
-        for form in weight_only.forms(w.q, w.group_size):
+        for form in predict.forms(w.q, w.group_size):
             out = jax.jit(weight_only.BY_FORM[form])(x, w.scale, w.zero, w.q)
             error = np.sqrt(np.mean((np.asarray(out, np.float64) - ref) ** 2) / np.mean(ref**2))
             assert out.dtype == jnp.float32 and error < 2e-6, (form, m)
@@ -44,7 +44,7 @@ def test_few_rows_are_one_pass_over_the_codes():
                 call = fit.FitCase(scheme, m, n, k).call()
                 x = jax.ShapeDtypeStruct((m, k), call.x)
                 form = predict.shortest_form(x, call.w)
-                assert form in weight_only.forms(call.w.q, call.w.group_size) and form != "copy"
+                assert form in predict.forms(call.w.q, call.w.group_size) and form != "copy"
                 assert form == "words" or (m, n, call.w.dtype) != (1, 14336, jnp.int4)
     call = fit.FitCase("w4a16", 512, 4096, 4096).call()
     assert predict.shortest_form(jax.ShapeDtypeStruct((512, 4096), call.x), call.w) == "copy"

@@ -45,7 +45,7 @@ from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import to_json
 from jaxllama.serving.http import vector_routes
 from jaxllama.serving.http.server import ServerSettings, _Server
-from jaxllama.serving.ipc.facts import Facts
+from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient, local
 from jaxllama.text.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ def test_a_chat_answer_and_the_stream_of_it_are_the_same(http, engine):
 @pytest.mark.parametrize("spells", [True, False])
 def test_the_logprobs_of_a_chunk_are_those_of_the_schema(spells):
     """Of tokens that are no text by themselves, and of numbers that JSON does not have."""
-    prompts = Prompts(Facts(CFG, byte_tokenizer(), None, ()), NAME, MAX_LEN, 8)
+    prompts = Prompts(ModelFacts(CFG, byte_tokenizer(), None, ()), NAME, MAX_LEN, 8)
     call = prompts.chat(Chat(**CHAT, logprobs=True, top_logprobs=2), "chatcmpl-1")
     call = call if spells else dataclasses.replace(call, tokenizer=None)
     tops = [[(34, -0.5), (92, float("-inf")), (7, -1.0)], [], [(255, float("nan"))]]

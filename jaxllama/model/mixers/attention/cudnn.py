@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import floats, is_visible, part_of
-from pallas_kernels.attention.cache_layout import capacity_of, place
+from pallas_kernels.attention.rope_cache import capacity_of, place
 from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.jax_internals import cudnn_attention
 from pallas_kernels.qtensor import QTensor

@@ -37,17 +37,22 @@ from jaxllama.model.mixers.attention.cudnn import extend, has_cudnn
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
-from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
+from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     blockwise_attention,
     joined,
 )
-from pallas_kernels.attention.cache_layout import capacity_of
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
-from pallas_kernels.attention.rope_cache import from_cache_basis, norm_heads, rope_and_write
+from pallas_kernels.attention.rope_cache import (
+    capacity_of,
+    from_cache_basis,
+    norm_heads,
+    rope_and_write,
+    rotate,
+)
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -164,7 +169,7 @@ def _extend(
     if cache is None:
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = rotate(q, *rope), rotate(k, *rope)
         return attend(q, k, v, positions, window, cap, sinks, at.segments), None
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
@@ -210,21 +215,16 @@ def _decode(
     slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
     cos, sin = at.rope.of(cfg.rope)
     where = (cos[:, 0], sin[:, 0], cache.k, cache.v, slots)
-    if cfg.attn_softcap is None and _is_dense(cfg, at):
-        heads, norm = _with_norm(cfg, p, qkv)
-        # A row without a new token sees nothing and gives zeros.
-        out, *kv = rope_and_attend(
-            heads[:, 0],
-            *where,
-            norm=norm,
-            window=window,
-            table=table,
-            sinks=sinks_of(cfg, p),
-        )
-        return out, KVCache(*kv)
-    q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
-    cache = KVCache(*kv)
-    return _query(cfg, p, q, cache, at), cache
+    if cfg.attn_softcap is not None or not _is_dense(cfg, at):
+        q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
+        return _query(cfg, p, q, KVCache(*kv), at), KVCache(*kv)
+    heads, norm = _with_norm(cfg, p, qkv)
+    sinks = sinks_of(cfg, p)
+    # A row without a new token sees nothing and gives zeros.
+    out, *kv = rope_and_attend(
+        heads[:, 0], *where, norm=norm, window=window, table=table, sinks=sinks
+    )
+    return out, KVCache(*kv)
 
 
 def _query(cfg: ModelConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:

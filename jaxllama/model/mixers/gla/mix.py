@@ -106,25 +106,16 @@ def mix(
     assert gla is not None
     streams = dict(zip(widths(cfg), projected, strict=True))
     batch, n_new, _ = streams["q"].rows.shape
-    conv_state, read = None, ()
-    if gla.use_short_conv:
-        conv_state, read = _convolve(p, streams, state, at)
+    conv_state, read = _convolve(p, streams, state, at) if gla.use_short_conv else (None, ())
+    before = None if state is None else state.state
     if isinstance(at, Draft):
-        assert state is not None
-        fused = _fused(cfg, p, streams, at, state.state)
-        o, tokens = _verify(cfg, p, streams, at, state.state) if fused is None else fused
-        k, v, log_decay = tokens
+        o, (k, v, log_decay) = _verify(cfg, p, streams, at, before)
         return o.reshape(batch, n_new, -1), GLATokens(k, v, log_decay, read)
-    before, fused = None if state is None else state.state, None
-    if isinstance(at, Step) and wants_kernel(None, before):
-        assert before is not None
-        fused = _fused(cfg, p, streams, at, before)
-    o, after = _recur(cfg, p, streams, at, before) if fused is None else fused
-    o = o.reshape(batch, n_new, -1)
-    if state is None:
-        return o, None
-    assert after is not None
-    return o, RecurrentState(after, conv_state)
+    if isinstance(at, Step):
+        o, after = _step(cfg, p, streams, at, before)
+    else:
+        o, after = _scan(cfg, p, streams, at, before)
+    return o.reshape(batch, n_new, -1), None if after is None else RecurrentState(after, conv_state)
 
 
 def _convolve(
@@ -147,7 +138,7 @@ def _convolve(
 def _fused(
     cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
 ) -> tuple[jax.Array, Tree] | None:
-    """``_recur`` of one token, or ``_verify``, as one kernel, or None where there is none."""
+    """``_step`` or ``_verify`` as one kernel, or None where there is none."""
     gla = cfg.gla
     assert gla is not None
     plain = (
@@ -180,33 +171,32 @@ def _fused(
     return o, tokens
 
 
-def _recur(
-    cfg: ModelConfig,
-    p: Params,
-    streams: dict[str, Columns],
-    at: Chunk | Step,
-    before: jax.Array | None,
+def _step(
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step, before: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(gated heads ``[B, 1, H, Dv]``, state) of one token a row."""
+    assert before is not None
+    fused = _fused(cfg, p, streams, at, before) if wants_kernel(None, before) else None
+    if fused is not None:
+        return fused
+    q, k, v, log_decay = (x[:, 0] for x in _heads(cfg, p, streams))
+    o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
+    return _gated(cfg, p, streams, o[:, None]), after
+
+
+def _scan(
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Chunk, before: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(gated heads ``[B, T, H, Dv]``, state) of a step, or of any number of tokens."""
-    q, k, v, log_decay = _heads(cfg, p, streams)
-    if isinstance(at, Step):
-        assert before is not None
-        q, k, v, log_decay = (x[:, 0] for x in (q, k, v, log_decay))
-        o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
-        o = o[:, None]
-    else:
-        # Padding comes last and so reaches no valid o; only a state to return must be kept
-        # from it, at the price of masking every operand.
-        o, after = gla(
-            q,
-            k,
-            v,
-            log_decay,
-            initial_state=before,
-            lengths=None if before is None else at.lengths,
-            segment_ids=at.segments,
-            return_state=before is not None,
-        )
+    """(gated heads ``[B, T, H, Dv]``, state, None without one before) of any number of tokens."""
+    # Padding comes last and so reaches no valid o; only a state to return must be kept from it, at
+    # the price of masking every operand.
+    o, after = gla(
+        *_heads(cfg, p, streams),
+        initial_state=before,
+        lengths=None if before is None else at.lengths,
+        segment_ids=at.segments,
+        return_state=before is not None,
+    )
     return _gated(cfg, p, streams, o), after
 
 
@@ -304,14 +294,18 @@ def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Arra
 
 
 def _verify(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Draft, before: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """``_recur`` of the tokens of a draft, from a state that stays as it is: (gated heads,
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Draft, before: jax.Array | None
+) -> tuple[jax.Array, Sequence[jax.Array]]:
+    """``_step`` of the tokens of a draft, from a state that stays as it is: (gated heads,
     (k, v, log_decay) by rows of the cache)."""
+    assert before is not None
+    fused = _fused(cfg, p, streams, at, before)
+    if fused is not None:
+        return fused
     q, *kept = (at.by_row(x) for x in _heads(cfg, p, streams))
     count = at.row_lengths()
     o, _ = steps(_one_of_several(at.exact), (q, *kept), before, count, at.exact)
-    return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
+    return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), kept
 
 
 def commit(

@@ -1,0 +1,37 @@
+"""LayerNorm and the activations without a gate: float32 inside, one cast at the end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.typing import Params
+
+
+def layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
+    """LayerNorm (arXiv 1607.06450) in float32, cast once; without parameters x itself."""
+    if scale is None:
+        return x
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y * scale["weight"].astype(jnp.float32)
+    y = y + scale["bias"].astype(jnp.float32) if "bias" in scale else y
+    return y.astype(x.dtype)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def activated(x: jax.Array, activation: str) -> jax.Array:
+    """An activation without a gate, in float32 with one cast."""
+    return _ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
