@@ -22,7 +22,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxllama.checkpoints.pooling import Pooling
@@ -111,7 +111,7 @@ class Prompts:
 
     name: of the model. aliases: its other names. max_choices: limit of prompts times n of one body;
     it is the queue's size, beyond which no retry helps. A prompt beyond max_len is refused without
-    tokenizing the rest of it.
+    tokenizing the rest of it. loaded: returns the ids of adapters loaded at run time, by name.
     """
 
     lm: ServedModel
@@ -119,11 +119,15 @@ class Prompts:
     max_len: int
     max_choices: int
     aliases: tuple[str, ...] = ()
+    loaded: Callable[[], Mapping[str, str]] = dict
 
     @property
     def models(self) -> dict[str, str | None]:
-        """The names that a body may give the model, and the adapter of each: "name:adapter"."""
-        return {
+        """The names that a body may give the model, and the adapter of each: "name:adapter".
+
+        An adapter that was loaded at run time is a model of its own name, as in vLLM.
+        """
+        return dict(self.loaded()) | {
             f"{own}:{adapter}" if adapter else own: adapter
             for own in (self.name, *self.aliases)
             for adapter in (None, *self.lm.adapters)

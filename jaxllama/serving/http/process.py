@@ -149,7 +149,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         else:
             lm = load()
             engine = Engine(lm, observe=metrics.observe, **options.engine)
-            facts, passes = Facts.of(lm), forward_passes(lm)
+            facts, passes = Facts.of(lm), forward_passes(lm, engine.adapters)
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)
@@ -163,6 +163,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             max_body=options.max_body,
             state=None if options.state is None else str(options.state),
             named_keys=options.named_keys,
+            lora_slots=options.engine.get("lora_slots", 0),
         )
         setup = front_end.FrontEndSetup(
             facts,
