@@ -205,6 +205,12 @@ def options(sub: Parser) -> None:
         "local names only)",
     )
     sub.add_argument(
+        "--ssl-certfile", type=text_file, metavar="FILE", help="certificate chain (PEM), for HTTPS"
+    )
+    sub.add_argument(
+        "--ssl-keyfile", type=text_file, metavar="FILE", help="its private key (PEM), without password"
+    )
+    sub.add_argument(
         "--lora-slots",
         type=Number(int, 0, 64),
         metavar="N",
@@ -255,5 +261,7 @@ def run(args: argparse.Namespace) -> None:
         args.api_servers,
         args.replicas,
         args.api_keys_file,
+        args.ssl_certfile,
+        args.ssl_keyfile,
     )
     serve(options, functools.partial(common.load, _plain(args)))

@@ -230,9 +230,10 @@ class Engine:
         JaxLlamaError
             If the engine has no free slot (``lora_slots``), or the directory is wrong.
         """
-        slots = self._slots()
+        slots, runner = self._slots(), self.runner
+        assert isinstance(runner, Runner)
         id = slots.load(name, path, self._reclaim)
-        self.runner.params = slots.params
+        runner.params = slots.params
         return id
 
     def unload_adapter(self, id: str) -> None:

@@ -20,8 +20,8 @@ in the engine's process (``hub``).
 
 ``middleware`` has keys, ids, logs and errors, ``calls`` the meaning of bodies, ``runs`` a call's
 way to its answer, ``answers`` the answers. With a state folder a body is stored before its answer
-begins (``journal``), and after a kill the next server answers the stored bodies. Left out: TLS (put
-a proxy before it), stored files and batches.
+begins (``journal``), and after a kill the next server answers the stored bodies. Left out:
+stored files and batches.
 """
 
 from __future__ import annotations
