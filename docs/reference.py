@@ -251,7 +251,9 @@ def http() -> str:
         server, "Starlette", lambda **kw: made.append(kw["routes"]) or Starlette(**kw)
     ):
         stub = mock.MagicMock(tokenizer=None, adapters=())
-        server.application(stub, mock.MagicMock(), server.ServerSettings("model", 64, lora_slots=1), 1)
+        server.application(
+            stub, mock.MagicMock(), server.ServerSettings("model", 64, lora_slots=1), 1
+        )
     document = openapi.document(64, True, True)["paths"]
     rows = []
     for route in made[0]:

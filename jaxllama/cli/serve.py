@@ -208,7 +208,10 @@ def options(sub: Parser) -> None:
         "--ssl-certfile", type=text_file, metavar="FILE", help="certificate chain (PEM), for HTTPS"
     )
     sub.add_argument(
-        "--ssl-keyfile", type=text_file, metavar="FILE", help="its private key (PEM), without password"
+        "--ssl-keyfile",
+        type=text_file,
+        metavar="FILE",
+        help="its private key (PEM), without password",
     )
     sub.add_argument(
         "--lora-slots",

@@ -101,6 +101,10 @@ class HubRequest(IpcMessage, tag=3):
         "keep",
         "recall",
         "forget",
+        "replace",
+        "items",
+        "cancel",
+        "used",
         "load_adapter",
         "unload_adapter",
     ]

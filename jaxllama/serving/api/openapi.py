@@ -60,6 +60,7 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
         "ChatObject",
         "ResponseObject",
         "ResponseDeleted",
+        "InputItemList",
         "MessageObject",
         "TokenCount",
         "MessageError",
@@ -164,6 +165,19 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
             "summary": text,
             "parameters": [_path_parameter("id")],
             "responses": responses,
+        }
+    for method, name, text, answer in (
+        ("get", "input_items", "The input of a response", "InputItemList"),
+        ("post", "cancel", "End a response in the background", "ResponseObject"),
+    ):
+        paths[f"/v1/responses/{{id}}/{name}"] = {
+            method: {
+                "summary": text,
+                "parameters": [_path_parameter("id")],
+                "responses": _responses(
+                    schema, _json(schema[answer]), False, keyed, ("400", "404", "503")
+                ),
+            }
         }
     components: JsonObject = {"schemas": shared["$defs"]}
     page: JsonObject = {

@@ -238,6 +238,7 @@ class _Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.responses.close()
             self._ended()
 
     # Completions and chat

@@ -344,6 +344,14 @@ class Hub:
             return [None if refused is None else dataclasses.astuple(refused)]
         if ask.name == "metrics":
             return self.metrics.page()
+        if ask.name == "used":
+            self.quotas.used(*ask.arguments)
+            return [None]
+        if ask.name == "cancel":
+            id, owner = ask.arguments
+            if self.responses.recall(id, owner) is not None:
+                self.engine.end(f"{id}/0", "cancelled")
+            return [None]
         return [getattr(self.responses, ask.name)(*ask.arguments)]
 
 
@@ -607,9 +615,18 @@ class StoredResponses:
         return id in self._kept
 
     def keep(
-        self, id: str, owner: str, response: bytes, conversation: bytes, body_size: int
+        self,
+        id: str,
+        owner: str,
+        response: bytes,
+        conversation: bytes,
+        items: bytes,
+        body_size: int,
     ) -> None:
-        kept = _Kept(owner, response, conversation, len(response) + body_size)
+        """Store a response with its conversation and its input items, as JSON."""
+        kept = _Kept(owner, response, conversation, items, len(response) + body_size)
+        if id in self._kept:
+            self._size -= self._kept[id].size
         self._kept[id] = kept
         self._size += kept.size
         while self._size > STORED_BYTES:
@@ -620,6 +637,23 @@ class StoredResponses:
         if kept is None or kept.owner != owner:
             return None
         return kept.response, kept.conversation
+
+    def replace(
+        self,
+        id: str,
+        owner: str,
+        response: bytes,
+        conversation: bytes,
+        items: bytes,
+        body_size: int,
+    ) -> None:
+        """Store the end of a response in the background, unless it was deleted meanwhile."""
+        if self.recall(id, owner) is not None:
+            self.keep(id, owner, response, conversation, items, body_size)
+
+    def items(self, id: str, owner: str) -> bytes | None:
+        """Return the response's input items, as JSON."""
+        return None if self.recall(id, owner) is None else self._kept[id].items
 
     def forget(self, id: str, owner: str) -> bool:
         """Drop a response; returns whether it existed."""
@@ -634,4 +668,5 @@ class _Kept:
     owner: str
     response: bytes
     conversation: bytes
+    items: bytes
     size: int
