@@ -33,6 +33,7 @@ from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Message, Tokenize
 from jaxllama.serving.api.constraints import constraint, form
+from jaxllama.serving.api.infill import infill
 from jaxllama.serving.api.reading import PLAIN, Reading, reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import offered
@@ -154,8 +155,6 @@ class Prompts:
         owner: key whose cached prompts it may share, together with ``cache_salt``.
         """
         self.adapter_of(body.model)
-        if body.suffix:
-            raise _unsupported("suffix", "text cannot be filled in before a suffix")
         if body.best_of not in (None, body.n or 1):
             raise _unsupported("best_of", "only best_of equal to n is supported")
         _check_prompt_logprobs(body)
@@ -169,7 +168,10 @@ class Prompts:
         asked = _only_limit(body, "max_tokens", "n_predict")
         max_tokens = COMPLETION_TOKENS if asked is None else _limit(asked)
         keep = self._kept(body.truncate_prompt_tokens, max_tokens)
-        rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
+        if body.suffix:
+            rows = [self._filling(body, prompt) for prompt in prompts]
+        else:
+            rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
         echoes = []
         if body.echo:
             for text, row in zip(prompts, rows, strict=True):
@@ -183,6 +185,20 @@ class Prompts:
             to_score=max((count for count in asked if count is not None), default=None),
             echoes_scores=echoes_scores,
         )
+
+    def _filling(self, body: Completion, prompt: str | list[int]) -> list[int]:
+        """Return the prompt for a text between ``prompt`` and the body's suffix."""
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if getattr(body, name) not in (None, False):
+                raise _unsupported("suffix", f"excludes {name}")
+        tokenizer, suffix = self.tokenizer(), body.suffix or ""
+        before = prompt
+        if isinstance(prompt, str):
+            before = self.encode(prompt, "prompt", False) if prompt else []
+        row = infill(tokenizer, before, self.encode(suffix, "suffix", False))
+        if row is None:
+            raise _unsupported("suffix", f"{self.name} has no tokens to fill in the middle")
+        return self.row(row, "suffix")
 
     def chat(self, body: Chat, call_id: str, owner: str = "") -> AcceptedCall:
         """Return the call of a chat body. owner: as for ``completion``."""
