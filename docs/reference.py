@@ -261,7 +261,9 @@ def http() -> str:
         for method in methods:
             entry = document.get(route.path, {}).get(method.lower(), {})
             key = "no" if route.path in middleware.OPEN else "yes"
-            rows.append((method, _code(route.path), entry.get("summary", ""), key))
+            rows.append(
+                (method, _code(route.path), entry.get("summary") or _summary(route.endpoint), key)
+            )
     return (
         f"# HTTP\n\n{NOTE}\n## Routes\n\nThe last column says whether a server with `--api-key` "
         "asks for the key. `/openapi.json` of a running server describes every body and answer.\n\n"
@@ -269,6 +271,12 @@ def http() -> str:
         + "\n## Metrics\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
         + _table(("metric", "type", "meaning"), _metrics())
     )
+
+
+def _summary(endpoint: Any) -> str:
+    """Return what a route that the OpenAPI page lacks says of itself."""
+    text = endpoint.__doc__ if inspect.ismethod(endpoint) else None
+    return "" if text is None else text.partition("\n")[0].removesuffix(".")
 
 
 def _metrics() -> list[tuple[str, str, str]]:

@@ -192,9 +192,7 @@ class Prompts:
             if getattr(body, name) not in (None, False):
                 raise _unsupported("suffix", f"excludes {name}")
         tokenizer, suffix = self.tokenizer(), body.suffix or ""
-        before = prompt
-        if isinstance(prompt, str):
-            before = self.encode(prompt, "prompt", False) if prompt else []
+        before = self.encode(prompt, "prompt", False) if isinstance(prompt, str) else prompt
         row = infill(tokenizer, before, self.encode(suffix, "suffix", False))
         if row is None:
             raise _unsupported("suffix", f"{self.name} has no tokens to fill in the middle")

@@ -8,6 +8,7 @@
     POST, GET, DELETE /v1/responses               (``response_routes``)
     POST /v1/messages, /v1/messages/count_tokens  Anthropic's API (``messages``)
     POST /v1/embeddings, /v1/rerank, /v1/score    (``vector_routes``)
+    POST /api/chat, /api/generate; GET /api/tags, /api/version    ollama's API (``ollama``)
     POST /tokenize, /detokenize
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     (``adapter_routes``, with lora_slots)
     GET  /v1/models, /version, /health, /live, /ready, /metrics, /openapi.json, / (a chat page)
@@ -84,6 +85,7 @@ from jaxllama.serving.http.middleware import (
     read_body,
     unless_disconnected,
 )
+from jaxllama.serving.http.ollama import OllamaRoutes
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
 from jaxllama.serving.http.vector_routes import VectorRoutes
@@ -167,6 +169,7 @@ def application(
         *server.responses.routes(),
         *server.messages.routes(),
         *server.vectors.routes(),
+        *server.ollama.routes(),
         *(server.adapters.routes() if settings.lora_slots else ()),
         *(Route(path, _file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
@@ -218,6 +221,7 @@ class _Server:
             settings.aliases,
             lambda: link.loaded,
         )
+        self.ollama = OllamaRoutes(self._prompts, link, settings.max_body)
         self.adapters = AdapterRoutes(self._prompts, link, settings.max_body)
         self.responses = ResponseRoutes(self._prompts, link, settings.max_body)
         self.messages = MessageRoutes(self._prompts, link, settings.max_body)
