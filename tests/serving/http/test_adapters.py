@@ -6,8 +6,18 @@ import itertools
 
 import pytest
 
+from tests.helpers import lora_cases
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, client, error_of, serving
+from tests.helpers.http_server import (
+    CFG,
+    NAME,
+    client,
+    error_of,
+    serve,
+    serving,
+    tiny_checkpoint,
+    wait_until,
+)
 
 BODY = {"prompt": "a", "max_tokens": 2}
 
@@ -77,3 +87,33 @@ def test_a_server_without_slots_has_no_such_routes(http):
         answer = http.post(f"/v1/{name}_lora_adapter", json={"lora_name": "a", "lora_path": "/"})
         assert answer.status_code == 404
     assert "/v1/load_lora_adapter" not in http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.slow
+def test_all_front_ends_of_a_process_know_an_adapter(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    lora_cases.write(folder / "sql", lora_cases.tensors(CFG, 1))
+    flags = "--lora-slots", "1", "--max-lora-rank", "4", "--api-servers", "2", "--max-len", "64"
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    scored = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
+    with serve(folder, *flags) as (_, url, _), client(url) as http:
+        load = {"lora_name": "sql", "lora_path": str(folder / "sql")}
+        assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
+
+        def listed() -> bool:
+            with client(url) as other:
+                return len(other.get("/v1/models").json()["data"]) == 2
+
+        wait_until(listed)
+        assert all(listed() for _ in range(12))
+        texts, scores = set(), set()
+        for model in (NAME, "sql"):
+            answer = http.post("/v1/completions", json={**body, "model": model}).json()
+            texts.add(answer["choices"][0]["text"])
+            answer = http.post("/v1/completions", json={**scored, "model": model}).json()
+            scores.add(str(answer["choices"][0]["logprobs"]["token_logprobs"]))
+        assert len(texts) == len(scores) == 2
+        gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
+        assert gone.status_code == 200
+        wrong = http.post("/v1/load_lora_adapter", json={**load, "lora_path": str(folder)})
+        assert "adapter_config.json: No such file" in error_of(wrong)["message"]
