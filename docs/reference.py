@@ -251,15 +251,19 @@ def http() -> str:
         server, "Starlette", lambda **kw: made.append(kw["routes"]) or Starlette(**kw)
     ):
         stub = mock.MagicMock(tokenizer=None, adapters=())
-        server.application(stub, mock.MagicMock(), server.ServerSettings("model", 64), 1)
-    document = openapi.document(64, True)["paths"]
+        server.application(
+            stub, mock.MagicMock(), server.ServerSettings("model", 64, lora_slots=1), 1
+        )
+    document = openapi.document(64, True, True)["paths"]
     rows = []
     for route in made[0]:
         methods = sorted(route.methods - {"HEAD"})
         for method in methods:
             entry = document.get(route.path, {}).get(method.lower(), {})
             key = "no" if route.path in middleware.OPEN else "yes"
-            rows.append((method, _code(route.path), entry.get("summary", ""), key))
+            rows.append(
+                (method, _code(route.path), entry.get("summary") or _summary(route.endpoint), key)
+            )
     return (
         f"# HTTP\n\n{NOTE}\n## Routes\n\nThe last column says whether a server with `--api-key` "
         "asks for the key. `/openapi.json` of a running server describes every body and answer.\n\n"
@@ -267,6 +271,12 @@ def http() -> str:
         + "\n## Metrics\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
         + _table(("metric", "type", "meaning"), _metrics())
     )
+
+
+def _summary(endpoint: Any) -> str:
+    """Return what a route that the OpenAPI page lacks says of itself."""
+    text = endpoint.__doc__ if inspect.ismethod(endpoint) else None
+    return "" if text is None else text.partition("\n")[0].removesuffix(".")
 
 
 def _metrics() -> list[tuple[str, str, str]]:

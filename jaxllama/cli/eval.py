@@ -9,7 +9,7 @@ import sys
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, filled, text_input, texts_folder
 from jaxllama.errors import JaxLlamaError
-from jaxllama.typing import Options
+from jaxllama.typing import JsonObject, Options
 
 HELP = "Perplexity of a text, and the distance to a reference."
 
@@ -66,10 +66,12 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--report needs --texts and --reference")
     from jaxllama.evaluation import damage
     from jaxllama.evaluation.perplexity import BATCH, perplexity
+    from jaxllama.evaluation.provenance import provenance
 
     files = [args.text] if args.texts is None else sorted(args.texts.glob("*.txt"))
     texts = {path.stem: common.read_text(path) for path in files}
     lm, reference = common.load(args), None
+    origin = provenance(lm)
     if args.reference is not None:
         from jaxllama.loading import load
 
@@ -81,14 +83,16 @@ def run(args: argparse.Namespace) -> None:
         "progress": True,
     }
     if args.texts is not None:
-        report = {"model": args.model, **damage.damage(lm, texts, args.window, args.stride, **how)}
+        scores = damage.damage(lm, texts, args.window, args.stride, **how)
+        report = {"model": args.model, "provenance": origin, **scores}
         for path in args.report:
             damage.write(report, path)
-        return common.show(args, report, damage.table)
+        return common.show(args, report, lambda own: f"{_said(origin)}\n{damage.table(own)}")
     (text,) = texts.values()
     report = perplexity(lm, text, args.window, args.stride, **how)
     if args.json:
-        return common.print_json({"model": args.model, **report})
+        return common.print_json({"model": args.model, "provenance": origin, **report})
+    print(_said(origin))
     print(f"perplexity {report['perplexity']:.4f} over {counted(report['tokens'])}")
     if math.isnan(report["perplexity_se"]):
         print(
@@ -101,6 +105,12 @@ def run(args: argparse.Namespace) -> None:
             f"against {args.reference}: KL {report['kl']:.4f} nats, "
             f"top-1 {100 * report['top1']:.1f}%"
         )
+
+
+def _said(origin: JsonObject) -> str:
+    bits = ", ".join(f"{dtype} {size / 1e6:.1f} MB" for dtype, size in origin["bits"].items())
+    weights = f"weights {origin['weights']}, {bits}" if origin["weights"] else "without the weights"
+    return f"digest {origin['digest']} ({weights}; {origin['device']})"
 
 
 def counted(tokens: int) -> str:

@@ -204,6 +204,28 @@ def options(sub: Parser) -> None:
         "may be repeated (default any, but on a local address without --api-key "
         "local names only)",
     )
+    sub.add_argument(
+        "--ssl-certfile", type=text_file, metavar="FILE", help="certificate chain (PEM), for HTTPS"
+    )
+    sub.add_argument(
+        "--ssl-keyfile",
+        type=text_file,
+        metavar="FILE",
+        help="its private key (PEM), without password",
+    )
+    sub.add_argument(
+        "--lora-slots",
+        type=Number(int, 0, 64),
+        metavar="N",
+        help="LoRA adapters that clients may load and unload while the server runs "
+        "(POST /v1/load_lora_adapter; default 0: none)",
+    )
+    sub.add_argument(
+        "--max-lora-rank",
+        type=Number(int, 1, 512),
+        metavar="N",
+        help="largest rank of these adapters (default 16)",
+    )
     common.policy_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
@@ -217,9 +239,16 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
     if args.replicas > 1 and args.mesh is not None:
         raise JaxLlamaError("--replicas: each has one device, so --mesh has no use beside it")
+    if args.replicas > 1 and args.lora_slots:
+        raise JaxLlamaError("--lora-slots: several replicas load no adapters at run time")
     from jaxllama.serving.http.process import ServeOptions, serve
 
     take_memory()
+    engine = engine_of(args)
+    if args.max_lora_rank is not None and not args.lora_slots:
+        raise JaxLlamaError("--max-lora-rank needs --lora-slots: the adapters that it bounds")
+    if args.lora_slots:
+        engine |= {"lora_slots": args.lora_slots, "max_lora_rank": args.max_lora_rank or 16}
     options = ServeOptions(
         args.model,
         args.host,
@@ -228,12 +257,14 @@ def run(args: argparse.Namespace) -> None:
         args.max_body,
         args.drain_timeout,
         args.state,
-        engine_of(args),
+        engine,
         tuple(args.served_model_name),
         tuple(args.allowed_origin),
         tuple(args.allowed_host),
         args.api_servers,
         args.replicas,
         args.api_keys_file,
+        args.ssl_certfile,
+        args.ssl_keyfile,
     )
     serve(options, functools.partial(common.load, _plain(args)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxllama.decoding.sampling import BiasPairs, Sampling
+from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.grammar import Allowed, AtLeast, GrammarCompiler, Matcher
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
@@ -13,9 +14,16 @@ from jaxllama.language_model import LanguageModel
 
 
 class Admission:
-    def __init__(self, lm: LanguageModel, options: ResolvedOptions, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        options: ResolvedOptions,
+        scheduler: Scheduler,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         cfg = lm.config
-        self._cfg, self._tokenizer, self._adapter = cfg, lm.tokenizer, lm.adapter_number
+        self._cfg, self._tokenizer = cfg, lm.tokenizer
+        self._adapter = lm.adapter_number if adapters is None else adapters.number
         self._max_len, self._scheduler = options.max_len, scheduler
         self._grammars = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
 

@@ -41,9 +41,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from jaxllama.engine import blocks
+from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.admission import Admission
 from jaxllama.engine.grammar import Matcher, NextTokens
 from jaxllama.engine.inbox import Inbox
@@ -62,6 +64,7 @@ from jaxllama.typing import Options
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
 HAND_OVER = 0.005
+RECLAIM = 1.0  # seconds to wait for the end of a step, after which the step has freed slots itself
 
 
 Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | None
@@ -76,8 +79,14 @@ def _of_slots(
     drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
     by = draft.config if isinstance(draft, LanguageModel) else draft
     asked = {"deterministic": lm.deterministic, **asked, "draft": by}
-    options = EngineOptions(**asked).resolve(lm.config, lm.dtype, devices)
-    runner = Runner(lm.config, lm.params, options, lm.adapters, drafting)
+    wanted = EngineOptions(**asked)
+    if wanted.lora_slots and mesh is not None:
+        raise JaxLlamaError("lora_slots: a model on a mesh takes only merged adapters")
+    adapters = AdapterSlots(
+        lm.config, lm.params, lm.adapters, wanted.lora_slots, wanted.max_lora_rank
+    )
+    options = wanted.resolve(lm.config, lm.dtype, devices)
+    runner = Runner(lm.config, lm.params, options, adapters, drafting)
     scheduler = Scheduler(
         max_slots=options.max_slots,
         pages=runner.pages,
@@ -142,7 +151,8 @@ class Engine:
             self.runner: Runner | blocks.BlockRunner = blocks.BlockRunner(lm, self.options)
         else:
             self.options, self.scheduler, self.runner = _of_slots(lm, draft, options)
-        self.admission = Admission(lm, self.options, self.scheduler)
+        self.adapters = self.runner.adapters if isinstance(self.runner, Runner) else None
+        self.admission = Admission(lm, self.options, self.scheduler, self.adapters)
         self._observe = observe or (lambda name, seconds: None)
         self.live: dict[str, RequestOutput] = {}
         self._decoding: tuple[TurnPlan, Running] | None = None
@@ -200,6 +210,66 @@ class Engine:
         """Why the engine takes no more requests, or None."""
         return self._inbox.closed
 
+    def load_adapter(self, name: str, path: str | Path) -> str:
+        """Read a LoRA adapter while requests run.
+
+        Parameters
+        ----------
+        name : str
+            Beginning of the adapter's id.
+        path : str or Path
+            A PEFT directory.
+
+        Returns
+        -------
+        str
+            The adapter's id, for ``Request.adapter``.
+
+        Raises
+        ------
+        JaxLlamaError
+            If the engine has no free slot (``lora_slots``), or the directory is wrong.
+        """
+        slots, runner = self._slots(), self.runner
+        assert isinstance(runner, Runner)
+        id = slots.load(name, path, self._reclaim)
+        runner.params = slots.params
+        return id
+
+    def unload_adapter(self, id: str) -> None:
+        """Free an adapter's slot as soon as the requests that use it have ended.
+
+        Parameters
+        ----------
+        id : str
+            The id that ``load_adapter`` returned.
+
+        Raises
+        ------
+        JaxLlamaError
+            If there is no such adapter.
+        """
+        self._slots().unload(id)
+
+    def _slots(self) -> AdapterSlots:
+        if self.adapters is None or not self.adapters.n_free:
+            raise JaxLlamaError("the engine has no slots for adapters: lora_slots is 0")
+        return self.adapters
+
+    def _reclaim(self) -> None:
+        """Free the slots of unloaded adapters. A busy engine does so in its next step instead."""
+        if self._stepping.acquire(timeout=RECLAIM):
+            try:
+                self._take_inbox()
+                self._free_adapters()
+            finally:
+                self._stepping.release()
+
+    def _free_adapters(self) -> None:
+        if self.adapters is not None and self.adapters.has_retired:
+            running = (live.sequence.request.adapter for live in self.live.values())
+            self.adapters.free({id for id in running if id is not None})
+
     def _retry_after(self, waiting: int) -> float:
         """Estimate the seconds until a quarter of the queue is gone, at the pace so far."""
         ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
@@ -220,6 +290,7 @@ class Engine:
         with self._stepping:
             began = time.monotonic()
             self._take_inbox()
+            self._free_adapters()
             overdue = list(self.scheduler.overdue(began))
             for sequence, reason in overdue:
                 self._end_from_outside(sequence.request.id, reason)
@@ -381,6 +452,8 @@ class Engine:
         self.counts["prompt_tokens"] += len(request.prompt)
         live = self._follow(sequence, on_event, matcher, with_text)
         try:
+            if self.adapters is not None:
+                self.adapters.number(request.adapter)
             self.scheduler.add(sequence)
         except JaxLlamaError as error:  # the request could run when it was submitted
             self._tell_end(live, "error", error=error)

@@ -110,6 +110,10 @@ class EngineOptions:
         if there are too many rows.
     draft_tokens : int
         Largest number of tokens that a row proposes, up to 15; 0 lets the engine choose.
+    lora_slots : int
+        Number of LoRA adapters that can be loaded while the engine runs (``Engine.load_adapter``).
+    max_lora_rank : int
+        Their largest rank. Each slot takes memory for this rank beside every weight.
 
     Raises
     ------
@@ -132,6 +136,8 @@ class EngineOptions:
     deterministic: bool = False
     draft: str | ModelConfig | None = None
     draft_tokens: int = 0
+    lora_slots: int = 0
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -146,7 +152,7 @@ class EngineOptions:
                 continue
             elif not (value is None and field.default is None):
                 # The shortest request has one prompt token and one new token.
-                least = 2 if field.name == "max_len" else 1
+                least = {"max_len": 2, "lora_slots": 0}.get(field.name, 1)
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise JaxLlamaError(
                         f"{field.name} = {value!r}: must be a whole number >= {least}"

@@ -22,6 +22,7 @@ from jaxllama.decoding.drafts import NGram
 from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.engine import lazy_zeros
 from jaxllama.engine import slots as device
+from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.pages import KVPages
@@ -92,10 +93,11 @@ class Runner:
         cfg: ModelConfig,
         params: device.Params,
         options: ResolvedOptions,
-        adapters: tuple[str, ...] = (),
+        adapters: AdapterSlots | None = None,
         drafting: DraftSource | None = None,
     ) -> None:
-        self.cfg, self.params, self.options, self.adapters = cfg, params, options, adapters
+        self.cfg, self.options, self.adapters = cfg, options, adapters
+        self.params = params if adapters is None else adapters.params
         self._draft = NGram() if drafting is None else drafting.plan.draft
         self._draft_params = None if drafting is None else drafting.params
         self.mesh = mesh_of(params)
@@ -169,7 +171,7 @@ class Runner:
         numbers = np.zeros(rows, np.int32)
         for row, sequence in sequences.items():
             if sequence.request.adapter is not None:
-                numbers[row] = 1 + self.adapters.index(sequence.request.adapter)
+                numbers[row] = self.adapters.number(sequence.request.adapter)
         return for_rows(self.params, numbers)
 
     def may_share(self, sequence: Sequence) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxllama.config import ModelConfig
+from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
@@ -47,8 +48,9 @@ class Scores:
 class Scorer:
     """Scores one row of token ids at a time; the module docstring has the definition."""
 
-    def __init__(self, lm: LanguageModel) -> None:
-        self._lm = lm
+    def __init__(self, lm: LanguageModel, adapters: AdapterSlots | None = None) -> None:
+        """adapters: of a running engine, instead of the model's own."""
+        self._lm, self._adapters = lm, adapters
 
     def __call__(self, row: Sequence[int], n_top: int = 0, adapter: str | None = None) -> Scores:
         lm = self._lm
@@ -57,7 +59,11 @@ class Scorer:
         tokens[0, : len(row)] = row
         targets = np.roll(tokens, -1, axis=1)
         params = lm.params
-        if lm.adapters:
+        if self._adapters:
+            params = for_rows(
+                self._adapters.params, np.array([self._adapters.number(adapter)], np.int32)
+            )
+        elif lm.adapters:
             params = for_rows(params, np.array([lm.adapter_number(adapter)], np.int32))
         hidden = _hidden(lm.config, params, tokens, np.array([len(row)], np.int32))
         # Three programs for each width serve every n_top.

@@ -34,7 +34,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.mix import has_cudnn
-from jaxllama.typing import JsonObject, LocalDevice, Tree
+from jaxllama.typing import JsonObject, LocalDevice, Params, Tree
 from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
 from pallas_kernels.device import nearest_card
@@ -59,7 +59,7 @@ def examine(model: str | None = None, **source: Any) -> JsonObject:
     report: JsonObject = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "backend": jax.default_backend(),
         "target": None if (target := asked_target()) is None else target.name,
         "devices": [_device(device) for device in jax.devices()],
@@ -84,7 +84,8 @@ def _cpu_handlers() -> str:
     return jit.host().name if reason is None else f"none: {reason.text}"
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -194,25 +195,34 @@ def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: DTypeLike)
 
 def _model(name: str, source: JsonObject) -> JsonObject:
     lm = load(name, progress=True, **source)
-    by_dtype: dict[str, int] = {}
-    kinds = QTensor | CpuWeight
-    leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, kinds))
-    for leaf in leaves:
-        key = str(leaf.dtype)
-        by_dtype[key] = by_dtype.get(key, 0) + leaf.nbytes
+    leaves = _weights(lm.params)
     return {
         "name": lm.config.name,
         "layers": lm.config.n_layers,
         "context": lm.config.max_position,
         "parameters": sum(math.prod(leaf.shape) for leaf in leaves),
         "activations": lm.dtype.name,
-        "bytes_by_dtype": by_dtype,
+        "bytes_by_dtype": bytes_by_dtype(lm.params),
         "buffers": buffers(lm.params),
         "calls": _model_calls(lm),
         "decode_program": decode_program(lm.config, lm.params),
         "tokenizer": lm.tokenizer is not None,
         "chat_template": lm.tokenizer is not None and lm.tokenizer.chat_template is not None,
     }
+
+
+def bytes_by_dtype(params: Params) -> dict[str, int]:
+    """Return the bytes of the weights by dtype; a quantized weight counts under its own."""
+    by_dtype: dict[str, int] = {}
+    for leaf in _weights(params):
+        key = str(leaf.dtype)
+        by_dtype[key] = by_dtype.get(key, 0) + leaf.nbytes
+    return by_dtype
+
+
+def _weights(params: Params) -> list[Any]:
+    kinds = QTensor | CpuWeight
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
 # Text for people

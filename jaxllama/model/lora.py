@@ -1,6 +1,8 @@
 """LoRA adapters beside a model's weights (arXiv 2106.09685): ``y = w x + b_i (a_i x)``, i by row.
 
     params = attach(cfg, params, adapters)     once: the adapters' factors into the tree
+    params = reserve(cfg, params, targets, n, rank); params = put(cfg, params, index, adapter)
+                                           the same in two steps, for adapters that come later
     params = for_rows(params, rows)            rows int32 [B]: each row's adapter from 1 on, 0: none
 
 ``for_rows`` makes every function of the tree that takes B rows (prefill, decode_step, the engine's)
@@ -27,7 +29,7 @@ on the device, whatever its policy for the weights.  Left out: meshes, which tak
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -132,6 +134,103 @@ def attach(
         second = tuple(jnp.asarray(one.reshape(-1, n * rank), dtype) for one in b)
         room["lora"] = Lora(jnp.asarray(a, dtype), second)
     return tree
+
+
+def reserve(
+    cfg: ModelConfig, params: Params, targets: Collection[str], n: int, rank: int
+) -> ParamsDict:
+    """Return the tree with n more adapters of zeros, for ``put``.
+
+    Parameters
+    ----------
+    cfg : ModelConfig
+        Config of the model.
+    params : dict
+        Its parameters, with or without adapters.
+    targets : collection of str
+        Checkpoint names of the weights that take adapters.
+    n : int
+        Number of adapters to add.
+    rank : int
+        Their largest rank.
+    """
+    tree, dtype = dict(params), params["norm"]["weight"].dtype
+    n_before = max((len(own.a) for own in factors(params)), default=0)
+    for (*rooms, _), param in param_table(cfg).items():
+        sources, wide = param.sources, param.shape[1] if len(param.shape) == 2 else 0
+        if not any(source.name in targets for source in sources):
+            continue
+        room: ParamsDict = tree
+        for name in rooms:
+            room[name] = room = dict(room[name])
+        before, most = room.get("lora"), rank
+        if isinstance(before, Lora):
+            most = max(rank, before.a.shape[2])
+        a = np.zeros((n_before + n, len(sources), most, wide), np.float32)
+        b = [np.zeros((source.shape[0], n_before + n, most), np.float32) for source in sources]
+        if isinstance(before, Lora):
+            r = before.a.shape[2]
+            a[:n_before, :, :r] = np.asarray(before.a, np.float32)
+            for wider, high in zip(b, before.b, strict=True):
+                wider[:, :n_before, :r] = np.asarray(high, np.float32).reshape(-1, n_before, r)
+        second = tuple(jnp.asarray(one.reshape(len(one), -1), dtype) for one in b)
+        room["lora"] = Lora(jnp.asarray(a, dtype), second)
+    return tree
+
+
+def put(
+    cfg: ModelConfig,
+    params: Params,
+    index: int,
+    adapter: Mapping[str, tuple[np.ndarray, np.ndarray]],
+) -> ParamsDict:
+    """Return the tree with another adapter at ``index``; the given tree stays as it is.
+
+    Parameters
+    ----------
+    cfg : ModelConfig
+        Config of the model.
+    params : dict
+        Its parameters after ``reserve``.
+    index : int
+        Number of the adapter from 0 on.
+    adapter : mapping
+        Factors by checkpoint name, of at most the reserved rank, as for ``attach``.
+    """
+    tree = dict(params)
+    for (*rooms, _), param in param_table(cfg).items():
+        room: Tree = tree
+        for name in rooms:
+            room = room.get(name, {})
+        if not isinstance(room.get("lora"), Lora):
+            continue
+        own: Lora = room["lora"]
+        _, n_sources, rank, wide = own.a.shape
+        a = np.zeros((n_sources, rank, wide), np.float32)
+        b = [np.zeros((source.shape[0], rank), np.float32) for source in param.sources]
+        for number, source in enumerate(param.sources):
+            if source.name in adapter:
+                low, high = adapter[source.name]
+                a[number, : len(low)] = low
+                b[number][:, : len(low)] = high
+        inner: ParamsDict = tree
+        for name in rooms:
+            inner[name] = inner = dict(inner[name])
+        inner["lora"] = _with_adapter(own, np.int32(index), a, tuple(b))
+    return tree
+
+
+@jax.jit
+def _with_adapter(
+    own: Lora, index: jax.Array | np.int32, a: np.ndarray, b: tuple[np.ndarray, ...]
+) -> Lora:
+    rank = own.a.shape[2]
+    firsts = jax.lax.dynamic_update_index_in_dim(own.a, a.astype(own.a.dtype), index, 0)
+    seconds = tuple(
+        jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index * rank, 1)
+        for old, new in zip(own.b, b, strict=True)
+    )
+    return Lora(firsts, seconds)
 
 
 def for_rows(params: Params, rows: jax.Array | np.ndarray) -> ParamsDict:

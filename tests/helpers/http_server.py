@@ -159,7 +159,7 @@ def serve(
         )
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"jaxllama serves tiny on (http://127\.0\.0\.1:\d+)\n", line)
+            found = re.fullmatch(r"jaxllama serves tiny on (https?://127\.0\.0\.1:\d+)\n", line)
             assert found, (line, log.read_text())
             yield process, found[1], log
         finally:

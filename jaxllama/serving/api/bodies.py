@@ -391,6 +391,27 @@ class Detokenize(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS), FIRST_ERROR]
 
 
+AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class LoadAdapter(Strict):
+    """Body of POST /v1/load_lora_adapter."""
+
+    endpoint = "/v1/load_lora_adapter"
+    lora_name: AdapterName
+    lora_path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    load_inplace: bool | None = None
+    is_3d_lora_weight: Literal[False] | None = None  # of experts, which take no adapters
+
+
+class UnloadAdapter(Strict):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    endpoint = "/v1/unload_lora_adapter"
+    lora_name: AdapterName
+    lora_int_id: int | None = None  # without effect, as in vLLM
+
+
 # Fields that every endpoint accepts: they concern OpenAI's own service, or are hints.
 _HARMLESS = frozenset(
     (

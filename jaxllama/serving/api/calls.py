@@ -22,7 +22,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxllama.checkpoints.pooling import Pooling
@@ -33,6 +33,7 @@ from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Message, Tokenize
 from jaxllama.serving.api.constraints import constraint, form
+from jaxllama.serving.api.infill import infill
 from jaxllama.serving.api.reading import PLAIN, Reading, reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import offered
@@ -111,7 +112,7 @@ class Prompts:
 
     name: of the model. aliases: its other names. max_choices: limit of prompts times n of one body;
     it is the queue's size, beyond which no retry helps. A prompt beyond max_len is refused without
-    tokenizing the rest of it.
+    tokenizing the rest of it. loaded: returns the ids of adapters loaded at run time, by name.
     """
 
     lm: ServedModel
@@ -119,11 +120,15 @@ class Prompts:
     max_len: int
     max_choices: int
     aliases: tuple[str, ...] = ()
+    loaded: Callable[[], Mapping[str, str]] = dict
 
     @property
     def models(self) -> dict[str, str | None]:
-        """The names that a body may give the model, and the adapter of each: "name:adapter"."""
-        return {
+        """The names that a body may give the model, and the adapter of each: "name:adapter".
+
+        An adapter that was loaded at run time is a model of its own name, as in vLLM.
+        """
+        return dict(self.loaded()) | {
             f"{own}:{adapter}" if adapter else own: adapter
             for own in (self.name, *self.aliases)
             for adapter in (None, *self.lm.adapters)
@@ -150,8 +155,6 @@ class Prompts:
         owner: key whose cached prompts it may share, together with ``cache_salt``.
         """
         self.adapter_of(body.model)
-        if body.suffix:
-            raise _unsupported("suffix", "text cannot be filled in before a suffix")
         if body.best_of not in (None, body.n or 1):
             raise _unsupported("best_of", "only best_of equal to n is supported")
         _check_prompt_logprobs(body)
@@ -165,7 +168,10 @@ class Prompts:
         asked = _only_limit(body, "max_tokens", "n_predict")
         max_tokens = COMPLETION_TOKENS if asked is None else _limit(asked)
         keep = self._kept(body.truncate_prompt_tokens, max_tokens)
-        rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
+        if body.suffix:
+            rows = [self._filling(body, prompt) for prompt in prompts]
+        else:
+            rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
         echoes = []
         if body.echo:
             for text, row in zip(prompts, rows, strict=True):
@@ -179,6 +185,18 @@ class Prompts:
             to_score=max((count for count in asked if count is not None), default=None),
             echoes_scores=echoes_scores,
         )
+
+    def _filling(self, body: Completion, prompt: str | list[int]) -> list[int]:
+        """Return the prompt for a text between ``prompt`` and the body's suffix."""
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if getattr(body, name) not in (None, False):
+                raise _unsupported("suffix", f"excludes {name}")
+        tokenizer, suffix = self.tokenizer(), body.suffix or ""
+        before = self.encode(prompt, "prompt", False) if isinstance(prompt, str) else prompt
+        row = infill(tokenizer, before, self.encode(suffix, "suffix", False))
+        if row is None:
+            raise _unsupported("suffix", f"{self.name} has no tokens to fill in the middle")
+        return self.row(row, "suffix")
 
     def chat(self, body: Chat, call_id: str, owner: str = "") -> AcceptedCall:
         """Return the call of a chat body. owner: as for ``completion``."""

@@ -91,7 +91,22 @@ class HubRequest(IpcMessage, tag=3):
 
     call: int
     name: Literal[
-        "find", "owed", "embed", "rank", "score", "admit", "metrics", "keep", "recall", "forget"
+        "find",
+        "owed",
+        "embed",
+        "rank",
+        "score",
+        "admit",
+        "metrics",
+        "keep",
+        "recall",
+        "forget",
+        "replace",
+        "items",
+        "cancel",
+        "used",
+        "load_adapter",
+        "unload_adapter",
     ]
     arguments: list[Any]
 
@@ -203,12 +218,20 @@ class Trouble(IpcMessage, tag=7):
     reason: str | None
 
 
+class Adapters(IpcMessage, tag=9):
+    """The adapters that were loaded at run time: each one's id in the engine, by its name."""
+
+    loaded: dict[str, str]
+
+
 class Ping(IpcMessage, tag=8):
     """A sign of life; the front end answers with ``Pong``."""
 
 
 FromFrontEnd = Submit | End | Finish | HubRequest | ServedRequest | Ready | Pong
-FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | EngineReport | Trouble | Ping
+FromEngine = (
+    Received | Refused | Reply | Welcome | Failed | Drain | EngineReport | Trouble | Ping | Adapters
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _LENGTH = struct.Struct("<I")

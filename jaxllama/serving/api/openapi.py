@@ -33,11 +33,11 @@ _ERRORS = {
 }
 
 
-def document(max_len: int, keyed: bool) -> JsonObject:
+def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
     """Return the OpenAPI document.
 
     max_len: the context length in tokens, for the description. keyed: whether requests need an API
-    key.
+    key. adapts: whether clients may load adapters.
     """
     from jaxllama import __version__
 
@@ -52,12 +52,15 @@ def document(max_len: int, keyed: bool) -> JsonObject:
         "Score",
         "Tokenize",
         "Detokenize",
+        "LoadAdapter",
+        "UnloadAdapter",
     )
     answers = (
         "CompletionObject",
         "ChatObject",
         "ResponseObject",
         "ResponseDeleted",
+        "InputItemList",
         "MessageObject",
         "TokenCount",
         "MessageError",
@@ -103,6 +106,16 @@ def document(max_len: int, keyed: bool) -> JsonObject:
                 "responses": _responses(
                     schema, _json(schema[answer]), streams, keyed, tuple(_ERRORS), error
                 ),
+            }
+        }
+    for name in ("load", "unload") if adapts else ():
+        text = {"text/plain": {"schema": {"type": "string"}}}
+        body = schema[f"{name.capitalize()}Adapter"]
+        paths[f"/v1/{name}_lora_adapter"] = {
+            "post": {
+                "summary": f"{name.capitalize()} a LoRA adapter while requests run",
+                "requestBody": {"required": True, "content": _json(body)},
+                "responses": _responses(schema, text, False, keyed, tuple(_ERRORS)),
             }
         }
     get = {
@@ -152,6 +165,19 @@ def document(max_len: int, keyed: bool) -> JsonObject:
             "summary": text,
             "parameters": [_path_parameter("id")],
             "responses": responses,
+        }
+    for method, name, text, answer in (
+        ("get", "input_items", "The input of a response", "InputItemList"),
+        ("post", "cancel", "End a response in the background", "ResponseObject"),
+    ):
+        paths[f"/v1/responses/{{id}}/{name}"] = {
+            method: {
+                "summary": text,
+                "parameters": [_path_parameter("id")],
+                "responses": _responses(
+                    schema, _json(schema[answer]), False, keyed, ("400", "404", "503")
+                ),
+            }
         }
     components: JsonObject = {"schemas": shared["$defs"]}
     page: JsonObject = {

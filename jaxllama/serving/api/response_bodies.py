@@ -7,8 +7,8 @@
 Items that are not messages join the assistant's message. A function_call becomes one of its calls,
 reasoning its ``reasoning_content``. A function_call_output becomes a message of the tool.
 
-Tools other than functions are dropped. Refused with an error: images and files, ``background``,
-``conversation``, stored prompts, logprobs.
+Tools other than functions are dropped. Refused with an error: images and files, ``conversation``,
+stored prompts.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Responses(Strict):
         "response_format": "send text.format",
         "messages": "send input",
         "prompt": "send input",
-        "logprobs": "responses have no logprobs: chat completions have",
+        "logprobs": 'send include: ["message.output_text.logprobs"]',
     }
     model: str
     input: str | Items
@@ -147,18 +147,18 @@ class Responses(Strict):
     grammar: str | None = None
     enable_thinking: bool | None = None
     cache_salt: CacheSalt | None = None
-    # Refused, unless the value has no effect.
     background: bool | None = None
+    include: Annotated[list[str], FIRST_ERROR] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # Refused, unless the value has no effect.
     conversation: str | JsonObject | None = None
     image: JsonObject | None = None
     moderation: JsonObject | None = None
     prompt: JsonObject | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
     # Without effect: these fields concern OpenAI's own service or its own tools, or are hints.
     access_programs: Any = None
     background_options: JsonObject | None = None
     context_management: Any = None
-    include: Annotated[list[str], FIRST_ERROR] | None = None
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonObject | None = None
@@ -168,6 +168,49 @@ class Responses(Strict):
     service_tier: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def input_items(self, id: str) -> list[JsonObject]:
+        """Return the body's own items as OpenAI lists them.  id: of the response."""
+        said: Any = [{"role": "user", "content": self.input}]
+        if not isinstance(self.input, str):
+            said = [item.model_dump(exclude_none=True) for item in self.input]
+        own = id.removeprefix("resp_")
+        for number, item in enumerate(said):
+            kind = item.setdefault("type", "message")
+            item.setdefault("id", f"{_ITEM_IDS[kind]}_{own}_in{number}")
+            if isinstance(item.get("content"), str):
+                text = "output_text" if item["role"] == "assistant" else "input_text"
+                item["content"] = [{"type": text, "text": item["content"]}]
+            if kind != "reasoning":
+                item.setdefault("status", "completed")
+        return said
+
+
+LOGPROBS = "message.output_text.logprobs"
+_ITEM_IDS = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+def _check_fields(body: Responses) -> None:
+    if body.top_logprobs and not body.has_logprobs:
+        message = f'top_logprobs: needs include: ["{LOGPROBS}"]'
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+    if not body.background:
+        return
+    if body.stream:
+        message = "background: a response in the background is not streamed"
+        raise ApiError(400, message, param="background", code="unsupported")
+    if body.store is False:
+        message = "background: needs store, as its client comes back for the response"
+        raise ApiError(400, message, param="store", code="invalid_value")
 
 
 _SHARED = (
@@ -192,12 +235,10 @@ _SHARED = (
     "cache_salt",
 )
 _ABSENT = {
-    "background": "answers are made while the client waits",
     "conversation": "send previous_response_id instead",
     "image": "only text is written",
     "moderation": "nothing here moderates",
     "prompt": "no prompts are stored here",
-    "top_logprobs": "responses have no logprobs: chat completions have",
 }
 
 
@@ -206,6 +247,7 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
     for key, reason in _ABSENT.items():
         if getattr(body, key):
             raise ApiError(400, f"{key}: {reason}", param=key, code="unsupported")
+    _check_fields(body)
     messages = [*earlier]
     if isinstance(body.input, str):
         add_items(messages, [InputMessage(role="user", content=body.input)])
@@ -220,6 +262,8 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
         "tool_choice": _choice(body.tool_choice),
         "response_format": _format(form) if form else None,
+        "logprobs": body.has_logprobs or None,
+        "top_logprobs": body.top_logprobs if body.has_logprobs else None,
     }
     try:
         chat = Chat(**asked)

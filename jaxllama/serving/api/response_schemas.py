@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxllama.serving.api.schemas import Schema, schema
+from jaxllama.serving.api.schemas import Schema, TokenLogprob, schema
 from jaxllama.typing import JsonObject
 
-Status = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 @schema
@@ -15,7 +15,7 @@ class OutputText(Schema):
     type: Literal["output_text"]
     text: str
     annotations: list[None]
-    logprobs: list[None]
+    logprobs: list[TokenLogprob]
 
 
 @schema
@@ -58,6 +58,12 @@ class IncompleteDetails(Schema):
 
 
 @schema
+class ResponseError(Schema):
+    code: Literal["server_error"]
+    message: str
+
+
+@schema
 class InputDetails(Schema):
     cached_tokens: int
 
@@ -82,7 +88,7 @@ class ResponseObject(Schema):
     object: Literal["response"]
     created_at: int
     status: Status
-    error: None
+    error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -100,6 +106,17 @@ class ResponseObject(Schema):
     usage: ResponseUsage | None
     metadata: dict[str, str]
     warnings: list[str] | None = None
+    background: bool = False
+    top_logprobs: int = 0
+
+
+@schema
+class InputItemList(Schema):
+    object: Literal["list"]
+    data: list[JsonObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 @schema

@@ -18,6 +18,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -37,13 +38,16 @@ GONE = "the engine's process has ended"
 class FrontEndSetup:
     """The setup of a front end.
 
-    max_queue: the engine's. drain_timeout: seconds from ``Drain`` to the end.
+    max_queue: the engine's. drain_timeout: seconds from ``Drain`` to the end. certificate,
+    private_key: PEM files for HTTPS.
     """
 
     facts: ModelFacts
     settings: ServerSettings
     max_queue: int
     drain_timeout: int
+    certificate: Path | None = None
+    private_key: Path | None = None
 
 
 def start(theirs: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
@@ -102,6 +106,8 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
         log_config=logs.configuration(),
         access_log=False,
         server_header=False,
+        ssl_certfile=setup.certificate,
+        ssl_keyfile=setup.private_key,
         timeout_graceful_shutdown=setup.drain_timeout,
     )
     server = _Server(config, link)

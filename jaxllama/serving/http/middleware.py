@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllama.engine.journal import JournalUnavailable
@@ -236,13 +236,16 @@ def api_error(error: Exception) -> ApiError:
 
 
 def answer_error(error: Exception, path: str = "") -> Response:
-    """Return the error object for any exception: Anthropic's at its paths, OpenAI's elsewhere."""
+    """Return the error object for any exception: Anthropic's at its paths, ollama's and OpenAI's
+    elsewhere."""
     headers = dict(getattr(error, "headers", None) or {})
     error = api_error(error)
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if path.startswith("/api/"):
+        return JSONResponse({"error": str(error)}, error.status, headers)
     body = message_error(error) if path.startswith("/v1/messages") else error.body()
     return respond(body, error.status, headers)
 

@@ -31,6 +31,7 @@ import os
 import pickle
 import signal
 import socket
+import ssl
 import subprocess
 import time
 import warnings
@@ -74,7 +75,8 @@ LAST_WORDS = 5  # seconds for front ends to report to their clients that the ser
 class ServeOptions:
     """Options of ``serve``.
 
-    keys_file: API keys with names and limits (``api.keys``).
+    keys_file: API keys with names and limits (``api.keys``). certificate, private_key: PEM files
+    for HTTPS, both or none.
     engine: options of ``Engine``. names: names of the model for clients; by default the model's
     own. origins: origins of web pages that may send requests. hosts: names that a Host header may
     have beside the local ones; "*" allows any. Without hosts any name is allowed, except on a local
@@ -97,15 +99,37 @@ class ServeOptions:
     api_servers: int = 1
     replicas: int = 1
     keys_file: Path | None = None
+    certificate: Path | None = None
+    private_key: Path | None = None
     named_keys: tuple[ApiKey, ...] = dataclasses.field(init=False, default=())
 
     def __post_init__(self) -> None:
+        self._check_tls()
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
         if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
             raise JaxLlamaError(f"${KEY_VARIABLE}: must be printable ASCII, no spaces around it")
         object.__setattr__(self, "api_keys", keys)
         named = () if self.keys_file is None else read_keys(self.keys_file)
         object.__setattr__(self, "named_keys", named)
+
+    def _check_tls(self) -> None:
+        if (self.certificate is None) != (self.private_key is None):
+            given = "--ssl-keyfile" if self.certificate is None else "--ssl-certfile"
+            raise JaxLlamaError(f"{given}: HTTPS needs --ssl-certfile and --ssl-keyfile")
+        if self.certificate is None or self.private_key is None:
+            return
+
+        def no_password() -> str:  # else openssl asks on the terminal
+            raise JaxLlamaError(f"--ssl-keyfile: {self.private_key} has a password")
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.private_key, no_password)
+        except (OSError, ssl.SSLError) as error:
+            raise JaxLlamaError(
+                f"--ssl-certfile {self.certificate} and --ssl-keyfile {self.private_key}: "
+                f"{getattr(error, 'reason', None) or error.strerror or error}"
+            ) from None
 
     @property
     def is_keyed(self) -> bool:
@@ -149,7 +173,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         else:
             lm = load()
             engine = Engine(lm, observe=metrics.observe, **options.engine)
-            facts, passes = ModelFacts.of(lm), forward_passes(lm)
+            facts, passes = ModelFacts.of(lm), forward_passes(lm, engine.adapters)
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)
@@ -163,17 +187,21 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             max_body=options.max_body,
             state=None if options.state is None else str(options.state),
             named_keys=options.named_keys,
+            lora_slots=options.engine.get("lora_slots", 0),
         )
         setup = front_end.FrontEndSetup(
             facts,
             settings,
             engine.options.max_queue,
             options.drain_timeout + LAST_WORDS,
+            options.certificate,
+            options.private_key,
         )
         logging.config.dictConfig(logs.configuration())
         waits, quotas = isinstance(engine, Replicas), Quotas(settings.keys)
         hub = Hub(engine, passes, metrics, journal, waits, quotas)
-        banner = f"{name} on {_url(options.host, listener.getsockname()[1])}"
+        is_tls = options.certificate is not None
+        banner = f"{name} on {_url(options.host, listener.getsockname()[1], is_tls)}"
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
         sampling = facts.sampling and str(facts.sampling)
         error = asyncio.run(server.run(front_ends, banner, sampling))
@@ -372,5 +400,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(host: str, port: int, is_tls: bool = False) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_tls else 'http'}://{name}:{port}"

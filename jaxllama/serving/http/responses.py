@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from jaxllama.serving.api import answers
 from jaxllama.serving.api.bodies import Message
 from jaxllama.serving.api.calls import AcceptedCall
+from jaxllama.serving.api.logprobs import chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.response_bodies import (
@@ -40,11 +41,12 @@ from jaxllama.serving.api.response_schemas import (
     OutputText,
     ReasoningItem,
     ReasoningPart,
+    ResponseError,
     ResponseObject,
     ResponseUsage,
     Status,
 )
-from jaxllama.serving.api.schemas import ApiError, Usage, to_json
+from jaxllama.serving.api.schemas import ApiError, TokenLogprob, Usage, to_json
 from jaxllama.serving.http.runs import CallRun, EventStream
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
@@ -64,7 +66,11 @@ class ResponseFrame:
     messages: list[Message]
 
     def response(
-        self, status: Status, output: list[OutputItem], usage: Usage | None = None
+        self,
+        status: Status,
+        output: list[OutputItem],
+        usage: Usage | None = None,
+        error: ResponseError | None = None,
     ) -> ResponseObject:
         body, form = self.body, self.body.text.format if self.body.text else None
         is_cut = status == "incomplete"
@@ -74,7 +80,7 @@ class ResponseFrame:
             object="response",
             created_at=self.call.created,
             status=status,
-            error=None,
+            error=error,
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -94,6 +100,8 @@ class ResponseFrame:
             usage=None if usage is None else _usage(usage),
             metadata=body.metadata or {},
             warnings=list(self.call.notes) or None,
+            background=bool(body.background),
+            top_logprobs=body.top_logprobs or 0,
         )
 
     def conversation(self, output: list[OutputItem]) -> list[Message]:
@@ -144,11 +152,15 @@ class Writer:
     def __init__(self, frame: ResponseFrame) -> None:
         self._call = frame.call
         self._reader = answer_reader(frame.call.reading or PLAIN)
+        self._logprobs: list[TokenLogprob] = []
         self.output: list[OutputItem] = []
         self.status: Status = "in_progress"
 
     def read(self, event: TextPiece) -> list[Told]:
         parts, told = self._reader.feed(event.text), []
+        found = chat_logprobs(self._call, 0, [event])
+        if found is not None:
+            self._logprobs += found.content
         if event.finish_reason is not None:
             parts += self._reader.close()
         for part in parts:
@@ -157,6 +169,8 @@ class Writer:
             self.status = "completed" if event.finish_reason == "stop" else "incomplete"
             if not self.output:
                 told += self._begin(AnswerPart("content", ""))
+            if isinstance(self.output[-1], MessageItem):  # of text that a stop string held back
+                self.output[-1].content[0].logprobs += self._taken()
             told += self._end(self.status)
         return told
 
@@ -176,9 +190,17 @@ class Writer:
         elif part.text:
             item.content[0].text += part.text
             name = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
-            more = {"logprobs": []} if isinstance(item, MessageItem) else {}
+            more: JsonObject = {}
+            if isinstance(item, MessageItem):
+                more = {"logprobs": self._taken()}
+                item.content[0].logprobs += more["logprobs"]
             told.append(self._tell(f"{name}.delta", content_index=0, delta=part.text, **more))
         return told
+
+    def _taken(self) -> list[TokenLogprob]:
+        """Return the logprobs of the tokens since the last delta."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
 
     def _begin(self, part: AnswerPart) -> list[Told]:
         number = len(self.output)
@@ -213,7 +235,7 @@ class Writer:
             return [done, self._tell("output_item.done")]
         piece = item.content[0]
         name = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
-        more = {"logprobs": []} if isinstance(item, MessageItem) else {}
+        more = {"logprobs": piece.logprobs} if isinstance(piece, OutputText) else {}
         return [
             self._tell(f"{name}.done", content_index=0, text=piece.text, **more),
             self._tell("content_part.done", content_index=0, part=piece),

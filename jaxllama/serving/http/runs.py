@@ -165,13 +165,15 @@ class EventStream:
     fails midway.
     """
 
+    media_type = b"text/event-stream"
+
     def __init__(self, run: CallRun) -> None:
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write() -> None:
             headers = [
-                (b"content-type", b"text/event-stream"),
+                (b"content-type", self.media_type),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
             ]

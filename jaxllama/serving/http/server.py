@@ -8,7 +8,9 @@
     POST, GET, DELETE /v1/responses               (``response_routes``)
     POST /v1/messages, /v1/messages/count_tokens  Anthropic's API (``messages``)
     POST /v1/embeddings, /v1/rerank, /v1/score    (``vector_routes``)
+    POST /api/chat, /api/generate; GET /api/tags, /api/version    ollama's API (``ollama``)
     POST /tokenize, /detokenize
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter     (``adapter_routes``, with lora_slots)
     GET  /v1/models, /version, /health, /live, /ready, /metrics, /openapi.json, / (a chat page)
 
 Contract. Every accepted body is answered once: with its tokens, or with OpenAI's error object. A
@@ -19,8 +21,8 @@ in the engine's process (``hub``).
 
 ``middleware`` has keys, ids, logs and errors, ``calls`` the meaning of bodies, ``runs`` a call's
 way to its answer, ``answers`` the answers. With a state folder a body is stored before its answer
-begins (``journal``), and after a kill the next server answers the stored bodies. Left out: TLS (put
-a proxy before it), stored files and batches.
+begins (``journal``), and after a kill the next server answers the stored bodies. Left out:
+stored files and batches.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama import __version__
+from jaxllama.engine.engine import Engine
 from jaxllama.engine.journal import Entry, Journal
 from jaxllama.engine.request import EngineClosed, EngineFailed, QueueFull
 from jaxllama.engine.scoring import Scores
@@ -70,6 +73,7 @@ from jaxllama.serving.api.schemas import (
     respond,
     to_json,
 )
+from jaxllama.serving.http.adapter_routes import AdapterRoutes
 from jaxllama.serving.http.messages import MessageRoutes
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
@@ -81,11 +85,12 @@ from jaxllama.serving.http.middleware import (
     read_body,
     unless_disconnected,
 )
+from jaxllama.serving.http.ollama import OllamaRoutes
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
 from jaxllama.serving.http.vector_routes import VectorRoutes
 from jaxllama.serving.ipc import link
-from jaxllama.serving.ipc.hub import Hub, Served, forward_passes
+from jaxllama.serving.ipc.hub import Hub, Passes, Served, forward_passes
 from jaxllama.serving.ipc.link import EngineClient
 
 MAX_CHOICES = 128  # prompts times n of one body
@@ -100,7 +105,7 @@ class ServerSettings:
     of prompt and answer together. max_body: largest number of bytes. state: the journal's folder,
     None for none. origins: origins of web pages that may send requests, "*" for all. hosts: names
     that a Host header may have beside the local ones; None allows any. named_keys: API keys with
-    names and limits, beside ``api_keys``.
+    names and limits, beside ``api_keys``. lora_slots: adapters that clients may load at run time.
     """
 
     name: str
@@ -112,6 +117,7 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
     named_keys: tuple[ApiKey, ...] = ()
+    lora_slots: int = 0
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -123,9 +129,13 @@ def create_app(
 ) -> ASGIApp:
     """Return the application. ``engine`` is running; the application does not stop it."""
     journal = None if settings.state is None else Journal(settings.state)
-    hub = Hub(engine, forward_passes(lm), metrics, journal, quotas=Quotas(settings.keys))
+    hub = Hub(engine, _passes(lm, engine), metrics, journal, quotas=Quotas(settings.keys))
     own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
     return application(lm, own, settings, engine.options.max_queue, hub.close)
+
+
+def _passes(lm: LanguageModel, engine: Served) -> Passes:
+    return forward_passes(lm, engine.adapters if isinstance(engine, Engine) else None)
 
 
 def application(
@@ -140,7 +150,7 @@ def application(
     max_queue: the engine's. ended: called after the last request.
     """
     server = _Server(model, link, settings, max_queue, ended)
-    document = openapi.document(settings.max_len, bool(settings.keys))
+    document = openapi.document(settings.max_len, bool(settings.keys), settings.lora_slots > 0)
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
@@ -159,6 +169,8 @@ def application(
         *server.responses.routes(),
         *server.messages.routes(),
         *server.vectors.routes(),
+        *server.ollama.routes(),
+        *(server.adapters.routes() if settings.lora_slots else ()),
         *(Route(path, _file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
     errors = dict.fromkeys(
@@ -202,8 +214,15 @@ class _Server:
         self._lm, self._link, self._settings, self._ended = model, link, settings, ended
         max_choices = min(MAX_CHOICES, max_queue)
         self._prompts = Prompts(
-            model, settings.name, settings.max_len, max_choices, settings.aliases
+            model,
+            settings.name,
+            settings.max_len,
+            max_choices,
+            settings.aliases,
+            lambda: link.loaded,
         )
+        self.ollama = OllamaRoutes(self._prompts, link, settings.max_body)
+        self.adapters = AdapterRoutes(self._prompts, link, settings.max_body)
         self.responses = ResponseRoutes(self._prompts, link, settings.max_body)
         self.messages = MessageRoutes(self._prompts, link, settings.max_body)
         self.vectors = VectorRoutes(self._prompts, link, settings.max_body)
@@ -223,6 +242,7 @@ class _Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.responses.close()
             self._ended()
 
     # Completions and chat

@@ -28,8 +28,9 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.embeddings import Embedder, Ranker
 from jaxllama.engine.journal import Journal, JournalUnavailable
 from jaxllama.engine.request import (
@@ -91,12 +92,23 @@ class Served(Protocol):
     def listen(self, listener: Callable[[], None]) -> None: ...
 
 
+@runtime_checkable
+class Adapting(Protocol):
+    """An engine that loads adapters while it runs."""
+
+    def load_adapter(self, name: str, path: str) -> str: ...
+
+    def unload_adapter(self, id: str) -> None: ...
+
+
 Passes = Mapping[str, Callable[..., object]]
 
 
-def forward_passes(lm: LanguageModel) -> Passes:
+def forward_passes(lm: LanguageModel, adapters: AdapterSlots | None = None) -> Passes:
     """Return the passes beside the engine: a row's embedding (float32 bytes), the probabilities
     of its classes or answers, a prompt's logprobs.
+
+    adapters: of the running engine, if it loads some.
 
     An offloaded model refuses them, because its weights belong to the running block.
     """
@@ -110,7 +122,7 @@ def forward_passes(lm: LanguageModel) -> Passes:
     return {
         "embed": lambda row: embed(row).tobytes(),
         "rank": Ranker(lm),
-        "score": Scorer(lm),
+        "score": Scorer(lm, adapters),
     }
 
 
@@ -142,8 +154,10 @@ class Hub:
         self._ports: list[Port] = []
         self._with_news: set[Port] = set()
         self._waiting: dict[str, list[tuple[Port, messages.HubRequest]]] = {}
+        self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
         self._passes, self.waits = passes, waits
         self._forward = ThreadPoolExecutor(1, "forward")
+        self._adapters = ThreadPoolExecutor(1, "adapters")
         self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
         engine.listen(self._told)
 
@@ -166,6 +180,8 @@ class Hub:
         """Send a new front end the state that the others know."""
         if self.trouble is not None:
             port.send(messages.Trouble(self.trouble))
+        if self.loaded:
+            port.send(messages.Adapters(self.loaded))
 
     def forget(self, port: Port) -> None:
         self._ports.remove(port)
@@ -176,6 +192,7 @@ class Hub:
 
     def close(self) -> None:
         self._forward.shutdown(wait=False, cancel_futures=True)
+        self._adapters.shutdown(wait=False, cancel_futures=True)
         self.grammars.shutdown(wait=False, cancel_futures=True)
         if self._retrying is not None:
             self._retrying.cancel()
@@ -260,6 +277,35 @@ class Hub:
             return None
         return answer.text or self._unwritten.get(id, "")
 
+    # Adapters, in a thread of their own
+
+    def _load_adapter(self, name: str, path: str, in_place: bool) -> None:
+        """Load an adapter; in place of one with this name only if ``in_place``."""
+        engine, before = self._adapting(), self.loaded.get(name)
+        if before is not None and not in_place:
+            raise JaxLlamaError(f"the adapter {name!r} is loaded already")
+        id = engine.load_adapter(name, path)
+        if before is not None:
+            engine.unload_adapter(before)
+        self.loaded = {**self.loaded, name: id}
+
+    def _unload_adapter(self, name: str) -> None:
+        engine = self._adapting()
+        if name not in self.loaded:
+            raise JaxLlamaError(f"no adapter {name!r} is loaded")
+        engine.unload_adapter(self.loaded[name])
+        self.loaded = {other: id for other, id in self.loaded.items() if other != name}
+
+    def _adapting(self) -> Adapting:
+        if not isinstance(self.engine, Adapting):
+            raise JaxLlamaError("several replicas load no adapters at run time")
+        return self.engine
+
+    def _adapters_changed(self, port: Port, ask: messages.HubRequest, done: Future[object]) -> None:
+        """Name the adapters to all front ends, and then answer the one that asked."""
+        self.tell(messages.Adapters(self.loaded))
+        port.passed(ask.call, done)
+
     # Questions of front ends
 
     def asked(self, port: Port, ask: messages.HubRequest) -> Any:
@@ -271,6 +317,11 @@ class Hub:
                 raise EngineClosed(self.engine.closed)
             work = self._forward.submit(self._passes[ask.name], *ask.arguments)
             work.add_done_callback(lambda done: port.later(port.passed, ask.call, done))
+            return None
+        if ask.name in ("load_adapter", "unload_adapter"):
+            change = getattr(self, f"_{ask.name}")
+            work = self._adapters.submit(change, *ask.arguments)
+            work.add_done_callback(lambda done: port.later(self._adapters_changed, port, ask, done))
             return None
         if ask.name == "find":
             id, kind, owner = ask.arguments
@@ -293,6 +344,14 @@ class Hub:
             return [None if refused is None else dataclasses.astuple(refused)]
         if ask.name == "metrics":
             return self.metrics.page()
+        if ask.name == "used":
+            self.quotas.used(*ask.arguments)
+            return [None]
+        if ask.name == "cancel":
+            id, owner = ask.arguments
+            if self.responses.recall(id, owner) is not None:
+                self.engine.end(f"{id}/0", "cancelled")
+            return [None]
         return [getattr(self.responses, ask.name)(*ask.arguments)]
 
 
@@ -556,9 +615,18 @@ class StoredResponses:
         return id in self._kept
 
     def keep(
-        self, id: str, owner: str, response: bytes, conversation: bytes, body_size: int
+        self,
+        id: str,
+        owner: str,
+        response: bytes,
+        conversation: bytes,
+        items: bytes,
+        body_size: int,
     ) -> None:
-        kept = _Kept(owner, response, conversation, len(response) + body_size)
+        """Store a response with its conversation and its input items, as JSON."""
+        kept = _Kept(owner, response, conversation, items, len(response) + body_size)
+        if id in self._kept:
+            self._size -= self._kept[id].size
         self._kept[id] = kept
         self._size += kept.size
         while self._size > STORED_BYTES:
@@ -569,6 +637,23 @@ class StoredResponses:
         if kept is None or kept.owner != owner:
             return None
         return kept.response, kept.conversation
+
+    def replace(
+        self,
+        id: str,
+        owner: str,
+        response: bytes,
+        conversation: bytes,
+        items: bytes,
+        body_size: int,
+    ) -> None:
+        """Store the end of a response in the background, unless it was deleted meanwhile."""
+        if self.recall(id, owner) is not None:
+            self.keep(id, owner, response, conversation, items, body_size)
+
+    def items(self, id: str, owner: str) -> bytes | None:
+        """Return the response's input items, as JSON."""
+        return None if self.recall(id, owner) is None else self._kept[id].items
 
     def forget(self, id: str, owner: str) -> bool:
         """Drop a response; returns whether it existed."""
@@ -583,4 +668,5 @@ class _Kept:
     owner: str
     response: bytes
     conversation: bytes
+    items: bytes
     size: int

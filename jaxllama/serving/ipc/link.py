@@ -157,6 +157,7 @@ class EngineClient:
         self._eos: tuple[int, ...] = ()
         self.failure: str | None = None
         self.trouble: str | None = None
+        self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
         self._is_lost = False
         self._pinged: float | None = None  # time of the last Ping from the engine's process
         self.on_told: Callable[[Any], None] = lambda message: None
@@ -195,6 +196,8 @@ class EngineClient:
                 self.failure = self.failure or message.reason
             elif isinstance(message, messages.Trouble):
                 self.trouble = message.reason
+            elif isinstance(message, messages.Adapters):
+                self.loaded = message.loaded
             elif isinstance(message, messages.Ping):
                 self._pinged = time.monotonic()
                 self.tell(messages.Pong())

@@ -13,7 +13,7 @@ import openai
 
 from jaxllama.serving.ipc import hub
 from tests.helpers.fake_engine import FakeEngine, says
-from tests.helpers.http_server import NAME, talking, tiny_model
+from tests.helpers.http_server import NAME, talking, tiny_model, wait_until
 from tests.serving.http.test_tools import CITY, tokenizer
 
 MAX_LEN = 2048
@@ -151,7 +151,7 @@ def test_what_is_kept_is_bounded(monkeypatch, client):
 @pytest.mark.core
 def test_refusals(client, engine):
     for fields in (
-        {"background": True},
+        {"background": True, "stream": True},
         {"conversation": "c"},
         {"top_logprobs": 2},
         {"tools": [{"type": "magic"}]},
@@ -184,3 +184,86 @@ def test_reasoning_alone_is_no_conversation(client):
 
 def test_a_store_forgets_only_what_is_there():
     assert not hub.StoredResponses().forget("nobody", "")
+
+
+def test_the_input_of_a_response_is_listed_in_pages(client, engine, lm):
+    engine.answer = says(lm.tokenizer, "yes")
+    said = [{"role": "user", "content": text} for text in ("one", "two", "three")]
+    made = client.responses.create(model=NAME, input=said)
+    items = client.responses.input_items
+    texts = [item.content[0].text for item in items.list(made.id, order="asc", limit=2)]
+    assert texts == ["one", "two", "three"], "the client follows the pages"
+    page = items.list(made.id, limit=2)
+    assert [item.content[0].text for item in page.data] == ["three", "two"] and page.has_more
+    for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
+        with pytest.raises(openai.BadRequestError):
+            items.list(made.id, extra_query=query)
+    with pytest.raises(openai.NotFoundError):
+        items.list("resp_none")
+
+
+def test_a_response_in_the_background(client, engine, lm):
+    """It begins at once, ends without its client, and can be cancelled, read and deleted."""
+    engine.answer = says(lm.tokenizer, "done")
+    with engine.held():
+        begun = client.responses.create(model=NAME, input="hi", background=True)
+        assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+        assert client.responses.retrieve(begun.id).status == "in_progress"
+    wait_until(lambda: client.responses.retrieve(begun.id).status != "in_progress")
+    ended = client.responses.retrieve(begun.id)
+    assert (ended.status, ended.output_text) == ("completed", "done")
+    assert client.responses.cancel(begun.id).status == "completed"
+    again = client.responses.create(model=NAME, input="and?", previous_response_id=begun.id)
+    assert again.output_text == "done" and "<user>hi" in prompt(engine)
+    with pytest.raises(openai.BadRequestError, match="only a response in the background"):
+        client.responses.cancel(again.id)
+
+    for more, param in (({"stream": True}, "background"), ({"store": False}, "store")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model=NAME, input="hi", background=True, **more)
+        assert refused.value.param == param
+
+
+def test_a_response_in_the_background_is_cancelled(client, engine, lm):
+    engine.answer = says(lm.tokenizer, "a" * 1000)
+    with engine.held():
+        begun = client.responses.create(model=NAME, input="hi", background=True)
+        assert client.responses.cancel(begun.id).status == "cancelled"
+    assert f"{begun.id}/0" in engine.cancelled
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+    with engine.held():
+        held = client.responses.create(model=NAME, input="hi", background=True)
+        client.responses.delete(held.id)
+    wait_until(lambda: f"{held.id}/0" in engine.cancelled)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(held.id)
+
+
+def test_a_response_lists_logprobs_of_its_text(engine):
+    plain = tiny_model()
+    engine.answer = says(plain.tokenizer, "abc")
+    ask = {"model": NAME, "input": "hi", "include": ["message.output_text.logprobs"]}
+    with talking(plain, engine) as client:
+        whole = client.responses.create(**ask, top_logprobs=2)
+        [text] = whole.output[0].content
+        assert [entry.token for entry in text.logprobs] == ["a", "b", "c"]
+        assert text.logprobs[0].logprob == pytest.approx(-ord("a") / 256)
+        assert [len(entry.top_logprobs) for entry in text.logprobs] == [2, 2, 2]
+        events = list(client.responses.create(**ask, stream=True))
+        streamed = [
+            entry.token
+            for event in events
+            if event.type == "response.output_text.delta"
+            for entry in event.logprobs
+        ]
+        assert streamed == ["a", "b", "c"]
+        [done] = [event for event in events if event.type == "response.output_text.done"]
+        assert [entry.token for entry in done.logprobs] == streamed
+
+
+def test_logprobs_of_an_answer_in_parts_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="chat completions have logprobs") as refused:
+        client.responses.create(
+            model=NAME, input="hi", include=["message.output_text.logprobs"], tools=[WEATHER]
+        )
+    assert refused.value.param == "include"

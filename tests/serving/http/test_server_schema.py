@@ -52,6 +52,8 @@ OPERATIONS = [
     ("/v1/responses", "POST"),
     ("/v1/responses/{id}", "GET"),
     ("/v1/responses/{id}", "DELETE"),
+    ("/v1/responses/{id}/input_items", "GET"),
+    ("/v1/responses/{id}/cancel", "POST"),
 ]
 
 

@@ -1,0 +1,60 @@
+"""The routes of vLLM that load and unload LoRA adapters while requests run.
+
+    POST /v1/load_lora_adapter      {"lora_name", "lora_path", "load_inplace"}
+    POST /v1/unload_lora_adapter    {"lora_name"}
+
+The server has them only with ``--lora-slots``: a client names a directory of the server's machine.
+A loaded adapter is a model of its own name for all front ends. A request that runs as its adapter
+is unloaded keeps it to its end, and so does one that is replaced in place. The engine
+(``engine.adapters``) reads the directory and bounds its size. Left out: names of the hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from jaxllama.serving.api.bodies import LoadAdapter, UnloadAdapter, parse
+from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.http.middleware import read_body
+from jaxllama.serving.ipc.link import EngineClient
+
+
+class AdapterRoutes:
+    def __init__(self, prompts: Prompts, link: EngineClient, max_body: int) -> None:
+        self._prompts, self._link, self._max_body = prompts, link, max_body
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+        ]
+
+    async def load(self, http: HttpRequest) -> Response:
+        body = parse(LoadAdapter, await read_body(http, self._max_body), 1, 1)
+        name, in_place = body.lora_name, bool(body.load_inplace)
+        if name in self._prompts.models and not (in_place and name in self._link.loaded):
+            raise ApiError(
+                400,
+                f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                "adapter in place, set 'load_inplace' to True.",
+                param="lora_name",
+            )
+        if not await asyncio.to_thread(Path(body.lora_path).is_dir):
+            message = f"No adapter found for {body.lora_path}: no such directory on this server"
+            raise ApiError(404, message, param="lora_path", code="not_found")
+        await self._link.ask("load_adapter", name, body.lora_path, in_place)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, http: HttpRequest) -> Response:
+        name = parse(UnloadAdapter, await read_body(http, self._max_body), 1, 1).lora_name
+        if name not in self._link.loaded:
+            message = f"The lora adapter '{name}' cannot be found."
+            raise ApiError(404, message, param="lora_name", code="not_found")
+        await self._link.ask("unload_adapter", name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
