@@ -31,7 +31,7 @@ def wanted(n: int) -> dict[int, Wanted]:
 @pytest.mark.core
 def test_an_engine_answers_before_all_programs_exist(tmp_path, monkeypatch):
     # An earlier run of this test kept its programs in the cache.
-    monkeypatch.setattr(runner, "folder", lambda: tmp_path)
+    monkeypatch.setattr(runner, "folder", lambda _: tmp_path)
     small = model("llama")
     requests = [
         Request(f"r{i}", PROMPTS[i], 6, SAMPLINGS[i % 5], ignore_eos=True) for i in range(5)
