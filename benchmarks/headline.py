@@ -62,6 +62,9 @@ class Row:
 _BENCH = "jaxllama bench --model llama-3.1-8b --random --context 1024 --new-tokens 200 --json"
 _EXPERTS = "jaxllama bench --random --context 512 --new-tokens 100 --json"
 _BENCH27 = "jaxllama bench --random --json --model qwen3.6-27b --context 1024 --new-tokens 100"
+_BENCH30 = (
+    "jaxllama bench --random --json --model qwen3-30b-a3b --context 1024 --new-tokens 100 --runs 2"
+)
 _MATMUL = "python -m benchmarks.kernels.matmul quantized_matmul --shapes 'gate or up'"
 _ENGINE = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.engine"
 _PARALLEL = "python -m benchmarks.parallel --model llama-3.1-8b --dtype bfloat16 --batch 1"
@@ -92,6 +95,17 @@ ROWS = {
             f"{model} {scheme}": f"{_EXPERTS} --model {model}{option}"
             for model in ("olmoe-1b-7b", "qwen3-30b-a3b:layers=8")
             for scheme, option in (("bfloat16", ""), ("w4a16", " --quantize w4a16"))
+        },
+        "decode_tokens_per_second",
+        "tokens/s",
+    ),
+    "qwen3-30b-a3b": Row(
+        "Qwen3-30B-A3B, 1,024 tokens before",
+        {
+            "bfloat16, 1 row": _BENCH30,
+            "w4a16, 1 row": f"{_BENCH30} --quantize w4a16",
+            "mxfp4, 1 row": f"{_BENCH30} --quantize mxfp4",
+            "w4a16, 64 rows": f"{_BENCH30} --quantize w4a16 --batch 64 --chunk 64 --kv-dtype int8",
         },
         "decode_tokens_per_second",
         "tokens/s",
