@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.decoding.sampling import Sampling as Sampling
     from jaxllama.engine.engine import Engine as Engine
     from jaxllama.engine.request import Request as Request
+    from jaxllama.engine.rollout import Rollouts as Rollouts
+    from jaxllama.engine.rollout import rollout as rollout
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
     from jaxllama.generation import commit as commit
     from jaxllama.generation import decode_step as decode_step
@@ -62,6 +64,8 @@ _HOME = {
     "Sampling": "decoding.sampling",
     "Engine": "engine.engine",
     "Request": "engine.request",
+    "rollout": "engine.rollout",
+    "Rollouts": "engine.rollout",
     "Policy": "offload.policy",
     "JaxLlamaError": "errors",
 }

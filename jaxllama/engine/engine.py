@@ -55,11 +55,12 @@ from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull
 from jaxllama.engine.runner import Runner, Running, Written
 from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
+from jaxllama.engine.weights import replaced
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.text.reader import Reader
-from jaxllama.typing import Options
+from jaxllama.typing import Options, Params
 
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
@@ -250,6 +251,36 @@ class Engine:
             If there is no such adapter.
         """
         self._slots().unload(id)
+
+    def update_params(self, params: Params) -> None:
+        """Replace the model's weights between two steps; nothing is compiled and no request ends.
+
+        Requests in flight go on with the new weights behind the cache that the old ones computed.
+        Prefixes that the old weights computed are not found again. ``lm`` is the model with the new
+        weights; a draft that is a model of its own keeps its weights.
+
+        Parameters
+        ----------
+        params : dict
+            Tree of the model's parameters, as ``LanguageModel.params`` before any layout: the same
+            paths, shapes and dtypes, quantized by the same scheme (``jl.quantize_params``). Leaves
+            go to the devices and the sharding of the leaves that they replace.
+
+        Raises
+        ------
+        JaxLlamaError
+            If a leaf differs in path, shape or dtype, and for offloaded models and models with
+            adapters. The engine then keeps its weights.
+        """
+        if not isinstance(self.runner, Runner):
+            raise JaxLlamaError("update_params: an offloaded model keeps its weights")
+        if self.runner.adapters:
+            raise JaxLlamaError("update_params: a model with adapters keeps its weights")
+        lm = replaced(self.lm, params)
+        with self._stepping:
+            self.lm = lm
+            self.runner.params = lm.params
+            self.scheduler.weights += 1
 
     def _slots(self) -> AdapterSlots:
         if self.adapters is None or not self.adapters.n_free:

@@ -56,7 +56,7 @@ class Sequence:
     the cache. cached: number of them that were in the cache at admission. ahead: number of tokens
     that pending decode calls may generate. unsure: number of those that are generated only if
     drafts are accepted. known: for a restricted sequence, number of tokens after ``output`` for
-    which the allowed tokens are known.
+    which the allowed tokens are known. weights: the model's weights at admission, by their number.
     """
 
     request: Request
@@ -71,6 +71,15 @@ class Sequence:
     ahead: int = 0
     unsure: int = 0
     known: int = 1
+    weights: int = 0
+
+    @property
+    def prefix_key(self) -> tuple[int, tuple[str | None, str]]:
+        """Sequences share cached prefixes only where these are equal.
+
+        A cache that other weights computed is another cache.
+        """
+        return self.weights, self.request.cache_key
 
     @property
     def own_slot(self) -> int:
@@ -209,6 +218,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.ending: list[Sequence] = []
+        self.weights = 0  # number of times that the model's weights were replaced
         self._newest = -1
 
     # State
@@ -280,7 +290,7 @@ class Scheduler:
         return dataclasses.replace(fill, snapshot=self.pages.snapshot(sequence.held, end))
 
     def _publish(self, sequence: Sequence, end: int) -> None:
-        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.cache_key)
+        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.prefix_key)
 
     def _shared(self, sequence: Sequence, end: int) -> list[int]:
         """Return those of the first ``end`` tokens that others may begin with."""
@@ -445,7 +455,8 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> None:
         known = self._shared(sequence, sequence.to_fill)
-        sequence.held = self.pages.begin(known, sequence.request.cache_key)
+        sequence.weights = self.weights
+        sequence.held = self.pages.begin(known, sequence.prefix_key)
 
     def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
         # Each sequence may generate one more token before the scheduler can react.

@@ -1,0 +1,152 @@
+"""Sampled answers as arrays, for a loss that learns from rewards.
+
+rollouts = rollout(engine, prompts, n=8, sampling=jl.Sampling(temperature=1.0), seed=step)
+rollouts.tokens, rollouts.answers, rollouts.logprobs        [B, T], [B, T - 1], [B, T - 1]
+engine.update_params(params)                                after the trainer's update
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllama.decoding.sampling import Sampling
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Event, FinishReason, Request
+from jaxllama.errors import JaxLlamaError
+
+SAMPLING = Sampling(temperature=1.0)
+
+
+class Rollouts(NamedTuple):
+    """The answers to ``B = n * len(prompts)`` samples; a prompt's ``n`` samples stand together.
+
+    Attributes
+    ----------
+    tokens : numpy.ndarray
+        int32 ``[B, T]``: each prompt with its answer, then zeros.
+    lengths : numpy.ndarray
+        int32 ``[B]``: tokens of a row.
+    answers : numpy.ndarray
+        float32 ``[B, T - 1]``: 1 at ``t`` where ``tokens[:, t + 1]`` was sampled, else 0.
+    logprobs : numpy.ndarray
+        float32 ``[B, T - 1]``: log-probability of ``tokens[:, t + 1]`` where it was sampled, else
+        0. The distribution is the model's own: before temperature, penalties and truncation.
+    groups : numpy.ndarray
+        int32 ``[B]``: the number of a row's prompt.
+    texts : tuple of str
+        The answers as text, empty strings without a tokenizer.
+    finish_reasons : tuple of str
+        "stop" or "length" for each row.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    answers: np.ndarray
+    logprobs: np.ndarray
+    groups: np.ndarray
+    texts: tuple[str, ...]
+    finish_reasons: tuple[FinishReason, ...]
+
+
+def rollout(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int = 1,
+    sampling: Sampling = SAMPLING,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+) -> Rollouts:
+    """Sample ``n`` answers to each prompt on this thread.
+
+    A prompt's samples share its pages in the prefix cache.
+
+    Parameters
+    ----------
+    engine : Engine
+        An engine without a thread of its own and without requests.
+    prompts : sequence of sequences of int
+        Token ids, at least one for each prompt.
+    n : int
+        Answers to a prompt.
+    sampling : Sampling
+        How tokens are drawn; a seed of its own is refused, since each sample needs another one.
+    max_new_tokens : int
+        Largest number of tokens of an answer.
+    seed : int
+        From 0 to 2**32 - 1. Row ``r`` has the seed ``seed * 2**24 + r``, so two calls with two
+        seeds share no row's seed.
+
+    Returns
+    -------
+    Rollouts
+        The rows as arrays.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an argument lies outside its range, or a sample ended with an error.
+    """
+    if n < 1:
+        raise JaxLlamaError(f"n = {n!r}: a prompt needs at least one sample")
+    if sampling.seed is not None:
+        raise JaxLlamaError("sampling: rollout gives each sample a seed of its own; pass seed=")
+    if not 0 <= seed < 2**32:
+        raise JaxLlamaError(f"seed = {seed!r}: must lie between 0 and 2**32 - 1")
+    prompts = [tuple(int(token) for token in prompt) for prompt in prompts]
+    if not 0 < n * len(prompts) <= 2**24:
+        raise JaxLlamaError(f"{n * len(prompts)} samples: there must be 1 to {2**24}")
+    requests = [
+        Request(
+            f"rollout-{index}",
+            prompts[index // n],
+            max_new_tokens,
+            dataclasses.replace(sampling, seed=(seed << 24) + index),
+            logprobs=0,
+        )
+        for index in range(n * len(prompts))
+    ]
+    events: dict[str, list[Event]] = {request.id: [] for request in requests}
+    queue = list(reversed(requests))
+    while queue or engine.live:
+        # The engine bounds its queue.
+        while queue and engine.stats().waiting < engine.options.max_queue:
+            request = queue.pop()
+            engine.submit(request, events[request.id].append)
+        engine.step()
+    rows = [_row(request, events[request.id]) for request in requests]
+    longest = max(len(tokens) for tokens, *_ in rows)
+    tokens = np.zeros((len(rows), longest), np.int32)
+    answers = np.zeros((len(rows), longest - 1), np.float32)
+    logprobs = np.zeros((len(rows), longest - 1), np.float32)
+    for row, (ids, numbers, *_) in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+        answer = slice(len(ids) - len(numbers) - 1, len(ids) - 1)
+        answers[row, answer] = 1
+        logprobs[row, answer] = numbers
+    return Rollouts(
+        tokens,
+        np.array([len(ids) for ids, *_ in rows], np.int32),
+        answers,
+        logprobs,
+        np.arange(len(rows), dtype=np.int32) // n,
+        tuple(text for _, _, text, _ in rows),
+        tuple(reason for *_, reason in rows),
+    )
+
+
+def _row(request: Request, events: list[Event]) -> tuple[list[int], list[float], str, FinishReason]:
+    """Return a row's tokens, its answer's log-probabilities, its text and why it ended."""
+    tokens, logprobs, text = list(request.prompt), list[float](), ""
+    for event in events:
+        tokens += event.tokens
+        logprobs += event.logprobs
+        text += event.text
+    reason = events[-1].finish_reason
+    if reason not in ("stop", "length"):
+        raise JaxLlamaError(f"{request.id} ended with {reason!r}: {events[-1].message}")
+    return tokens, logprobs, text, reason
