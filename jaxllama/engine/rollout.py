@@ -24,7 +24,7 @@ SAMPLING = Sampling(temperature=1.0)
 class Rollouts(NamedTuple):
     """The answers to ``B = n * len(prompts)`` samples; a prompt's ``n`` samples stand together.
 
-    Attributes
+    Parameters
     ----------
     tokens : numpy.ndarray
         int32 ``[B, T]``: each prompt with its answer, then zeros.
