@@ -246,7 +246,7 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
 def test_every_cache_dtype_gives_the_tokens_of_the_request_alone(dtype):
     """A rounding border turns sums in another order into another last bit of a stored number (2**-8
     of it in bfloat16), one of hundreds that a logit is made of."""
-    eng, lm = engine(FAMILY, kv_dtype=dtype), model(FAMILY)
+    eng, lm = engine("hybrid", kv_dtype=dtype), model("hybrid")
     requests = [Request(f"r{i}", PROMPTS[i], 20, SAMPLINGS[i % 5]) for i in range(10)]
     for request, events in zip(requests, eng.generate(requests).values(), strict=True):
         [want] = lm.generate([list(request.prompt)], 20, request.sampling, kv_dtype=dtype)

@@ -28,10 +28,10 @@ CFG = LLAMA.replace(
 )
 DELTA = DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5)
 KDA = DeltaConfig(8, 8, 8, 8, 1e-5, decay="channel", gate="low_rank", gate_activation="sigmoid")
-MIXED = CFG.replace(n_layers=2, layer_types=("delta", "attention"))
+MIXED = CFG.replace(n_layers=2, layer_types=("delta", "attention"), delta=DELTA)
 FAMILIES = {
     "gqa": CFG,
-    "delta": MIXED.replace(delta=DELTA, attn_gate=True, qk_norm="head"),
+    "delta": MIXED.replace(attn_gate=True, qk_norm="head"),
     "kda": MIXED.replace(delta=KDA),
 }
 REQUESTS = [
