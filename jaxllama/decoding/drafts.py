@@ -66,8 +66,12 @@ class Drafted(NamedTuple):
     kept: Tree
 
     def following(self, width: int) -> jax.Array:
-        """Proposed successor of each of the ``width`` tokens that a pass reads, ``[B, width]``."""
-        return jnp.pad(self.tokens, ((0, 0), (0, 1)))[:, :width]
+        """Proposed successor of each of the ``width`` tokens that a pass reads, ``[B, width]``.
+
+        Zeros follow the proposed tokens.
+        """
+        missing = max(width - self.tokens.shape[1], 0)
+        return jnp.pad(self.tokens, ((0, 0), (0, missing)))[:, :width]
 
 
 class DraftContext(NamedTuple):

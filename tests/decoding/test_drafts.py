@@ -120,6 +120,17 @@ def test_300_prompts(family, kv_dtype, draft):
             check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
 
 
+def test_a_pass_may_be_wider_than_a_draft():
+    """A deterministic model's passes have a power of two tokens."""
+    drafted = drafts.Drafted(np.array([[5, 6, 7, 8]], np.int32), np.array([4], np.int32), None)
+    assert [drafted.following(width).tolist() for width in (1, 4, 5, 8)] == [
+        [[5]],
+        [[5, 6, 7, 8]],
+        [[5, 6, 7, 8, 0]],
+        [[5, 6, 7, 8, 0, 0, 0, 0]],
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gqa", "gla-conv-groups", *DELTA])
 def test_a_deterministic_model_gives_the_same_bits(family):
