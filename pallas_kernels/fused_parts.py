@@ -45,8 +45,13 @@ def silu(gate: Value) -> Value:
 
 def gelu_tanh(gate: Value) -> Value:
     """GELU's approximation by tanh (arXiv 1606.08415): (1 + tanh u) / 2 is the logistic of 2 u."""
+    return _times_logistic(gate, gelu_argument(gate))
+
+
+def gelu_argument(gate: Value) -> Value:
+    """What ``gelu_tanh`` takes the logistic of."""
     u = arith.mulf(gate, p.fma(arith.mulf(gate, gate), p.cf(0.044715), p.cf(1.0)))
-    return _times_logistic(gate, arith.mulf(u, p.cf(math.sqrt(8 / math.pi))))
+    return arith.mulf(u, p.cf(math.sqrt(8 / math.pi)))
 
 
 def _times_logistic(gate: Value, x: Value) -> Value:

@@ -10,10 +10,10 @@ Sums are float32 from the product to the only cast.  The weighted sum goes in th
 CPU a token's result has the same bits in any batch, because every product has the same shape.
 
 The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
-groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` the
-Mosaic kernel of few pairs, and ``predict`` the times that choose among them.  A CPU's handler
-(``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the choice,
-and x is rounded to 8 bits in blocks.
+groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` and
+``many_pairs_kernel`` the Mosaic kernels, and ``predict`` the times that choose among them.  A CPU's
+handler (``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the
+choice, and x is rounded to 8 bits in blocks.
 
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
@@ -35,6 +35,7 @@ from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
+from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
@@ -108,7 +109,7 @@ def grouped_matmul(
     w = _weight_only(op, w)
     on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
     is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
-    find = functools.partial(_row_plan, x, w, experts, gated)
+    find = functools.partial(_kernel_plan, x, w, experts, gated)
     plan = choose_plan(op, implementation, find, x, w, experts, cpu=on_cpu if is_cpu else None)
     if is_empty(x, w, experts):
         out = sizes["out"] // 2 if gated else sizes["out"]
@@ -121,17 +122,12 @@ def grouped_matmul(
     return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
 
 
-def _row_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -> Plan | Reason:
+def _kernel_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -> Plan | Reason:
     from pallas_kernels.experts import plan
 
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")
-    return plan.plan(x, w, experts.size, _activation(gated))
-
-
-def _activation(gated: Gate | None) -> str | None:
-    """The gate's activation that the Mosaic kernel has."""
-    return gated if isinstance(gated, str) and gated in ("silu", "gelu_tanh") else None
+    return plan.plan(x, w, experts.size, gated)
 
 
 def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
@@ -220,13 +216,13 @@ _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-def _planned_kernel(
+def planned(
     static: _Static,
     x: jax.Array,
     w: Any,
     experts: jax.Array,
-    weights: jax.Array | None,
-    bias: jax.Array | None,
+    weights: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
     fan, gated, plan = static
@@ -234,13 +230,24 @@ def _planned_kernel(
     if isinstance(plan, cpu.GroupedPlan):
         y = _handled(fan, plan, rows, w, pairs)
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
+    elif isinstance(plan, GroupedTilePlan):
+        from pallas_kernels.experts import many_pairs_kernel
+
+        inside = inner_gate(gated)
+        # A result that is final is rounded in the kernel.
+        is_final = weights is None and inside == gated
+        out_dtype = x.dtype if is_final else jnp.float32
+        tiled: dict[str, Any] = {"gate": inside, "tile": plan.tile, "out_dtype": out_dtype}
+        y = many_pairs_kernel.grouped_tiles(rows, w, pairs, bias, fan=fan, **tiled)
+        left, added = (gated if inside is None else None), None
     else:
         from pallas_kernels.experts import kernel
+        from pallas_kernels.experts.plan import activation_of
 
-        inside = _activation(gated)
-        how: dict[str, Any] = {"fan": fan, "activation": inside, "plan": plan}
+        activation = activation_of(gated)
+        how: dict[str, Any] = {"fan": fan, "activation": activation, "plan": plan}
         y = kernel.grouped_rows(rows, w, pairs, bias, **how)
-        left, added = (gated if inside is None else None), None
+        left, added = (gated if activation is None else None), None
     y = y.reshape(*experts.shape, -1)
     return _finished(y, left, experts, weights, added, x.dtype)
 
@@ -270,4 +277,4 @@ def _planned_xla(
     return _composed(static, x, plain, experts, weights, bias)
 
 
-_planned = Op("grouped_matmul", _planned_xla, _planned_kernel)
+_planned = Op("grouped_matmul", _planned_xla, planned)
