@@ -61,9 +61,10 @@ MOST_COMPARED = 1 << 12  # pairs whose places come from comparing each with each
 def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     """Pairs by expert, without places between, in parts of up to ``size`` pairs of one expert.
 
-    experts: int32 ``[P]`` in [0, n_experts).
+    experts: int32 ``[P]``, clamped to [0, n_experts).
     """
     (n_pairs,) = experts.shape
+    experts = jnp.clip(experts, 0, n_experts - 1)
     index = jnp.arange(n_pairs, dtype=jnp.int32)
     if n_pairs <= MOST_COMPARED:  # one kernel on a GPU, where a sort is several
         before = experts[None, :] < experts[:, None]

@@ -19,16 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.gate import ClampedGate, Gate
+from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import PairsScheme
-from pallas_kernels.fused_parts import gelu_argument
+from pallas_kernels.fused_parts import gated, times_reciprocal
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
 from pallas_kernels.matmul.many_rows.weight_program import Feeder, Multiplier
-from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.ptx import Value
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
@@ -271,10 +271,7 @@ class Finish:
         if self.gate is None:
             return values
         gate, up = values
-        if isinstance(self.gate, ClampedGate):
-            return [_clamped(self.gate, gate, up)]
-        x = gate if self.gate == "silu" else gelu_argument(gate)
-        return [arith.mulf(_times_logistic(gate, x), up)]
+        return [gated(self.gate, gate, up, divide=times_reciprocal)]
 
     def store(self, at: Value, value: Value, condition: Value) -> None:
         is_own = arith.extui(p.i32(), condition)
@@ -287,22 +284,3 @@ class Finish:
             "@q st.global.b16 [$0], h; }"
         )
         p.ptx(code, at, value, is_own)
-
-
-def _times_logistic(gate: Value, x: Value) -> Value:
-    """gate / (1 + e^-x).  A division would be a call, which makes wgmma wait."""
-    power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
-    return arith.mulf(gate, p.reciprocal(arith.addf(power, p.cf(1.0))))
-
-
-def _clamped(how: ClampedGate, gate: Value, up: Value) -> Value:
-    """``gate.apply_gate`` of a ClampedGate; a NaN stays one."""
-    gate, up = (_replaced("OGT", v, how.limit) for v in (gate, up))
-    up = _replaced("OLT", up, -how.limit)
-    open_gate = _times_logistic(gate, arith.mulf(gate, p.cf(how.alpha)))
-    return arith.mulf(arith.addf(up, p.cf(1.0)), open_gate)
-
-
-def _replaced(comparison: str, value: Value, limit: float) -> Value:
-    is_beyond = arith.cmpf(arith.CmpFPredicate[comparison], value, p.cf(limit))
-    return arith.select(is_beyond, p.cf(limit), value)

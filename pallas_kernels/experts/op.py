@@ -115,7 +115,6 @@ def grouped_matmul(
         out = sizes["out"] // 2 if gated else sizes["out"]
         shape = experts.shape if weights is None else experts.shape[:1]
         return jnp.zeros((*shape, out), x.dtype)
-    experts = jnp.clip(experts, 0, sizes["E"] - 1)
     static = 1 if x.ndim == 3 else sizes["k"], gated, plan
     if plan is None and not isinstance(w, CpuWeight):
         return _composed(static, x, w, experts, weights, bias)
@@ -160,6 +159,7 @@ def _composed(
     bias: jax.Array | None,
 ) -> jax.Array:
     fan, gated, _ = static
+    experts = jnp.clip(experts, 0, w.shape[0] - 1)
     y = _sums(XLA, fan, x.reshape(-1, x.shape[-1]), w, experts.reshape(-1))
     return _finished(y.reshape(*experts.shape, -1), gated, experts, weights, bias, x.dtype)
 
@@ -228,28 +228,34 @@ def planned(
     fan, gated, plan = static
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
+        pairs = jnp.clip(pairs, 0, w.shape[0] - 1)
         y = _handled(fan, plan, rows, w, pairs)
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
     elif isinstance(plan, GroupedTilePlan):
-        from pallas_kernels.experts import many_pairs_kernel
+        from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
 
-        inside = inner_gate(gated)
-        # A result that is final is rounded in the kernel.
-        is_final = weights is None and inside == gated
-        out_dtype = x.dtype if is_final else jnp.float32
-        tiled: dict[str, Any] = {"gate": inside, "tile": plan.tile, "out_dtype": out_dtype}
-        y = many_pairs_kernel.grouped_tiles(rows, w, pairs, bias, fan=fan, **tiled)
-        left, added = (gated if inside is None else None), None
+        how, left, added = _inside(static, x, weights), _left(gated), None
+        y = grouped_tiles(rows, w, pairs, bias, tile=plan.tile, **how)
     else:
-        from pallas_kernels.experts import kernel
-        from pallas_kernels.experts.plan import activation_of
+        from pallas_kernels.experts.kernel import grouped_rows
 
-        activation = activation_of(gated)
-        how: dict[str, Any] = {"fan": fan, "activation": activation, "plan": plan}
-        y = kernel.grouped_rows(rows, w, pairs, bias, **how)
-        left, added = (gated if activation is None else None), None
+        how, left, added = _inside(static, x, weights), _left(gated), None
+        y = grouped_rows(rows, w, pairs, bias, plan=plan, **how)
     y = y.reshape(*experts.shape, -1)
     return _finished(y, left, experts, weights, added, x.dtype)
+
+
+def _inside(static: _Static, x: jax.Array, weights: jax.Array | None) -> dict[str, Any]:
+    """What a Mosaic kernel does besides the product: it rounds a result that is final."""
+    fan, gated, _ = static
+    is_final = weights is None and _left(gated) is None
+    out_dtype = x.dtype if is_final else jnp.float32
+    return {"fan": fan, "gate": inner_gate(gated), "out_dtype": out_dtype}
+
+
+def _left(gated: Gate | None) -> Gate | None:
+    """The gate, if no Mosaic kernel has it."""
+    return gated if inner_gate(gated) is None else None
 
 
 def _handled(

@@ -63,9 +63,8 @@ def row_plan(
         return Reason(f"{n_pairs} pairs; the kernel of few pairs takes up to {MOST_PAIRS}")
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
-    activation = activation_of(gated)
-    swiglu, activation = activation is not None, activation or "silu"
-    call = MatmulCall.of(row, one, jnp.float32, swiglu=swiglu, activation=activation)
+    is_gated = inner_gate(gated) is not None
+    call = MatmulCall.of(row, one, jnp.float32, swiglu=is_gated)
     divided = one_row_plan(call, short_chunk=True)
     found = named_plan(divided)
     if found is None:
@@ -73,8 +72,3 @@ def row_plan(
         return divided
     assert isinstance(found, RowPlan)
     return GroupedRowPlan(dataclasses.replace(found, sms=max(1, gpu().sms // n_pairs)), n_pairs)
-
-
-def activation_of(gated: Gate | None) -> str | None:
-    """The gate's activation that the kernel of few pairs has."""
-    return gated if isinstance(gated, str) and gated in ("silu", "gelu_tanh") else None

@@ -263,7 +263,7 @@ ARITH = SimpleNamespace(
         slt=_signed(np.less),
         sle=_signed(np.less_equal),
     ),
-    CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater, ONE=np.not_equal),
+    CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater, OLT=np.less, ONE=np.not_equal),
 )
 
 

@@ -14,6 +14,7 @@ from pallas_kernels import QTensor, grouped_matmul
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.experts import kernel
 from pallas_kernels.experts import plan as planning
+from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.op import grouped_matmul_reference, planned
 from pallas_kernels.matmul.few_rows import operands, row, row_loops, widen
 from tests.helpers.arrays import as_jax
@@ -24,6 +25,7 @@ E, PAIRS = 3, 4
 CASES = [  # weights, N, K, the gate's activation, with a bias
     ("plain", 96, 512, None, False),
     ("plain", 96, 512, "silu", True),
+    ("plain", 96, 512, ClampedGate(limit=0.5), True),
     ("w8-row", 80, 1024, None, True),
     ("w8-row", 96, 512, "gelu_tanh", False),
     ("w4-g128", 96, 1024, "silu", False),
@@ -65,7 +67,7 @@ def test_emulated(name, n, k, activation, has_bias) -> None:
     plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, sms=2))
     with emulated(kernel, operands, row, row_loops, widen):
         got = kernel.grouped_rows(
-            x, w, experts.reshape(-1), bias, fan=2, activation=activation, plan=plan
+            x, w, experts.reshape(-1), bias, fan=2, gate=activation, plan=plan
         )
     want = grouped_matmul_reference(x, w, experts, bias=bias, gated=activation)
     check(got, np.asarray(want).reshape(PAIRS, -1))
@@ -80,7 +82,7 @@ def test_a_short_row_reads_nothing_of_the_next() -> None:
     experts = jnp.ones((PAIRS,), jnp.int32)
     plan = planning.row_plan(x, w, PAIRS, None)
     with emulated(kernel, operands, row, row_loops, widen):
-        got = kernel.grouped_rows(x, w, experts, fan=2, activation=None, plan=plan)
+        got = kernel.grouped_rows(x, w, experts, fan=2, gate=None, plan=plan)
     np.testing.assert_array_equal(np.isfinite(got), np.broadcast_to(is_own[1, :, 0], got.shape))
 
 
