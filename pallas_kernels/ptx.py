@@ -500,6 +500,11 @@ def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
     _store("shared", base, values, at)
 
 
+def add_shared(base: Value, value: Value) -> Value:
+    """Add to a word of shared memory, atomically; return what it was."""
+    return ptx("atom.shared.add.u32 $0, [$1], $2;", base, value, results=i32())
+
+
 def load_float(base: Value, at: int = 0) -> Value:
     """One f32 of shared memory."""
     return load_shared(base, 1, at, "f32")[0]

@@ -55,9 +55,6 @@ class Parts(NamedTuple):
     work: jax.Array
 
 
-MOST_COMPARED = 1 << 12  # pairs whose places come from comparing each with each
-
-
 def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     """Pairs by expert, without places between, in parts of up to ``size`` pairs of one expert.
 
@@ -65,14 +62,7 @@ def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     """
     (n_pairs,) = experts.shape
     experts = jnp.clip(experts, 0, n_experts - 1)
-    index = jnp.arange(n_pairs, dtype=jnp.int32)
-    if n_pairs <= MOST_COMPARED:  # one kernel on a GPU, where a sort is several
-        before = experts[None, :] < experts[:, None]
-        tied = (experts[None, :] == experts[:, None]) & (index[None, :] < index[:, None])
-        place = jnp.sum(before | tied, axis=1, dtype=jnp.int32)
-        order = jnp.zeros((n_pairs,), jnp.int32).at[place].set(index, unique_indices=True)
-    else:
-        order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     own = jnp.arange(n_experts, dtype=jnp.int32)
     # An expert's end and the parts of it and of those before it.
     ends = jnp.sum(experts[None, :] <= own[:, None], axis=1, dtype=jnp.int32)

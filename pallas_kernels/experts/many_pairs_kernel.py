@@ -6,7 +6,8 @@ Contract.  x bfloat16.  w bfloat16, int8 and float8_e4m3fn by rows or groups, in
 zeros, MXFP4 or NVFP4, ``[E, N, K]``.  64 divides K, a group has a multiple of 64 columns (float4:
 32 or 16), and 64 divides N.  The gate is SwiGLU, GELU's by tanh, ``ClampedGate`` or none.
 
-    XLA      pairs by expert -> parts of up to ``tokens`` pairs of one expert; x in this order
+    before   pairs by expert -> parts of up to ``tokens`` pairs of one expert (``sort_kernel``, XLA
+             above 8192 pairs); x in this order
     feeder   a part's rows of x | its expert's rows of w: of gate and of up side by side
     others   codes -> bfloat16 in registers | wgmma over K | * row + bias, gate -> its pair's result
 
@@ -33,7 +34,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.experts.blocks import Parts, parts_of_pairs
+from pallas_kernels.experts import sort_kernel
+from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import PairsScheme
 from pallas_kernels.experts.many_pairs_program import UNIT, Finish, PairsBlock
@@ -87,7 +89,9 @@ def grouped_tiles(
     """
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]
-    parts: Parts = parts_of_pairs(experts, n_experts, tile.tokens)
+    is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
+    by_expert = sort_kernel.parts_of_pairs if is_small else parts_of_pairs
+    parts = by_expert(experts, n_experts, tile.tokens)
     scheme = PairsScheme.of(w, gate is not None)
     held, row = parts_of(w), _row_scale(w)
     flat = held["w"].reshape(n_experts * n, k)

@@ -133,6 +133,20 @@ def _shuffle_xor(block, x, lanes, last, members):
     return x[block.index ^ lanes]
 
 
+@result_of("atom.shared.add.u32")
+def _atomic_add(block, at, value):
+    """One thread after the other."""
+    old = block.c(0)
+    for i in np.flatnonzero(block.masks[-1]):
+        (word,) = block.load(np.full(block.n, at[i]), 1, U32)
+        old[i] = word[i]
+        mine = np.arange(block.n) == i
+        block.masks.append(mine)
+        block.store(at, [old + value.astype(U32)])
+        block.masks.pop()
+    return old
+
+
 @result_of("shfl.sync.up.b32")
 def _shuffle_up(block, x, lanes, first, members):
     return x[np.where(block.index % 32 < lanes, block.index, block.index - lanes)]

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from pallas_kernels import QTensor, grouped_matmul, quantize
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import blocks, many_pairs_plan
+from pallas_kernels.experts import blocks, many_pairs_plan, sort_kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.many_pairs_plan import TILES, GroupedTilePlan, tile_plan
 from pallas_kernels.experts.op import grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import tree_bytes
-from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest
+from tests.helpers.warp_emulator import emulated
 
 GATES = {"none": None, "silu": "silu", "gelu_tanh": "gelu_tanh", "clamped": ClampedGate()}
 SCHEMES = ["bfloat16", "int8", "int4", "zeros", "int4-64", *FORMATS]
@@ -69,12 +69,37 @@ def test_parts_hold_every_pair_once(data, sizes) -> None:
     assert places == list(range(n_pairs))
 
 
-def test_parts_of_more_pairs_than_are_compared(monkeypatch) -> None:
-    experts = as_jax([3, 1, 3, 0, 1, 3, 3], jnp.int32)
-    want = blocks.parts_of_pairs(experts, 4, 2)
-    monkeypatch.setattr(blocks, "MOST_COMPARED", 6)
-    for got, wanted in zip(blocks.parts_of_pairs(experts, 4, 2), want, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+@newest
+@pytest.mark.parametrize(
+    "n_experts,n_pairs,size", [(5, 40, 4), (128, 96, 16), (1, 3, 2), (40, 1100, 32)]
+)
+def test_the_sort_s_code_on_numpy(n_experts, n_pairs, size) -> None:
+    """As XLA's form, but for the order of one expert's pairs."""
+    experts = np.random.default_rng(0).integers(-1, n_experts + 1, n_pairs).astype(np.int32)
+    with emulated(sort_kernel):
+        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), n_experts, size)
+    check_parts(found, experts, n_experts, size)
+
+
+def check_parts(found, experts, n_experts: int, size: int) -> None:
+    order, work = np.asarray(found.order), np.asarray(found.work)
+    want = parts(experts, n_experts, size)
+    count = work[0, 0]
+    assert count == want.work[0, 0]
+    np.testing.assert_array_equal(work[1 : 1 + count, :3], want.work[1 : 1 + count, :3])
+    assert sorted(order) == list(range(len(experts)))
+    clamped = np.clip(experts, 0, n_experts - 1)
+    np.testing.assert_array_equal(clamped[order], np.sort(clamped))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "n_experts,n_pairs,size", [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16)]
+)
+def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
+    experts = np.random.default_rng(0).integers(-1, n_experts + 1, n_pairs).astype(np.int32)
+    sort = jax.jit(sort_kernel.parts_of_pairs, static_argnums=(1, 2))
+    check_parts(sort(jnp.asarray(experts), n_experts, size), experts, n_experts, size)
 
 
 # --- plans ---
@@ -156,7 +181,7 @@ def test_lowers_for_cuda(scheme, gate) -> None:
     weights = jnp.ones(experts.shape, jnp.float32)
     f = functools.partial(by_tile, fitted(TILES[0][0], w, GATES[gate]), GATES[gate])
     traced = jax.jit(f).trace(x, w, experts, bias, weights)
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
 # Every scheme with every tile, and every gate with every tile.
