@@ -212,7 +212,7 @@ class ExpertsConfig:
     is multiplied by the sigmoid of a product. bias: whether the experts' products have biases.
     gate_limit, gate_alpha: of gpt-oss's clamped SwiGLU; None for the model's own activation.
     layers: indices of the layers with experts, empty for every layer; other layers have the dense
-    feed-forward.
+    feed-forward. shards: devices that hold n_experts / shards of them each (``split``).
     """
 
     n_experts: int
@@ -232,10 +232,11 @@ class ExpertsConfig:
     gate_alpha: float = 1.702
     jitter: float = 0.01
     layers: tuple[int, ...] = ()
+    shards: int = 1
 
     def __post_init__(self) -> None:
         _check_literals(self)
-        for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
+        for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups", "shards"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
         limit = self.gate_limit

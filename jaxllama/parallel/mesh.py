@@ -12,7 +12,7 @@ its own kernels and two sums a layer (``parallel.collectives``).  The code aroun
 over the vocabulary.  Gradients pass through; a parameter's is summed over the data axis.
 
 Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
-several hosts are ``parallel.hosts``.  Left out: sequence, pipeline and expert parallelism.
+several hosts are ``parallel.hosts``.  Left out: sequence and pipeline parallelism.
 """
 
 from __future__ import annotations

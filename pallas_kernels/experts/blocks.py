@@ -58,10 +58,9 @@ class Parts(NamedTuple):
 def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     """Pairs by expert, without places between, in parts of up to ``size`` pairs of one expert.
 
-    experts: int32 ``[P]``, clamped to [0, n_experts).
+    experts: int32 ``[P]`` in [0, n_experts]; the last is none, and its pairs are in no part.
     """
     (n_pairs,) = experts.shape
-    experts = jnp.clip(experts, 0, n_experts - 1)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     own = jnp.arange(n_experts, dtype=jnp.int32)
     # An expert's end and the parts of it and of those before it.

@@ -25,10 +25,11 @@ Sources: sparsely gated mixtures (arXiv 1701.06538), MegaBlocks (2211.15841).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.cpu import experts as cpu
 from pallas_kernels.cpu.weight import CpuWeight, restore
@@ -43,7 +44,20 @@ from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 
 Weight = jax.Array | QTensor | CpuWeight
-_Static = tuple[int, Gate | None, Plan | None]  # experts of a row of x, the gate, the plan
+
+
+class Static(NamedTuple):
+    """fan: experts of a row of x.  out: the result's dtype.  partial: an index of ``n_experts`` is
+    an expert that w has not."""
+
+    fan: int
+    gated: Gate | None
+    plan: Plan | None
+    out: jnp.dtype
+    n_experts: int
+    partial: bool
+
+
 _Operands = tuple[jax.Array, jax.Array | QTensor, jax.Array]
 _OPERANDS = {
     "w": "float|QTensor [E+, out, in]",
@@ -61,6 +75,8 @@ def grouped_matmul(
     weights: jax.Array | None = None,
     bias: jax.Array | None = None,
     gated: Gate | None = None,
+    first: jax.Array | int | None = None,
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """The products of every token with its experts, summed by ``weights`` if they are given.
@@ -72,20 +88,25 @@ def grouped_matmul(
     w : Array, QTensor or CpuWeight [E, out, in]
         The experts' weights.
     experts : int32 [T, k]
-        Each token's experts.  Indices outside of [0, E) are clamped to it.
+        Each token's experts.  Without ``first``, indices outside of [0, E) are clamped to it.
     weights : float [T, k], optional
         Weight of each pair in the token's sum.
     bias : float [E, out], optional
         Added in float32 before the gate.
     gated : "silu", "gelu", "gelu_tanh" or ClampedGate, optional
         An expert's rows are gate, then up; the pair's result is ``activation(gate) * up``.
+    first : int32 scalar, optional
+        w holds the experts from ``first`` on, a device's share.  The product of a pair with another
+        expert is zero, its bias too, and the kernels do not compute it.
+    out_dtype : dtype, optional
+        Of the result; default: x's.
     implementation : "xla", "mosaic", "cpu" or None
         See ``pallas_kernels.dispatch``.
 
     Returns
     -------
     Array [T, out] with weights, else [T, k, out]
-        In x's dtype; ``out`` is halved by ``gated``.
+        In ``out_dtype``; ``out`` is halved by ``gated``.
 
     Raises
     ------
@@ -111,11 +132,18 @@ def grouped_matmul(
     is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
     find = functools.partial(_kernel_plan, x, w, experts, gated)
     plan = choose_plan(op, implementation, find, x, w, experts, cpu=on_cpu if is_cpu else None)
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if is_empty(x, w, experts):
         out = sizes["out"] // 2 if gated else sizes["out"]
         shape = experts.shape if weights is None else experts.shape[:1]
-        return jnp.zeros((*shape, out), x.dtype)
-    static = 1 if x.ndim == 3 else sizes["k"], gated, plan
+        return jnp.zeros((*shape, out), dtype)
+    if first is None:
+        experts = jnp.clip(experts, 0, sizes["E"] - 1)
+    else:  # E is none of them
+        own = experts - jnp.asarray(first, jnp.int32)
+        experts = jnp.where((own >= 0) & (own < sizes["E"]), own, sizes["E"])
+    fan = 1 if x.ndim == 3 else sizes["k"]
+    static = Static(fan, gated, plan, dtype, sizes["E"], first is not None)
     if plan is None and not isinstance(w, CpuWeight):
         return _composed(static, x, w, experts, weights, bias)
     return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
@@ -151,35 +179,38 @@ def _weight_only(op: str, w: Weight) -> Weight:
 
 
 def _composed(
-    static: _Static,
+    static: Static,
     x: jax.Array,
     w: jax.Array | QTensor,
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    fan, gated, _ = static
-    experts = jnp.clip(experts, 0, w.shape[0] - 1)
-    y = _sums(XLA, fan, x.reshape(-1, x.shape[-1]), w, experts.reshape(-1))
-    return _finished(y.reshape(*experts.shape, -1), gated, experts, weights, bias, x.dtype)
+    pairs = jnp.minimum(experts.reshape(-1), static.n_experts - 1)
+    y = _sums(XLA, static.fan, x.reshape(-1, x.shape[-1]), w, pairs)
+    return _finished(static, y, static.gated, experts, weights, bias)
 
 
 def _finished(
+    static: Static,
     y: jax.Array,
     gated: Gate | None,
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
-    dtype: jnp.dtype,
 ) -> jax.Array:
-    """Apply bias, gate, weights and the cast to float32 products ``[T, k, out]``."""
-    y = y if bias is None else y + bias.astype(jnp.float32)[experts]
+    """Apply bias, gate, weights and the cast to float32 products ``[P, out]``."""
+    y = y.reshape(*experts.shape, -1)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[jnp.minimum(experts, static.n_experts - 1)]
     y = y if gated is None else apply_gate(y, gated)
+    if static.partial:
+        y = jnp.where((experts < static.n_experts)[..., None], y, jnp.zeros_like(y))
     if weights is None:
-        return y.astype(dtype)
+        return y.astype(static.out)
     parts = weights.astype(jnp.float32)[..., None] * y
     total = functools.reduce(jnp.add, (parts[:, j] for j in range(experts.shape[1])))
-    return total.astype(dtype)
+    return total.astype(static.out)
 
 
 def grouped_matmul_reference(
@@ -196,7 +227,8 @@ def grouped_matmul_reference(
     x32 = x.astype(jnp.float32)
     x32 = jnp.broadcast_to(x32[:, None], (*experts.shape, x.shape[-1])) if x.ndim == 2 else x32
     y = jnp.einsum("tki,tkoi->tko", x32, floats[experts], precision=jax.lax.Precision.HIGHEST)
-    return _finished(y, gated, experts, weights, bias, jnp.dtype(jnp.float32))
+    static = Static(1, gated, None, jnp.dtype(jnp.float32), floats.shape[0], False)
+    return _finished(static, y, gated, experts, weights, bias)
 
 
 def _sums_xla(fan: int, x: jax.Array, w: jax.Array | QTensor, experts: jax.Array) -> jax.Array:
@@ -217,7 +249,7 @@ _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
 
 
 def planned(
-    static: _Static,
+    static: Static,
     x: jax.Array,
     w: Any,
     experts: jax.Array,
@@ -225,32 +257,29 @@ def planned(
     bias: jax.Array | None = None,
 ) -> jax.Array:
     """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
-    fan, gated, plan = static
+    gated, plan = static.gated, static.plan
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
-        pairs = jnp.clip(pairs, 0, w.shape[0] - 1)
-        y = _handled(fan, plan, rows, w, pairs)
+        y = _handled(static.fan, plan, rows, w, pairs)
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
     elif isinstance(plan, GroupedTilePlan):
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
 
-        how, left, added = _inside(static, x, weights), _left(gated), None
+        how, left, added = _inside(static, weights), _left(gated), None
         y = grouped_tiles(rows, w, pairs, bias, tile=plan.tile, **how)
     else:
         from pallas_kernels.experts.kernel import grouped_rows
 
-        how, left, added = _inside(static, x, weights), _left(gated), None
+        how, left, added = _inside(static, weights), _left(gated), None
         y = grouped_rows(rows, w, pairs, bias, plan=plan, **how)
-    y = y.reshape(*experts.shape, -1)
-    return _finished(y, left, experts, weights, added, x.dtype)
+    return _finished(static, y, left, experts, weights, added)
 
 
-def _inside(static: _Static, x: jax.Array, weights: jax.Array | None) -> dict[str, Any]:
+def _inside(static: Static, weights: jax.Array | None) -> dict[str, Any]:
     """What a Mosaic kernel does besides the product: it rounds a result that is final."""
-    fan, gated, _ = static
-    is_final = weights is None and _left(gated) is None
-    out_dtype = x.dtype if is_final else jnp.float32
-    return {"fan": fan, "gate": inner_gate(gated), "out_dtype": out_dtype}
+    is_final = weights is None and _left(static.gated) is None
+    out_dtype = static.out if is_final and static.out == jnp.bfloat16 else jnp.float32
+    return {"fan": static.fan, "gate": inner_gate(static.gated), "out_dtype": out_dtype}
 
 
 def _left(gated: Gate | None) -> Gate | None:
@@ -261,7 +290,10 @@ def _left(gated: Gate | None) -> Gate | None:
 def _handled(
     fan: int, plan: cpu.GroupedPlan, x: jax.Array, w: CpuWeight, pairs: jax.Array
 ) -> jax.Array:
-    """The CPU handler's products: sort the pairs by expert, and restore the tokens' order."""
+    """The CPU handler's products: sort the pairs by expert, and restore the tokens' order.
+
+    Pairs without an expert come last, and are not computed.
+    """
     n_experts = w.shape[0]
     order = jnp.argsort(pairs, stable=True)
     before = pairs[:, None] < jnp.arange(n_experts + 1)
@@ -271,7 +303,7 @@ def _handled(
 
 
 def _planned_xla(
-    static: _Static,
+    static: Static,
     x: jax.Array,
     w: Any,
     experts: jax.Array,

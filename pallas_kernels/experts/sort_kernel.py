@@ -1,6 +1,6 @@
 """Pairs by expert, and the parts that the kernel of many pairs computes: one block, one launch.
 
-    all      a pair's expert, clamped | its place among the expert's pairs, by an atomic count
+    all      a pair's expert | its place among the expert's pairs, by an atomic count
     a warp   where each expert's pairs and parts begin: sums over the lanes
     all      a pair at its place | an expert's rows of the table
 
@@ -21,14 +21,14 @@ from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 
 THREADS = 1024
-MOST_PAIRS, MOST_EXPERTS = 8 * THREADS, THREADS
+MOST_PAIRS, MOST_EXPERTS = 8 * THREADS, THREADS - 1
 
 
 def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     """As ``blocks.parts_of_pairs``, but for the order of one expert's pairs.
 
-    experts: int32 ``[P]``, up to ``MOST_PAIRS``; up to ``MOST_EXPERTS`` experts.  Rows of the table
-    behind the last part may hold anything.
+    experts: int32 ``[P]``, up to ``MOST_PAIRS``; up to ``MOST_EXPERTS`` experts.  What lies behind
+    the last part, in the table and in the order, may be anything.
     """
     (n_pairs,) = experts.shape
     out = {
@@ -39,7 +39,7 @@ def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     def body(gmem, smem) -> None:
         _Sort(gmem, smem, n_pairs, n_experts, size).run()
 
-    each = -(-n_experts // 32) * 32
+    each = _padded(n_experts)
     order, work = launch(
         body,
         {"experts": experts},
@@ -51,6 +51,11 @@ def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
         scratch={"counts": each, "begins": each, "parts": each},
     )
     return Parts(order, work)
+
+
+def _padded(n_experts: int) -> int:
+    """Words of shared memory: a multiple of 32, with one for pairs without an expert."""
+    return -(-(n_experts + 1) // 32) * 32
 
 
 class _Sort:
@@ -68,7 +73,7 @@ class _Sort:
         self.lane = p.masked(self.thread, 31)
 
     def run(self) -> None:
-        each = -(-self.n_experts // 32) * 32
+        each = _padded(self.n_experts)
         zero = lambda: p.store_shared(self.at(self.counts, self.thread), [p.ci(0)])  # noqa: E731
         p.when(p.less(self.thread, each), zero)
         p.await_kernel()
@@ -86,18 +91,26 @@ class _Sort:
         return p.add(base, p.mul(index, 4))
 
     def counted(self, index: Value) -> tuple[Value, Value, Value]:
-        """(index, expert, place among the expert's pairs) of a pair, of which there may be none."""
+        """(index, expert, place among the expert's pairs) of a pair; n_experts where there is none.
+
+        The count of n_experts is in no sum.
+        """
         last = p.ci(self.n_pairs - 1)
         (expert,) = p.load_global(p.offset(self.experts, p.smaller(index, last), 4), 1)
-        expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(self.n_experts - 1))
-        one = arith.extui(p.i32(), p.less(index, self.n_pairs))
-        return index, expert, p.add_shared(self.at(self.counts, expert), one)
+        expert = arith.select(p.less(index, self.n_pairs), expert, p.ci(self.n_experts))
+        return index, expert, p.add_shared(self.at(self.counts, expert), p.ci(1))
 
     def sum_up(self) -> None:
         """A lane has neighbouring experts: what lies before them, then each of them."""
-        per = -(-self.n_experts // 32)
+        per = _padded(self.n_experts) // 32
         first = p.mul(self.lane, per)
-        counts = [p.load_shared(self.at(self.counts, p.add(first, i)), 1)[0] for i in range(per)]
+
+        def count_of(i: int) -> Value:
+            (count,) = p.load_shared(self.at(self.counts, p.add(first, i)), 1)
+            is_expert = p.less(p.add(first, i), self.n_experts)
+            return arith.select(is_expert, count, p.ci(0))
+
+        counts = [count_of(i) for i in range(per)]
         parts = [arith.divui(p.add(n, self.size - 1), p.ci(self.size)) for n in counts]
         ends = []
         for own in (p.add(*counts, 0), p.add(*parts, 0)):
@@ -122,7 +135,7 @@ class _Sort:
             (begin,) = p.load_shared(self.at(self.begins, expert), 1)
             p.store_global(p.offset(self.order, p.add(begin, rank), 4), [index])
 
-        p.when(p.less(index, self.n_pairs), store)
+        p.when(p.less(expert, self.n_experts), store)
 
     def write_rows(self) -> None:
         """Write the rows of the expert that this thread has."""
