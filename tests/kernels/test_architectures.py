@@ -1,6 +1,7 @@
 """Kernels at real shapes through the assembler for GPUs that are not here, one process for each.
 
 Nothing spills, the assembler warns of nothing, and a block's shared memory is within the table.
+Each operation's rounding is in the code, so that two kernels with equal code give equal bits.
 The wheels are those of the extra ``assemble``; the whole table is
 ``python -m benchmarks.kernels.assembled``.
 """
@@ -36,6 +37,7 @@ DEFAULT = {
         "rope and cache int8",
         "norm to int8",
         "GLA step",
+        "GLA layer",
         "delta layer",
         "greedy",
     ),
@@ -65,6 +67,7 @@ def check(arch: str, cases: tuple[str, ...]) -> None:
             assert kernel["spilled"] == 0, line
             assert kernel["registers"] <= 255, line
             assert kernel["shared"] <= BY_NAME[arch].shared_bytes, line
+            assert kernel["contracted"] == 0, line
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", *slow("sm_89", "sm_120")])
