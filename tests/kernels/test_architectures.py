@@ -32,6 +32,9 @@ DEFAULT = {
         "product 1 int4",
         "product 8 int4",
         "product 16 int8",
+        "product 64 int4",
+        "product 64 int8",
+        "product 64 W8A8",
         "decode 64 int8",
         "direct",
         "rope and cache int8",
@@ -41,7 +44,15 @@ DEFAULT = {
         "delta layer",
         "greedy",
     ),
-    "sm_89": ("product 1 int8", "product 16 int8", "decode 64 bfloat16", "norm FP8"),
+    "sm_89": (
+        "product 1 int8",
+        "product 16 int8",
+        "product 64 int4",
+        "product 256 int4",
+        "product 256 W8A8, wide K",
+        "decode 64 bfloat16",
+        "norm FP8",
+    ),
     "sm_100": (
         "product 1 int4",
         "product 8 int4",
@@ -50,7 +61,15 @@ DEFAULT = {
         "direct",
         "norm to int8",
     ),
-    "sm_120": ("product 16 int8", "decode 64 bfloat16", "direct", "greedy"),
+    "sm_120": (
+        "product 16 int8",
+        "product 64 int8",
+        "product 64 W8A8",
+        "product 256 int4",
+        "decode 64 bfloat16",
+        "direct",
+        "greedy",
+    ),
 }
 
 
