@@ -24,9 +24,9 @@ low-rank term (LoRA).  With up to 64 rows the product's kernel computes that ter
 
 The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of
 x), ``mid_rows`` and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain
-layout, so loading a model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own layout, a
-``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
-of 32.
+layout, so loading a model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own
+layout, a ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits
+by blocks of 32.
 
 Gradients: for float x, with respect to x, bias, w.scale of floats of 16 bits or more, w.unit, a
 floating w.zero (or a plain w) and the fused operands; for QTensor x, with respect to both scales
