@@ -5,13 +5,17 @@ Everything it does is emitted while the kernel is traced.
 A unit is 64 bytes of a row of x: two steps of mma.  A quad's lane q has the unit's bytes 16 q to
 16 q + 15, which are neighbouring columns, and the codes of the same columns of w.  The order of
 columns within a unit does not matter to a sum, as long as both operands have the same one, so each
-load is of one word, two or four.  x is the A operand, w the B operand.
+load is of one word, two or four.  Only where w is multiplied as it is stored (int8 by int8) both
+operands come by ldmatrix, which brings each register from a row of its own.
 
-Lane g of the 8 lanes of a column of B has row 8 (g / 2) + 2 j + g % 2 of the warp's 32 in the j-th
-of its four tiles.  A lane then ends with 8 neighbouring outputs of a row of x.
+w is the A operand, whose registers alternate between two rows: the weights come from arithmetic, so
+no register is moved for it.  x is the B operand, whose registers are of one row, as loaded.
 
-Rows in shared memory are XORed, in units of 16 bytes, by bits of their own number, so that the
-lanes of a load are in different banks.
+Lane g of 8 has the rows 4 g to 4 g + 3 of the warp's 32, two in each of two tiles of A.  It ends
+with these 4 neighbouring outputs of a row of x, and the 8 lanes with 32.
+
+Pieces of 16 bytes lie in shared memory so that the lanes of a load are in different banks: a row's
+are XORed by bits of its number, and rows of 64 bytes change places.
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidScheme, MidTile
+from pallas_kernels.matmul.mid_rows.widen_program import doubled, neighbours
 from pallas_kernels.ptx import Value
 
 _PIECE = 16  # bytes of a copy
-_TILES = WARP_ROWS // 8  # of B, of a warp
+_OWN = WARP_ROWS // 8  # rows of w of a lane
 _SIZE = {"bf16": 2, "f16": 2, "f32": 4}
 
 
@@ -72,12 +77,11 @@ class MidBlock:
             if step < self.steps:
                 self.copy(p.ci(step), p.ci(step * tile.step_bytes(scheme)))
             p.copies_commit()
-        count = tile.tokens // 16 * _TILES * 4
         zero = p.ci(0) if scheme.exact else p.cf(0.0)
         first = self.load_scales(p.ci(0))
-        carry = p.loop(0, self.steps, 1, [zero] * count + [p.ci(0), *first], self.step)
-        sums = [carry[i : i + 4] for i in range(0, count, 4)]
-        sums = [sums[i : i + _TILES] for i in range(0, len(sums), _TILES)]
+        carry = p.loop(0, self.steps, 1, [zero] * tile.tokens + [p.ci(0), *first], self.step)
+        # Of 8 rows of x and 16 of w.
+        sums = [carry[i : i + 4] for i in range(0, tile.tokens, 4)]
         if tile.k_warps > 1:
             self.exchange(sums)
         else:
@@ -86,35 +90,35 @@ class MidBlock:
     # --- copies ---
 
     def place_copies(self) -> None:
-        """The thread's pieces of a step: (bytes from the operand's begin, place in the ring)."""
+        """The thread's pieces of a step: the operand, bytes from its begin, place in the ring."""
         tile, scheme = self.tile, self.scheme
-        k0 = p.mul(self.part, self.steps * scheme.columns)
         self.pieces: list[tuple[Value, Value, Value, int]] = []
-        for name, rows, pitch, first, last, bits, start in (
-            ("x", tile.tokens, scheme.x_pitch, self.first_token, self.m, 8 * scheme.x_size, 0),
-            (
-                "w",
-                tile.rows,
-                scheme.w_pitch,
-                self.first_row,
-                self.n,
-                scheme.w.bits,
-                tile.tokens * scheme.x_pitch,
-            ),
-        ):
-            threads, across = 32 * tile.warps, pitch // _PIECE
-            row, chunk = (
-                p.shift_right(self.thread, across.bit_length() - 1),
-                p.masked(self.thread, across - 1),
+        begin, bits = tile.tokens * scheme.x_pitch, scheme.w.bits
+        self.place_rows("x", tile.tokens, scheme.x_pitch, self.first_token, 8 * scheme.x_size, 0)
+        self.place_rows("w", tile.rows, scheme.w_pitch, self.first_row, bits, begin)
+
+    def place_rows(
+        self, name: str, rows: int, pitch: int, first: Value, bits: int, begin: int
+    ) -> None:
+        """Those of an operand; begin: of its rows in a slot."""
+        across = pitch // _PIECE
+        place = p.shift_right(self.thread, across.bit_length() - 1)
+        chunk = p.masked(self.thread, across - 1)
+        row = self.exchanged(place) if pitch == 64 else place
+        k0 = p.mul(self.part, self.steps * self.scheme.columns)
+        column = p.add(arith.divui(p.mul(k0, bits), p.ci(8)), p.mul(chunk, _PIECE))
+        last = (self.m if name == "x" else self.n) - 1
+        apart = 32 * self.tile.warps // across  # rows between two pieces of a thread: 8 or more
+        for i in range(rows // apart):
+            here = p.add(row, i * apart)
+            group = here if name == "x" else arith.divui(here, p.ci(_OWN))
+            moved = arith.xori(chunk, self.swizzle(group, pitch))
+            to = p.add(
+                self.ring, p.mul(p.add(place, i * apart), pitch), p.mul(moved, _PIECE), begin
             )
-            moved = arith.xori(chunk, self.swizzle(row, pitch))
-            to = p.add(self.ring, p.mul(row, pitch), p.mul(moved, _PIECE), start)
-            column = p.add(arith.divui(p.mul(k0, bits), p.ci(8)), p.mul(chunk, _PIECE))
-            apart = threads // across  # rows between two pieces of a thread: 16 or more
-            for i in range(rows // apart):
-                there = p.smaller(p.add(first, row, i * apart), p.ci(last - 1))
-                source = p.add(p.mul(there, self.k * bits // 8), column)
-                self.pieces.append((self.gmem[name], source, p.add(to, i * apart * pitch), pitch))
+            there = p.smaller(p.add(first, here), p.ci(last))
+            source = p.add(p.mul(there, self.k * bits // 8), column)
+            self.pieces.append((self.gmem[name], source, to, pitch))
 
     def copy(self, step: Value, slot: Value) -> None:
         """Start the copies of a step of K into the ring at byte ``slot``."""
@@ -122,50 +126,80 @@ class MidBlock:
             at = p.offset(base, p.add(source, p.mul(step, pitch)))
             p.copy_async(p.add(to, slot), at, 0, line=True)
 
-    def swizzle(self, row: Value, pitch: int) -> Value:
-        """What the pieces of a row are XORed with."""
+    def swizzle(self, group: Value, pitch: int) -> Value:
+        """What the pieces of a row are XORed with; group: of the lanes that load it."""
+        if self.scheme.exact:
+            return p.masked(group, 7)
         if pitch > 64:
-            return p.shift_left(p.masked(row, 1), 2)
-        # Rows of 64 bytes: the lanes of a load differ in bits 0, 3 and 4 of the row.
-        third, fourth = (p.masked(p.shift_right(row, i), 1) for i in (3, 4))
-        return p.add(p.shift_left(third, 1), fourth)
+            return p.shift_left(p.masked(group, 1), 2)
+        first, second = (p.masked(p.shift_right(group, i), 1) for i in (1, 2))
+        return p.add(p.shift_left(first, 1), second)
+
+    def exchanged(self, row: Value) -> Value:
+        """The number with bits 0 and 2 exchanged.  Lanes of a load have rows 4 apart, which thus
+        are beside one another."""
+        low, high = p.masked(row, 1), p.masked(p.shift_right(row, 2), 1)
+        rest = arith.xori(row, p.add(low, p.shift_left(high, 2)))
+        return p.add(rest, high, p.shift_left(low, 2))
 
     # --- a step ---
 
     def place_loads(self) -> None:
         """The lane's places of each of the warp's units in the ring: of x and of w."""
-        tile, scheme = self.tile, self.scheme
-        share = scheme.units // tile.k_warps
+        scheme = self.scheme
+        share = scheme.units // self.tile.k_warps
         units = [p.add(p.mul(self.warp_k, share), i) for i in range(share)]
-        self.columns = [
-            p.add(p.mul(unit, scheme.unit), p.mul(self.quad, 16 // scheme.x_size)) for unit in units
-        ]
-        row = p.add(
-            p.mul(self.warp_n, WARP_ROWS),
-            p.mul(p.shift_right(self.group, 1), 8),
-            p.masked(self.group, 1),
-        )
+        eight = 16 // scheme.x_size
+        self.columns = [p.add(p.mul(u, scheme.unit), p.mul(self.quad, eight)) for u in units]
+        w_begin = p.add(self.ring, self.tile.tokens * scheme.x_pitch)
+        w_begin = p.add(w_begin, p.mul(self.warp_n, WARP_ROWS * scheme.w_pitch))
+        if scheme.exact:
+            self.place_matrices(units, w_begin)
+        else:
+            self.place_words(units, w_begin)
+
+    def place_words(self, units: list[Value], w_begin: Value) -> None:
+        scheme = self.scheme
+        # The first of the lane's rows; the others are a constant number of bytes behind it.
+        row = p.mul(self.group, _OWN)
+        self.row_places = [scheme.w_pitch * i for i in range(_OWN)]
+        if scheme.w_pitch == 64:
+            row, self.row_places = self.exchanged(row), [0, 4 * 64, 2 * 64, 6 * 64]
+        w_begin = p.add(w_begin, p.mul(row, scheme.w_pitch))
+        x_begin = p.add(self.ring, p.mul(self.group, scheme.x_pitch))
+        x_moved, w_moved = (self.swizzle(self.group, x) for x in (scheme.x_pitch, scheme.w_pitch))
+        self.words = scheme.w.bits // 4  # of the lane's codes of a unit
         self.x_places, self.w_places = [], []
-        w_begin = p.add(self.ring, tile.tokens * scheme.x_pitch, p.mul(row, scheme.w_pitch))
-        word = scheme.w.bits * 16 // scheme.x_size // 8  # bytes of the lane's codes of a unit
         for unit in units:
-            piece = p.add(p.mul(unit, 4), self.quad)
-            piece = arith.xori(piece, self.swizzle(self.group, scheme.x_pitch))
-            self.x_places.append(
-                p.add(self.ring, p.mul(self.group, scheme.x_pitch), p.mul(piece, _PIECE))
-            )
-            at = p.add(p.mul(unit, 4 * word), p.mul(self.quad, word))
-            piece = arith.xori(p.shift_right(at, 4), self.swizzle(row, scheme.w_pitch))
+            piece = arith.xori(p.add(p.mul(unit, 4), self.quad), x_moved)
+            self.x_places.append(p.add(x_begin, p.mul(piece, _PIECE)))
+            at = p.mul(p.add(p.mul(unit, 4), self.quad), 4 * self.words)
+            piece = arith.xori(p.shift_right(at, 4), w_moved)
             at = p.add(p.mul(piece, _PIECE), p.masked(at, _PIECE - 1))
-            self.w_places.append(p.add(w_begin, at))
-        self.word = word // 4
+            self.w_places.append([p.add(w_begin, at)])
+
+    def place_matrices(self, units: list[Value], w_begin: Value) -> None:
+        """Of 8 rows of x the unit's four pieces; of 16 rows of w two, for each step of mma."""
+        scheme = self.scheme
+        row, matrix = p.masked(self.lane, 7), p.shift_right(self.lane, 3)
+        of_w = p.add(p.mul(row, _OWN), p.masked(matrix, 1))
+        w_begin = p.add(w_begin, p.mul(of_w, scheme.w_pitch))
+        x_begin = p.add(self.ring, p.mul(row, scheme.x_pitch))
+
+        def place(begin: Value, piece: Value) -> Value:
+            return p.add(begin, p.mul(arith.xori(piece, row), _PIECE))
+
+        upper = p.shift_right(matrix, 1)
+        self.x_places = [place(x_begin, p.add(p.mul(unit, 4), matrix)) for unit in units]
+        self.w_places = [
+            [place(w_begin, p.add(p.mul(unit, 4), upper, s)) for s in (0, 2)] for unit in units
+        ]
 
     def step(self, index: Value, carry: list[Value]) -> list[Value]:
         """Multiply a step that has arrived, and start the copies of one that is to come."""
         tile, scheme = self.tile, self.scheme
-        count = tile.tokens // 16 * _TILES * 4
-        acc, slot, scales = carry[:count], carry[count], carry[count + 1 :]
-        acc = [acc[i : i + 4] for i in range(0, count, 4)]
+        slot, scales = carry[tile.tokens], carry[tile.tokens + 1 :]
+        acc = [carry[i : i + 4] for i in range(0, tile.tokens, 4)]
         size = tile.step_bytes(scheme)
         p.copies_wait(tile.stages - 2)
         p.barrier()
@@ -180,21 +214,24 @@ class MidBlock:
         per_unit = len(scales) // self.scale_sets if scales else 0
         for i in range(len(self.x_places)):
             held = i % self.scale_sets * per_unit if scales else 0
-            right = self.weights(p.add(self.w_places[i], slot), scales[held : held + per_unit])
+            places = [p.add(place, slot) for place in self.w_places[i]]
+            left = self.weights(places, scales[held : held + per_unit])
             place = p.add(self.x_places[i], slot)
-            for t in range(tile.tokens // 16):
-                low, high = (
-                    p.load_shared(place, 4, (16 * t + 8 * half) * scheme.x_pitch)
-                    for half in range(2)
-                )
-                for s in (0, 2):
-                    left = [low[s], high[s], low[s + 1], high[s + 1]]
-                    for j in range(_TILES):
-                        at = t * _TILES + j
-                        acc[at] = self.multiply(acc[at], left, right[j][s : s + 2])
+            for t in range(tile.tokens // 8):
+                right = self.load_x(place, 8 * t * scheme.x_pitch)
+                for s in range(2):
+                    for half in range(2):
+                        at = 2 * t + half
+                        acc[at] = self.multiply(acc[at], left[half][s], right[2 * s : 2 * s + 2])
         moved = p.add(slot, size)
         moved = arith.select(p.less(moved, tile.stages * size), moved, p.ci(0))
         return [*(x for four in acc for x in four), moved, *following]
+
+    def load_x(self, place: Value, at: int) -> list[Value]:
+        """The lane's words of 8 rows of x in a unit, two for each step of mma."""
+        if self.scheme.exact:
+            return p.load_matrices(place, at)
+        return p.load_shared(place, 4, at)
 
     def multiply(self, acc: list[Value], left: list[Value], right: list[Value]) -> list[Value]:
         if self.scheme.exact:
@@ -220,8 +257,7 @@ class MidBlock:
         zeros = self.gmem["zero"] is not None
         if not scheme.folds and not zeros:
             return []
-        row = p.add(self.warp_row, p.mul(p.shift_right(self.group, 1), 8), p.masked(self.group, 1))
-        begin = p.mul(row, w.n_groups)
+        begin = p.mul(p.add(self.warp_row, p.mul(self.group, _OWN)), w.n_groups)
         found = []
         k0 = p.mul(p.add(p.mul(self.part, self.steps), step), scheme.columns)
         for i in range(self.scale_sets):
@@ -238,8 +274,8 @@ class MidBlock:
         kind = self.kinds.get(name)
         size = 1 if kind is None else _SIZE[kind]
         base, found = p.offset(self.gmem[name], at, size), []
-        for j in range(_TILES):
-            here = 2 * j * self.scheme.w.n_groups * size
+        for i in range(_OWN):
+            here = i * self.scheme.w.n_groups * size
             if kind is None:
                 found.append(p.load_signed_byte(base, here))
             elif kind == "f32":
@@ -248,72 +284,50 @@ class MidBlock:
                 found.append(p.load_half(base, here))
         return found
 
-    def doubled(self, value: Value, kind: str) -> Value:
-        """A stored float as a pair of x's kind."""
-        if kind == "f32":
-            value = p.narrow(value, self.scheme.w.kind)
-        elif kind != self.scheme.w.kind:
-            value = p.narrow(p.widen(value, kind), self.scheme.w.kind)
-        return p.permute(value, value, 0x1010)
-
-    def weights(self, place: Value, scales: list[Value]) -> list[list[Value]]:
-        """The lane's four words of each tile of B in a unit, as they are multiplied."""
-        scheme, w, found = self.scheme, self.scheme.w, []
-        factors = scales[:_TILES] if scheme.folds else []
-        zeros = scales[len(factors) :]
-        for j in range(_TILES):
-            words = p.load_shared(place, self.word, 2 * j * scheme.w_pitch)
-            if scheme.exact:
-                found.append(words)
-                continue
-            bias = p.ci(w.bias)
-            if w.zero == "int":
-                bias = p.add(bias, p.mul(zeros[j], 0x00010001))
-            pairs = [pair for word in words for pair in self.pairs(word, bias)]
-            if factors:
-                factor = self.doubled(factors[j], self.kinds["scale"])
-                if w.zero == "float":
-                    above = self.doubled(zeros[j], self.kinds["zero"])
-                    pairs = [p.fma_pairs(pair, factor, above) for pair in pairs]
-                else:
-                    pairs = [p.mul_pairs(pair, factor, w.kind) for pair in pairs]
-            found.append(pairs)
-        return found
-
-    def pairs(self, word: Value, bias: Value) -> list[Value]:
-        """A word's codes, less what ``bias`` stands for, as pairs of neighbours.
-
-        As in ``few_rows.widen``, a code stands under a constant exponent until the bias is taken
-        off; bfloat16's 7 bits hold no byte, whose sign is therefore taken off apart.
-        """
-        w = self.scheme.w
-        if w.bits == 4:
-            upper = p.shift_right(word, 4)
-            spread = [p.permute(word, upper, 0x4400 + 0x1111 * j) for j in range(4)]
-            return [p.sub_pairs(p.and_xor(x, 0x000F000F, w.bias), bias, w.kind) for x in spread]
-        spread = [p.permute(word, word, selector) for selector in (0x1100, 0x3322)]
-        if w.kind == "f16":
-            return [p.sub_pairs(p.and_xor(x, 0x00FF00FF, w.bias), bias, w.kind) for x in spread]
-        return [
-            p.sub_pairs(p.and_xor(x, 0x007F007F, 0x43004300), p.and_xor(x, 0x00800080, 0x43004300))
-            for x in spread
+    def weights(self, places: list[Value], scales: list[Value]) -> list[list[list[Value]]]:
+        """The A operands of a unit: of both tiles of 16 rows, each for two steps of mma."""
+        if self.scheme.exact:
+            pitch = self.scheme.w_pitch
+            return [[p.load_matrices(at, 2 * i * pitch) for at in places] for i in range(2)]
+        (place,) = places
+        rows = [
+            self.row(p.load_shared(place, self.words, at), scales, i)
+            for i, at in enumerate(self.row_places)
         ]
+        return [
+            [[low[s], high[s], low[s + 1], high[s + 1]] for s in (0, 2)]
+            for low, high in (rows[:2], rows[2:])
+        ]
+
+    def row(self, words: list[Value], scales: list[Value], i: int) -> list[Value]:
+        """The lane's four pairs of its i-th row in a unit, as they are multiplied."""
+        w, kinds = self.scheme.w, self.kinds
+        factors = scales[:_OWN] if self.scheme.folds else []
+        zeros = scales[len(factors) :]
+        zero = zeros[i] if w.zero == "int" else None
+        pairs = [pair for word in words for pair in neighbours(w, word, zero)]
+        if not factors:
+            return pairs
+        factor = doubled(factors[i], kinds["scale"], w.kind)
+        if w.zero == "float":
+            above = doubled(zeros[i], kinds["zero"], w.kind)
+            return [p.fma_pairs(pair, factor, above) for pair in pairs]
+        return [p.mul_pairs(pair, factor, w.kind) for pair in pairs]
 
     # --- the end ---
 
-    def exchange(self, sums: list[list[list[Value]]]) -> None:
+    def exchange(self, sums: list[list[Value]]) -> None:
         """Add the sums of the warps that share columns, in their order; the first ones store."""
         across = self.tile.rows // WARP_ROWS
         size = 16 * 32  # bytes of four sums of a warp
-        fours = [four for tiles in sums for four in tiles]
-        own = p.add(self.ring, p.mul(self.warp_n, len(fours) * size), p.mul(self.lane, 16))
-        apart = across * len(fours) * size
+        own = p.add(self.ring, p.mul(self.warp_n, len(sums) * size), p.mul(self.lane, 16))
+        apart = across * len(sums) * size
         p.copies_wait(0)
         p.barrier()
         to = p.add(own, p.mul(arith.subi(self.warp_k, p.ci(1)), apart))
 
         def give() -> None:
-            for i, four in enumerate(fours):
+            for i, four in enumerate(sums):
                 p.store_shared(to, four, i * size)
 
         p.when(p.less(p.ci(0), self.warp_k), give)
@@ -322,40 +336,40 @@ class MidBlock:
         def take() -> None:
             kind, add = ("b32", arith.addi) if self.scheme.exact else ("f32", arith.addf)
             total = []
-            for i, four in enumerate(fours):
+            for i, four in enumerate(sums):
                 for other in range(self.tile.k_warps - 1):
                     more = p.load_shared(own, 4, i * size + other * apart, kind)
                     four = [add(x, y) for x, y in zip(four, more, strict=True)]
                 total.append(four)
-            self.store([total[i : i + _TILES] for i in range(0, len(total), _TILES)])
+            self.store(total)
 
         p.when(p.equal(self.warp_k, 0), take)
 
-    def store(self, sums: list[list[list[Value]]]) -> None:
-        """The lane's 8 outputs of each of its rows of x, finished unless XLA adds parts."""
+    def store(self, sums: list[list[Value]]) -> None:
+        """The lane's outputs of each of its rows of x, finished unless XLA adds parts."""
         whole = self.tile.parts == 1
-        row = p.add(self.warp_row, p.mul(self.quad, 8))
-        scale = None if self.scheme.folds or not whole else self.load_eight("scale", row)
-        bias = self.load_eight("bias", row) if whole else None
-        for t, tiles in enumerate(sums):
-            for half in range(2):
-                token = p.add(self.first_token, 16 * t + 8 * half, self.group)
-                values = [x for four in tiles for x in four[2 * half : 2 * half + 2]]
+        row = p.add(self.warp_row, p.mul(self.group, _OWN))
+        scale = None if self.scheme.folds or not whole else self.load_own("scale", row)
+        bias = self.load_own("bias", row) if whole else None
+        for t in range(self.tile.tokens // 8):
+            for i in range(2):
+                token = p.add(self.first_token, 8 * t, p.mul(self.quad, 2), i)
+                values = [four[2 * half + i] for four in sums[2 * t : 2 * t + 2] for half in (0, 1)]
                 is_here = arith.andi(self.has_rows, p.less(token, self.m))
-                body = functools.partial(self.store_eight, token, row, values, scale, bias)
+                body = functools.partial(self.store_own, token, row, values, scale, bias)
                 p.when(is_here, body)
 
-    def load_eight(self, name: str, row: Value) -> list[Value] | None:
-        """Eight neighbouring floats, or None if the call has no such operand."""
+    def load_own(self, name: str, row: Value) -> list[Value] | None:
+        """The lane's rows' floats, or None if the call has no such operand."""
         if self.gmem[name] is None:
             return None
         kind = self.kinds[name]
         at = p.offset(self.gmem[name], row, _SIZE[kind])
         if kind == "f32":
-            return [x for i in range(2) for x in p.load_global(at, 4, 16 * i, "f32")]
-        return floats(p.load_global(at, 4), kind)
+            return p.load_global(at, 4, 0, "f32")
+        return floats(p.load_global(at, 2), kind)
 
-    def store_eight(
+    def store_own(
         self,
         token: Value,
         row: Value,
@@ -365,7 +379,7 @@ class MidBlock:
     ) -> None:
         if self.tile.parts > 1:
             line = p.add(p.mul(self.part, self.m), token)
-            self.store_words(p.add(p.mul(line, self.n), row), values, 4)
+            p.store_global(p.offset(self.gmem["out"], p.add(p.mul(line, self.n), row), 4), values)
             return
         if self.scheme.exact:
             values = [p.to_float(x) for x in values]
@@ -377,12 +391,5 @@ class MidBlock:
         if bias is not None:
             values = [arith.addf(x, y) for x, y in zip(values, bias, strict=True)]
         kind = self.kinds["out"]
-        if kind != "f32":
-            values = packed(values, kind)
-        self.store_words(p.add(p.mul(token, self.n), row), values, _SIZE[kind])
-
-    def store_words(self, at: Value, words: list[Value], size: int) -> None:
-        """4 or 8 words, of elements of ``size`` bytes, from element ``at`` of the result on."""
-        base = p.offset(self.gmem["out"], at, size)
-        for i in range(0, len(words), 4):
-            p.store_global(base, words[i : i + 4], 4 * i)
+        at = p.offset(self.gmem["out"], p.add(p.mul(token, self.n), row), _SIZE[kind])
+        p.store_global(at, values if kind == "f32" else packed(values, kind))

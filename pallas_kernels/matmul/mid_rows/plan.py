@@ -84,7 +84,7 @@ class MidScheme:
         """Integer operations that bring a code to where it is multiplied."""
         if self.exact:
             return 0.0
-        return (2.2 if self.w.bits == 4 else 2.0) + 0.5 * self.folds
+        return 1.2 if self.w.bits == 4 else 1.5
 
 
 @dataclasses.dataclass(frozen=True)

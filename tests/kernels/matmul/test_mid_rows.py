@@ -62,11 +62,11 @@ EMULATED = [  # weights, rows, tile, dtype; the last tiles of x and w are not wh
 @newest
 @pytest.mark.parametrize("name, m, tile, dtype", EMULATED, ids=str)
 def test_the_kernel_s_code_on_numpy(name, m, tile, dtype, monkeypatch):
-    from pallas_kernels.matmul.mid_rows import mid_program
+    from pallas_kernels.matmul.mid_rows import mid_program, widen_program
 
     monkeypatch.setenv(TARGET, "sm_80")
     x, w, bias = operands(name, m, 96, 512, dtype)
-    with emulated(mid_program):
+    with emulated(mid_program, widen_program):
         y = kernel.matmul(x, w, bias, jnp.dtype(dtype), tile)
     check(y, product(x, w, bias), dtype)
 
@@ -74,11 +74,11 @@ def test_the_kernel_s_code_on_numpy(name, m, tile, dtype, monkeypatch):
 @newest
 @pytest.mark.parametrize("parts", [1, 2])
 def test_codes_by_codes_are_exact_on_numpy(parts, monkeypatch):
-    from pallas_kernels.matmul.mid_rows import mid_program
+    from pallas_kernels.matmul.mid_rows import mid_program, widen_program
 
     monkeypatch.setenv(TARGET, "sm_80")
     x, w, _ = operands("w8a8", 33, 96, 2048, "float32")
-    with emulated(mid_program):
+    with emulated(mid_program, widen_program):
         y = kernel.matmul(x, w, None, jnp.dtype("float32"), MidTile(32, 64, 2, parts, 3))
     sums = np.asarray(x.q, np.int64) @ np.asarray(w.q, np.int64).T
     want = sums.astype(np.float32) * (np.asarray(x.scale) * np.asarray(w.scale)[:, 0])

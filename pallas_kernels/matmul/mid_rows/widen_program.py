@@ -1,0 +1,42 @@
+"""How the codes of ``mid_program`` become 16-bit floats: pairs of neighbouring columns.
+
+As in ``few_rows.widen``, a code stands under a constant exponent until a bias is taken off, which
+also takes off an integer zero.  There a word's pairs are not neighbours, and x is permuted instead;
+here a block reads x too often for that.
+"""
+
+from __future__ import annotations
+
+from pallas_kernels import ptx as p
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.ptx import Value
+
+_SIGN, _MAGNITUDE, _EXPONENT = 0x00800080, 0x007F007F, 0x43004300
+
+
+def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]:
+    """Return the word's codes less zero: pairs, the word's lowest bits first."""
+    if w.bits == 8 and w.kind == "bf16":
+        # bfloat16's 7 bits hold no byte: its sign is taken off apart.
+        return [
+            p.sub_pairs(p.and_xor(x, _MAGNITUDE, _EXPONENT), p.and_xor(x, _SIGN, _EXPONENT))
+            for x in (p.permute(word, word, 0x1100), p.permute(word, word, 0x3322))
+        ]
+    if w.bits == 8:
+        spread, mask = [p.permute(word, word, selector) for selector in (0x1100, 0x3322)], 0xFF
+    else:
+        upper, mask = p.shift_right(word, 4), 0xF
+        spread = [p.permute(word, upper, 0x4400 + 0x1111 * i) for i in range(4)]
+    bias = p.ci(w.bias)
+    if zero is not None:
+        bias = p.add(bias, p.mul(zero, 0x00010001))
+    return [p.sub_pairs(p.and_xor(x, mask * 0x00010001, w.bias), bias, w.kind) for x in spread]
+
+
+def doubled(value: Value, kind: str, wanted: str) -> Value:
+    """Return a stored float of ``kind`` as a pair of the wanted kind."""
+    if kind == "f32":
+        value = p.narrow(value, wanted)
+    elif kind != wanted:
+        value = p.narrow(p.widen(value, kind), wanted)
+    return p.permute(value, value, 0x1010)
