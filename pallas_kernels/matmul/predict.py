@@ -105,7 +105,7 @@ def _mid(plan: MidTile, call: MatmulCall) -> MatmulWork:
     scheme = mid_rows.scheme_of(call)
     clocks = mid_rows.compute_work(plan, call.m, call.n, call.k, scheme, gpu())
     shared = _megabytes(call), clocks
-    return MatmulWork("mid", mid_rows.sum_work(plan, call.m, call.n), shared)
+    return MatmulWork(scheme.family, mid_rows.sum_work(plan, call.m, call.n), shared)
 
 
 def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:

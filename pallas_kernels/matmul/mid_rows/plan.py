@@ -45,6 +45,11 @@ class MidScheme:
     exact: bool
 
     @property
+    def family(self) -> str:
+        """Of the costs in the device's table."""
+        return f"mid int{self.w.bits}{' x 8 bits' if self.exact else ''}"
+
+    @property
     def x_size(self) -> int:
         """Bytes of an element of x."""
         return 1 if self.exact else 2
@@ -174,13 +179,15 @@ def plan(call: MatmulCall) -> MidTile | Reason:
 def _shortest(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> MidTile | None:
     """Return the tile with the shortest time, which layers that are alike ask for again."""
 
-    def cost(tile: MidTile) -> float:
-        second, by_sums = device.costs["mid"].serial
-        launches, sums = sum_work(tile, m, n)
-        computed = device.costs["mid"].shared[1] * compute_work(tile, m, n, k, scheme, device)
-        return second * launches + by_sums * sums + computed
+    cost = device.costs[scheme.family]
+    second_launch, by_sums = cost.serial
 
-    return min(tiles(m, n, k, scheme, device), key=cost, default=None)
+    def us(tile: MidTile) -> float:
+        launches, sums = sum_work(tile, m, n)
+        computed = cost.shared[1] * compute_work(tile, m, n, k, scheme, device)
+        return second_launch * launches + by_sums * sums + computed
+
+    return min(tiles(m, n, k, scheme, device), key=us, default=None)
 
 
 def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[MidTile]:
