@@ -20,6 +20,7 @@ from pallas_kernels.matmul.mid_rows import kernel
 from pallas_kernels.matmul.mid_rows import plan as planning
 from pallas_kernels.matmul.mid_rows.plan import MidTile
 from pallas_kernels.qtensor import QTensor
+from tests.helpers import instructions, warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.kernel_cases import product as product_case
@@ -83,6 +84,43 @@ def test_codes_by_codes_are_exact_on_numpy(parts, monkeypatch):
     sums = np.asarray(x.q, np.int64) @ np.asarray(w.q, np.int64).T
     want = sums.astype(np.float32) * (np.asarray(x.scale) * np.asarray(w.scale)[:, 0])
     np.testing.assert_array_equal(y, want)
+
+
+def check_banks(address, size: int, mask) -> None:
+    """Lanes that memory serves at a time have different words in different banks, or one word."""
+    at_once = min(32, 128 // size)
+    words = np.asarray(address)[:, None] // 4 + np.arange(size // 4)
+    for words_of, lanes in zip(
+        words.reshape(-1, at_once * size // 4), mask.reshape(-1, at_once), strict=True
+    ):
+        found = np.unique(words_of[np.repeat(lanes, size // 4)])
+        assert len(np.unique(found % 32)) == len(found)
+
+
+@newest
+@pytest.mark.parametrize("name", ["w4-g128", "w8-row", "w8a8"])
+def test_no_access_of_shared_memory_has_a_bank_conflict(name, monkeypatch):
+    from pallas_kernels.matmul.mid_rows import mid_program, widen_program
+
+    sizes = {".v4": 16, ".v2": 8, "ldmatrix": 16, "cp.async": 16}
+    watched = "ld.shared", "st.shared", "ldmatrix", "cp.async.cg"
+    for instruction, meaning in [*instructions.MEANING.items()]:
+        if instruction.startswith(watched):
+            size = next((n for part, n in sizes.items() if part in instruction), 4)
+
+            def run(block, address, *rest, meaning=meaning, size=size):
+                check_banks(address, size, block.masks[-1])
+                return meaning(block, address, *rest)
+
+            monkeypatch.setitem(instructions.MEANING, instruction, run)
+    monkeypatch.setenv(TARGET, "sm_80")
+    x, w, _ = operands(name, 32, 64, 256, "bfloat16")
+    warp_emulator._program.cache_clear()
+    try:
+        with emulated(mid_program, widen_program):
+            kernel.matmul(x, w, None, jnp.dtype("bfloat16"), MidTile(32, 64, 2, 1, 2))
+    finally:
+        warp_emulator._program.cache_clear()
 
 
 @functools.cache
