@@ -37,6 +37,7 @@ from pallas_kernels.rows.quantize_tokens import quantize_tokens
 
 BF16 = jnp.dtype(jnp.bfloat16)
 SCHEMES = {"W4A16": ("int4", 128), "W8A16": ("int8", None), "W8A8": ("int8", None)}
+FORMATS = ("mxfp4", "nvfp4", "fp8-block")
 BOUND = 4e-3  # relative RMS of a bfloat16 output
 COPIES = 4
 HEADER = (
@@ -46,11 +47,13 @@ HEADER = (
 
 
 def operands(scheme: str, m: int, n: int, k: int) -> list[tuple[Any, QTensor]]:
-    words, group = SCHEMES[scheme]
+    words, group = SCHEMES.get(scheme, (scheme, None))
 
     @jax.jit
     def weight(key: jax.Array) -> QTensor:
         w = jax.random.normal(key, (n, k), BF16) * 0.02
+        if scheme in FORMATS:
+            return quantize(w, words)
         return quantize(w, words, group_size=group or k, symmetric=True)
 
     x: Any = jax.random.normal(jax.random.key(99), (m, k), BF16)
@@ -126,7 +129,7 @@ def row(scheme: str, m: int, n: int, k: int, count: int) -> tuple[str, bool, boo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schemes", nargs="+", default=[*SCHEMES], choices=[*SCHEMES])
+    parser.add_argument("--schemes", nargs="+", default=[*SCHEMES], choices=[*SCHEMES, *FORMATS])
     parser.add_argument("--rows", nargs="+", type=int, default=[17, 64, 128, 256])
     parser.add_argument(
         "--shapes", nargs="+", default=["14336x4096", "4096x14336", "4096x4096"], metavar="NxK"

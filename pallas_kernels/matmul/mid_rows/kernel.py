@@ -2,6 +2,7 @@
 
     x int8          x  w int8           W8A8: int32 sums, exact
     x bf16 | f16    x  w int4 | int8    weight-only, float32 sums
+    x bf16          x  w float8_e4m3fn | float4_e2m1fn         fp8-block, mxfp4, nvfp4
 
 It is for GPUs without wgmma: Ampere, Ada, Blackwell.  One design serves all three: a block has a
 tile of x's rows by w's rows, and a ring of steps of K in shared memory.  A warp has 32 rows of w
@@ -29,7 +30,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.scheme import KIND
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.mid_rows.mid_program import MidBlock
 from pallas_kernels.matmul.mid_rows.plan import MidTile, scheme_of
 from pallas_kernels.qtensor import QTensor
@@ -50,11 +53,13 @@ def matmul(
     (m, k), n = x.shape, w.shape[0]
     scheme = scheme_of(MatmulCall.of(x, w, out_dtype))
     scale_x = x.scale.astype(jnp.float32) if isinstance(x, QTensor) else None
+    parts = parts_of(w)
     inputs = {
         "x": x.q if isinstance(x, QTensor) else x,
-        "w": w.q,
-        "scale": w.scale,
+        "w": parts["w"],
+        "scale": parts["scale"],
         "zero": w.zero,
+        "unit": w.unit,
         "scale_x": scale_x,
         "bias": bias,
     }
@@ -83,7 +88,9 @@ def matmul(
     if tile.parts == 1:
         return sums
     total = functools.reduce(jnp.add, sums).astype(jnp.float32)
-    if not scheme.folds:
+    if scheme.w.float4:
+        total = total * (FLOAT4_REST if w.unit is None else w.unit[:, 0] * FLOAT4_REST)
+    elif not scheme.folds:
         scale = w.scale[:, 0].astype(jnp.float32)
         total = total * (scale if scale_x is None else scale_x * scale)
     if bias is not None:

@@ -26,8 +26,9 @@ from types import SimpleNamespace
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidScheme, MidTile
-from pallas_kernels.matmul.mid_rows.widen_program import doubled, neighbours
+from pallas_kernels.matmul.mid_rows.widen_program import doubled, factor_of, neighbours
 from pallas_kernels.ptx import Value
 
 _PIECE = 16  # bytes of a copy
@@ -36,7 +37,7 @@ _SIZE = {"bf16": 2, "f16": 2, "f32": 4}
 
 
 class MidBlock:
-    """gmem: x, w, scale, zero, scale_x, bias, out.  kinds: of those that hold floats, by name."""
+    """gmem: x, w, scale, zero, unit, scale_x, bias, out.  kinds: of those that hold floats."""
 
     def __init__(
         self,
@@ -71,7 +72,10 @@ class MidBlock:
     def run(self) -> None:
         p.await_kernel()
         tile, scheme = self.tile, self.scheme
-        self.place_copies()
+        begin = tile.tokens * scheme.x_pitch
+        self.pieces: list[tuple[Value, Value, Value, int]] = []
+        self.place_copies("x", tile.tokens, scheme.x_pitch, self.first_token, 8 * scheme.x_size, 0)
+        self.place_copies("w", tile.rows, scheme.w_pitch, self.first_row, scheme.w.bits, begin)
         self.place_loads()
         for step in range(tile.stages - 1):
             if step < self.steps:
@@ -89,18 +93,9 @@ class MidBlock:
 
     # --- copies ---
 
-    def place_copies(self) -> None:
-        """The thread's pieces of a step: the operand, bytes from its begin, place in the ring."""
-        tile, scheme = self.tile, self.scheme
-        self.pieces: list[tuple[Value, Value, Value, int]] = []
-        begin, bits = tile.tokens * scheme.x_pitch, scheme.w.bits
-        self.place_rows("x", tile.tokens, scheme.x_pitch, self.first_token, 8 * scheme.x_size, 0)
-        self.place_rows("w", tile.rows, scheme.w_pitch, self.first_row, bits, begin)
-
-    def place_rows(
-        self, name: str, rows: int, pitch: int, first: Value, bits: int, begin: int
-    ) -> None:
-        """Those of an operand; begin: of its rows in a slot."""
+    def place_copies(self, name: str, rows: int, pitch: int, first: Value, bits: int, begin: int):
+        """The thread's pieces of a step of an operand: its address, bytes from there, place in the
+        ring.  begin: of the operand in a slot."""
         across = pitch // _PIECE
         place = p.shift_right(self.thread, across.bit_length() - 1)
         chunk = p.masked(self.thread, across - 1)
@@ -308,7 +303,7 @@ class MidBlock:
         pairs = [pair for word in words for pair in neighbours(w, word, zero)]
         if not factors:
             return pairs
-        factor = doubled(factors[i], kinds["scale"], w.kind)
+        factor = factor_of(w, factors[i], kinds.get("scale"))
         if w.zero == "float":
             above = doubled(zeros[i], kinds["zero"], w.kind)
             return [p.fma_pairs(pair, factor, above) for pair in pairs]
@@ -349,7 +344,7 @@ class MidBlock:
         """The lane's outputs of each of its rows of x, finished unless XLA adds parts."""
         whole = self.tile.parts == 1
         row = p.add(self.warp_row, p.mul(self.group, _OWN))
-        scale = None if self.scheme.folds or not whole else self.load_own("scale", row)
+        scale = self.row_scales(row) if whole else None
         bias = self.load_own("bias", row) if whole else None
         for t in range(self.tile.tokens // 8):
             for i in range(2):
@@ -358,6 +353,14 @@ class MidBlock:
                 is_here = arith.andi(self.has_rows, p.less(token, self.m))
                 body = functools.partial(self.store_own, token, row, values, scale, bias)
                 p.when(is_here, body)
+
+    def row_scales(self, row: Value) -> list[Value] | None:
+        """What the sums of the lane's rows of w are multiplied by, or None."""
+        if self.scheme.w.float4:
+            rest = p.cf(FLOAT4_REST)
+            units = self.load_own("unit", row)
+            return [rest] * _OWN if units is None else [arith.mulf(x, rest) for x in units]
+        return None if self.scheme.folds else self.load_own("scale", row)
 
     def load_own(self, name: str, row: Value) -> list[Value] | None:
         """The lane's rows' floats, or None if the call has no such operand."""

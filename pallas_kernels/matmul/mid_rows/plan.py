@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import H200, Gpu, gpu
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import TOKENS
+from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import QTensor
 
@@ -89,6 +89,8 @@ class MidScheme:
         """Integer operations that bring a code to where it is multiplied."""
         if self.exact:
             return 0.0
+        if self.w.float4 or self.w.float8:
+            return 2.2
         return 1.2 if self.w.bits == 4 else 1.5
 
 
@@ -220,11 +222,11 @@ def _floats_reason(call: MatmulCall) -> str | None:
     w = call.codes
     if call.x not in (jnp.bfloat16, jnp.float16):
         return f"x is {call.x.name}, the kernel takes bfloat16 and float16"
-    if w.dtype not in (jnp.int4, jnp.int8) or w.unit is not None:
-        return f"w has codes of {w.dtype.name} in two levels, or of floats"
-    if w.zero is not None and w.dtype == jnp.int8:
-        return "w has int8 codes with zero points"
-    if reason := _scales_reason(w):
+    if not is_format(w) and w.unit is not None:
+        return "w has scales in two levels"
+    if w.zero is not None and w.dtype != jnp.int4:
+        return f"w has {w.dtype.name} codes with zero points"
+    if not is_format(w) and (reason := _scales_reason(w)):
         return reason
     scheme = scheme_of(call)
     if scheme.folds and call.x == jnp.float16:
@@ -235,6 +237,8 @@ def _floats_reason(call: MatmulCall) -> str | None:
 
 
 def _scales_reason(w: QTensor) -> str | None:
+    if w.dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn):
+        return f"w has codes of {w.dtype.name}"
     if jnp.dtype(w.scale.dtype).name not in KIND:
         return f"w has scales of {w.scale.dtype}"
     if w.zero is not None and w.zero.dtype not in (jnp.int8, w.scale.dtype):
