@@ -195,10 +195,14 @@ def _shortest(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> MidTile
 def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[MidTile]:
     """Yield the tiles that fit a call and shared memory."""
     steps = k // scheme.columns
-    widths = [tokens for tokens in (32, 64, 128) if tokens < 2 * m]
+    # With 128 rows of x a thread has no registers left to widen 4-bit codes: it would spill.
+    widths = (32, 64) if scheme.w.bits == 4 else (32, 64, 128)
+    widths = [tokens for tokens in widths if tokens < 2 * m]
     shapes = ((64, 2), (128, 1), (128, 2), (256, 1))
     for tokens, (rows, k_warps), parts in itertools.product(widths, shapes, (1, 2, 3, 4, 6, 8)):
         if steps % parts or rows > max(n, 64) or (parts > 1 and steps // parts < 4):
+            continue
+        if (tokens, rows, k_warps) == (128, 128, 1):  # 128 threads with 16 pieces to copy: spills
             continue
         for stages in (5, 4, 3, 2):
             tile = MidTile(tokens, rows, k_warps, parts, stages)
