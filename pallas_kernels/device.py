@@ -69,6 +69,11 @@ H200 = Gpu(
         "experts tiles int4": KernelCost(start=14.3, serial=(1.04,)),
         "experts tiles int8": KernelCost(start=14.3, serial=(1.5,)),
         "between kernels": KernelCost(1.3),  # in a CUDA graph; not fitted
+        # Not fitted: from instruction rates (``matmul.mid_rows.plan``) at 1.7 GHz; of GPUs without
+        # wgmma, by whose numbers it is scaled.
+        "mid int4": KernelCost(start=3.3, serial=(2.5, 2.7), shared=(0.238, 0.6)),
+        "mid int8": KernelCost(start=3.3, serial=(2.5, 2.7), shared=(0.238, 0.6)),
+        "mid int8 x 8 bits": KernelCost(start=3.3, serial=(2.5, 2.7), shared=(0.238, 0.6)),
         "pair float": KernelCost(
             start=3.28, serial=(0.0, 0.406, 0.382), shared=(0.179, 9.26, 127.0)
         ),

@@ -22,11 +22,11 @@ activation is one kernel, float32 from the product to the only rounding.  Elsewh
 after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x may have a
 low-rank term (LoRA).  With up to 64 rows the product's kernel computes that term.
 
-The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of x)
-and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
-model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own layout, a
-``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
-of 32.
+The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of
+x), ``mid_rows`` and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain
+layout, so loading a model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own
+layout, a ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits
+by blocks of 32.
 
 Gradients: for float x, with respect to x, bias, w.scale of floats of 16 bits or more, w.unit, a
 floating w.zero (or a plain w) and the fused operands; for QTensor x, with respect to both scales

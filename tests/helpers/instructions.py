@@ -194,6 +194,11 @@ for _kind, _dtype in HALF.items():
         return block.mma(acc, left, right, dtype)
 
 
+@result_of("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32")
+def _mma_int8(block, left, right, acc):
+    return block.mma_int8(acc, left, right)
+
+
 # --- Memory ---------------------------------------------------------------------------------------
 
 SPACES = ("global", "global.nc", "global.L1::no_allocate", "shared", "shared::cluster")
@@ -231,7 +236,7 @@ for _kind, _dtype in (("b8", np.uint8), ("b16", U16)):
         block.store(address, [half.astype(dtype)])
 
 
-@effect_of("cp.async.cg.shared.global")
+@effect_of("cp.async.cg.shared.global", "cp.async.cg.shared.global.L2::128B")
 def _copy_async(block, to, source, whole, size=None):
     block.touches("global")
     keep = block.masks[-1]

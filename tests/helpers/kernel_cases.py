@@ -395,6 +395,7 @@ VARIANTS = {
     "product 64 zeros": lambda: product(64, "zeros"),
     "product 64 int4, wide K": lambda: product(64, "int4", shape=(4096, 14336)),
     "product 256 int4": lambda: product(256, "int4"),
+    "product 256 int8": lambda: product(256, "int8"),
     "product 256 W8A8, wide K": lambda: product(256, "int8", "int8", shape=(4096, 14336)),
     "product 2048 int4 bias": lambda: biased(2048, "int4"),
     "product 2048 int4 float16": lambda: biased(2048, "int4", dtype=jnp.float16),
