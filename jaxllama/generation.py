@@ -47,6 +47,7 @@ from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.operands import check_ints
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 
@@ -204,7 +205,7 @@ def decode_step(
     With ``cfg.attn_sparsity`` below 1 the token reads that share of the values. ``prefill`` reads
     all of them, so it is the function for prompts.
     """
-    _check_ints("tokens", tokens, "[B]")
+    check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])
     (tokens,) = int32_ids(tokens)
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
@@ -287,7 +288,7 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
     JaxLlamaError
         If ``accepted`` is not an integer array of B elements.
     """
-    _check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
+    check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
     return _commit(proposal.cache, proposal.new, proposal.tokens, accepted)
 
 
@@ -298,25 +299,13 @@ def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Arra
 
 def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:
     """Raise JaxLlamaError unless tokens and lengths are integer arrays ``[B, T]`` and ``[B]``."""
-    _check_ints("tokens", tokens, "[B, T]")
-    _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
+    check_ints("tokens", tokens, "[B, T]")
+    check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
     if tokens.shape[1] > cfg.max_position:
         raise JaxLlamaError(
             f"tokens{list(tokens.shape)}: {cfg.name} has a context of {cfg.max_position} "
             "(max_position)"
         )
-
-
-def _check_ints(name: str, x: ArrayOrNumpy, axes: str, batch: int | None = None) -> None:
-    """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of integers {axes}")
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise JaxLlamaError(f"{name}: {x.dtype}: expected integers")
-    if len(x.shape) != axes.count(",") + 1 or 0 in x.shape:
-        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {axes}, at least one of each")
-    if batch is not None and x.shape[0] != batch:
-        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {batch}, one for each row")
 
 
 def _check_cache(cfg: ModelConfig, cache: Tree, batch: int) -> None:

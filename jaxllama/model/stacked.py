@@ -87,23 +87,33 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
     Parameters
     ----------
     cfg : ModelConfig
-        The model; ``runs(cfg)`` says which layers are stacked.
+        The model's configuration. Layers that it makes alike are stacked.
     tree : pytree
-        Parameters, or what contains some (moments of an optimizer, a training state).
+        Parameters of ``Decoder(cfg)``, or a pytree that contains such parameters (moments of an
+        optimizer, a training state).
 
     Returns
     -------
     pytree
-        The same with ``layers_{start}_{stop}_{step}`` entries.
+        The same pytree, where one entry ``layers_{start}_{stop}_{step}`` replaces the entries
+        ``layer_{i}`` for i in ``range(start, stop, step)``. Its arrays have a new first axis: one
+        element for each of these layers. A layer without an equal stays as it is.
 
     Raises
     ------
     JaxLlamaError
-        If alike layers are stored differently, one quantized and one not, say.
+        If alike layers are stored differently, for example only one of them is quantized. Also if
+        the tree has other layers than ``cfg``.
     """
 
     def stacked(params: Params) -> ParamsDict:
         found = {name: node for name, node in params.items() if not _is_layer(name)}
+        expected = {f"layer_{index}" for index in range(cfg.n_layers)}
+        for name in sorted(expected ^ {name for name in params if _is_layer(name)}):
+            which = ("config", "tree") if name in expected else ("tree", "config")
+            raise JaxLlamaError(
+                f"{name}: the {which[0]} has this layer, and the {which[1]} has not"
+            )
         for run in runs(cfg):
             for offset, name in enumerate(run.names):
                 start = run.first + offset

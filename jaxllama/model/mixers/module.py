@@ -16,6 +16,7 @@ from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.operands import check_features
 from jaxllama.typing import ParamsDict
 
 
@@ -56,20 +57,28 @@ class MixerModule(nn.Module):
 
         Parameters
         ----------
-        x : Array [B, T, D]
-            The layer's input, padded on the right.
+        x : float [B, T, D]
+            The layer's input, padded on the right; D is ``cfg.d_model``.
         state : optional
-            What the row keeps of earlier tokens (``init_state``); None for whole sequences.
+            What each row keeps of earlier tokens (``init_state``). None for whole sequences.
         lengths : int32 [B], optional
-            Valid tokens of each row, T if omitted.
+            Number of valid tokens of each row. The default is T.
         start : int32 [B], optional
-            Tokens of each row that ``state`` holds; required with it.
+            Number of tokens of each row that ``state`` holds. It is required with ``state``.
 
         Returns
         -------
-        (Array [B, T, D], state)
-            The output in x's dtype, and the state behind the valid tokens (None without one).
+        (float [B, T, D], state)
+            The output in x's dtype, and the state after the valid tokens. The state is None if the
+            argument was None.
+
+        Raises
+        ------
+        JaxLlamaError
+            If an array has another shape or dtype, if only one of ``state`` and ``start`` is given,
+            if the config lacks the mixer's options, or if it has no layer ``index``.
         """
+        check_features(self.cfg, x, "[B, T, D]")
         cfg, params, mixer = self.own(), self.tree(), MIXERS[self.kind].mix
         at = tokens_at(cfg, x, state, lengths, start)
         projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)

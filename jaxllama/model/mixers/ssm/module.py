@@ -8,8 +8,11 @@ from jaxllama.model.mixers.module import MixerModule
 
 
 class Mamba2(MixerModule):
-    """Mamba-2 with the options ``[mixers.ssm]``; see ``mix``.  Its state does not grow with the
-    context."""
+    """Mamba-2 (arXiv 2405.21060), with the options ``cfg.mixers["ssm"]``.
+
+    The state is one matrix for each head; its size does not depend on the number of tokens.
+    ``__call__`` has the shapes.
+    """
 
     kind: ClassVar[str] = "ssm"
 

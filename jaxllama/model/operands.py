@@ -1,0 +1,38 @@
+"""Checks of the arrays that a caller passes: type, dtype and shape.
+
+They read no values, so they also work on traced arrays.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import ArrayOrNumpy
+
+
+def check_ints(name: str, x: ArrayOrNumpy, axes: str, batch: int | None = None) -> None:
+    """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
+    _check_array(name, x, f"integers {axes}")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise JaxLlamaError(f"{name}: {x.dtype}: expected integers")
+    if len(x.shape) != axes.count(",") + 1 or 0 in x.shape:
+        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {axes}, at least one of each")
+    if batch is not None and x.shape[0] != batch:
+        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {batch}, one for each row")
+
+
+def check_features(cfg: ModelConfig, x: ArrayOrNumpy, axes: str = "[..., D]") -> None:
+    """Raise JaxLlamaError unless ``x`` is a float array with these axes, and D is d_model."""
+    _check_array("x", x, f"floats {axes}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise JaxLlamaError(f"x: {x.dtype}: expected floats")
+    n_axes = len(x.shape) if "..." in axes else axes.count(",") + 1
+    if len(x.shape) != n_axes or x.shape[-1:] != (cfg.d_model,):
+        raise JaxLlamaError(f"x{list(x.shape)}: expected {axes} with D = {cfg.d_model} (d_model)")
+
+
+def _check_array(name: str, x: ArrayOrNumpy, what: str) -> None:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of {what}")
