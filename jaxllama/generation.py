@@ -47,7 +47,7 @@ from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.operands import check_ints
+from jaxllama.model.operands import check_ints, check_key, float_dtype
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 
@@ -61,16 +61,22 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
     cfg : ModelConfig
         The model's configuration.
     key : jax.Array
-        A PRNG key.
+        A PRNG key, such as ``jax.random.key(0)``.
     dtype : data-type
-        Type of every parameter.
+        Type of every parameter: float32, bfloat16 or float16.
 
     Returns
     -------
     dict
         The tree of parameters, as ``prefill`` and the other functions take it.
+
+    Raises
+    ------
+    JaxLlamaError
+        If ``key`` is no PRNG key or ``dtype`` is no floating-point type.
     """
-    return _init_params(cfg, jnp.dtype(dtype).name, key)
+    check_key("key", key)
+    return _init_params(cfg, float_dtype(dtype).name, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

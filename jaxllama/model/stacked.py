@@ -137,9 +137,25 @@ def _joined(params: Params, indices: range) -> Tree:
 
 
 def unstack_layers(tree: Tree) -> Tree:
-    """Return ``tree`` with the parameters of each layer by themselves: ``stack_layers``'s inverse.
+    """Return ``tree`` with one entry for each layer: the inverse of ``stack_layers``.
 
     The entries' names say which layers they hold, so no config is needed.
+
+    Parameters
+    ----------
+    tree : pytree
+        The result of ``stack_layers``, or a pytree of the same form (gradients, moments).
+
+    Returns
+    -------
+    pytree
+        The same pytree, where entries ``layer_{i}`` replace ``layers_{start}_{stop}_{step}``. Their
+        arrays have lost the first axis. A tree without stacked layers stays as it is.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an array has not one element for each layer of its entry's name.
     """
 
     def unstacked(params: Params) -> ParamsDict:
@@ -148,7 +164,13 @@ def unstack_layers(tree: Tree) -> Tree:
             if not name.startswith(PREFIX):
                 found[name] = node
                 continue
-            for place, index in enumerate(range(*map(int, name.removeprefix(PREFIX).split("_")))):
+            indices = range(*map(int, name.removeprefix(PREFIX).split("_")))
+            for leaf in jax.tree.leaves(node):
+                if jnp.shape(leaf)[:1] != (len(indices),):
+                    raise JaxLlamaError(
+                        f"{name}: an array {list(jnp.shape(leaf))} is not of {len(indices)} layers"
+                    )
+            for place, index in enumerate(indices):
                 found[f"layer_{index}"] = jax.tree.map(lambda leaf, at=place: leaf[at], node)
         return found
 

@@ -419,6 +419,8 @@ def test_stacking_and_back_is_the_same_tree():
         jl.JaxLlamaError, match="layer_3: its parameters are not stored as layer_1's"
     ):
         stack_layers(PATTERN, {**params, "layer_3": small["layer_3"]})
+    with pytest.raises(jl.JaxLlamaError, match=r"layers_0_8_2: an array \[.*\] is not of 4 layers"):
+        unstack_layers({"layers_0_8_2": stacked["params"]["layers_1_4_2"]})
     with pytest.raises(jl.JaxLlamaError, match="layer_4: the tree has this layer, and the config"):
         stack_layers(PATTERN.first_layers(4), params)
     with pytest.raises(jl.JaxLlamaError, match="layer_2: the config has this layer, and the tree"):

@@ -117,6 +117,20 @@ def test_other_operands_are_named(params, call, message):
         call(params, new_cache())
 
 
+@pytest.mark.parametrize(
+    ("key", "dtype", "message"),
+    [
+        (0, jnp.float32, "key: int: expected a PRNG key"),
+        (np.zeros(2, np.float32), jnp.float32, r"key: float32\[2\]: expected a PRNG key"),
+        (jax.ShapeDtypeStruct((2, 2), jnp.uint32), jnp.float32, r"key: uint32\[2, 2\]: expected"),
+        (np.zeros(2, np.uint32), jnp.int8, "dtype 'int8' is not float32, bfloat16 or float16"),
+    ],
+)
+def test_init_params_names_a_key_or_dtype_that_is_none(key, dtype, message):
+    with pytest.raises(jl.JaxLlamaError, match=message):
+        jl.init_params(CFG, key, dtype)
+
+
 def _changed(row: int, place: int, token: int) -> np.ndarray:
     tokens = TOKENS.copy()
     tokens[row, place] = token
