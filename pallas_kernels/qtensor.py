@@ -50,7 +50,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
 from pallas_kernels.formats import FORMATS, format_group, format_scales, whole_scale
-from pallas_kernels.operands import FLOATS, check, check_parts
+from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name
 from pallas_kernels.rounding import CODES, NIBBLES, codes, grid, multiples
 
 FLOAT4 = jnp.dtype("float4_e2m1fn")
@@ -242,18 +242,17 @@ def quantize(
     check("quantize", {"w": "float [..., K+]"}, w=w)
     if isinstance(dtype, str) and dtype in FORMATS:
         return _quantize_format(w, dtype, group_size, symmetric, scale_dtype)
-    name, known = jnp.dtype(dtype).name, [name for name in CODES if name != "float4_e2m1fn"]
-    if name not in known:
-        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join((*known, *FORMATS))}")
+    known = [name for name in CODES if name != "float4_e2m1fn"]
+    name = dtype_name("quantize", "dtype", dtype, (*known, *FORMATS))
     k = w.shape[-1]
     group_size = k if group_size is None else group_size
     if group_size <= 0 or k % group_size:
         raise ValueError(f"quantize: group_size {group_size} does not divide the last axis ({k})")
     if not symmetric and name == "float8_e4m3fn":
         raise ValueError("quantize: float8_e4m3fn has no zero points; use symmetric=True")
-    scale_dtype = jnp.dtype(w.dtype if scale_dtype is None else scale_dtype)
-    if scale_dtype.name not in FLOATS and (scale_dtype.name, name) != ("int8", "int4"):
-        raise ValueError(f"quantize: scale_dtype {scale_dtype} is not a float")
+    scale_dtype = w.dtype if scale_dtype is None else scale_dtype
+    allowed = (*FLOATS, "int8") if name == "int4" else FLOATS
+    scale_dtype = jnp.dtype(dtype_name("quantize", "scale_dtype", scale_dtype, allowed))
     scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
     return QTensor.on_grid(codes(w, scale, zero, name), scale, zero, scale_dtype)
 
@@ -285,6 +284,7 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     Raises ValueError naming the part where those of ``w`` do not fit together.
     """
     check_parts("dequantize", "w", w)
+    dtype_name("dequantize", "dtype", dtype, FLOATS)
     x = w.floats(dtype)
     return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
 

@@ -66,7 +66,7 @@ from pallas_kernels.matmul import choice, operands
 from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
-from pallas_kernels.operands import FLOATS, check
+from pallas_kernels.operands import FLOATS, check, dtype_name
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
@@ -190,6 +190,8 @@ def quantized_matmul(
     """
     if out_dtype is None:
         out_dtype = _codes_result(x, w) if isinstance(x, QTensor) else x.dtype
+    else:
+        out_dtype = dtype_name(_OP, "out_dtype", out_dtype, FLOATS)
     around = Around(
         jnp.dtype(out_dtype), bias, norm, residual, pending, swiglu, activation, low_rank
     )
@@ -372,8 +374,7 @@ def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     gamma, residual, pending = around.arrays
     fused = {"bias": around.bias, "norm's weight": gamma, "pending": pending, "residual": residual}
     check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
-    if around.out.name not in FLOATS:
-        raise ValueError(f"{_OP}: out_dtype {around.out} is not a float")
+    dtype_name(_OP, "out_dtype", around.out, FLOATS)
     if isinstance(x, QTensor):
         is_fused = around.norm is not None or around.residual is not None or around.swiglu
         operands.check_codes(x, w, is_fused)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
-from pallas_kernels.operands import check
+from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -44,9 +44,7 @@ def quantize_tokens(
     kernel that is not there.
     """
     check("quantize_tokens", _OPERANDS, x=x, scale=scale)
-    codes = jnp.dtype(dtype).name
-    if codes not in ("int8", "float8_e4m3fn"):
-        raise ValueError(f"quantize_tokens: dtype {codes!r} is not int8 or float8_e4m3fn")
+    codes = dtype_name("quantize_tokens", "dtype", dtype, ROW_CODES)
     if scale is not None:
         rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
         return QTensor(to_codes(x.astype(jnp.float32) / rows, codes), rows)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
-from pallas_kernels.operands import FLOATS, check
+from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -111,10 +111,8 @@ def rms_norm(
     kernel that is not there.
     """
     check("rms_norm", _OPERANDS, x=x, weight=weight, residual=residual)
-    codes = None if quantize is None else jnp.dtype(quantize).name
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    if out not in FLOATS:
-        raise ValueError(f"rms_norm: out_dtype {out} is not a float")
+    codes = None if quantize is None else dtype_name("rms_norm", "quantize", quantize, ROW_CODES)
+    out = dtype_name("rms_norm", "out_dtype", x.dtype if out_dtype is None else out_dtype, FLOATS)
     find = functools.partial(plan, "norm", x, codes or out, weight, residual, float(eps))
     found = choose_plan("rms_norm", implementation, find, x, residual, weight)
     call = _Call(float(eps), codes, out), found

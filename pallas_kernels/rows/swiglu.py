@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
-from pallas_kernels.operands import check
+from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -51,7 +51,7 @@ def swiglu(
     width = check("swiglu", {"gate_up": "float [..., 2F+]"}, gate_up=gate_up)["2F"]
     if width % 2:
         raise ValueError(f"swiglu: the last axis of gate_up {gate_up.shape} is not gate and up")
-    codes = None if quantize is None else jnp.dtype(quantize).name
+    codes = None if quantize is None else dtype_name("swiglu", "quantize", quantize, ROW_CODES)
     found = choose_plan("swiglu", implementation, lambda: _plan(gate_up, codes), gate_up)
     return _swiglu(chosen(found, implementation), (codes, found), gate_up)
 
