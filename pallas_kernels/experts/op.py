@@ -62,22 +62,22 @@ def grouped_matmul(
     gated: Gate | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The products of every token with its experts, summed by ``weights`` if they are given.
+    """Return the products of each token with its experts, summed by ``weights`` if they are given.
 
     Parameters
     ----------
-    x : Array [T, in] or [T, k, in]
-        float32, bfloat16 or float16.  With three axes each pair has a row of its own.
-    w : Array, QTensor or CpuWeight [E, out, in]
+    x : float [T, in] or [T, k, in]
+        float32, bfloat16 or float16. With three axes each pair of token and expert has its own row.
+    w : float, QTensor or CpuWeight [E, out, in]
         The experts' weights.
     experts : int32 [T, k]
-        Each token's experts.  Indices outside of [0, E) are clamped to it.
+        Each token's experts. Indices outside of [0, E) are clamped to it.
     weights : float [T, k], optional
         Weight of each pair in the token's sum.
     bias : float [E, out], optional
         Added in float32 before the gate.
     gated : "silu", "gelu", "gelu_tanh" or ClampedGate, optional
-        An expert's rows are gate, then up; the pair's result is ``activation(gate) * up``.
+        An expert's rows are gate, then up. The pair's result is ``activation(gate) * up``.
     implementation : "xla", "mosaic", "cpu" or None
         See ``pallas_kernels.dispatch``.
 
@@ -89,9 +89,9 @@ def grouped_matmul(
     Raises
     ------
     ValueError
-        Names the operand that does not fit.
+        Names the operand or option that does not fit.
     NotImplementedError
-        ``implementation`` names a kernel that is not there.
+        ``implementation`` names a kernel that cannot run the call.
 
     Notes
     -----

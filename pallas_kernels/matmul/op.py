@@ -163,30 +163,57 @@ def quantized_matmul(
     low_rank: LowRankTerm | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
+    """Return ``x`` times ``w`` transposed, with optional steps before and after the product.
 
-    bias: ``[N]``, added in float32 before the only cast.
-    out_dtype: x's dtype for float x; for a QTensor x the dtype of w.scale if that is 16 bits wide
-        (the compute dtype of a checkpoint), else float32.
-    norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
-    residual: of the result's shape and dtype, added last.
-    activation: "relu", "gelu", "gelu_tanh" (its approximation) or "silu" of the product with its
-        bias.  No kernel has one: the product comes in out_dtype, XLA computes the activation of it
-        in float32 and casts again.  ``explain`` says so in a line of its own.
-    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``,
-        with "silu" by default, "gelu" or "gelu_tanh".
-    pending: float32 or of x's dtype, of x's shape, to be added to x before the norm; the result is
-        then a pair, with the sum in x's dtype.
-    low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
-        factors ``[N_s, R]``), where the N_s rows of w from source to source get
-        ``inner[..., s R : s R + R] @ second[s].T``.  ``rows.low_rank`` makes inner.
+    Parameters
+    ----------
+    x : float or QTensor [..., K]
+        The rows. float32, bfloat16 or float16, or codes of ``quantize_tokens``.
+    w : float, QTensor or CpuWeight [N, K]
+        The weight.
+    bias : float [N], optional
+        Added in float32 before the only cast.
+    out_dtype : data-type, optional
+        Float dtype of the result. The default is x's. For a QTensor x it is the dtype of w.scale if
+        that has 16 bits, else float32.
+    norm : (float [K], float), optional
+        Weight and epsilon of an RMSNorm of x that comes first.
+    residual : [..., N], optional
+        Added last. It has the result's shape and dtype.
+    swiglu : bool
+        The rows of w are gate, then up. The result is ``activation(gate) * up``, ``[..., N / 2]``.
+    activation : str, optional
+        "relu", "gelu", "gelu_tanh" (its approximation) or "silu" of the product with its bias. With
+        ``swiglu`` the gate's: "silu" by default, "gelu" or "gelu_tanh".
+    pending : [..., K], optional
+        Added to x before ``norm``; float32 or x's dtype.
+    low_rank : (float [..., S R], S factors [N_s, R]), optional
+        With a QTensor x, added in float32 before the cast. The N_s rows of w from source s get
+        ``inner[..., s R : s R + R] @ second[s].T``. ``rows.low_rank`` makes inner.
+    implementation : "xla", "mosaic", "cpu" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    Array [..., N], or [..., N / 2] with ``swiglu``
+        The result in out_dtype. With ``pending`` a pair: the result, and the sum of x and pending
+        in x's dtype.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
-    Raises ValueError for shapes or dtypes that do not go together and for another activation,
-    NotImplementedError for ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers it.
+    No kernel has an activation without ``swiglu``. The product is then cast to out_dtype, and XLA
+    computes the activation in float32 and casts again. ``explain`` shows this.
     """
     if out_dtype is None:
         out_dtype = _codes_result(x, w) if isinstance(x, QTensor) else x.dtype
