@@ -84,7 +84,7 @@ class RopeConfig:
     rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "rope.")
         turning = self.rotary_dim or 0
         _require(
             turning >= 0 and turning % 2 == 0,
@@ -179,7 +179,7 @@ class GLAConfig:
     gate_bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "gla.")
         _require(
             self.use_output_gate or not self.gate_bias,
             "gla.gate_bias",
@@ -244,7 +244,7 @@ class DeltaConfig:
     beta_max: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "delta.")
         for key in ("n_heads", "n_k_heads", "d_k", "d_v"):
             _require(getattr(self, key) > 0, f"delta.{key}", getattr(self, key), "must be positive")
         _require(self.conv_size >= 0, "delta.conv_size", self.conv_size, "must not be negative")
@@ -360,7 +360,7 @@ class ExpertsConfig:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "experts.")
         for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
@@ -585,8 +585,7 @@ class ModelConfig:
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
-        _check_literals(self)
-        _require(isinstance(self.rope, RopeConfig), "rope", self.rope, "must be a RopeConfig")
+        _check_types(self)
         object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
@@ -849,6 +848,7 @@ class ModelConfig:
         )
 
     def to_dict(self) -> JsonObject:
+        """Return the fields as a nested dict of plain values, which ``from_dict`` reads."""
         fields = dataclasses.asdict(self)
         mixers = {kind: self.options_of(kind) for kind, _ in fields.pop("mixers")}
         return fields | ({"mixers": mixers} if mixers else {})
@@ -985,10 +985,12 @@ def _type_hints(cls: type) -> JsonObject:
     return typing.get_type_hints(cls)
 
 
-def _check_literals(instance: Any) -> None:
+def _check_types(instance: Any, prefix: str = "") -> None:
+    """Raise JaxLlamaError for a field of another type; lists become tuples, so it can be hashed."""
     for key, hint in _type_hints(type(instance)).items():
-        if typing.get_origin(hint) is Literal:
-            _convert(hint, getattr(instance, key), key)
+        if key != "mixers":  # options of kinds that are not known here
+            value = _convert(hint, getattr(instance, key), prefix + key)
+            object.__setattr__(instance, key, value)
 
 
 def _require(condition: bool, key: str, value: Any, why: str) -> None:

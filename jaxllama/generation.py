@@ -40,7 +40,7 @@ from jaxllama.decoding.forward import (
     verify,
 )
 from jaxllama.decoding.rows import Rows
-from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.decoding.sampling import Sampling, SamplingParams, sampling_rows
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.resident import loop_for, start
 from jaxllama.model import decoder, verification
@@ -226,8 +226,8 @@ def verify_step(
 ) -> tuple[jax.Array, Proposal]:
     """Return the logits of k + 1 new tokens per row in one pass, and a proposal for the cache.
 
-    The logits after each token are those of ``decode_step``, bit for bit those of a step of B *
-    (k+1) rows. ``commit`` makes a cache of the proposal.
+    The logits after each token are those of ``decode_step``, to the bit those of a step with
+    B (k + 1) rows. ``commit`` makes a cache of the proposal.
 
     Parameters
     ----------
@@ -354,7 +354,7 @@ def generate(
         The cache of B rows, with room for ``T + max_new_tokens - 1`` tokens. The model does not
         read the last token again.
     sampling : Sampling, sequence of Sampling, or SamplingParams
-        One for all rows, one per row, or the stacked form.
+        One for all rows, one per row, or the stacked form (``SamplingParams.stack``).
     key : jax.Array or int
         A PRNG key or a seed, for rows without a seed of their own.
     max_new_tokens : int
@@ -385,7 +385,7 @@ def generate(
     width = tokens.shape[1]
     check_room(cache, width + max_new_tokens - 1, f"tokens ({width} + {max_new_tokens} new - 1)")
     if not isinstance(sampling, SamplingParams):
-        given = [sampling] * tokens.shape[0] if isinstance(sampling, Sampling) else list(sampling)
+        given = sampling_rows(sampling, tokens.shape[0])
         sampling = SamplingParams.stack(given, cfg.vocab_size, key)
     stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
     stop_ids = jax.device_put(np.asarray(tuple(stops), np.int32))  # jnp would compile a program

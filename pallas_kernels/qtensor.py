@@ -145,7 +145,7 @@ class QTensor:
         return tree_bytes(self)
 
     def rows(self, index: jax.Array | np.ndarray | slice) -> QTensor:
-        """The same with its leading axes indexed: rows of a weight, or a slice of them."""
+        """Return the QTensor with its leading axes indexed: rows of a weight, or a slice."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
         return dataclasses.replace(self, **parts)

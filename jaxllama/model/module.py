@@ -53,8 +53,7 @@ from jaxllama.typing import Params, ParamsDict
 class RMSNorm(nn.Module):
     """RMSNorm over the last axis, of ``cfg.d_model`` features, with ``cfg.norm_eps``.
 
-    ``__call__`` takes and returns floats ``[..., d_model]`` of any dtype. JaxLlamaError if x has
-    another width or holds no floats.
+    ``__call__`` takes and returns floats ``[..., d_model]``.
     """
 
     cfg: ModelConfig
@@ -62,7 +61,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as the pure functions take them."""
+        """Return the norm's parameters by name, as the pure functions take them."""
         return declare(self, table_of(self.cfg)["norm"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -104,7 +103,7 @@ class SwiGLU(nn.Module):
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as the pure functions take them."""
+        """Return the feed-forward's parameters by name, as the pure functions take them."""
         return declare(self, table_of(self.own())["layer_0"]["mlp"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -154,12 +153,12 @@ class DecoderLayer(nn.Module):
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
-        """Return the state of ``batch`` rows without tokens; arguments as in ``jl.init_cache``."""
+        """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
         return init_cache(layer_config(self.cfg, self.index)[0], batch, max_len, dtype).layers[0]
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as ``decoder.block`` takes them."""
+        """Return the layer's parameters by name, as ``decoder.block`` takes them."""
         cfg, kind = layer_config(self.cfg, self.index)
         norm = RMSNorm if cfg.norm == "rms" else LayerNorm
         feed = SwiGLU if cfg.experts is None else MixtureOfExperts
@@ -208,10 +207,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A whole model: embedding, layers, last norm, head.
 
+    ``__call__`` returns hidden states, and ``logits`` their logits. Both options below are for
+    whole sequences. Decoding takes per-layer parameters; ``unstack_layers`` converts to them.
+
     scan: whether layers that are alike are one loop over stacked parameters (``stack_layers``). A
-    deep model then compiles as fast as a shallow one.  remat: whether the backward pass keeps only
-    each layer's input and recomputes the rest.  Both are for whole sequences.  Decoding takes
-    per-layer parameters; ``unstack_layers`` converts to them.
+        deep model then compiles as fast as a shallow one.
+    remat: whether the backward pass keeps only each layer's input and recomputes the rest.
     """
 
     cfg: ModelConfig
@@ -220,7 +221,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """All parameters, as ``decoder.forward`` takes them; with ``scan`` a stacked tree."""
+        """Return all parameters, as ``decoder.forward`` takes them; with ``scan`` stacked."""
         cfg = self.cfg.with_head_of(self.variables.get("params", {}))
         table = table_of(cfg)
         found = {"embed": ParameterTree(table["embed"], name="embed").tree()}

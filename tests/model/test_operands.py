@@ -95,6 +95,14 @@ def test_operands_of_another_type_or_shape_are_named(params, name, case):
             "max_new_tokens = 0: must be at least 1",
         ),
         (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, 0.7, 0, 2),
+            "sampling = 0.7: expected a Sampling, or one a row",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, [jl.Sampling()], 0, 2),
+            "sampling: 1 entries for 2 prompts",
+        ),
+        (
             lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 12),
             "row 0: 5 tokens and 12 new ones exceed the context of tiny, 16",
         ),

@@ -33,17 +33,17 @@ class MixerModule(nn.Module):
 
     @nn.nowrap
     def own(self) -> ModelConfig:
-        """The config of a model of this layer alone."""
+        """Return the config of a model that has only this layer."""
         return layer_config(self.cfg, self.index)[0].replace(layer_types=(self.kind,))
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
-        """Return the state of ``batch`` rows without tokens; arguments as in ``jl.init_cache``."""
+        """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
         return init_cache(self.own(), batch, max_len, dtype).layers[0]
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as the pure functions take them."""
+        """Return the layer's parameters by name, as the pure functions take them."""
         return declare(self, table_of(self.own())["layer_0"]["mixer"])
 
     def __call__(
