@@ -6,8 +6,8 @@ Contract: those two ops', where a row sees all keys up to its new token's own.  
 outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.  A norm of q's
 and k's heads may come first (``norm_heads``).
 
-For one or two rows of a 16-bit cache it is one kernel, and on a CPU one handler of float32 and its
-caches but int4; for all others it is those ops.
+For one or two rows of a 16-bit cache it is one kernel. On a CPU it is one handler for
+float32, with any cache but int4.  For all others it is those ops.
 """
 
 from __future__ import annotations

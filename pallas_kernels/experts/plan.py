@@ -1,6 +1,6 @@
 """How the Mosaic kernel computes a grouped product of few pairs: arithmetic only.
 
-Each pair of a token and an expert is a product of one row, so it is divided as ``few_rows`` divides
+Each pair of a token and an expert is a product of one row. It is divided as ``few_rows`` divides
 that product, over its share of the multiprocessors.  The plan is taken where its predicted time
 (``predict``) is shorter than that of XLA's shortest form.
 """

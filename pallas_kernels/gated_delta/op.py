@@ -6,15 +6,15 @@ per row and head: the state decays, what the key finds in it is erased by the sh
 the value is written.  g = log_decay <= 0 is one number a head (Gated DeltaNet) or one a key channel
 (Kimi Delta Attention); zeros give DeltaNet.  Value head h reads key head h // (H // Hk).
 
-Contract: any log_decay from 0 to -inf, mixed within a row, beta from 0 to 1 (to 2, for negative
-eigenvalues), keys of length at most one however alike, at any length: finite, and equal to the
-recursion, values and gradients; no exponential of a positive number is taken anywhere.  State and
-gates are float32.  With longer keys than ``sqrt(2 / beta)`` the recursion itself may grow.
+Contract: values and gradients are finite and equal to the recursion, at any length. This holds for
+any log_decay from 0 to -inf, mixed within a row, and beta from 0 to 1 (to 2, for negative
+eigenvalues). Keys have a length of at most one and may be alike. The op never takes the exponential
+of a positive number.  State and gates are float32.  With longer keys than ``sqrt(2 / beta)`` the
+recursion itself may grow.
 
 Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked`` in XLA, ``gated_delta.kernel`` on
-Hopper), ``gated_delta_step`` is one step (``gated_delta.step``, ``gated_delta.step_kernel``), and
-``gated_delta.reference`` holds the recursion itself and the fully
-parallel form.
+Hopper). ``gated_delta_step`` is one step (``gated_delta.step``, ``gated_delta.step_kernel``).
+``gated_delta.reference`` holds the recursion itself and the fully parallel form.
 
 Gradients reach q, k, v, log_decay, beta and initial_state, from o and from the final state.  The
 backward pass recomputes from the inputs and the state before each group of chunks.  Where

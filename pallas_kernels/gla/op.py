@@ -2,15 +2,16 @@
 
     S_t = exp(g_t)[:, None] * S_{t-1} + k_t v_t^T        o_t = scale * q_t S_t
 
-per row and head, with g = log_decay <= 0 one number per key channel.  Contract: any log_decay from
-0 to -inf, mixed within a row, at any length: finite, and equal to the recursion, values and
-gradients; no exponential of a positive number is taken anywhere.  State and gates are float32.
+per row and head, with g = log_decay <= 0 one number per key channel.  Contract: values and
+gradients are finite and equal to the recursion, for any log_decay from 0 to -inf, mixed within a
+row, at any length. The op never takes the exponential of a positive number.  State and gates are
+float32.
 
-Forms: ``gla`` is chunkwise (``gla.chunked`` in XLA, ``gla.kernel`` on Hopper), ``gla_step`` is one
-step of the recursion, and ``gla.reference`` holds the recursion itself and the fully parallel form.
+Forms: ``gla`` is chunkwise (``gla.chunked`` in XLA, ``gla.kernel`` on Hopper). ``gla_step`` is one
+step of the recursion. ``gla.reference`` holds the recursion itself and the fully parallel form.
 
 Gradients reach q, k, v, log_decay and initial_state, from o and from the final state.  The backward
-pass recomputes from the inputs and a state every 64 tokens or more, so memory is linear in T with
+pass recomputes from the inputs and a state every 64 tokens or more. So memory is linear in T, with
 no Dk * Dv factor per token.  Where exp(g) = 0 the gradient of log_decay is 0.
 
 Source: arXiv 2312.06635.  Left out: gates on value channels.

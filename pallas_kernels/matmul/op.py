@@ -28,11 +28,11 @@ model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own lay
 ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
 of 32.
 
-Gradients: for float x, with respect to x, bias, w.scale of floats of 16 bits or more, w.unit, a
-floating w.zero (or a plain w) and the fused operands; for QTensor x, with respect to both scales
-and bias.  Codes get none.  On an accelerator, the gradient of x is one product with the dequantized
-weight, in blocks of 512 MiB if it is larger.  Its operands have x's dtype and its sums are float32.
-On a CPU it goes by tiles, in float32.
+Gradients: a float x has them for x, bias, w.scale of floats of 16 bits or more, w.unit, a floating
+w.zero (or a plain w) and the fused operands. A QTensor x has them for both scales and bias.  Codes
+get none.  On an accelerator, the gradient of x is one product with the dequantized weight, in
+blocks of 512 MiB if it is larger.  Its operands have x's dtype and its sums are float32. On a CPU
+it goes by tiles, in float32.
 
 Leaves out: mixed pairs of dtypes other than with int4; scales that vary along K for quantized x; a
 residual after SwiGLU in one kernel.

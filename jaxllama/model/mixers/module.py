@@ -75,8 +75,8 @@ class MixerModule(nn.Module):
         Raises
         ------
         JaxLlamaError
-            If an array has another shape or dtype, if only one of ``state`` and ``start`` is given,
-            if the config lacks the mixer's options, or if it has no layer ``index``.
+            If an array has another shape or dtype, or only one of ``state`` and ``start`` is given.
+            Also if the config lacks the mixer's options or has no layer ``index``.
         """
         check_features(self.cfg, x, "[B, T, D]")
         cfg, params, mixer = self.own(), self.tree(), MIXERS[self.kind].mix

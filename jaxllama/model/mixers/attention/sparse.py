@@ -1,7 +1,7 @@
 """Attention that reads few of the values: FlexGen's top-k of V (arXiv 2303.06865, section 5).
 
-A query reads all keys of its row, and of the values those with the largest weights: ``heaviest``
-chooses by the keys, ``kept_values`` reads, and what it reads may come from elsewhere (``offload``).
+A query reads all keys of its row, and the values with the largest weights. ``heaviest`` chooses
+them by the keys. ``kept_values`` reads them, also from elsewhere (``offload``).
 """
 
 from __future__ import annotations
