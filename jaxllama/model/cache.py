@@ -182,8 +182,8 @@ def _empty(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype: str) -
 def init_pages(
     cfg: ModelConfig, rows: int, row_pages: int, pages: int, page: int, dtype: str
 ) -> Cache:
-    """An empty cache of ``rows`` rows of up to ``row_pages`` of the ``pages`` that they share, of
-    ``page`` tokens each; no row has one yet.  dtype: as of ``init_cache``, its name."""
+    """Return an empty cache of ``pages`` pages of ``page`` tokens, which ``rows`` rows share. A row
+    may have up to ``row_pages`` pages, and has none yet. dtype: as of ``init_cache``, its name."""
     width = cached_width(cfg, dtype)
     layers: list[LayerState] = []
     for kind in cfg.layer_types:

@@ -286,8 +286,8 @@ def forward(
     tokens: ``[B, T]``, right-padded; the first ``lengths[B]`` of a row are valid.
     cache: the tokens are appended to it.  With None they are whole sequences by themselves.  Tokens
     for which the cache has no room are left out, like padding.
-    total_lengths[B]: tokens of each row when the whole prompt is in, where a call is one chunk
-    of it (dynamic RoPE depends on it).
+    total_lengths[B]: tokens of each row after its whole prompt, if the call is one chunk of it.
+    Dynamic RoPE depends on it.
     sparse: which of these tokens read the share ``cfg.attn_sparsity`` of the cache's values:
     none (a prompt), all (a decode step), or bool ``[B, T]``.
     fresh: every row with tokens is empty; then a GPU need not ask the host how much there is to

@@ -62,8 +62,8 @@ def sparse_decode(
 def quotas(sparsity: float, capacity: int) -> np.ndarray:
     """Return ``int(sparsity * older)`` for 0 to ``capacity - 1`` older keys, int32 ``[capacity]``.
 
-    It is a table because the product must be Python's own, of doubles: in float32 450 of the 405504
-    products of hundredths and up to 4095 keys have another integer part.
+    It is a table because the product must be Python's own, of doubles. In float32, 450 of the
+    405504 products of hundredths and up to 4095 keys have another integer part.
     """
     return (sparsity * np.arange(capacity, dtype=np.float64)).astype(np.int32)
 
