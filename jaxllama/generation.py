@@ -367,7 +367,9 @@ def generate(
     Returns
     -------
     Rows
-        The new tokens, their log-probabilities and the cache.
+        ``tokens`` int32 ``[B, max_new_tokens]`` and ``logprobs`` float32 of this shape, of which
+        row b has the first ``counts[b]``. ``counts`` int32 ``[B]``, ``done`` bool ``[B]`` (whether
+        the row met a stop token), and ``cache``, the Cache with the tokens.
 
     Raises
     ------
