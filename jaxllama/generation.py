@@ -369,7 +369,7 @@ def generate(
     Rows
         ``tokens`` int32 ``[B, max_new_tokens]`` and ``logprobs`` float32 of this shape, of which
         row b has the first ``counts[b]``. ``counts`` int32 ``[B]``, ``done`` bool ``[B]`` (whether
-        the row met a stop token), and ``cache``, the Cache with the tokens.
+        the row met a stop token), and ``cache``, which does not hold a row's newest token yet.
 
     Raises
     ------
