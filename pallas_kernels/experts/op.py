@@ -79,13 +79,13 @@ def grouped_matmul(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The products of every token with its experts, summed by ``weights`` if they are given.
+    """Return the products of each token with its experts, summed by ``weights`` if they are given.
 
     Parameters
     ----------
-    x : Array [T, in] or [T, k, in]
-        float32, bfloat16 or float16.  With three axes each pair has a row of its own.
-    w : Array, QTensor or CpuWeight [E, out, in]
+    x : float [T, in] or [T, k, in]
+        float32, bfloat16 or float16. With three axes each pair of token and expert has its own row.
+    w : float, QTensor or CpuWeight [E, out, in]
         The experts' weights.
     experts : int32 [T, k]
         Each token's experts.  Without ``first``, indices outside of [0, E) are clamped to it.
@@ -94,7 +94,7 @@ def grouped_matmul(
     bias : float [E, out], optional
         Added in float32 before the gate.
     gated : "silu", "gelu", "gelu_tanh" or ClampedGate, optional
-        An expert's rows are gate, then up; the pair's result is ``activation(gate) * up``.
+        An expert's rows are gate, then up. The pair's result is ``activation(gate) * up``.
     first : int32 scalar, optional
         w holds the experts from ``first`` on, a device's share.  The product of a pair with another
         expert is zero, its bias too, and the kernels do not compute it.
@@ -111,9 +111,9 @@ def grouped_matmul(
     Raises
     ------
     ValueError
-        Names the operand that does not fit.
+        Names the operand or option that does not fit.
     NotImplementedError
-        ``implementation`` names a kernel that is not there.
+        ``implementation`` names a kernel that cannot run the call.
 
     Notes
     -----

@@ -1,6 +1,6 @@
 """Which Mosaic kernel computes a grouped product, and the division of one of few pairs.
 
-Each pair of a token and an expert is a product of one row, so it is divided as ``few_rows`` divides
+Each pair of a token and an expert is a product of one row. It is divided as ``few_rows`` divides
 that product, over its share of the multiprocessors.  ``many_pairs_plan`` plans the kernel of
 many pairs.  The plan with the shortest predicted time (``predict``) is taken, if that is shorter
 than the time of XLA's shortest form.

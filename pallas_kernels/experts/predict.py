@@ -3,10 +3,10 @@
     us = start + sum(costs * amounts)
 
 ``form_work`` says the amounts of a form.  Bytes count as microseconds of a copy at the device's
-rate, so a cost of 1 is a form that moves them as a copy does.  An H100 and an H200 took the same
-time where a form unpacks the int4 codes of chosen experts.  The multiprocessors bound that, and
-both cards have as many, so these bytes count at one rate on each.  ``device.Gpu.costs`` holds the
-costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
+rate. A form of cost 1 moves them as fast as a copy does.  An H100 and an H200 took the same time
+where a form unpacks the int4 codes of chosen experts.  The multiprocessors bound that, and both
+cards have as many, so these bytes count at one rate on each.  ``device.Gpu.costs`` holds the costs,
+which ``benchmarks.kernels.experts_fit`` fits to measured times.
 """
 
 from __future__ import annotations

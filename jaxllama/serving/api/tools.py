@@ -48,8 +48,8 @@ class Tools:
 def offered(body: Chat, template: str) -> Tools | None:
     """Return the tools of a chat, or None if the model is shown none.
 
-    Raises ApiError 400 for a template whose form of calls is unknown, for an invalid
-    ``tool_choice``, and for the choice of a tool that does not exist.
+    Raises ApiError 400 for a template whose form of calls is unknown and for an invalid
+    ``tool_choice``. Also for the choice of a tool that does not exist.
     """
     mode, chosen = _choice(body)
     if not body.tools:
