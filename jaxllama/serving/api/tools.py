@@ -68,7 +68,10 @@ def offered(body: Chat, template: str) -> Tools | None:
     allowed = tuple(functions[name] for name in chosen or functions)
     form = format_of(template)
     if form is None:
-        message = "tools: the model's chat template writes calls in a form that is not known here"
+        message = (
+            "tools: the model's chat template calls no functions, or in a form that is not known "
+            "here; response_format with a JSON schema works for every model"
+        )
         raise ApiError(400, message, param="tools", code="unsupported")
     only_one = body.parallel_tool_calls is False or mode == "function"
     earlier = sum(len(message.tool_calls or ()) for message in body.messages)
