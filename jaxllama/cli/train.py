@@ -80,6 +80,9 @@ def summary(result: TrainResult) -> JsonObject:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in timed),
         "mfu": last["mfu"] and statistics.median(row["mfu"] for row in timed),
     }
+    if "reward" in last:
+        rows["reward"] = last["reward"]
     if result.validation:
-        rows["validation_loss"] = result.validation[-1]["validation_loss"]
+        key = "validation_reward" if "reward" in last else "validation_loss"
+        rows[key] = result.validation[-1][key]
     return rows

@@ -263,23 +263,26 @@ class Engine:
         ----------
         params : dict
             Tree of the model's parameters, as ``LanguageModel.params`` before any layout: the same
-            paths, shapes and dtypes, quantized by the same scheme (``jl.quantize_params``). Leaves
-            go to the devices and the sharding of the leaves that they replace.
+            paths, shapes and dtypes, quantized by the same scheme (``jl.quantize_params``), with
+            the factors of the model's adapters, if it has any. Leaves go to the devices and the
+            sharding of the leaves that they replace.
 
         Raises
         ------
         JaxLlamaError
-            If a leaf differs in path, shape or dtype, and for offloaded models and models with
-            adapters. The engine then keeps its weights.
+            If a leaf differs in path, shape or dtype, for offloaded models, and for engines with
+            ``lora_slots``. The engine then keeps its weights.
         """
         if not isinstance(self.runner, Runner):
             raise JaxLlamaError("update_params: an offloaded model keeps its weights")
-        if self.runner.adapters:
-            raise JaxLlamaError("update_params: a model with adapters keeps its weights")
+        if self.runner.adapters is not None and self.runner.adapters.n_free:
+            raise JaxLlamaError("update_params: an engine with lora_slots keeps its weights")
         lm = replaced(self.lm, params)
         with self._stepping:
             self.lm = lm
             self.runner.params = lm.params
+            if self.runner.adapters is not None:
+                self.runner.adapters.params = lm.params
             self.scheduler.weights += 1
 
     def _slots(self) -> AdapterSlots:

@@ -100,7 +100,7 @@ def test_other_weights_are_refused_and_the_old_ones_stay():
             engine.update_params(wrong)
     assert answers(engine, "b")[0] == before
     adapted = Engine(model(), max_slots=1, max_len=32, lora_slots=1)
-    with pytest.raises(JaxLlamaError, match="a model with adapters keeps its weights"):
+    with pytest.raises(JaxLlamaError, match="an engine with lora_slots keeps its weights"):
         adapted.update_params(tree())
 
 
