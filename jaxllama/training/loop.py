@@ -178,6 +178,8 @@ def _run(
                 bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
             if isinstance(training, PackedRows) and training.cut:
                 bar.say(f"{training.cut} conversations are longer than a row and lose their end")
+            if config.rollout is not None and len(held_out) and not first:
+                log.validation(0, validate(setup, state["params"], held_out, mesh, fixed), bar)
             if shows and not first:
                 _sample(setup, state, fixed, data, _shown(training, held_out), run, 0, bar)
             bar.note("compiling")

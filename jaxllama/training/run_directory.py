@@ -106,7 +106,7 @@ class RunDirectory:
         key: "validation_loss", where less is better, or "validation_reward".
         """
         sign = -1.0 if key == "validation_reward" else 1.0
-        before = (sign * row[key] for row in self.rows() if key in row)
+        before = (sign * row[key] for row in self.rows() if key in row and row["step"])
         return sign * value < min(before, default=math.inf)
 
     def append(self, rows: Iterable[JsonObject]) -> None:
