@@ -17,7 +17,7 @@ from jaxllama.loading import load
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
-from jaxllama.training.adapters import first_adapters
+from jaxllama.training.adapters import first_adapters, with_magnitudes
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
@@ -117,6 +117,8 @@ def _begin_adapters(
     setup = TrainingSetup(config, model)
     _check(setup, data)
     adapters = jax.device_put(first_adapters(model, lora, config.seed))
+    if lora.dora:
+        adapters = with_magnitudes(model, lora, adapters, base)
     return setup, adapters, stack_layers(model, base) if config.scan else base
 
 

@@ -138,6 +138,9 @@ class LoraConfig:
     base : str or None
         Scheme of the frozen weights, such as "w4a16" or "nvfp4" (QLoRA, arXiv 2305.14314). It must
         leave activations in floats. None keeps the checkpoint's weights in ``dtype``.
+    dora : bool
+        Whether the magnitudes of the adapted weights' rows are trained apart from their directions
+        (DoRA, arXiv 2402.09353).
     merge : bool
         Whether the run also writes the whole model with its adapter added, in floats.
     """
@@ -146,6 +149,7 @@ class LoraConfig:
     alpha: float = 16.0
     targets: tuple[str, ...] = (ALL_PRODUCTS,)
     base: str | None = None
+    dora: bool = False
     merge: bool = False
 
     def __post_init__(self) -> None:
