@@ -117,6 +117,8 @@ class Sampler:
         for number in range(options.updates):
             if number:
                 new = self._scores(state["params"], fixed, tokens, found)
+            if options.sleep and not self._engine.asleep:
+                self._engine.sleep("drop")
             change, parts = coefficients(
                 goal, options.samples, options.importance_cap, new, answers
             )
@@ -166,6 +168,8 @@ class Sampler:
 
     def _refresh(self, params: ParamsDict, fixed: ParamsDict | None) -> None:
         self._engine.update_params(self._model(params, fixed).params)
+        if self._engine.asleep:
+            self._engine.wake()
 
     def _model(self, params: ParamsDict, fixed: ParamsDict | None) -> LanguageModel:
         """Return the model of the engine, which shares no array with the state."""

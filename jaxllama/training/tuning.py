@@ -251,6 +251,8 @@ class RolloutConfig:
     deterministic : bool
         Whether the engine's own log-probabilities are the policy's, to the bit
         (``training.policy``).
+    sleep : bool
+        Whether the engine frees its cache and its copy of the weights while the trainer updates.
     importance_cap : float
         Largest weight of a token for the difference between the sampler's and the trainer's
         log-probabilities; 0 gives every token the weight 1.
@@ -261,6 +263,7 @@ class RolloutConfig:
     updates: int = 1
     slots: int = 32
     deterministic: bool = False
+    sleep: bool = False
     importance_cap: float = 2.0
 
     def __post_init__(self) -> None:

@@ -268,5 +268,7 @@ def test_the_deterministic_policy_is_the_engine(folder):
     """The old log-probabilities are the sampled ones, and those after an update the engine's."""
     options = {"samples": 4, "max_new_tokens": 6, "updates": 2, "deterministic": True}
     result = train(config_of(folder, rollout=options), folder / "deterministic")
+    options["sleep"] = True
+    assert numbers(train(config_of(folder, rollout=options), folder / "slept")) == numbers(result)
     assert all(row["gap_max"] == row["gap_kl"] == 0 for row in result.metrics)
     assert all(np.isfinite(row["loss"]) for row in result.metrics)
