@@ -175,7 +175,7 @@ class Sampler:
         """Return the model of the engine, which shares no array with the state."""
         setup = self._setup
         tree, frozen = per_layer(params), None if fixed is None else per_layer(fixed)
-        if setup.config.lora is None:
+        if setup.config.lora is None and setup.config.dtype == "float32":  # a cast copies too
             tree = jax.tree.map(jnp.copy, tree)
         return samples.model_of(
             setup, tree, frozen, self._tokenizer, deterministic=self._rollout.deterministic
