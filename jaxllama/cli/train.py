@@ -85,10 +85,14 @@ def summary(result: TrainResult, keep_best: bool = False) -> JsonObject:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in timed),
         "mfu": last["mfu"] and statistics.median(row["mfu"] for row in timed),
     }
+    if "reward" in last:
+        rows["reward"] = last["reward"]
     if result.validation:
+        key = "validation_reward" if "reward" in last else "validation_loss"
         written = result.validation[-1]
         if keep_best:
-            written = min(result.validation, key=lambda row: row["validation_loss"])
+            best = max if "reward" in last else min
+            written = best(result.validation, key=lambda row: row[key])
             rows["best_step"] = written["step"]
-        rows["validation_loss"] = written["validation_loss"]
+        rows[key] = written[key]
     return rows

@@ -134,6 +134,7 @@ class BlockScheduler(Scheduler):
         refused = {
             "grammar": request.grammar is not None,
             "allowed_token_ids": request.allowed_token_ids is not None,
+            "forced": request.forced is not None,
             "min_tokens": request.min_tokens > 0,
             "logprobs": bool(request.logprobs),
         }

@@ -436,7 +436,7 @@ def _read_folded(
     source: TensorSource,
     start: int,
     out: np.ndarray,
-    added: tuple[np.ndarray, np.ndarray] | None,
+    added: tuple[np.ndarray, ...] | None,
 ) -> bool:
     """Read folded rows of a tensor, some whole heads at once; else as ``_read_slice``.
 
@@ -455,6 +455,9 @@ def _read_folded(
         rows = rows * np.float32(source.scale) + np.float32(source.offset)
         if added is not None:
             rows += added[1][row : row + n] @ added[0]
+            if len(added) > 2:  # DoRA's magnitudes
+                norms = np.linalg.norm(rows, axis=1, keepdims=True)
+                rows *= added[2][row : row + n, None] / norms
         begin, end = max(start, row * width), min(stop, (row + n) * width)
         part = out[begin - start : end - start]
         with np.errstate(over="ignore", invalid="ignore"):
