@@ -395,7 +395,7 @@ class Engine:
     def _admitted(self, newcomers: list[Sequence]) -> None:
         now = time.monotonic()
         for sequence in newcomers:
-            if not sequence.output:
+            if not sequence.admitted:
                 self.counts["prefix_hit_tokens"] += sequence.cached
                 self._observe("queue", now - sequence.submitted)
                 sequence.admitted = now
@@ -410,7 +410,9 @@ class Engine:
             self._blame(live, error)
             return
         n_tokens = len(news["tokens"])
-        is_first = n_tokens == len(live.sequence.output)
+        if not n_tokens:  # all of them are the listener's already
+            return
+        is_first = live.first_time is None
         seconds, live.last_time = now - live.last_time, now
         self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
         if is_first:
@@ -482,12 +484,25 @@ class Engine:
         self.arrivals += 1
         self.counts["prompt_tokens"] += len(request.prompt)
         live = self._follow(sequence, on_event, matcher, with_text)
+        if request.begun and self._recomputes:
+            live.to_skip = len(request.begun)
+        elif request.begun:
+            live.begin(request.begun)
         try:
             if self.adapters is not None:
                 self.adapters.number(request.adapter)
             self.scheduler.add(sequence)
         except JaxLlamaError as error:  # the request could run when it was submitted
             self._tell_end(live, "error", error=error)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the tokens of ``Request.begun`` are generated again.
+
+        A block's rows begin with their prompts, and a deterministic model prefills tokens in other
+        programs than those that generate them.
+        """
+        return self.options.deterministic or not isinstance(self.runner, Runner)
 
     def _follow(
         self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None, with_text: bool

@@ -99,6 +99,9 @@ class Request:
         Whether the text ends with the stop string or the stop token's text.
     cache_salt : str
         Requests share cached prompt prefixes only with requests that have the same salt.
+    begun : sequence of int
+        First tokens of the answer, from an engine that did not finish it. The Events have only the
+        tokens after them. They count toward max_new_tokens and min_tokens.
 
     Raises
     ------
@@ -123,9 +126,11 @@ class Request:
     allowed_token_ids: tuple[int, ...] | None = None
     include_stop: bool = False
     cache_salt: str = ""
+    begun: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        object.__setattr__(self, "begun", tuple(int(token) for token in self.begun))
         ends = tuple(int(token) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ends)
         if self.allowed_token_ids is not None:
@@ -148,6 +153,11 @@ class Request:
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise JaxLlamaError(
                 f"min_tokens = {self.min_tokens}: must be from 0 to max_new_tokens = "
+                f"{self.max_new_tokens}"
+            )
+        if self.begun and len(self.begun) >= self.max_new_tokens:
+            raise JaxLlamaError(
+                f"begun has {len(self.begun)} tokens: must be fewer than max_new_tokens = "
                 f"{self.max_new_tokens}"
             )
         if "" in self.stop:
