@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
+from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
 from jaxllama.cli.config_file import OPTION
@@ -21,6 +23,11 @@ from jaxllama.cli.domains import (
 from jaxllama.cli.gpu_memory import gpu_share
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
+
+if TYPE_CHECKING:
+    from jaxllama.language_model import LanguageModel
+    from jaxllama.serving.http.process import ServeOptions
+    from jaxllama.serving.ray.options import ClusterOptions
 
 # The engine's sizes that are rarely changed: (option, help). By default the engine chooses.
 ENGINE = (
@@ -116,6 +123,22 @@ def take_memory() -> None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_share())
 
 
+def ray_options(sub: Parser) -> None:
+    group = sub.add_argument_group("several hosts", "engines on a Ray cluster (extra ray)")
+    group.add_argument(
+        "--ray",
+        type=filled,
+        metavar="ADDRESS",
+        help="address of the cluster's head node, auto for the cluster of this host",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=COUNT,
+        metavar="N",
+        help="with --ray: engines by load, from --replicas to N",
+    )
+
+
 def options(sub: Parser) -> None:
     # ``config_file`` puts the file's options into its place before the words are parsed.
     sub.add_argument(
@@ -143,6 +166,7 @@ def options(sub: Parser) -> None:
         metavar="N",
         help="engines, each with the model on a device of its own (default %(default)s)",
     )
+    ray_options(sub)
     sub.add_argument(
         "--api-key",
         action="append",
@@ -234,16 +258,51 @@ def options(sub: Parser) -> None:
     common.cache_options(sub, "--prefill-chunk")
 
 
+def load_on_cluster(args: argparse.Namespace, folder: str) -> LanguageModel:
+    """Load the model in a process of a cluster; relative paths begin at ``folder``, if it exists
+    on that host."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    take_memory()
+    return common.load(args)
+
+
+def cluster_of(args: argparse.Namespace) -> ClusterOptions:
+    """Return the options of ``--ray``. Raises JaxLlamaError for others that it excludes."""
+    from jaxllama.parallel.mesh import mesh_sizes
+    from jaxllama.serving.ray.options import ClusterOptions
+
+    devices = 1 if args.mesh is None else math.prod(mesh_sizes(args.mesh))
+    most = args.max_replicas or args.replicas
+    return ClusterOptions(args.ray, args.replicas, most, devices)
+
+
+def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
+    if args.api_servers > 1:
+        raise JaxLlamaError("--api-servers: on a Ray cluster one actor speaks HTTP")
+    if args.lora_slots:
+        raise JaxLlamaError("--lora-slots: engines on a Ray cluster load no adapters at run time")
+    cluster = cluster_of(args)
+    from jaxllama.serving.ray.driver import serve
+    from jaxllama.serving.ray.replica import StartEngine
+
+    load = functools.partial(load_on_cluster, _plain(args), os.getcwd())
+    serve(options, cluster, StartEngine(load, options.engine))
+
+
 def run(args: argparse.Namespace) -> None:
+    if args.max_replicas is not None and args.ray is None:
+        raise JaxLlamaError("--max-replicas needs --ray: the cluster that adds them")
     if args.replicas > 1 and args.policy is not None:
         raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
-    if args.replicas > 1 and args.mesh is not None:
+    if args.replicas > 1 and args.mesh is not None and args.ray is None:
         raise JaxLlamaError("--replicas: each has one device, so --mesh has no use beside it")
     if args.replicas > 1 and args.lora_slots:
         raise JaxLlamaError("--lora-slots: several replicas load no adapters at run time")
     from jaxllama.serving.http.process import ServeOptions, serve
 
-    take_memory()
+    if args.ray is None:
+        take_memory()
     engine = engine_of(args)
     if args.max_lora_rank is not None and not args.lora_slots:
         raise JaxLlamaError("--max-lora-rank needs --lora-slots: the adapters that it bounds")
@@ -267,4 +326,7 @@ def run(args: argparse.Namespace) -> None:
         args.ssl_certfile,
         args.ssl_keyfile,
     )
-    serve(options, functools.partial(common.load, _plain(args)))
+    if args.ray is not None:
+        _run_on_ray(args, options)
+    else:
+        serve(options, functools.partial(common.load, _plain(args)))
