@@ -104,11 +104,11 @@ def engine_of(args: argparse.Namespace) -> Options:
     named += ["memory_share", "prefix_cache", "deterministic", "draft_tokens"]
     engine |= {name: getattr(args, name) for name in named}
     if args.draft is not None:
-        engine["draft"] = functools.partial(common.proposer, _plain(args))
+        engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}
 
 
-def _plain(args: argparse.Namespace) -> argparse.Namespace:
+def plain(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments without the parser, which cannot be sent to replicas."""
     own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
     return argparse.Namespace(**own)
@@ -273,8 +273,9 @@ def cluster_of(args: argparse.Namespace) -> ClusterOptions:
     from jaxllama.serving.ray.options import ClusterOptions
 
     devices = 1 if args.mesh is None else math.prod(mesh_sizes(args.mesh))
-    most = args.max_replicas or args.replicas
-    return ClusterOptions(args.ray, args.replicas, most, devices)
+    replicas = args.replicas or 1
+    most = args.max_replicas or replicas
+    return ClusterOptions(args.ray, replicas, most, devices)
 
 
 def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
@@ -286,13 +287,13 @@ def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
     from jaxllama.serving.ray.driver import serve
     from jaxllama.serving.ray.replica import StartEngine
 
-    load = functools.partial(load_on_cluster, _plain(args), os.getcwd())
+    load = functools.partial(load_on_cluster, plain(args), os.getcwd())
     serve(options, cluster, StartEngine(load, options.engine))
 
 
 def run(args: argparse.Namespace) -> None:
     if args.max_replicas is not None and args.ray is None:
-        raise JaxLlamaError("--max-replicas needs --ray: the cluster that adds them")
+        raise JaxLlamaError("--max-replicas needs --ray: the cluster that has them")
     if args.replicas > 1 and args.policy is not None:
         raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
     if args.replicas > 1 and args.mesh is not None and args.ray is None:
@@ -329,4 +330,4 @@ def run(args: argparse.Namespace) -> None:
     if args.ray is not None:
         _run_on_ray(args, options)
     else:
-        serve(options, functools.partial(common.load, _plain(args)))
+        serve(options, functools.partial(common.load, plain(args)))

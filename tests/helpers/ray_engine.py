@@ -1,23 +1,33 @@
 """An engine without a model for replicas on Ray: ``ROWS`` rows at once, ``STEP`` seconds a step.
 
     start(step) -> a picklable function for ``EngineReplica``
+    python -m tests.helpers.ray_engine ADDRESS REPLICAS STEP IN OUT      a batch on a cluster
 
 Its tokens follow from the prompt and the seed (``fake_engine.letters``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
+
+from starlette.types import ASGIApp
 
 from jaxllama.engine.request import EngineClosed, Event, FinishReason, QueueFull, Request
 from jaxllama.engine.stats import EngineStats
+from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.http.server import ServerSettings, application
+from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.facts import ModelFacts
+from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.replicas import Sizes
 from jaxllama.serving.ray.replica import Observe, Started
 from tests.helpers.fake_engine import Row, letters
@@ -104,3 +114,31 @@ def _start(step: float, observe: Observe) -> Started:
 
 def start(step: float = STEP) -> Callable[[Observe], Started]:
     return functools.partial(_start, step)
+
+
+@contextlib.contextmanager
+def open_app(step: float) -> Generator[ASGIApp]:
+    """The application over such an engine, for batches."""
+    engine, facts, passes = start(step)(lambda name, seconds: None)
+    metrics = Metrics("tiny")
+    metrics.watch(engine)
+    hub = Hub(engine, passes, metrics, None)
+    client = link.local(hub, facts.tokenizer, facts.config.eos_token_ids)
+    yield application(facts, client, ServerSettings("tiny", 4096), 256)
+    engine.stop()
+    hub.close()
+
+
+def main() -> None:
+    """Answer a batch on a cluster: ADDRESS REPLICAS STEP IN OUT."""
+    from jaxllama.serving.ray import batch
+    from jaxllama.serving.ray.options import ClusterOptions
+
+    address, replicas, step, source, target = sys.argv[1:]
+    cluster = ClusterOptions(address, int(replicas), int(replicas))
+    app = functools.partial(open_app, float(step))
+    print(batch.run(cluster, "tiny", app, Path(source), Path(target), 2 * ROWS, show=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,9 +4,9 @@
 
 The cluster's nodes have jaxllama with the extra ``ray`` and see the model under the same path. The
 address, the port and the certificate are those of Serve's proxy on the head node. A Serve instance
-that runs already keeps its own. SIGTERM removes the application: the requests in flight have
-``drain_timeout`` seconds. If this process is killed, the application goes on, and the next
-``serve --ray`` replaces it. Logs are Ray's (``ray logs``).
+that runs already keeps its own. SIGTERM removes the application, and Serve too if it has no
+other one. The requests in flight have ``drain_timeout`` seconds. If this process is killed, the
+application goes on, and the next ``serve --ray`` replaces it. Logs are Ray's (``ray logs``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -29,35 +29,12 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.http.process import ServeOptions, model_name, url_of
 from jaxllama.serving.http.server import ServerSettings
 from jaxllama.serving.ray.app import ReplicaPool, application_of
+from jaxllama.serving.ray.cluster import connect, resources_of
 from jaxllama.serving.ray.options import ClusterOptions
 from jaxllama.serving.ray.replica import Observe, Started
 
 NAME = "jaxllama"  # of the application
 ANSWERS = 30.0  # seconds for the proxy to answer
-
-
-def connect(address: str) -> None:
-    """Connect this process to a cluster. Raises JaxLlamaError if there is none."""
-    try:
-        ray.init(address, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise JaxLlamaError(f"--ray {address}: no Ray cluster answers there: {reason}") from None
-
-
-def resources_of(cluster: ClusterOptions) -> Mapping[str, float]:
-    """Return the resources of a replica. Raises JaxLlamaError if the cluster has too few."""
-    total = ray.cluster_resources()
-    wanted = cluster.resources
-    if wanted is None:
-        wanted = {"GPU": cluster.devices} if total.get("GPU") else {"CPU": 1}
-    for name, number in wanted.items():
-        if total.get(name, 0) < number * cluster.replicas:
-            raise JaxLlamaError(
-                f"--replicas = {cluster.replicas}: the cluster has {total.get(name, 0):g} {name}, "
-                f"and a replica takes {number:g}"
-            )
-    return wanted
 
 
 def serve(
@@ -111,6 +88,8 @@ def serve(
         raise JaxLlamaError(f"--ray: {_reason(error)}") from None
     finally:
         ray_serve.delete(NAME)
+        if not ray_serve.status().applications:
+            ray_serve.shutdown()
         ray.shutdown()
 
 
