@@ -139,6 +139,16 @@ def ray_options(sub: Parser) -> None:
     )
 
 
+def hosts_option(sub: Parser) -> None:
+    sub.add_argument(
+        "--hosts-per-replica",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="with --ray and --mesh: hosts over which the mesh of each engine spreads",
+    )
+
+
 def options(sub: Parser) -> None:
     # ``config_file`` puts the file's options into its place before the words are parsed.
     sub.add_argument(
@@ -167,6 +177,7 @@ def options(sub: Parser) -> None:
         help="engines, each with the model on a device of its own (default %(default)s)",
     )
     ray_options(sub)
+    hosts_option(sub)
     sub.add_argument(
         "--api-key",
         action="append",
@@ -273,9 +284,14 @@ def cluster_of(args: argparse.Namespace) -> ClusterOptions:
     from jaxllama.serving.ray.options import ClusterOptions
 
     devices = 1 if args.mesh is None else math.prod(mesh_sizes(args.mesh))
+    hosts: int = getattr(args, "hosts_per_replica", 1)
+    if hosts > 1 and devices % hosts:
+        raise JaxLlamaError(
+            f"--hosts-per-replica = {hosts}: --mesh has {devices} devices, the same number on each"
+        )
     replicas = args.replicas or 1
     most = args.max_replicas or replicas
-    return ClusterOptions(args.ray, replicas, most, devices)
+    return ClusterOptions(args.ray, replicas, most, devices // hosts, hosts)
 
 
 def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
@@ -285,15 +301,21 @@ def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
         raise JaxLlamaError("--lora-slots: engines on a Ray cluster load no adapters at run time")
     cluster = cluster_of(args)
     from jaxllama.serving.ray.driver import serve
+    from jaxllama.serving.ray.hosts import StartOnHosts
     from jaxllama.serving.ray.replica import StartEngine
 
     load = functools.partial(load_on_cluster, plain(args), os.getcwd())
-    serve(options, cluster, StartEngine(load, options.engine))
+    if cluster.hosts > 1:
+        serve(options, cluster, StartOnHosts(load, options.engine, cluster.hosts))
+    else:
+        serve(options, cluster, StartEngine(load, options.engine))
 
 
 def run(args: argparse.Namespace) -> None:
     if args.max_replicas is not None and args.ray is None:
         raise JaxLlamaError("--max-replicas needs --ray: the cluster that has them")
+    if args.hosts_per_replica > 1 and (args.ray is None or args.policy is not None):
+        raise JaxLlamaError("--hosts-per-replica needs --ray and --mesh, without --policy")
     if args.replicas > 1 and args.policy is not None:
         raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
     if args.replicas > 1 and args.mesh is not None and args.ray is None:

@@ -28,8 +28,8 @@ more step, which is not read. A row under a grammar waits for its own results wh
 leaves a choice.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: each device holds its heads of
-every cache. An offloaded model (``offload``) runs in ``blocks``. Left out: several processes behind
-one engine, beam search.
+every cache. On a mesh of several processes each has an engine (``lockstep``). An offloaded model
+(``offload``) runs in ``blocks``. Left out: beam search.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.admission import Admission
 from jaxllama.engine.grammar import Matcher, NextTokens
 from jaxllama.engine.inbox import Inbox
+from jaxllama.engine.lockstep import Ended, StepInput, Submitted
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, checked_names
 from jaxllama.engine.output import OnEvent, RequestOutput
 from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
@@ -126,6 +127,8 @@ class Engine:
     ----------
     failure
         The error that ended the engine; None while it works.
+    on_step
+        Called before each step with its input, on the engine's thread (``engine.lockstep``).
 
     Raises
     ------
@@ -144,6 +147,7 @@ class Engine:
         checked_names(options)
         self.lm = lm
         self.failure: str | None = None
+        self.on_step: Callable[[StepInput], None] | None = None
         draft = draft(lm) if callable(draft) else draft
         if lm.executor.block_size is not None:
             options |= {} if draft is None else {"draft": draft}
@@ -320,9 +324,12 @@ class Engine:
         """Do one step; return False if there was nothing to do."""
         with self._stepping:
             began = time.monotonic()
-            self._take_inbox()
+            taken = self._take_inbox()
             self._free_adapters()
             overdue = list(self.scheduler.overdue(began))
+            if self.on_step is not None:
+                ends = [Ended(sequence.request.id, reason) for sequence, reason in overdue]
+                self.on_step(StepInput(self.steps, (*taken, *ends)))
             for sequence, reason in overdue:
                 self._end_from_outside(sequence.request.id, reason)
             if not self.live:
@@ -461,12 +468,17 @@ class Engine:
 
     # Input, taken by a step
 
-    def _take_inbox(self) -> None:
+    def _take_inbox(self) -> list[Submitted | Ended]:
+        """Take the requests and ends that wait, and return them."""
+        taken: list[Submitted | Ended] = []
         for kind, entry in self._inbox.take():
             if kind == "submit":
+                taken.append(Submitted(entry[0], entry[-1]))
                 self._add(*entry)
             elif entry[0] in self.live:
+                taken.append(Ended(*entry))
                 self._end_from_outside(*entry)
+        return taken
 
     def _end_from_outside(self, request_id: str, reason: FinishReason) -> None:
         reason = reason if self.live[request_id].error is None else "error"

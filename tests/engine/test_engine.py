@@ -21,6 +21,7 @@ from jaxllama.config import RopeConfig
 from jaxllama.engine import runner
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.grammar import Matcher
+from jaxllama.engine.lockstep import Ended, StepInput, Submitted
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, default_cache_dtype
 from jaxllama.engine.programs import (
     KEPT,
@@ -384,6 +385,23 @@ def test_what_runs_shares_the_pages_of_a_common_beginning():
         check_answer("llama", request, events[request.id])
         assert events[request.id][-1].cached_tokens == 64
     assert eng.stats().preemptions == 0
+
+
+def test_a_step_tells_what_it_takes(monkeypatch):
+    """``engine.lockstep`` repeats it in other processes."""
+    eng, steps = engine("llama"), []
+    monkeypatch.setattr(eng, "on_step", steps.append)
+    first, late = Request("first", (5, 6), 9), Request("late", (5,), 9, deadline=1e-6)
+    eng.submit(first, lambda event: None)
+    eng.submit(late, lambda event: None, with_text=False)
+    before = eng.steps
+    eng.step()
+    eng.cancel("first")
+    while eng.step():
+        pass
+    taken = (Submitted(first, True), Submitted(late, False), Ended("late", "deadline"))
+    assert steps[0] == StepInput(before, taken)
+    assert [entry for step in steps[1:] for entry in step.entries] == [Ended("first", "cancelled")]
 
 
 @pytest.mark.core

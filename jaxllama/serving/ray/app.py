@@ -55,9 +55,10 @@ class ReplicaPool:
 
     replicas, most: the least and the largest number; Serve chooses between them by the requests in
     flight, ``slots`` for each. slots, max_queue: requests that an engine runs and that wait in it.
-    resources: Ray's resources of a replica, "CPU" and "GPU" by these names. up, down: seconds of
-    more or less load before Serve adds or removes a replica. drain: seconds that a removed one has
-    for its requests.
+    resources: Ray's resources of a replica on each of its hosts, "CPU" and "GPU" by these names.
+    hosts: number of hosts of a replica (``hosts.StartOnHosts``). up, down: seconds of more or less
+    load before Serve adds or removes a replica. drain: seconds that a removed one has for its
+    requests.
     """
 
     replicas: int
@@ -65,6 +66,7 @@ class ReplicaPool:
     slots: int
     max_queue: int
     resources: Mapping[str, float]
+    hosts: int = 1
     up: float = 10.0
     down: float = 300.0
     drain: float = 30.0
@@ -85,6 +87,9 @@ class ReplicaPool:
                 look_back_period_s=max(self.up, 1.0),
             )
             number = {"autoscaling_config": scaling}
+        if self.hosts > 1:
+            number["placement_group_bundles"] = [dict(self.resources)] * self.hosts
+            number["placement_group_strategy"] = "STRICT_SPREAD"
         return number | {
             "name": "engine",
             "ray_actor_options": actor,

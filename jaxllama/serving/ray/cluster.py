@@ -26,9 +26,12 @@ def resources_of(cluster: ClusterOptions) -> Mapping[str, float]:
     if wanted is None:
         wanted = {"GPU": cluster.devices} if total.get("GPU") else {"CPU": 1}
     for name, number in wanted.items():
+        number *= cluster.hosts
         if total.get(name, 0) < number * cluster.replicas:
             raise JaxLlamaError(
                 f"--replicas = {cluster.replicas}: the cluster has {total.get(name, 0):g} {name}, "
                 f"and a replica takes {number:g}"
             )
+    if cluster.hosts > len([node for node in ray.nodes() if node["Alive"]]):
+        raise JaxLlamaError(f"--hosts-per-replica = {cluster.hosts}: more than the cluster's nodes")
     return wanted

@@ -63,6 +63,7 @@ def serve(
         options.engine.get("max_slots") or EngineOptions().max_slots,
         options.engine.get("max_queue") or EngineOptions().max_queue,
         resources_of(cluster),
+        cluster.hosts,
         drain=options.drain_timeout,
     )
     port = options.port or _free_port(options.host)

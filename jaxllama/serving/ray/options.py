@@ -13,7 +13,8 @@ class ClusterOptions:
     """A Ray cluster and the replicas on it.
 
     address: as for ``ray.init``, "auto" for the cluster of this host. replicas, most: the least and
-    the largest number of replicas. resources: Ray's resources of a replica; by default
+    the largest number of replicas. hosts: number of hosts of a replica. devices: of a replica on
+    each of its hosts. resources: Ray's resources of a replica on each of its hosts; by default
     ``devices`` GPUs if the cluster has GPUs, and otherwise a CPU.
     """
 
@@ -21,6 +22,7 @@ class ClusterOptions:
     replicas: int = 1
     most: int = 1
     devices: int = 1
+    hosts: int = 1
     resources: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:

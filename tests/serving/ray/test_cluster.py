@@ -6,6 +6,7 @@ Needs the extra ``ray``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -26,8 +27,10 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+import jaxllama as jl
 from jaxllama.serving.http.server import ServerSettings
 from jaxllama.serving.ray.app import ReplicaPool, application_of
+from jaxllama.serving.ray.hosts import StartOnHosts
 from tests.helpers.http_server import chunks_of, client, tiny_checkpoint, wait_until
 from tests.helpers.http_server import serve as model_server
 from tests.helpers.ray_engine import ROWS, start
@@ -264,3 +267,32 @@ def test_replicas_follow_the_load(cluster):
         for one in asked:
             one.result()
         wait_until(lambda: slots(http) == ROWS)
+
+
+def test_a_replica_over_two_hosts_and_the_end_of_one(cluster, tmp_path):
+    """A mesh over both nodes: the tokens of one process, also after the second one was killed."""
+    serve.shutdown()
+    wait_until(lambda: ray.available_resources().get("CPU") == 2)
+    folder = tiny_checkpoint(tmp_path) / "tiny"
+    options = {"max_slots": 4, "max_len": 512, "prefill_chunk": 16}
+    load = functools.partial(jl.load, folder, mesh="model=2")
+    pool = ReplicaPool(1, 1, 4, 256, {"CPU": 1}, hosts=2)
+    application = application_of(ServerSettings("tiny", 0), pool, StartOnHosts(load, options, 2))
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    serve.run(application, name="jaxllama", route_prefix="/")
+    prompts = ["ab", "the second", "c" * 50, "again", "five", "six"]
+    lm = jl.load(folder)
+    n = 400
+    asked = [{**BODY, "prompt": prompt, "max_tokens": n, "temperature": 0} for prompt in prompts]
+    want = [each.text for each in lm.generate(prompts, max_new_tokens=n, ignore_eos=True)]
+    with client(url) as http, ThreadPoolExecutor(6) as threads:
+        assert [text_of(one) for one in threads.map(lambda b: streamed(url, b), asked)] == want
+        began = threading.Event()
+        again = [threads.submit(streamed, url, body, began) for body in asked]
+        assert began.wait(60)
+        [other] = processes(os.getpid(), "ray::Follower")
+        os.kill(other, signal.SIGKILL)
+        assert [text_of(one.result()) for one in again] == want
+        assert http.post("/v1/embeddings", json={"model": "tiny", "input": "a"}).status_code == 400
+    serve.shutdown()
