@@ -168,6 +168,7 @@ class Engine:
         self._stats = self._count()
         self._inbox = Inbox()
         self._stepping = threading.RLock()
+        self._is_warm = False
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[], None]] = []
 
@@ -559,6 +560,7 @@ class Engine:
         """Compile every program in every shape. Requests in flight stay as they are."""
         with self._stepping:
             self.runner.warm_up()
+            self._is_warm = True
             self.compiled = self.runner.compiled_programs()
             self._stats = self._count()
 
@@ -588,7 +590,8 @@ class Engine:
         """Start the engine's thread, once the programs of a first request are compiled."""
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
-        self.warm_up_behind()
+        if not self._is_warm:
+            self.warm_up_behind()
         self._thread = threading.Thread(target=self._loop, name="jaxllama-engine", daemon=True)
         self._thread.start()
 

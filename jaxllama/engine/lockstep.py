@@ -3,11 +3,11 @@
     engine.on_step = send                    in the first process, before ``engine.start()``
     follow(engine, step)                     in each other process, for each step in order
 
-A mesh over several hosts needs the same programs in the same order in all processes. What an engine
-does follows from its requests and from the steps that take them, so the others only need to know
-those (``StepInput``, picklable). Each process has an engine of the same model and options, all of
-whose programs are compiled (``warm_up``). Deadlines are the first process's: it names the requests
-that it ends.
+Contract. A mesh over several hosts needs the same programs in the same order in all processes. The
+requests, and the steps that take them, decide everything that an engine does. So the others only
+need to know those (``StepInput``, picklable). Each process has an engine of the same model and
+options, whose programs are all compiled (``warm_up``). The first process alone looks at deadlines,
+and names the requests that it ends.
 
 Left out: passes beside the engine, adapters and weights that change while it runs.
 """

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -30,6 +30,7 @@ from starlette.types import ASGIApp
 
 from jaxllama.engine.journal import Journal
 from jaxllama.engine.request import Request
+from jaxllama.errors import JaxLlamaError
 from jaxllama.serving import logs
 from jaxllama.serving.api.keys import Quotas
 from jaxllama.serving.api.metrics import Metrics
@@ -39,7 +40,7 @@ from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.replicas import About
 from jaxllama.serving.ray.engine import PooledEngine, ReplicaLost
-from jaxllama.serving.ray.replica import EngineReplica, Observe, Report, Started
+from jaxllama.serving.ray.replica import EngineReplica, Observe, ReplicaReport, Started
 from jaxllama.serving.ray.router import PrefixRouter
 
 HEAD = {"node:__internal_head__": 0.001}  # the resource that every head node has
@@ -123,11 +124,11 @@ class ServePool:
         with _losses():
             return await self._handle.forward.remote(name, list(arguments))
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[ReplicaReport]:
         asked = self._handle.broadcast("report")
         with _losses():
             found = await asked.results_async(timeout_s=REPORTS, return_exceptions=True)
-        return [one for one in found if isinstance(one, Report)]
+        return [one for one in found if isinstance(one, ReplicaReport)]
 
     async def about(self) -> About:
         """Wait for the first replica, and return its description."""
@@ -138,9 +139,13 @@ class ServePool:
 
 @contextlib.contextmanager
 def _losses() -> Any:
-    """Raise Ray's exceptions as ReplicaLost."""
+    """Raise Ray's exceptions as ReplicaLost, but a JaxLlamaError of the replica as it is."""
     try:
         yield
+    except RayTaskError as error:
+        if isinstance(error.cause, JaxLlamaError):
+            raise error.cause from None
+        raise ReplicaLost(f"{type(error.cause).__name__}: {error.cause}") from None
     except (RayError, RayServeException) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ReplicaLost(f"{type(error).__name__}: {lines[0]}") from None

@@ -6,12 +6,12 @@
 The pool (``Pool``) routes a call to a replica and reports a lost one. This module has no Ray in it.
 
 Contract. Every request ends once. If its replica is lost, the request is sent again with the tokens
-that its listener has (``Request.begun``), so the listener gets each token once and the answer is
+that its listener has (``Request.begun``). So the listener gets each token once, and the answer is
 that of an undisturbed run. A replica that is shut down, or whose engine has failed, counts as
-lost. While there is no replica, requests wait. A request that has lost ``LOSSES`` replicas without
-a new token between them ends with EngineFailed, because it may be the reason. A full queue refuses
-only new requests. The figures are the sums over the replicas, ``REPORT`` seconds old; the totals of
-a lost replica stay.
+lost. While there is no replica, requests wait. A request whose last ``LOSSES`` replicas took it and
+were lost without a new token ends with EngineFailed, because it may be the reason. A full queue
+refuses only new requests. The figures are the sums over the replicas, ``REPORT`` seconds old; the
+totals of a lost replica stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxllama.engine.stats import EngineStats
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.ipc.replicas import About, Flight, Sizes
-from jaxllama.serving.ray.replica import Report
+from jaxllama.serving.ray.replica import ReplicaReport
 
 LOSSES = 5
 AGAIN = 0.1  # seconds before a request is sent again
@@ -72,15 +72,19 @@ class Pool(Protocol):
 
     async def forward(self, name: str, arguments: Sequence[Any]) -> Any: ...
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[ReplicaReport]:
         """Return the report of each replica."""
         ...
 
 
 @dataclasses.dataclass(eq=False)
 class PooledFlight(Flight):
-    """A request in flight with the tokens that its listener has."""
+    """A request in flight with the tokens that its listener has.
 
+    is_taken: whether its present replica has taken it.
+    """
+
+    is_taken: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     began: float = dataclasses.field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
@@ -200,7 +204,7 @@ class PooledEngine:
         request, losses = flight.request, 0
         try:
             for attempt in itertools.count():
-                rest, written = flight.rest(attempt), flight.written
+                rest, written, flight.is_taken = flight.rest(attempt), flight.written, False
                 if rest is None:
                     self._end(request.id, "deadline")
                     return
@@ -211,7 +215,8 @@ class PooledEngine:
                     if not accepted.done():
                         raise
                 except (ReplicaLost, EngineClosed, EngineFailed) as lost:
-                    losses = 1 if flight.written > written else losses + 1
+                    losses = 0 if flight.written > written else losses
+                    losses += flight.is_taken
                     fields = {"id": request.id, "tokens": flight.written, "reason": str(lost)}
                     _log.warning("a request has lost its replica", extra={"fields": fields})
                     if losses == LOSSES:
@@ -237,6 +242,7 @@ class PooledEngine:
                 for message in frames.feed(data):
                     match message:
                         case messages.Reply():
+                            flight.is_taken = True
                             if not accepted.done():
                                 accepted.set_result(None)
                         case messages.Refused():
@@ -270,7 +276,7 @@ class PooledEngine:
                 self._reported(await self._pool.reports())
             await asyncio.sleep(REPORT)
 
-    def _reported(self, reports: Sequence[Report]) -> None:
+    def _reported(self, reports: Sequence[ReplicaReport]) -> None:
         living = {report.replica for report in reports}
         for replica in self._stats.keys() - living:
             last = self._stats.pop(replica)

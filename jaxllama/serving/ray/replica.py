@@ -1,14 +1,14 @@
 """A replica: an engine in an actor of Ray Serve.
 
     EngineReplica(start)                   start() -> Started, called in the actor
-    async for message in replica.generate(request)     ``ipc`` messages, as bytes
+    replica.generate(request)              yields ``ipc`` messages, as bytes
     replica.forward("embed", ...)          a pass beside the engine
-    replica.report()                       figures and observed times since the last report
+    replica.report()                       figures, and times since the last report
 
-The first message of ``generate`` is a Reply, or a Refused for what ``Engine.submit`` raises. Each
-StepNews after it has all tokens since the one before; the first token is sent at once, and the
-others at most every ``PIECE`` seconds. The last row has a finish reason. A caller that leaves ends
-its request.
+Contract. The first message of ``generate`` is a Reply, or a Refused for what ``Engine.submit``
+raises. Each StepNews after it has all tokens since the one before. The first token is sent at once,
+and the others at most every ``PIECE`` seconds. The last row has a finish reason. A caller that
+leaves ends its request.
 
 An engine that fails ends its process, so that Serve starts another replica. Serve calls
 ``check_health``, and replaces a replica whose event loop does not answer.
@@ -56,8 +56,8 @@ class Started(NamedTuple):
     passes: Passes
 
 
-class Report(NamedTuple):
-    """What a replica did. times: (name, seconds) pairs for ``Metrics.observe``."""
+class ReplicaReport(NamedTuple):
+    """The figures of a replica. times: (name, seconds) pairs for ``Metrics.observe``."""
 
     replica: str
     stats: EngineStats
@@ -172,9 +172,9 @@ class EngineReplica:
         options = self._engine.options
         return About(self._facts, options.max_len, options.max_queue, self._engine.stats())
 
-    def report(self) -> Report:
+    def report(self) -> ReplicaReport:
         times, self._times = self._times, []
-        return Report(self._name, self._engine.stats(), times)
+        return ReplicaReport(self._name, self._engine.stats(), times)
 
     def check_health(self) -> None:
         if self._engine.failure is not None:

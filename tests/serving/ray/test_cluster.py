@@ -5,6 +5,7 @@ Needs the extra ``ray``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -28,6 +29,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 import jaxllama as jl
+from jaxllama.serving.http import batch
+from jaxllama.serving.http.process import local_app
 from jaxllama.serving.http.server import ServerSettings
 from jaxllama.serving.ray.app import ReplicaPool, application_of
 from jaxllama.serving.ray.hosts import StartOnHosts
@@ -269,6 +272,11 @@ def test_replicas_follow_the_load(cluster):
         wait_until(lambda: slots(http) == ROWS)
 
 
+async def texts_of(app, bodies: list[dict]) -> list[str]:
+    replies = [await batch.post(app, "/v1/completions", body, "id") for body in bodies]
+    return [reply["choices"][0]["text"] for _, reply in replies]
+
+
 def test_a_replica_over_two_hosts_and_the_end_of_one(cluster, tmp_path):
     """A mesh over both nodes: the tokens of one process, also after the second one was killed."""
     serve.shutdown()
@@ -282,10 +290,9 @@ def test_a_replica_over_two_hosts_and_the_end_of_one(cluster, tmp_path):
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     serve.run(application, name="jaxllama", route_prefix="/")
     prompts = ["ab", "the second", "c" * 50, "again", "five", "six"]
-    lm = jl.load(folder)
-    n = 400
-    asked = [{**BODY, "prompt": prompt, "max_tokens": n, "temperature": 0} for prompt in prompts]
-    want = [each.text for each in lm.generate(prompts, max_new_tokens=n, ignore_eos=True)]
+    asked = [{**BODY, "prompt": prompt, "max_tokens": 400, "temperature": 0} for prompt in prompts]
+    with local_app(jl.load(folder), "tiny", options) as (app, _):
+        want = asyncio.run(texts_of(app, asked))
     with client(url) as http, ThreadPoolExecutor(6) as threads:
         assert [text_of(one) for one in threads.map(lambda b: streamed(url, b), asked)] == want
         began = threading.Event()

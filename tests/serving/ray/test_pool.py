@@ -21,7 +21,7 @@ from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.replicas import About, KnownPrefixes
 from jaxllama.serving.ray import engine as pooled
 from jaxllama.serving.ray.engine import PooledEngine, ReplicaLost
-from jaxllama.serving.ray.replica import EngineReplica, Report, Started
+from jaxllama.serving.ray.replica import EngineReplica, ReplicaReport, Started
 from tests.helpers.fake_engine import FakeEngine, letters
 from tests.helpers.models import LLAMA
 
@@ -35,7 +35,7 @@ class OneReplica:
         passes = {"embed": lambda row: row, "rank": None, "score": None}
         self.replica = EngineReplica(lambda observe: Started(engine, FACTS, passes))
         self.cut, self.asked = cut, list[Request]()
-        self.living = [Report("a", dataclasses.replace(engine.stats(), prompt_tokens=5), [])]
+        self.living = [ReplicaReport("a", dataclasses.replace(engine.stats(), prompt_tokens=5), [])]
 
     async def generate(self, request: Request) -> AsyncGenerator[bytes]:
         self.asked.append(request)
@@ -54,7 +54,7 @@ class OneReplica:
             raise ReplicaLost("it is gone")
         return await self.replica.forward(name, arguments)
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[ReplicaReport]:
         return self.living
 
 
@@ -144,6 +144,14 @@ def test_a_request_that_loses_every_replica_ends():
         assert "lost 5 replicas" in event.message
 
 
+def test_replicas_that_take_nothing_are_no_reason_to_end_it():
+    """A replica whose engine has failed refuses until Serve knows."""
+    request = Request("a", (1, 2), 6, ignore_eos=True)
+    with Server(cut=[2, *[0] * 20]) as server:
+        assert tokens(server.answer(request)) == list(itertools.islice(letters(request), 6))
+        assert len(server.pool.asked) == 22
+
+
 def test_what_a_replica_refuses_is_raised():
     with Server() as server, server.fake.held():
         for number in range(8):
@@ -174,9 +182,9 @@ def test_passes_and_totals_outlive_a_replica():
         server.engine._reported(server.pool.living)
         two = dataclasses.replace(server.pool.living[0].stats, running=2, finished={"stop": 1})
         times = [("ttft", 0.5)]
-        server.engine._reported([Report("a", two, times), Report("b", two, [])])
+        server.engine._reported([ReplicaReport("a", two, times), ReplicaReport("b", two, [])])
         assert server.engine.stats().running == 4 and server.times == times
-        server.engine._reported([Report("b", two, [])])
+        server.engine._reported([ReplicaReport("b", two, [])])
         stats = server.engine.stats()
         assert (stats.running, stats.prompt_tokens, stats.finished) == (2, 10, {"stop": 2})
 
