@@ -32,6 +32,7 @@ from jaxllama.engine.journal import Journal
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving import logs
+from jaxllama.serving.api import messages
 from jaxllama.serving.api.keys import Quotas
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http.process import report
@@ -47,6 +48,7 @@ HEAD = {"node:__internal_head__": 0.001}  # the resource that every head node ha
 HEALTH = 5.0  # seconds between two health checks
 HUNG = 30.0  # seconds without an answer after which a replica counts as hung
 QUIET = {"enable_access_log": False}  # the front end logs each request
+EMPTY = "no engine runs: Serve starts another"
 REPORTS = 5.0  # seconds to wait for the reports of all replicas
 
 
@@ -164,7 +166,7 @@ class Api:
         about = await pool.about()
         settings = dataclasses.replace(settings, max_len=about.max_len)
         journal = None if settings.state is None else Journal(settings.state)
-        self._engine = PooledEngine(pool, about, metrics.observe)
+        self._engine = PooledEngine(pool, about, metrics.observe, self._report_empty)
         self._engine.open()
         metrics.watch(self._engine)
         quotas = Quotas(settings.keys)
@@ -176,6 +178,10 @@ class Api:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
+
+    def _report_empty(self, is_empty: bool) -> None:
+        """Let ``/ready`` say that there is no engine. Requests wait meanwhile."""
+        self._hub.tell(messages.Trouble(EMPTY if is_empty else self._hub.trouble))
 
     def _end(self) -> None:
         self._reporting.cancel()

@@ -112,10 +112,17 @@ class PooledFlight(Flight):
 class PooledEngine:
     """Many replicas as one engine; the module docstring has the contract.
 
-    about: a replica's description. observe: as for ``Engine``.
+    about: a replica's description. observe: as for ``Engine``. on_empty: called with True when no
+    replica is left, and with False when one is there again.
     """
 
-    def __init__(self, pool: Pool, about: About, observe: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        about: About,
+        observe: Callable[[str, float], None],
+        on_empty: Callable[[bool], None] = lambda is_empty: None,
+    ) -> None:
         self._pool, self._observe = pool, observe
         self.options = Sizes(about.max_len, about.max_queue)
         self._room = about.stats.max_slots + about.max_queue  # of a replica
@@ -127,8 +134,9 @@ class PooledEngine:
         self._none = dataclasses.replace(
             about.stats, **{field.name: 0 for field in _numbers()}, finished={}
         )
-        self._gone: EngineStats = self._none
+        self._gone: dict[str, EngineStats] = {}
         self._stats: dict[str, EngineStats] = {}
+        self.is_empty, self._on_empty = False, on_empty
 
     def open(self) -> None:
         """Begin to read reports on the running event loop, which also runs the requests."""
@@ -166,7 +174,7 @@ class PooledEngine:
         self._loop.call_soon_threadsafe(self._end, request_id, reason)
 
     def stats(self) -> EngineStats:
-        return _sum([self._gone, *self._stats.values()])
+        return _sum([self._none, *self._gone.values(), *self._stats.values()])
 
     def _pass(self, name: str) -> Callable[..., Any]:
         """Return a function that runs a pass on a replica; a lost one is replaced by another."""
@@ -281,13 +289,12 @@ class PooledEngine:
         for replica in self._stats.keys() - living:
             last = self._stats.pop(replica)
             totals = {name: getattr(last, name) for name in TOTALS}
-            self._gone = _sum(
-                [
-                    self._gone,
-                    dataclasses.replace(self._none, **totals, finished=last.finished),
-                ]
-            )
+            self._gone[replica] = dataclasses.replace(self._none, **totals, finished=last.finished)
+        if self.is_empty != (not living):
+            self.is_empty = not living
+            self._on_empty(self.is_empty)
         for report in reports:
+            self._gone.pop(report.replica, None)  # it had only been silent
             self._stats[report.replica] = report.stats
             for name, seconds in report.times:
                 self._observe(name, seconds)

@@ -30,6 +30,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel import hosts
 from jaxllama.serving.ipc.facts import ModelFacts
+from jaxllama.serving.ipc.hub import Passes
 from jaxllama.serving.ray.replica import Observe, Started
 from jaxllama.typing import Options
 
@@ -93,7 +94,7 @@ class StartOnHosts:
         threading.Thread(target=_watch, args=(engine, waits, failing), daemon=True).start()
         engine.on_step = send
         engine.start()
-        passes = dict.fromkeys(("embed", "rank", "score"), _refused)
+        passes: Passes = {name: _refused for name in ("embed", "rank", "score")}
         return Started(engine, ModelFacts.of(lm), passes)
 
     def _others(self) -> list[Any]:

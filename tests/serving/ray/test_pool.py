@@ -76,7 +76,10 @@ class Server:
         self.pool = OneReplica(self.fake, list(cut))
         self.times: list[tuple[str, float]] = []
         about = About(FACTS, 96, 8, self.fake.stats())
-        self.engine = PooledEngine(self.pool, about, lambda *time: self.times.append(time))
+        self.empty: list[bool] = []
+        self.engine = PooledEngine(
+            self.pool, about, lambda *time: self.times.append(time), self.empty.append
+        )
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self) -> Server:
@@ -189,6 +192,12 @@ def test_passes_and_totals_outlive_a_replica():
         server.engine._reported([ReplicaReport("b", two, [])])
         stats = server.engine.stats()
         assert (stats.running, stats.prompt_tokens, stats.finished) == (2, 10, {"stop": 2})
+        server.engine._reported([ReplicaReport("a", two, []), ReplicaReport("b", two, [])])
+        assert server.engine.stats().prompt_tokens == 10, "one that was silent is counted once"
+        server.engine._reported([])
+        server.engine._reported([ReplicaReport("c", two, [])])
+        assert server.empty == [True, False]
+        assert server.engine.stats().prompt_tokens == 15
 
 
 def test_the_reader_of_the_longest_beginning_leads():
