@@ -15,6 +15,7 @@ run in the same order as the steps.
 from __future__ import annotations
 
 import dataclasses
+import logging.config
 import socket
 import threading
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from jaxllama.engine.lockstep import StepInput, follow, follower_options
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel import hosts
+from jaxllama.serving import logs
 from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Passes
 from jaxllama.serving.ray.replica import Observe, Started
@@ -71,6 +73,7 @@ class StartOnHosts:
     hosts: int
 
     def __call__(self, observe: Observe) -> Started:
+        logging.config.dictConfig(logs.configuration())
         others = self._others()
         address = f"{get_node_ip_address()}:{_free_port()}"
         started = [
@@ -86,12 +89,12 @@ class StartOnHosts:
         def send(step: StepInput) -> None:
             for other in others:
                 # Calls of one caller run in their order, in the group's one thread.
-                failing.append(other.step.remote(step))
-            del failing[: -KEPT * len(others)]
+                recent.append(other.step.remote(step))
+            del recent[: -KEPT * len(others)]
 
-        failing: list[Any] = []
+        recent: list[Any] = []
         waits = [other.wait.remote() for other in others]
-        threading.Thread(target=_watch, args=(engine, waits, failing), daemon=True).start()
+        threading.Thread(target=_watch, args=(engine, waits, recent), daemon=True).start()
         engine.on_step = send
         engine.start()
         passes: Passes = {name: _refused for name in ("embed", "rank", "score")}

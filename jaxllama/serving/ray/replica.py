@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import logging
+import logging.config
 import os
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -29,6 +29,7 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import EngineFailed, Event, Request
 from jaxllama.engine.stats import EngineStats
 from jaxllama.language_model import LanguageModel
+from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Passes, Served, forward_passes, row_event
@@ -72,9 +73,11 @@ class StartEngine:
     options: Options
 
     def __call__(self, observe: Observe) -> Started:
-        lm = self.load()
-        engine = Engine(lm, observe=observe, **self.options)
-        engine.start()
+        logging.config.dictConfig(logs.configuration())
+        with logs.progress_lines():
+            lm = self.load()
+            engine = Engine(lm, observe=observe, **self.options)
+            engine.start()
         return Started(engine, ModelFacts.of(lm), forward_passes(lm))
 
 

@@ -225,6 +225,7 @@ def test_the_command_serves_a_model_and_replaces_a_killed_engine(cluster, tmp_pa
     serve.shutdown()  # its port is the other tests'
     folder = tiny_checkpoint(tmp_path)
     flags = ("--ray", cluster.address, "--replicas", "2", "--max-len", "1024")
+    flags += ("--state", f"{tmp_path / 'state'}")
     asked = {**BODY, "max_tokens": 900}
     with model_server(folder, *flags) as (process, url, _), client(url) as http:
         bodies = [{**asked, "seed": seed, "temperature": 1.0} for seed in range(6)]
@@ -232,18 +233,22 @@ def test_the_command_serves_a_model_and_replaces_a_killed_engine(cluster, tmp_pa
         assert len(set(want)) == 6
         engines = processes(os.getpid(), "ServeReplica:jaxllama:engine")
         assert len(engines) == 2
+        session = Path(cluster.head_node.get_session_dir_path())
+        before = len(lost(session))
         with ThreadPoolExecutor(6) as pool:
             began = threading.Event()
             asked = [pool.submit(streamed, url, body, began) for body in bodies]
             assert began.wait(60)
             os.kill(engines[0], signal.SIGKILL)
             got = [text_of(one.result()) for one in asked]
-        assert got == want
+        assert got == want and len(lost(session)) > before
         wait_until(lambda: counted(http, "slots") == 32)
         assert http.post("/v1/completions", json={**BODY, "max_tokens": 4000}).status_code == 400
         stop = {**BODY, "max_tokens": 200, "stop": [text_of(streamed(url, BODY))[2:4]]}
         [choice] = http.post("/v1/completions", json=stop).json()["choices"]
         assert choice["finish_reason"] == "stop"
+        answer = http.post("/v1/completions", json=BODY).json()
+        assert http.get(f"/v1/completions/{answer['id']}").json()["choices"] == answer["choices"]
         rows = http.post("/v1/embeddings", json={"model": "tiny", "input": ["a", "a"]}).json()
         first, second = (row["embedding"] for row in rows["data"])
         assert first == second
