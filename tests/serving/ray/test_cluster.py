@@ -247,6 +247,11 @@ def test_the_command_serves_a_model_and_replaces_a_killed_engine(cluster, tmp_pa
         stop = {**BODY, "max_tokens": 200, "stop": [text_of(streamed(url, BODY))[2:4]]}
         [choice] = http.post("/v1/completions", json=stop).json()["choices"]
         assert choice["finish_reason"] == "stop"
+        for letter in "cdefgh":  # at the engine that has read it
+            long = {**BODY, "prompt": letter * 200, "max_tokens": 1}
+            assert http.post("/v1/completions", json=long).json()["usage"]["prompt_tokens"] == 200
+            usage = http.post("/v1/completions", json=long).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 128
         answer = http.post("/v1/completions", json=BODY).json()
         assert http.get(f"/v1/completions/{answer['id']}").json()["choices"] == answer["choices"]
         rows = http.post("/v1/embeddings", json={"model": "tiny", "input": ["a", "a"]}).json()
