@@ -6,9 +6,9 @@
 The adapted weight is w + ``b @ a``. Both factors are float32. ``b`` includes the adapter's scale
 (alpha / r, or alpha / sqrt(r) if it is rank-stabilised), and the family's multiplier and order of
 rows (``model.param.TensorSource``). Adapters may belong to the products of the layers in the table
-of parameters. The following are refused with an error that names the key or tensor: everything that
-is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and similar methods),
-initializations that change the base model too, and PyTorch's .bin files.
+of parameters. Anything else raises an error that names the key or tensor: DoRA, biases,
+modules_to_save, embeddings, LoHa and similar methods. So do initializations that change the base
+model, and PyTorch's .bin files.
 
 Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
 """

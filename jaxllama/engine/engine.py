@@ -104,28 +104,28 @@ def _of_slots(
 
 
 class Engine:
-    """Continuous batching over one model; the module docstring has the contract.
+    """Continuous batching of requests over one model.
 
-    ``start`` begins a thread, ``submit(request, on_event)`` takes a Request from any thread, and
-    ``on_event`` gets its Events. ``drain`` waits for the requests, and ``stop`` ends the thread.
+    ``start`` begins a thread, and ``submit(request, on_event)`` takes a Request from any thread.
+    ``on_event`` gets the request's Events; exactly one of them, the last, has a ``finish_reason``.
+    ``drain`` waits for the requests, and ``stop`` ends the thread. Without a thread, ``generate``
+    runs requests to their ends, and ``step`` runs one step.
 
     Parameters
     ----------
-    lm
+    lm : LanguageModel
         The model.
-    draft
-        Source of drafts, as ``lm.generate`` takes it, or a function of ``lm`` that returns one.
-    observe
-        Called as (name, seconds) with "queue" (until admission), "prefill" (from there to the first
-        token), "ttft" (until the first token), "itl" (between tokens), "decode" (from the first
-        token to the end) and "e2e" (until the end).
-    options
+    draft : str, LanguageModel or callable, optional
+        Source of drafts, as for ``lm.generate``, or a function of ``lm`` that returns one.
+    observe : callable, optional
+        Called as ``observe(name, seconds)``. The names are those of Notes.
+    **options
         Fields of ``jaxllama.engine.options.EngineOptions``, such as max_slots, max_len and
-        kv_dtype. An unknown name raises JaxLlamaError.
+        kv_dtype.
 
     Attributes
     ----------
-    failure
+    failure : str or None
         The error that ended the engine; None while it works.
     on_step
         Called before each step with its input, on the engine's thread (``engine.lockstep``).
@@ -133,7 +133,17 @@ class Engine:
     Raises
     ------
     JaxLlamaError
-        If options exclude each other, or an offloaded model's blocks do not have them.
+        If an option is unknown, out of range or contradicts another. Also if an offloaded model
+        does not support it, or the model cannot use the draft.
+
+    Notes
+    -----
+    A request gets the tokens that ``lm.generate`` gives it alone, up to rounding. The module
+    ``jaxllama.engine.engine`` has the whole contract.
+
+    Names for ``observe``: "queue" is the time until admission, and "prefill" from there to the
+    first token. "ttft" is the time until the first token, and "itl" the time between tokens.
+    "decode" is the time from the first token to the end, and "e2e" until the end.
     """
 
     def __init__(
@@ -185,7 +195,8 @@ class Engine:
             Called with each Event on the engine's thread. A request whose listener raises ends with
             the reason "error".
         with_text : bool
-            False if the listener makes the text and looks for stop strings itself (``end``).
+            False if the listener makes the text itself. It then looks for stop strings and calls
+            ``end``.
 
         Raises
         ------
@@ -260,9 +271,9 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Replace the model's weights between two steps; nothing is compiled and no request ends.
 
-        Requests in flight go on with the new weights behind the cache that the old ones computed.
-        Prefixes that the old weights computed are not found again. ``lm`` is the model with the new
-        weights; a draft that is a model of its own keeps its weights.
+        Requests in flight continue with the new weights, on the cache that the old ones computed.
+        Cached prefixes of the old weights are not reused. ``lm`` becomes the model with the new
+        weights. A draft that is a model of its own keeps its weights.
 
         Parameters
         ----------
@@ -322,7 +333,7 @@ class Engine:
     # Steps
 
     def step(self) -> bool:
-        """Do one step; return False if there was nothing to do."""
+        """Run one step of the engine, and return False if there was nothing to do."""
         with self._stepping:
             began = time.monotonic()
             taken = self._take_inbox()
@@ -587,7 +598,10 @@ class Engine:
     # The thread
 
     def start(self) -> None:
-        """Start the engine's thread, once the programs of a first request are compiled."""
+        """Compile the programs of a first request, then start the engine's thread.
+
+        Raises JaxLlamaError if it has been started already.
+        """
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
         if not self._is_warm:

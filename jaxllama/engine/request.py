@@ -173,10 +173,12 @@ class Request:
         return self.adapter, self.cache_salt
 
     def to_json(self) -> JsonObject:
+        """Return the request as values that the json module writes."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: JsonObject) -> Request:
+        """Return the request of a result of ``to_json``."""
         grammar = data["grammar"]
         parts: JsonObject = {
             "sampling": Sampling(**data["sampling"]),

@@ -72,19 +72,19 @@ def rollout(
     prompts : sequence of sequences of int
         Token ids, at least one for each prompt.
     n : int
-        Answers to a prompt.
+        Number of answers to a prompt.
     sampling : Sampling
-        How tokens are drawn; a seed of its own is refused, since each sample needs another one.
+        Settings of each sample. Its ``seed`` must be None, because each sample has its own.
     max_new_tokens : int
         Largest number of tokens of an answer.
     seed : int
-        From 0 to 2**32 - 1. Row ``r`` has the seed ``seed * 2**24 + r``, so two calls with two
-        seeds share no row's seed.
+        From 0 to 2**32 - 1. Row ``r`` has the seed ``seed * 2**24 + r``, so calls with different
+        seeds have no row's seed in common.
 
     Returns
     -------
     Rollouts
-        The rows as arrays.
+        The ``B = n * len(prompts)`` rows as numpy arrays.
 
     Raises
     ------

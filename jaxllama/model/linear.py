@@ -305,10 +305,13 @@ def grouped(
     *,
     weights: jax.Array | None = None,
     gated: Gate | None = None,
+    first: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
     weight, bias = params["weight"], params.get("bias")
-    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, gated=gated)
+    how: Options = {"gated": gated, "first": first, "out_dtype": dtype}
+    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, **how)
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:

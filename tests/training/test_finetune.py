@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints import peft
+from jaxllama.cli.train import summary
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.lora import attach, for_rows
 from jaxllama.training import train, train_config_from_dict
 from jaxllama.training.adapters import factors, first_adapters, joined, save
+from jaxllama.training.loop import TrainResult
 from jaxllama.training.optimizer import learning_rate
 from jaxllama.training.packing import Conversations
 from jaxllama.training.tuning import LoraConfig
@@ -123,6 +126,17 @@ def test_a_run_of_adapters_learns_and_resumes_to_the_bit(folder):
     assert again.validation == whole.validation
     assert (again.model / WEIGHTS).read_bytes() == (whole.model / WEIGHTS).read_bytes()
     assert all(run.model.name == "adapter" for run in (whole, again))
+
+
+def test_the_command_reports_the_loss_of_the_model_that_is_written():
+    steps = [
+        {"step": i, "tokens": i, "loss": 1.0, "tokens_per_second": 1.0, "mfu": None} for i in (1, 2)
+    ]
+    held = [{"step": 1, "validation_loss": 2.0}, {"step": 2, "validation_loss": 3.0}]
+    result = TrainResult(Path("run"), steps, held, Path("run/adapter"))
+    last, best = summary(result), summary(result, keep_best=True)
+    assert last["validation_loss"] == 3.0 and "best_step" not in last
+    assert (best["validation_loss"], best["best_step"]) == (2.0, 1)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """Read HF directories (config.json + safetensors) into parameters.
 
 ``load(directory, dtype=...)`` checks every name, shape and type of every shard against the config
-before it allocates. Then it reads one tensor at a time straight into the fused arrays of the
-parameter tree, so the peak memory is the tree plus a few MB. The arrays are numpy, 64-byte aligned,
-and ``jax.device_put`` takes them over on the CPU without a copy.
+before it allocates. Then it reads one tensor at a time into the fused arrays of the parameter tree.
+The peak memory is the tree plus a few MB. The arrays are numpy, 64-byte aligned, and
+``jax.device_put`` takes them over on the CPU without a copy.
 
 ``model.params`` has the table of the tensors of each parameter. ``config`` reads config.json,
 ``safetensors`` has the container, ``save`` the way back, and ``packed`` reads quantized weights.
