@@ -13,6 +13,7 @@ EXTRAS = {
     "completion": ("shtab",),
     "experiment": ("matplotlib",),
     "grammar": ("llguidance",),
+    "ray": ("ray",),
     "train": ("orbax", "jsonschema"),
 }
 _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}

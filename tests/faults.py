@@ -306,8 +306,8 @@ CANDIDATES = [
     Fault(
         "top log-probabilities are one token short",
         "jaxllama/engine/output.py",
-        "ids, values = (array[:kept, :n_top].tolist() for array in written.top)",
-        "ids, values = (array[:kept, : n_top - 1].tolist() for array in written.top)",
+        "ids, values = (array[begin:kept, :n_top].tolist() for array in written.top)",
+        "ids, values = (array[begin:kept, : n_top - 1].tolist() for array in written.top)",
         f"{ENGINE} {HTTP}",
         first="tests/engine/test_engine.py::test_likeliest_tokens_are_reported",
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
+from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
 from jaxllama.cli.config_file import OPTION
@@ -21,6 +23,11 @@ from jaxllama.cli.domains import (
 from jaxllama.cli.gpu_memory import gpu_share
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
+
+if TYPE_CHECKING:
+    from jaxllama.language_model import LanguageModel
+    from jaxllama.serving.http.process import ServeOptions
+    from jaxllama.serving.ray.options import ClusterOptions
 
 # The engine's sizes that are rarely changed: (option, help). By default the engine chooses.
 ENGINE = (
@@ -97,11 +104,11 @@ def engine_of(args: argparse.Namespace) -> Options:
     named += ["memory_share", "prefix_cache", "deterministic", "draft_tokens"]
     engine |= {name: getattr(args, name) for name in named}
     if args.draft is not None:
-        engine["draft"] = functools.partial(common.proposer, _plain(args))
+        engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}
 
 
-def _plain(args: argparse.Namespace) -> argparse.Namespace:
+def plain(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments without the parser, which cannot be sent to replicas."""
     own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
     return argparse.Namespace(**own)
@@ -114,6 +121,32 @@ def take_memory() -> None:
     """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_share())
+
+
+def ray_options(sub: Parser) -> None:
+    group = sub.add_argument_group("several hosts", "engines on a Ray cluster (extra ray)")
+    group.add_argument(
+        "--ray",
+        type=filled,
+        metavar="ADDRESS",
+        help="address of the cluster's head node, auto for the cluster of this host",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=COUNT,
+        metavar="N",
+        help="with --ray: engines by load, from --replicas to N",
+    )
+
+
+def hosts_option(sub: Parser) -> None:
+    sub.add_argument(
+        "--hosts-per-replica",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="with --ray and --mesh: hosts over which the mesh of each engine spreads",
+    )
 
 
 def options(sub: Parser) -> None:
@@ -143,6 +176,8 @@ def options(sub: Parser) -> None:
         metavar="N",
         help="engines, each with the model on a device of its own (default %(default)s)",
     )
+    ray_options(sub)
+    hosts_option(sub)
     sub.add_argument(
         "--api-key",
         action="append",
@@ -234,16 +269,63 @@ def options(sub: Parser) -> None:
     common.cache_options(sub, "--prefill-chunk")
 
 
+def load_on_cluster(args: argparse.Namespace, folder: str) -> LanguageModel:
+    """Load the model in a process of a cluster; relative paths begin at ``folder``, if it exists
+    on that host."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    take_memory()
+    return common.load(args)
+
+
+def cluster_of(args: argparse.Namespace) -> ClusterOptions:
+    """Return the options of ``--ray``. Raises JaxLlamaError for others that it excludes."""
+    from jaxllama.parallel.mesh import mesh_sizes
+    from jaxllama.serving.ray.options import ClusterOptions
+
+    devices = 1 if args.mesh is None else math.prod(mesh_sizes(args.mesh))
+    hosts: int = getattr(args, "hosts_per_replica", 1)
+    if hosts > 1 and devices % hosts:
+        raise JaxLlamaError(
+            f"--hosts-per-replica = {hosts}: --mesh has {devices} devices, the same number on each"
+        )
+    replicas = args.replicas or 1
+    most = args.max_replicas or replicas
+    return ClusterOptions(args.ray, replicas, most, devices // hosts, hosts)
+
+
+def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
+    if args.api_servers > 1:
+        raise JaxLlamaError("--api-servers: on a Ray cluster one actor speaks HTTP")
+    if args.lora_slots:
+        raise JaxLlamaError("--lora-slots: engines on a Ray cluster load no adapters at run time")
+    cluster = cluster_of(args)
+    from jaxllama.serving.ray.driver import serve
+    from jaxllama.serving.ray.hosts import StartOnHosts
+    from jaxllama.serving.ray.replica import StartEngine
+
+    load = functools.partial(load_on_cluster, plain(args), os.getcwd())
+    if cluster.hosts > 1:
+        serve(options, cluster, StartOnHosts(load, options.engine, cluster.hosts))
+    else:
+        serve(options, cluster, StartEngine(load, options.engine))
+
+
 def run(args: argparse.Namespace) -> None:
+    if args.max_replicas is not None and args.ray is None:
+        raise JaxLlamaError("--max-replicas needs --ray: the cluster that has them")
+    if args.hosts_per_replica > 1 and (args.ray is None or args.policy is not None):
+        raise JaxLlamaError("--hosts-per-replica needs --ray and --mesh, without --policy")
     if args.replicas > 1 and args.policy is not None:
         raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
-    if args.replicas > 1 and args.mesh is not None:
+    if args.replicas > 1 and args.mesh is not None and args.ray is None:
         raise JaxLlamaError("--replicas: each has one device, so --mesh has no use beside it")
     if args.replicas > 1 and args.lora_slots:
         raise JaxLlamaError("--lora-slots: several replicas load no adapters at run time")
     from jaxllama.serving.http.process import ServeOptions, serve
 
-    take_memory()
+    if args.ray is None:
+        take_memory()
     engine = engine_of(args)
     if args.max_lora_rank is not None and not args.lora_slots:
         raise JaxLlamaError("--max-lora-rank needs --lora-slots: the adapters that it bounds")
@@ -267,4 +349,7 @@ def run(args: argparse.Namespace) -> None:
         args.ssl_certfile,
         args.ssl_keyfile,
     )
-    serve(options, functools.partial(common.load, _plain(args)))
+    if args.ray is not None:
+        _run_on_ray(args, options)
+    else:
+        serve(options, functools.partial(common.load, plain(args)))

@@ -33,7 +33,7 @@ class Admission:
         Raises JaxLlamaError, which names the limit, for a request that can never run.
         """
         cfg, n_prompt = self._cfg, len(request.prompt)
-        for token in request.prompt:
+        for token in (*request.prompt, *request.begun):
             if not 0 <= token < cfg.vocab_size:
                 raise JaxLlamaError(
                     f"token id {token} is outside the vocabulary of {cfg.vocab_size}"

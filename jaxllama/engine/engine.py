@@ -28,8 +28,8 @@ more step, which is not read. A row under a grammar waits for its own results wh
 leaves a choice.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: each device holds its heads of
-every cache. An offloaded model (``offload``) runs in ``blocks``. Left out: several processes behind
-one engine, beam search.
+every cache. On a mesh of several processes each has an engine (``lockstep``). An offloaded model
+(``offload``) runs in ``blocks``. Left out: beam search.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.admission import Admission
 from jaxllama.engine.grammar import Matcher, NextTokens
 from jaxllama.engine.inbox import Inbox
+from jaxllama.engine.lockstep import Ended, StepInput, Submitted
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, checked_names
 from jaxllama.engine.output import OnEvent, RequestOutput
 from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
@@ -135,6 +136,8 @@ class Engine:
         The error that ended the engine; None while it works.
     asleep
         Whether the engine sleeps.
+    on_step
+        Called before each step with its input, on the engine's thread (``engine.lockstep``).
 
     Raises
     ------
@@ -163,6 +166,7 @@ class Engine:
         checked_names(options)
         self.lm = lm
         self.failure: str | None = None
+        self.on_step: Callable[[StepInput], None] | None = None
         draft = draft(lm) if callable(draft) else draft
         if lm.executor.block_size is not None:
             options |= {} if draft is None else {"draft": draft}
@@ -185,6 +189,7 @@ class Engine:
         self._at_rest: Params | None = None
         self.asleep = False
         self._stepping = threading.RLock()
+        self._is_warm = False
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[], None]] = []
 
@@ -415,9 +420,12 @@ class Engine:
         """Run one step of the engine, and return False if there was nothing to do."""
         with self._stepping:
             began = time.monotonic()
-            self._take_inbox()
+            taken = self._take_inbox()
             self._free_adapters()
             overdue = list(self.scheduler.overdue(began))
+            if self.on_step is not None:
+                ends = [Ended(sequence.request.id, reason) for sequence, reason in overdue]
+                self.on_step(StepInput(self.steps, (*taken, *ends)))
             for sequence, reason in overdue:
                 self._end_from_outside(sequence.request.id, reason)
             if not self.live:
@@ -490,7 +498,7 @@ class Engine:
     def _admitted(self, newcomers: list[Sequence]) -> None:
         now = time.monotonic()
         for sequence in newcomers:
-            if not sequence.output:
+            if not sequence.admitted:
                 self.counts["prefix_hit_tokens"] += sequence.cached
                 self._observe("queue", now - sequence.submitted)
                 sequence.admitted = now
@@ -505,7 +513,9 @@ class Engine:
             self._blame(live, error)
             return
         n_tokens = len(news["tokens"])
-        is_first = n_tokens == len(live.sequence.output)
+        if not n_tokens:  # all of them are the listener's already
+            return
+        is_first = live.first_time is None
         seconds, live.last_time = now - live.last_time, now
         self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
         if is_first:
@@ -554,12 +564,17 @@ class Engine:
 
     # Input, taken by a step
 
-    def _take_inbox(self) -> None:
+    def _take_inbox(self) -> list[Submitted | Ended]:
+        """Take the requests and ends that wait, and return them."""
+        taken: list[Submitted | Ended] = []
         for kind, entry in self._inbox.take():
             if kind == "submit":
+                taken.append(Submitted(entry[0], entry[-1]))
                 self._add(*entry)
             elif entry[0] in self.live:
+                taken.append(Ended(*entry))
                 self._end_from_outside(*entry)
+        return taken
 
     def _end_from_outside(self, request_id: str, reason: FinishReason) -> None:
         reason = reason if self.live[request_id].error is None else "error"
@@ -577,12 +592,25 @@ class Engine:
         self.arrivals += 1
         self.counts["prompt_tokens"] += len(request.prompt)
         live = self._follow(sequence, on_event, matcher, with_text)
+        if request.begun and self._recomputes:
+            live.to_skip = len(request.begun)
+        elif request.begun:
+            live.begin(request.begun)
         try:
             if self.adapters is not None:
                 self.adapters.number(request.adapter)
             self.scheduler.add(sequence)
         except JaxLlamaError as error:  # the request could run when it was submitted
             self._tell_end(live, "error", error=error)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the tokens of ``Request.begun`` are generated again.
+
+        A block's rows begin with their prompts, and a deterministic model prefills tokens in other
+        programs than those that generate them.
+        """
+        return self.options.deterministic or not isinstance(self.runner, Runner)
 
     def _follow(
         self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None, with_text: bool
@@ -627,6 +655,7 @@ class Engine:
         """Compile every program in every shape. Requests in flight stay as they are."""
         with self._stepping:
             self.runner.warm_up()
+            self._is_warm = True
             self.compiled = self.runner.compiled_programs()
             self._stats = self._count()
 
@@ -659,7 +688,8 @@ class Engine:
         """
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
-        self.warm_up_behind()
+        if not self._is_warm:
+            self.warm_up_behind()
         self._thread = threading.Thread(target=self._loop, name="jaxllama-engine", daemon=True)
         self._thread.start()
 

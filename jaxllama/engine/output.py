@@ -6,7 +6,7 @@ listener.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllama.engine import scheduler
@@ -25,7 +25,8 @@ class RequestOutput:
     reason: set once the answer is complete. error: the exception that the request's own text,
     grammar or listener raised; after an error nothing more is read. first_time: time of the first
     token, None before it. last_time: time of the newest token, or of the submission before the
-    first token.
+    first token. to_skip: number of coming tokens that the listener has already
+    (``Request.begun``) and that are generated again.
     """
 
     def __init__(
@@ -40,20 +41,33 @@ class RequestOutput:
         self.reader, self.matcher = reader, matcher
         self.first_time: float | None = None
         self.last_time = last_time
+        self.to_skip = 0
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Read tokens that the listener has already."""
+        self.reader.read(tokens)
+        if self.matcher is not None:
+            self.matcher.read(tokens)
+        self.sequence.output += tokens
 
     def read(self, written: Written) -> Options:
         """Return the new tokens, logprobs and text of a row, as fields of an Event."""
         sequence = self.sequence
-        kept, text = self.reader.read(written.tokens)
+        begin = min(self.to_skip, len(written.tokens))
+        if begin:
+            self.to_skip -= begin
+            self.begin(written.tokens[:begin])
+        kept, text = self.reader.read(written.tokens[begin:])
+        kept += begin
         news: Options = {
-            "tokens": tuple(written.tokens[:kept]),
-            "logprobs": tuple(written.logprobs[:kept]),
+            "tokens": tuple(written.tokens[begin:kept]),
+            "logprobs": tuple(written.logprobs[begin:kept]),
         }
         n_top = sequence.request.logprobs
         if n_top:
-            ids, values = (array[:kept, :n_top].tolist() for array in written.top)
+            ids, values = (array[begin:kept, :n_top].tolist() for array in written.top)
             news["top_logprobs"] = tuple(
                 tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
             )

@@ -92,7 +92,10 @@ class Programs:
     """
 
     def __init__(self, folder: Path | None, device: LocalDevice) -> None:
-        self._folder, self._device = folder, device
+        # Processes of one mesh wait for each other in every program that they compile.
+        is_shared = jax.process_count() > 1
+        self._workers = 1 if is_shared else os.cpu_count() or 1
+        self._folder, self._device = None if is_shared else folder, device
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._claimed: set[Hashable] = set()
         self._lock = threading.Lock()  # of the claims
@@ -122,14 +125,14 @@ class Programs:
         Returns when all programs are compiled.
         """
         if not self._open(wanted):
-            self._compile_all(wanted, os.cpu_count() or 1)
+            self._compile_all(wanted, self._workers)
             self._keep(wanted)
 
     def add_first(self, wanted: Mapping[Hashable, Wanted], n: int) -> None:
         """Read all programs, or compile the first ``n``; ``add_rest`` compiles the others."""
         if not self._open(wanted):
             first = list(wanted)[:n]
-            self._compile_all({key: wanted[key] for key in first}, os.cpu_count() or 1)
+            self._compile_all({key: wanted[key] for key in first}, self._workers)
 
     def add_rest(
         self,

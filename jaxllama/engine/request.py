@@ -102,6 +102,9 @@ class Request:
     forced : sequence of int or None
         The answer's tokens, which are not drawn: the request only reports their log-probabilities.
         The answer ends with the last of them.
+    begun : sequence of int
+        First tokens of the answer, from an engine that did not finish it. The Events have only the
+        tokens after them. They count toward max_new_tokens and min_tokens.
 
     Raises
     ------
@@ -127,9 +130,11 @@ class Request:
     include_stop: bool = False
     cache_salt: str = ""
     forced: tuple[int, ...] | None = None
+    begun: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        object.__setattr__(self, "begun", tuple(int(token) for token in self.begun))
         ends = tuple(int(token) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ends)
         if self.allowed_token_ids is not None:
@@ -159,6 +164,13 @@ class Request:
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise JaxLlamaError(
                 f"min_tokens = {self.min_tokens}: must be from 0 to max_new_tokens = "
+                f"{self.max_new_tokens}"
+            )
+        if self.begun and self.forced is not None:
+            raise JaxLlamaError("forced tokens exclude begun ones")
+        if self.begun and len(self.begun) >= self.max_new_tokens:
+            raise JaxLlamaError(
+                f"begun has {len(self.begun)} tokens: must be fewer than max_new_tokens = "
                 f"{self.max_new_tokens}"
             )
         if "" in self.stop:

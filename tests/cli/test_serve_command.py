@@ -316,6 +316,7 @@ def _drawn(count: int):
 
 
 OFFLOADED = ["--policy", "0 100 100 0 100 0"]
+RAY = ["--ray", "auto", "--hosts-per-replica", "2"]
 TINY = ["--model", "{tiny}", "--port", "0"]
 
 
@@ -330,6 +331,12 @@ TINY = ["--model", "{tiny}", "--port", "0"]
         (["--mesh", "model=2", *TINY], "model=2: needs 2 devices"),
         (["--host", "256.0.0.1"], "cannot listen on http://256.0.0.1:8000"),
         (["--state", "{tiny}/config.json", *TINY], "--state"),
+        (["--max-replicas", "2"], "--max-replicas needs --ray"),
+        (["--hosts-per-replica", "2"], "--hosts-per-replica needs --ray"),
+        (["--ray", "auto", "--api-servers", "2"], "--api-servers: on a Ray cluster"),
+        (["--ray", "auto", "--lora-slots", "2"], "--lora-slots: engines on a Ray cluster"),
+        ([*RAY, "--mesh", "model=3"], "--hosts-per-replica = 2: --mesh has 3 devices"),
+        (["--ray", "auto", "--replicas", "3", "--max-replicas", "2"], "--max-replicas = 2: fewer"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(words, message, folder, capsys, monkeypatch):

@@ -21,6 +21,7 @@ from jaxllama.config import RopeConfig
 from jaxllama.engine import runner
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.grammar import Matcher
+from jaxllama.engine.lockstep import Ended, StepInput, Submitted
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, default_cache_dtype
 from jaxllama.engine.programs import (
     KEPT,
@@ -384,6 +385,60 @@ def test_what_runs_shares_the_pages_of_a_common_beginning():
         check_answer("llama", request, events[request.id])
         assert events[request.id][-1].cached_tokens == 64
     assert eng.stats().preemptions == 0
+
+
+def test_a_step_tells_what_it_takes(monkeypatch):
+    """``engine.lockstep`` repeats it in other processes."""
+    eng, steps = engine("llama"), []
+    monkeypatch.setattr(eng, "on_step", steps.append)
+    first, late = Request("first", (5, 6), 9), Request("late", (5,), 9, deadline=1e-6)
+    eng.submit(first, lambda event: None)
+    eng.submit(late, lambda event: None, with_text=False)
+    before = eng.steps
+    eng.step()
+    eng.cancel("first")
+    while eng.step():
+        pass
+    taken = (Submitted(first, True), Submitted(late, False), Ended("late", "deadline"))
+    assert steps[0] == StepInput(before, taken)
+    assert [entry for step in steps[1:] for entry in step.entries] == [Ended("first", "cancelled")]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"deterministic": True, "cache_tokens": 384}, marks=pytest.mark.slow)],
+    ids=["prefilled", "generated-again"],
+)
+def test_an_answer_goes_on_after_the_tokens_that_it_has(options):
+    """Another engine's first tokens: drawn, with penalties, with a least length, among a few."""
+    eng = engine("llama", **options)
+    some = dataclasses.replace(
+        Request("some", PROMPTS[3], 12, SAMPLINGS[1]), allowed_token_ids=(3, 5, 9, 70)
+    )
+    whole = [Request(f"w{i}", PROMPTS[i], 12, SAMPLINGS[i], logprobs=2) for i in (1, 3, 4)]
+    whole += [some, dataclasses.replace(whole[0], id="least", min_tokens=9)]
+    answers = eng.generate(whole)
+    parts = []
+    for request in whole:
+        tokens, _ = written(answers[request.id])
+        for cut in {1, len(tokens) - 1} - {0, len(tokens)}:
+            parts.append((request, cut, tokens[:cut]))
+    rest = eng.generate(
+        dataclasses.replace(request, id=f"{request.id}-{cut}", begun=begun)
+        for request, cut, begun in parts
+    )
+    assert len(parts) >= 6
+    for request, cut, begun in parts:
+        got, want = rest[f"{request.id}-{cut}"], answers[request.id]
+        assert begun + written(got)[0] == written(want)[0]
+        assert got[-1].finish_reason == want[-1].finish_reason
+        assert got[-1].completion_tokens == want[-1].completion_tokens
+        np.testing.assert_allclose(written(got)[1], written(want)[1][cut:], atol=5e-5)
+        n_top = sum(len(event.top_logprobs) for event in got)
+        assert n_top == (0 if request.logprobs is None else len(written(got)[0]))
+    with pytest.raises(jl.JaxLlamaError, match="begun has 12 tokens: must be fewer than"):
+        Request("x", (5,), 12, begun=(3,) * 12)
 
 
 @pytest.mark.slow

@@ -120,7 +120,9 @@ class FakeEngine:
             if len(self.live) >= self.options.max_queue:
                 raise QueueFull(len(self.live), 2.5)
             self.requests.append(request)
-            self.live[request.id] = Row(request, on_event, self.answer(request))
+            begun = len(request.begun)
+            tokens = itertools.islice(self.answer(request), begun, None)
+            self.live[request.id] = Row(request, on_event, tokens, begun)
             self._clock.notify_all()
 
     def end(self, request_id: str, reason: FinishReason) -> None:

@@ -15,6 +15,7 @@ refused is sent again, and an engine that fails ends the run without an answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -38,39 +39,70 @@ def run(
     at_once: number of bodies in flight. Raises JaxLlamaError for an invalid line, before anything
     is answered, and for an engine that fails.
     """
-    done = _finished(target)
-    lines = [line for line in read(source) if line[0] not in done]
-    counts = {"answered": 0, "failed": 0, "kept": len(done)}
-    with (
-        open(target, "a", encoding="utf-8") as out,
-        progress.working("answering", len(lines), show, unit="requests") as bar,
-    ):
+    lines, kept = left(source, target)
+    with Answers(target, len(lines), kept, show) as answers:
 
         async def one(line: Line) -> None:
-            custom_id, url, body = line
-            request_id = uuid.uuid4().hex
-            body = {"model": name, **body}
-            while True:
-                status, answer = await post(app, url, body, request_id)
-                if status not in (429, 503):
-                    break
-                if status == 503:
-                    raise JaxLlamaError(answer["error"]["message"])
-                await asyncio.sleep(AGAIN_SECONDS)
-            response = {"status_code": status, "request_id": request_id, "body": answer}
-            entry = {
-                "id": f"batch_req_{request_id}",
-                "custom_id": custom_id,
-                "response": response,
-                "error": None,
-            }
-            out.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            out.flush()
-            counts["answered" if status == 200 else "failed"] += 1
-            bar()
+            answers.add(*await answer(app, name, line))
 
         asyncio.run(_all(lines, one, at_once))
-    return counts
+    return answers.counts
+
+
+def left(source: Path, target: Path) -> tuple[list[Line], int]:
+    """Return (the lines without an answer in ``target``, the number of answers there)."""
+    done = _finished(target)
+    return [line for line in read(source) if line[0] not in done], len(done)
+
+
+class Answers:
+    """Adds lines to the file of answers, and counts them."""
+
+    def __init__(self, target: Path, total: int, kept: int, show: bool) -> None:
+        self.counts = {"answered": 0, "failed": 0, "kept": kept}
+        self._target, self._total, self._show = target, total, show
+
+    def __enter__(self) -> Answers:
+        with contextlib.ExitStack() as stack:
+            self._out = stack.enter_context(open(self._target, "a", encoding="utf-8"))
+            bar = progress.working("answering", self._total, self._show, unit="requests")
+            self._bar = stack.enter_context(bar)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def add(self, status: int, line: str) -> None:
+        """Write an answer with its HTTP status."""
+        self._out.write(line + "\n")
+        self._out.flush()
+        self.counts["answered" if status == 200 else "failed"] += 1
+        self._bar()
+
+
+async def answer(app: ASGIApp, name: str, line: Line) -> tuple[int, str]:
+    """Return (the status, the line of output) of a line of input.
+
+    Raises JaxLlamaError if the engine fails.
+    """
+    custom_id, url, body = line
+    request_id = uuid.uuid4().hex
+    body = {"model": name, **body}
+    while True:
+        status, reply = await post(app, url, body, request_id)
+        if status not in (429, 503):
+            break
+        if status == 503:
+            raise JaxLlamaError(reply["error"]["message"])
+        await asyncio.sleep(AGAIN_SECONDS)
+    entry = {
+        "id": f"batch_req_{request_id}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": request_id, "body": reply},
+        "error": None,
+    }
+    return status, json.dumps(entry, ensure_ascii=False)
 
 
 async def _all(lines: list[Line], one: Callable[[Line], Awaitable[None]], at_once: int) -> None:

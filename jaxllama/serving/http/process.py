@@ -201,7 +201,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         waits, quotas = isinstance(engine, Replicas), Quotas(settings.keys)
         hub = Hub(engine, passes, metrics, journal, waits, quotas)
         is_tls = options.certificate is not None
-        banner = f"{name} on {_url(options.host, listener.getsockname()[1], is_tls)}"
+        banner = f"{name} on {url_of(options.host, listener.getsockname()[1], is_tls)}"
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
         sampling = facts.sampling and str(facts.sampling)
         error = asyncio.run(server.run(front_ends, banner, sampling))
@@ -396,10 +396,10 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise JaxLlamaError(f"cannot listen on {_url(host, port)}: {error.strerror}") from None
+        raise JaxLlamaError(f"cannot listen on {url_of(host, port)}: {error.strerror}") from None
     return listener
 
 
-def _url(host: str, port: int, is_tls: bool = False) -> str:
+def url_of(host: str, port: int, is_tls: bool = False) -> str:
     name = f"[{host}]" if ":" in host else host
     return f"{'https' if is_tls else 'http'}://{name}:{port}"

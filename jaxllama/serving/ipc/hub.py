@@ -555,7 +555,7 @@ class Port:
             if not request.stop:
                 tokens += len(event.tokens)
             if not live.is_left:
-                rows.append(_row(live.number, request, event))
+                rows.append(row_event(live.number, request, event))
             if is_last:
                 live.event = event
                 # With stop strings the front end reports the end of the text.
@@ -588,7 +588,8 @@ class Port:
             self.send(messages.refusal(error, call))
 
 
-def _row(number: int, request: Request, event: Event) -> RowEvent:
+def row_event(number: int, request: Request, event: Event) -> RowEvent:
+    """Return an event as a message; ``number`` names its request."""
     # msgspec writes tuples and lists alike.
     tokens: Any = event.tokens
     error = None if event.error is None else messages.refusal(event.error)

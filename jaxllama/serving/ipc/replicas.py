@@ -70,6 +70,8 @@ class About:
 
 @dataclasses.dataclass(eq=False)
 class Flight:
+    """A request in flight and the number of tokens that its listener has."""
+
     request: Request
     on_event: Callable[[Event], None]
     written: int = 0
@@ -77,6 +79,19 @@ class Flight:
     @property
     def work(self) -> int:
         return len(self.request.prompt) + self.request.max_new_tokens
+
+    def read(self, piece: TextPiece) -> None:
+        """Pass a message's tokens to the listener."""
+        self.written += len(piece.tokens)
+        self.tell(
+            tokens=tuple(piece.tokens),
+            times=piece.times,
+            logprobs=tuple(piece.logprobs),
+            top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
+            finish_reason=piece.finish_reason,
+            cached_tokens=piece.cached_tokens,
+            error=None if piece.error is None else messages.error(piece.error),
+        )
 
     def tell(self, **news: Any) -> None:
         request = self.request
@@ -209,18 +224,9 @@ class Replica:
         flight = self.flights.get(piece.number)
         if flight is None:
             return
-        flight.written += len(piece.tokens)
         if piece.finish_reason is not None:
             self._take(piece.number)
-        flight.tell(
-            tokens=tuple(piece.tokens),
-            times=piece.times,
-            logprobs=tuple(piece.logprobs),
-            top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
-            finish_reason=piece.finish_reason,
-            cached_tokens=piece.cached_tokens,
-            error=None if piece.error is None else messages.error(piece.error),
-        )
+        flight.read(piece)
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End all requests in flight."""
@@ -241,39 +247,51 @@ class HasWork(Protocol):
 
 
 Some = TypeVar("Some", bound=HasWork)
+Name = TypeVar("Name")
 
 
-class ReplicaChoice(Generic[Some]):
-    """Chooses the replica of a request; may be called from any thread."""
+class KnownPrefixes(Generic[Name]):
+    """Remembers which replica has read the beginning of a prompt; for use in any thread."""
 
-    def __init__(self, replicas: Sequence[Some]) -> None:
-        self._all = replicas
-        self._known: collections.OrderedDict[int, Some] = collections.OrderedDict()
-        self._lock, self._turns = threading.Lock(), itertools.count()
+    def __init__(self) -> None:
+        self._known: collections.OrderedDict[int, Name] = collections.OrderedDict()
+        self._lock = threading.Lock()
 
-    def order(self, request: Request) -> list[Some]:
-        """Return the replicas, least work first; one that has read the prompt's beginning leads."""
+    def readers(self, request: Request) -> list[Name]:
+        """Return the replicas that have read a beginning of the prompt, the longest first."""
         with self._lock:
-            turn = next(self._turns) % len(self._all)
-            work = [(one.work, one) for one in (*self._all[turn:], *self._all[:turn])]
-            work.sort(key=lambda pair: pair[0])
-            order = [one for _, one in work]
-            room = work[0][0] + SLACK * (len(request.prompt) + request.max_new_tokens)
-            for key in _beginnings(request):
-                one = self._known.get(key)
-                if one is not None and one.work <= room:
-                    order.remove(one)
-                    order.insert(0, one)
-                    break
-            return order
+            return [self._known[key] for key in _beginnings(request) if key in self._known]
 
-    def remember(self, request: Request, one: Some) -> None:
+    def remember(self, request: Request, one: Name) -> None:
         with self._lock:
             for key in _beginnings(request):
                 self._known[key] = one
                 self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
+
+
+class ReplicaChoice(Generic[Some]):
+    """Chooses the replica of a request; may be called from any thread."""
+
+    def __init__(self, replicas: Sequence[Some]) -> None:
+        self._all, self._known = replicas, KnownPrefixes[Some]()
+        self._turns = itertools.count()
+        self.remember = self._known.remember
+
+    def order(self, request: Request) -> list[Some]:
+        """Return the replicas, least work first; one that has read the prompt's beginning leads."""
+        turn = next(self._turns) % len(self._all)
+        work = [(one.work, one) for one in (*self._all[turn:], *self._all[:turn])]
+        work.sort(key=lambda pair: pair[0])
+        order = [one for _, one in work]
+        room = work[0][0] + SLACK * (len(request.prompt) + request.max_new_tokens)
+        for one in self._known.readers(request):
+            if one.work <= room:
+                order.remove(one)
+                order.insert(0, one)
+                break
+        return order
 
 
 class Sizes(NamedTuple):

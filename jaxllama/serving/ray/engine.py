@@ -1,0 +1,312 @@
+"""Many replicas as one engine, which goes on with the requests of a replica that is lost.
+
+    engine = PooledEngine(pool, about, observe)      takes an engine's place in a Hub
+    engine.open()                                    on the event loop; engine.stop()
+
+The pool (``Pool``) routes a call to a replica and reports a lost one. This module has no Ray in it.
+
+Contract. Every request ends once. If its replica is lost, the request is sent again with the tokens
+that its listener has (``Request.begun``). So the listener gets each token once, and the answer is
+that of an undisturbed run. A replica that is shut down, or whose engine has failed, counts as
+lost. While there is no replica, requests wait. A request whose last ``LOSSES`` replicas took it and
+were lost without a new token ends with EngineFailed, because it may be the reason. A full queue
+refuses only new requests. The figures are the sums over the replicas, ``REPORT`` seconds old; the
+totals of a lost replica stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from jaxllama.engine.request import (
+    EngineClosed,
+    EngineFailed,
+    Event,
+    FinishReason,
+    QueueFull,
+    Request,
+)
+from jaxllama.engine.stats import EngineStats
+from jaxllama.serving.api import messages
+from jaxllama.serving.api.messages import TextPiece
+from jaxllama.serving.ipc.replicas import About, Flight, Sizes
+from jaxllama.serving.ray.replica import ReplicaReport
+
+LOSSES = 5
+AGAIN = 0.1  # seconds before a request is sent again
+RETRY_AFTER = 1.0  # seconds after which a client tries again if all queues are full
+REPORT = 1.0
+# Fields of EngineStats that are totals since the start; the others are states.
+TOTALS = (
+    "prefix_hit_tokens",
+    "prompt_tokens",
+    "completion_tokens",
+    "preemptions",
+    "steps",
+    "compilations",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+_log = logging.getLogger("jaxllama.serving")
+
+
+class ReplicaLost(Exception):
+    """The replica of a call has ended, or cannot be reached."""
+
+
+class Pool(Protocol):
+    """Replicas behind one door. Calls raise ReplicaLost."""
+
+    def generate(self, request: Request) -> AsyncGenerator[bytes]:
+        """Yield the messages of ``EngineReplica.generate``; closing it cancels the request."""
+        ...
+
+    async def forward(self, name: str, arguments: Sequence[Any]) -> Any: ...
+
+    async def reports(self) -> list[ReplicaReport]:
+        """Return the report of each replica."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class PooledFlight(Flight):
+    """A request in flight with the tokens that its listener has.
+
+    is_taken: whether its present replica has taken it.
+    """
+
+    is_taken: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    task: asyncio.Task[None] | None = None
+
+    def read(self, piece: TextPiece) -> None:
+        self.tokens += piece.tokens
+        super().read(piece)
+
+    def rest(self, attempt: int) -> Request | None:
+        """Return the request for what is missing, or None if its deadline has passed."""
+        request = self.request
+        deadline = request.deadline
+        if deadline is not None and attempt:
+            deadline -= time.monotonic() - self.began
+            if deadline <= 0:
+                return None
+        return dataclasses.replace(
+            request,
+            id=f"{request.id}#{attempt}" if attempt else request.id,
+            begun=(*request.begun, *self.tokens),
+            deadline=deadline,
+        )
+
+
+class PooledEngine:
+    """Many replicas as one engine; the module docstring has the contract.
+
+    about: a replica's description. observe: as for ``Engine``. on_empty: called with True when no
+    replica is left, and with False when one is there again.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        about: About,
+        observe: Callable[[str, float], None],
+        on_empty: Callable[[bool], None] = lambda is_empty: None,
+    ) -> None:
+        self._pool, self._observe = pool, observe
+        self.options = Sizes(about.max_len, about.max_queue)
+        self._room = about.stats.max_slots + about.max_queue  # of a replica
+        self.failure: str | None = None
+        self.closed: str | None = None
+        self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
+        self._flights: dict[str, PooledFlight] = {}
+        self._told: Callable[[], None] = lambda: None
+        self._none = dataclasses.replace(
+            about.stats, **{field.name: 0 for field in _numbers()}, finished={}
+        )
+        self._gone: dict[str, EngineStats] = {}
+        self._stats: dict[str, EngineStats] = {}
+        self.is_empty, self._on_empty = False, on_empty
+
+    def open(self) -> None:
+        """Begin to read reports on the running event loop, which also runs the requests."""
+        self._loop = asyncio.get_running_loop()
+        self._reading = asyncio.create_task(self._read_reports())
+
+    def stop(self) -> None:
+        """End all requests with the reason "cancelled"; call it on the event loop."""
+        self.closed = self.closed or "the engine has stopped"
+        self._reading.cancel()
+        for id in list(self._flights):
+            self._end(id, "cancelled")
+
+    # The interface for a Hub
+
+    def submit(
+        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
+    ) -> None:
+        """Submit a request and wait for a replica: never call this on the event loop."""
+        if self.closed is not None:
+            raise EngineClosed(self.closed)
+        in_flight = len(self._flights)
+        if in_flight >= self._room * max(len(self._stats), 1):
+            raise QueueFull(in_flight, RETRY_AFTER)
+        accepted: Future[None] = Future()
+        flight = PooledFlight(request, on_event)
+        self._loop.call_soon_threadsafe(self._begin, flight, accepted)
+        accepted.result()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._told = listener
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """End a request, from any thread. Ids that are not in flight are ignored."""
+        self._loop.call_soon_threadsafe(self._end, request_id, reason)
+
+    def stats(self) -> EngineStats:
+        return _sum([self._none, *self._gone.values(), *self._stats.values()])
+
+    def _pass(self, name: str) -> Callable[..., Any]:
+        """Return a function that runs a pass on a replica; a lost one is replaced by another."""
+
+        async def ask(arguments: Sequence[Any]) -> Any:
+            for attempt in itertools.count(1):
+                try:
+                    return await self._pool.forward(name, arguments)
+                except ReplicaLost as error:
+                    if attempt == LOSSES:
+                        raise EngineFailed(str(error)) from None
+                    await asyncio.sleep(AGAIN)
+
+        def wait(*arguments: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(ask(arguments), self._loop).result()
+
+        return wait
+
+    # On the event loop
+
+    def _begin(self, flight: PooledFlight, accepted: Future[None]) -> None:
+        self._flights[flight.request.id] = flight
+        flight.task = asyncio.create_task(self._follow(flight, accepted))
+
+    def _end(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> None:
+        flight = self._flights.pop(request_id, None)
+        if flight is not None:
+            flight.tell(finish_reason=reason, error=error)
+            self._told()
+            if flight.task is not None and flight.task is not asyncio.current_task():
+                flight.task.cancel()
+
+    async def _follow(self, flight: PooledFlight, accepted: Future[None]) -> None:
+        """Follow a request from replica to replica until it has ended."""
+        request, losses = flight.request, 0
+        try:
+            for attempt in itertools.count():
+                rest, written, flight.is_taken = flight.rest(attempt), flight.written, False
+                if rest is None:
+                    self._end(request.id, "deadline")
+                    return
+                try:
+                    await self._follow_once(flight, rest, accepted)
+                    return
+                except QueueFull:
+                    if not accepted.done():
+                        raise
+                except (ReplicaLost, EngineClosed, EngineFailed) as lost:
+                    losses = 0 if flight.written > written else losses
+                    losses += flight.is_taken
+                    fields = {"id": request.id, "tokens": flight.written, "reason": str(lost)}
+                    _log.warning("a request has lost its replica", extra={"fields": fields})
+                    if losses == LOSSES:
+                        raise EngineFailed(f"the request lost {LOSSES} replicas: {lost}") from None
+                await asyncio.sleep(AGAIN)
+        except Exception as error:
+            if accepted.done():
+                self._end(request.id, "error", error)
+            else:
+                self._flights.pop(request.id, None)
+                accepted.set_exception(error)
+        finally:
+            if not accepted.done():  # ``_end`` has ended it, and told so
+                accepted.set_result(None)
+
+    async def _follow_once(
+        self, flight: PooledFlight, request: Request, accepted: Future[None]
+    ) -> None:
+        """Follow a request on one replica to its end. Raises why it has not ended there."""
+        frames = messages.Frames(messages.from_engine())
+        async with contextlib.aclosing(self._pool.generate(request)) as stream:
+            async for data in stream:
+                for message in frames.feed(data):
+                    match message:
+                        case messages.Reply():
+                            flight.is_taken = True
+                            if not accepted.done():
+                                accepted.set_result(None)
+                        case messages.Refused():
+                            raise messages.error(message)
+                        case messages.Received():
+                            if self._read(flight, message.rows):
+                                return
+                        case _:
+                            pass
+        raise ReplicaLost("a replica's answer broke off")
+
+    def _read(self, flight: PooledFlight, pieces: Sequence[TextPiece]) -> bool:
+        """Pass the tokens to the listener; return whether the request has ended."""
+        for piece in pieces:
+            error = None if piece.error is None else messages.error(piece.error)
+            if isinstance(error, EngineFailed):
+                raise error
+            if piece.finish_reason == "cancelled":  # not by its client: the replica is shut down
+                raise ReplicaLost("a replica was shut down")
+            if piece.finish_reason is not None:
+                self._flights.pop(flight.request.id, None)
+            flight.read(piece)
+        self._told()
+        return bool(pieces) and pieces[-1].finish_reason is not None
+
+    # Reports
+
+    async def _read_reports(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a replica that is gone; the next round tells
+                self._reported(await self._pool.reports())
+            await asyncio.sleep(REPORT)
+
+    def _reported(self, reports: Sequence[ReplicaReport]) -> None:
+        living = {report.replica for report in reports}
+        for replica in self._stats.keys() - living:
+            last = self._stats.pop(replica)
+            totals = {name: getattr(last, name) for name in TOTALS}
+            self._gone[replica] = dataclasses.replace(self._none, **totals, finished=last.finished)
+        if self.is_empty != (not living):
+            self.is_empty = not living
+            self._on_empty(self.is_empty)
+        for report in reports:
+            self._gone.pop(report.replica, None)  # it had only been silent
+            self._stats[report.replica] = report.stats
+            for name, seconds in report.times:
+                self._observe(name, seconds)
+
+
+def _numbers() -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(EngineStats) if field.name != "finished"]
+
+
+def _sum(stats: Sequence[EngineStats]) -> EngineStats:
+    figures = {field.name: sum(getattr(s, field.name) for s in stats) for field in _numbers()}
+    finished = collections.Counter[str]()
+    for each in stats:
+        finished.update(each.finished)
+    return EngineStats(**figures, finished=dict(finished))
