@@ -8,7 +8,14 @@ from __future__ import annotations
 from jaxllama.errors import JaxLlamaError
 
 EXTRAS = {
-    "serve": ("starlette", "uvicorn", "prometheus_client", "pydantic", "msgspec"),
+    "serve": (
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "pydantic",
+        "msgspec",
+        "python_multipart",
+    ),
     "bench": ("aiohttp",),
     "completion": ("shtab",),
     "experiment": ("matplotlib",),
