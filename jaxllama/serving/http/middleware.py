@@ -99,7 +99,11 @@ class Middleware:
         own = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = own if _ID.fullmatch(own) else uuid.uuid4().hex
         fields: JsonObject = {}
-        state = {**scope.get("state", {}), "request_id": request_id, "fields": fields}
+        state: JsonObject = {
+            **scope.get("state", {}),
+            "request_id": request_id,
+            "fields": fields,
+        }
         scope["state"] = state
         status = CLIENT_GONE  # stays if nothing is ever sent
 
@@ -113,7 +117,7 @@ class Middleware:
             await send(message)
 
         # A line of a batch, which this server sends itself, has its owner and no headers.
-        owner: str | None = scope["state"].get("batch_owner")
+        owner: str | None = state.get("batch_owner")
         state["is_batch"] = owner is not None
         try:
             try:
