@@ -20,6 +20,7 @@ EXTRAS = {
     "completion": ("shtab",),
     "experiment": ("matplotlib",),
     "grammar": ("llguidance",),
+    "otel": ("opentelemetry",),
     "train": ("orbax",),
 }
 _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}

@@ -214,6 +214,12 @@ def options(sub: Parser) -> None:
         help="its private key (PEM), without password",
     )
     sub.add_argument(
+        "--otlp-traces-endpoint",
+        type=filled,
+        metavar="URL",
+        help="OpenTelemetry collector that gets a trace of each request (OTLP over HTTP)",
+    )
+    sub.add_argument(
         "--lora-slots",
         type=Number(int, 0, 64),
         metavar="N",
@@ -266,5 +272,6 @@ def run(args: argparse.Namespace) -> None:
         args.api_keys_file,
         args.ssl_certfile,
         args.ssl_keyfile,
+        args.otlp_traces_endpoint,
     )
     serve(options, functools.partial(common.load, _plain(args)))

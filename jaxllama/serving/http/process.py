@@ -36,6 +36,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 from jaxllama import extras, progress
@@ -76,7 +77,7 @@ class ServeOptions:
     """Options of ``serve``.
 
     keys_file: API keys with names and limits (``api.keys``). certificate, private_key: PEM files
-    for HTTPS, both or none.
+    for HTTPS, both or none. traces: URL of the OpenTelemetry collector, None for no traces.
     engine: options of ``Engine``. names: names of the model for clients; by default the model's
     own. origins: origins of web pages that may send requests. hosts: names that a Host header may
     have beside the local ones; "*" allows any. Without hosts any name is allowed, except on a local
@@ -101,10 +102,13 @@ class ServeOptions:
     keys_file: Path | None = None
     certificate: Path | None = None
     private_key: Path | None = None
+    traces: str | None = None
     named_keys: tuple[ApiKey, ...] = dataclasses.field(init=False, default=())
 
     def __post_init__(self) -> None:
         self._check_tls()
+        if self.traces is not None and find_spec("opentelemetry.exporter") is None:
+            raise extras.missing("opentelemetry", "--otlp-traces-endpoint")
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
         if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
             raise JaxLlamaError(f"${KEY_VARIABLE}: must be printable ASCII, no spaces around it")
@@ -188,6 +192,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             state=None if options.state is None else str(options.state),
             named_keys=options.named_keys,
             lora_slots=options.engine.get("lora_slots", 0),
+            traces=options.traces,
         )
         setup = front_end.FrontEndSetup(
             facts,

@@ -90,6 +90,7 @@ from jaxllama.serving.http.middleware import (
 from jaxllama.serving.http.ollama import OllamaRoutes
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
+from jaxllama.serving.http.traces import Tracer
 from jaxllama.serving.http.vector_routes import VectorRoutes
 from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub, Passes, Served, forward_passes
@@ -109,7 +110,8 @@ class ServerSettings:
     None for none. origins: origins of web pages that may send requests, "*" for all. hosts: names
     that a Host header may have beside the local ones; None allows any. named_keys: API keys with
     names and limits, beside ``api_keys``. lora_slots: adapters that clients may load at run time.
-    files: largest sizes of files and batches.
+    files: largest sizes of files and batches. traces: URL of the OpenTelemetry collector, None for
+    no traces.
     """
 
     name: str
@@ -123,6 +125,7 @@ class ServerSettings:
     named_keys: tuple[ApiKey, ...] = ()
     lora_slots: int = 0
     files: Bounds = Bounds()
+    traces: str | None = None
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -189,7 +192,7 @@ def application(
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
-    app = Middleware(app, link, settings.keys, paths, settings.hosts)
+    app = Middleware(app, link, settings.keys, paths, settings.hosts, server.tracer)
     server.app = app
     if not settings.origins:
         return app
@@ -246,6 +249,7 @@ class _Server:
             settings.origins,
             settings.files,
         )
+        self.tracer = None if settings.traces is None else Tracer(settings.traces, settings.name)
         self.app: ASGIApp | None = None  # with the middleware, for batches
         self._scoring = 0
         self._max_queue = max_queue
@@ -266,6 +270,8 @@ class _Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.responses.close()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
             self._ended()
 
     # Completions and chat
