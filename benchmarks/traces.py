@@ -175,7 +175,8 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(256, WORDS, (args.tokens, args.streams))
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     for _ in range(3):
-        off.round(tokens), on.round(tokens)
+        off.round(tokens)
+        on.round(tokens)
     for _ in range(args.rounds):
         seconds["off"].append(off.round(tokens))
         seconds["on"].append(on.round(tokens))
@@ -184,7 +185,8 @@ def main() -> None:
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     time.sleep(8)  # the exporter sends every 5 seconds
     spans = collector.spans
-    off.close(), on.close()
+    off.close()
+    on.close()
     for name in seconds:
         print(
             f"traces {name}: {count / middle[name]:,.0f} tokens/s of CPU (median), "
