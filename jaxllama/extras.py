@@ -18,9 +18,10 @@ EXTRAS = {
     ),
     "bench": ("aiohttp",),
     "completion": ("shtab",),
+    "eval": ("lm_eval", "inspect_ai"),
     "experiment": ("matplotlib",),
     "grammar": ("llguidance",),
-    "otel": ("opentelemetry",),
+    "otel": ("opentelemetry_sdk",),
     "train": ("orbax",),
 }
 _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}

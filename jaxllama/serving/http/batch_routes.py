@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
+import python_multipart  # noqa: F401 - Starlette's parser of forms needs it
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
@@ -63,7 +64,8 @@ class BatchRoutes:
         origins: tuple[str, ...],
         bounds: Bounds | None = None,
     ) -> None:
-        self._kept = None if state is None else FileStore(state, bounds)
+        self._state, self._bounds = state, bounds
+        self._kept: FileStore | None = None  # while the application runs
         self._name, self._at_once, self._max_body = name, at_once, max_body
         self._origins = origins
         self._worker: BatchWorker | None = None
@@ -84,9 +86,10 @@ class BatchRoutes:
     @contextlib.asynccontextmanager
     async def running(self, app: ASGIApp) -> AsyncGenerator[None]:
         """Run batches over ``app`` within the block, if there is a state folder."""
-        if self._kept is None:
+        if self._state is None:
             yield
             return
+        self._kept = FileStore(self._state, self._bounds)
         self._worker = BatchWorker(self._kept, self._name, self._at_once)
         try:
             async with self._worker.running(app):

@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.resources
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -88,6 +87,7 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.http.ollama import OllamaRoutes
+from jaxllama.serving.http.page_files import page_file
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
 from jaxllama.serving.http.traces import Tracer
@@ -133,10 +133,18 @@ class ServerSettings:
 
 
 def create_app(
-    lm: LanguageModel, engine: Served, settings: ServerSettings, metrics: Metrics
+    lm: LanguageModel,
+    engine: Served,
+    settings: ServerSettings,
+    metrics: Metrics,
+    journal: Journal | None = None,
 ) -> ASGIApp:
-    """Return the application. ``engine`` is running; the application does not stop it."""
-    journal = None if settings.state is None else Journal(settings.state)
+    """Return the application. ``engine`` is running; the application does not stop it.
+
+    journal: of the state folder; by default it is opened here.
+    """
+    if journal is None and settings.state is not None:
+        journal = Journal(settings.state)
     hub = Hub(engine, _passes(lm, engine), metrics, journal, quotas=Quotas(settings.keys))
     own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
     return application(lm, own, settings, engine.options.max_queue, hub.close)
@@ -185,7 +193,7 @@ def application(
         *server.batches.routes(),
         *server.ollama.routes(),
         *(server.adapters.routes() if settings.lora_slots else ()),
-        *(Route(path, _file(name, kind)) for path, (name, kind) in PAGE.items()),
+        *(Route(path, page_file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
     errors = dict.fromkeys(
         (ApiError, EngineFailed, JaxLlamaError, HTTPException, Exception), _answer_error
@@ -208,11 +216,6 @@ def application(
 
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     return answer_error(error, http.url.path)
-
-
-def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
-    content = (importlib.resources.files("jaxllama.serving.http") / "page" / name).read_bytes()
-    return lambda _: Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 class _Server:
