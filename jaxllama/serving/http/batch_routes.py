@@ -45,6 +45,7 @@ from jaxllama.serving.http.batch_worker import BatchWorker
 from jaxllama.serving.http.file_store import Bounds, FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
 from jaxllama.serving.http.middleware import read_body
+from jaxllama.serving.ipc.link import EngineClient
 
 NAME_LENGTH = 255  # characters of a file's name that are kept
 FIELDS = ("file", "purpose")
@@ -57,6 +58,7 @@ class BatchRoutes:
 
     def __init__(
         self,
+        link: EngineClient,
         state: str | None,
         name: str,
         at_once: int,
@@ -64,7 +66,7 @@ class BatchRoutes:
         origins: tuple[str, ...],
         bounds: Bounds | None = None,
     ) -> None:
-        self._state, self._bounds = state, bounds
+        self._link, self._state, self._bounds = link, state, bounds
         self._kept: FileStore | None = None  # while the application runs
         self._name, self._at_once, self._max_body = name, at_once, max_body
         self._origins = origins
@@ -90,7 +92,7 @@ class BatchRoutes:
             yield
             return
         self._kept = FileStore(self._state, self._bounds)
-        self._worker = BatchWorker(self._kept, self._name, self._at_once)
+        self._worker = BatchWorker(self._kept, self._name, self._at_once, self._link)
         try:
             async with self._worker.running(app):
                 yield

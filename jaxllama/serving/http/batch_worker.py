@@ -1,6 +1,6 @@
 """The worker of a front end that runs the batches of ``/v1/batches``.
 
-    async with BatchWorker(store, name, at_once).running(app): ...
+    async with BatchWorker(store, name, at_once, link).running(app): ...
     worker.wake()                  a batch is new, or was cancelled
 
 Contract. Each front end has a worker, and each batch one worker at a time (``FileStore.claimed``).
@@ -13,7 +13,8 @@ Lines take the way of a request of their owner's key: they count for its limits,
 for the log. The journal leaves them out, because the batch remembers them. An answer with status
 200 goes to the output file, any other to the error file. A full queue, a key's limit and a journal
 that cannot be written delay a line. A line that was in flight when the engine failed gets that
-error.
+error, so that a line which fails the engine is not tried for ever. Other lines, and those of a
+process that was killed, stay for the next server.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from jaxllama.serving.api.batch_schemas import BatchError, BatchErrors, BatchObj
 from jaxllama.serving.http import batch as runner
 from jaxllama.serving.http.batch import InvalidLine, Line
 from jaxllama.serving.http.file_store import FileStore, StoredBatch
+from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.typing import JsonObject
 
 LOOK_SECONDS = 2.0  # between two looks for batches of front ends that have ended
@@ -50,8 +52,8 @@ _log = logging.getLogger("jaxllama.serving")
 class BatchWorker:
     """Runs batches; the module docstring has the rules. name: the model of lines without one."""
 
-    def __init__(self, store: FileStore, name: str, at_once: int) -> None:
-        self._store, self._name = store, name
+    def __init__(self, store: FileStore, name: str, at_once: int, link: EngineClient) -> None:
+        self._store, self._name, self._link = store, name, link
         self._places = asyncio.Semaphore(at_once)
         self._at_once = at_once
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -103,9 +105,8 @@ class BatchWorker:
                 return
             with self._store.claimed(stored) as is_ours:
                 if is_ours:
-                    await _Run(self._store, stored, self._name, app, self._places).run(
-                        self._at_once
-                    )
+                    run = _Run(self._store, stored, self._name, app, self._places, self._link)
+                    await run.run(self._at_once)
                     return
         except (OSError, sqlite3.Error) as error:  # of the disk: tried again
             fields = {"batch": id, "reason": str(error)}
@@ -123,8 +124,9 @@ class _Run:
         name: str,
         app: ASGIApp,
         places: asyncio.Semaphore,
+        link: EngineClient,
     ) -> None:
-        self._store, self._stored, self._name = store, stored, name
+        self._store, self._stored, self._name, self._link = store, stored, name, link
         self._app, self._places, self._id = app, places, stored.batch.id
         self._completed = self._failed = 0
         self._is_stopping = asyncio.Event()
@@ -225,10 +227,15 @@ class _Run:
         if url in _PRIORITIZED:
             body.setdefault("priority", PRIORITY)
         while not self._is_stopping.is_set():
+            if self._link.failure is not None:  # this process ends soon
+                await asyncio.sleep(1)
+                continue
             request_id = uuid.uuid4().hex
             state: JsonObject = {"batch_owner": self._stored.owner}
             status, answer = await self._post(url, body, request_id, state)
             code = answer.get("error", {}).get("code") if status in (429, 503) else None
+            if code == "engine_failed" and self._link.is_lost:
+                continue
             if status == 429 or (status == 503 and code != "engine_failed"):
                 await asyncio.sleep(AGAIN_SECONDS.get(code or "", 1.0))
             elif status:

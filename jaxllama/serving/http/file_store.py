@@ -101,8 +101,10 @@ class FileStore:
         self._claimed: set[int] = set()
 
     def close(self) -> None:
-        self._db.close()
-        os.close(self._claims)
+        """Close the store after the call that another thread may be in; later calls raise."""
+        with self._lock:
+            self._db.close()
+            os.close(self._claims)
 
     @contextlib.contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:

@@ -245,6 +245,7 @@ class _Server:
         self.messages = MessageRoutes(self._prompts, link, settings.max_body)
         self.vectors = VectorRoutes(self._prompts, link, settings.max_body)
         self.batches = BatchRoutes(
+            link,
             settings.state,
             settings.name,
             max(1, max_queue // BATCH_SHARE),

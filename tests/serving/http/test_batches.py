@@ -16,7 +16,17 @@ import openai
 from jaxllama.serving.http import batch_worker
 from jaxllama.serving.http.file_store import Bounds, FileStore
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, client, error_of, serving, talking, wait_until
+from tests.helpers.http_server import (
+    NAME,
+    client,
+    error_of,
+    serve,
+    serving,
+    talking,
+    tiny_checkpoint,
+    wait_until,
+)
+from tests.serving.http.test_traces import Collector
 
 URL = "/v1/chat/completions"
 SMALL = Bounds(file_bytes=4000, total_bytes=12_000, files=6, lines=12, open_batches=2)
@@ -101,9 +111,9 @@ def test_a_batch_survives_its_server(lm, tmp_path):
     state = {"state": str(tmp_path)}
     with FakeEngine() as engine:
         with talking(lm, engine, **state) as api:
+            engine._go(18)  # then rows stand still: two lines are in flight
             id = start(api, text).id
             wait_until(lambda: api.batches.retrieve(id).request_counts.completed >= 4)
-            engine._go(0)  # rows stand still: two lines are in flight
             engine.wait_for(lambda: len(engine.live) == 2)
             done = api.batches.retrieve(id).request_counts.completed
             assert 4 <= done < 20
@@ -117,6 +127,25 @@ def test_a_batch_survives_its_server(lm, tmp_path):
         assert batch.status == "completed" and batch.request_counts.completed == 20
         assert lines_of(api, batch.output_file_id).keys() == {f"c{n}" for n in range(20)}
         assert len(engine.requests) <= 20 - done + 1, "no answered line is sent again"
+
+
+def test_a_line_that_fails_the_engine_is_not_tried_for_ever(lm, tmp_path):
+    def broken(request):
+        raise RuntimeError("as asked")
+        yield
+
+    state = {"state": str(tmp_path)}
+    with FakeEngine(answer=broken) as engine, talking(lm, engine, **state) as api:
+        id = start(api, "".join(map(line, range(9)))).id
+        wait_until(lambda: api.batches.retrieve(id).request_counts.failed)
+        wait_until(lambda: not engine.live)
+        failed = api.batches.retrieve(id).request_counts.failed
+        assert 1 <= failed <= 2, "those that were in flight"
+    with FakeEngine() as engine, talking(lm, engine, **state) as api:
+        batch = ended(api, id)
+        assert batch.request_counts.completed == 9 - batch.request_counts.failed >= 7
+        errors = lines_of(api, batch.error_file_id).values()
+        assert {e["response"]["body"]["error"]["code"] for e in errors} == {"engine_failed"}
 
 
 def test_a_cancelled_batch_keeps_its_answers(lm, tmp_path):
@@ -262,3 +291,32 @@ def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
             for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1"):
                 reply = http.get(path)
                 assert reply.status_code == 400 and "--state" in error_of(reply)["message"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_of_two_front_ends(tmp_path):
+    """A batch of 40 lines over real processes: killed in the middle, every line is there once."""
+    folder = tiny_checkpoint(tmp_path)
+    flags = ["--state", str(tmp_path / "state"), "--api-servers", "2", "--max-slots", "2"]
+    flags += ["--max-len", "96", "--max-queue", "8"]
+    with Collector() as collector:
+        flags += ["--otlp-traces-endpoint", collector.url]
+        with serve(folder, *flags) as (process, url, _):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=2) as api:
+                id = start(api, "".join(line(n, max_tokens=40) for n in range(40))).id
+                wait_until(lambda: api.batches.retrieve(id).request_counts.completed >= 10)
+                process.kill()
+                process.wait()
+        with serve(folder, *flags) as (process, url, log):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=2) as api:
+                batch = ended(api, id)
+                assert batch.status == "completed" and batch.request_counts.completed == 40
+                answers = lines_of(api, batch.output_file_id)
+                assert answers.keys() == {f"c{n}" for n in range(40)}
+            process.terminate()
+            assert process.wait(60) == 0
+        text = log.read_text()
+        again = text.count('"path": "/v1/chat/completions"')
+        assert 0 < again <= 32, "answered lines were not sent again"
+        names = {span.name for span in collector.spans}
+    assert {"POST /v1/chat/completions", "queue", "prefill", "decode"} <= names
