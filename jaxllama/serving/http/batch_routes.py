@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
-import python_multipart  # noqa: F401 - Starlette's parser of forms needs it
+import python_multipart  # noqa: F401  # pyright: ignore[reportUnusedImport] - for Starlette's forms
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
