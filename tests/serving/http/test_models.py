@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -214,6 +215,8 @@ def test_strangers_start_no_model():
 CONFIG = """
 port = 0
 memory-gb = 8
+api-key = ["secret", "other"]
+state = "{state}"
 [[model]]
 model = "{folder}"
 name = "small"
@@ -252,23 +255,45 @@ def test_real_models_behind_one_port(tmp_path, monkeypatch):
     monkeypatch.undo()
     folder = tiny_checkpoint(tmp_path)
     file = tmp_path / "server.toml"
-    file.write_text(CONFIG.format(folder=folder / "tiny"))
+    file.write_text(CONFIG.format(folder=folder / "tiny", state=tmp_path / "state"))
     with start(tmp_path, file) as (process, url):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as api:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        with client as api, client.with_options(api_key="other") as other:
             assert [model.id for model in api.models.list()] == ["small", "tiny"]
             ask = {"prompt": "ab", "max_tokens": 5, "temperature": 0}
-            answers = {
-                name: api.completions.create(model=name, **ask).choices[0].text
-                for name in ("small", "tiny")
-            }
+            with pytest.raises(openai.AuthenticationError):
+                api.with_options(api_key="wrong").completions.create(model="tiny", **ask)
+            whole = {name: api.completions.create(model=name, **ask) for name in ("small", "tiny")}
+            answers = {name: answer.choices[0].text for name, answer in whole.items()}
             assert len(set(answers.values())) == 1
             with pytest.raises(openai.BadRequestError, match="64"):
                 api.completions.create(model="tiny", prompt="a" * 80, max_tokens=1)
             assert api.completions.create(model="small", prompt="a" * 80, max_tokens=1)
             parts = api.completions.create(model="tiny", stream=True, **ask)
             assert "".join(part.choices[0].text for part in parts) == answers["tiny"]
+            path = f"/completions/{whole['tiny'].id}"
+            assert api.get(path, cast_to=dict)["choices"][0]["text"] == answers["tiny"]
+            with pytest.raises(openai.NotFoundError):
+                other.get(path, cast_to=dict)
+        models = children(process.pid)
+        assert len(models) == 2
+        process.kill()  # without a word to its models
+        wait_until(lambda: not any(map(is_alive, models)))
+    with start(tmp_path, file) as (process, _):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM)
+
+
+def children(pid: int) -> list[int]:
+    texts = [path.read_text() for path in Path(f"/proc/{pid}").glob("task/*/children")]
+    return [int(word) for text in texts for word in text.split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
