@@ -18,6 +18,7 @@ started, and its resident memory afterwards (Linux).
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -28,6 +29,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxllama.serving.api.schemas import ApiError
 
@@ -103,7 +105,8 @@ class ModelPool:
         self._sizes = {spec.name: spec.memory for spec in specs}
         self._running: dict[str, _Process] = {}
         self._starting = asyncio.Lock()
-        self._waiting = 0
+        self._starts: dict[str, asyncio.Task[_Process]] = {}
+        self._wanted: collections.Counter[str] = collections.Counter()  # requests that wait
         self._failed: dict[str, float] = {}
         self.starts = dict.fromkeys(self.specs, 0)
         self._reaper: asyncio.Task[None] | None = None
@@ -133,10 +136,7 @@ class ModelPool:
         try:
             yield one.url
         finally:
-            one.in_flight -= 1
-            one.last_used = time.monotonic()
-            if not one.in_flight:
-                one.idle.set()
+            self._leave(one)
 
     def urls(self) -> list[str]:
         """Return the addresses of the models that run."""
@@ -145,21 +145,48 @@ class ModelPool:
     async def _get(self, name: str) -> _Process:
         if (one := self._enter(name)) is not None:
             return one
-        if self._waiting >= MAX_WAITING:
-            message = f"{self._waiting} requests wait for models to start"
+        if self._wanted.total() >= MAX_WAITING:
+            message = f"{self._wanted.total()} requests wait for models to start"
             raise ApiError(429, message, code="queue_full", retry_after=5)
-        self._waiting += 1
+        task = self._starts.get(name)
+        if task is None:
+            task = self._starts[name] = asyncio.create_task(self._started(name))
+            task.add_done_callback(lambda done: self._forget_start(name, done))
+        self._wanted[name] += 1
         try:
-            async with self._starting:
-                if (one := self._enter(name)) is None:
-                    await self._start(name)
-                    # Counted before another request can end the model to make room.
-                    one = self._enter(name)
-                if one is None:
-                    raise _not_started(name)
-                return one
+            # A client that leaves does not end the start, which others may wait for.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                self._leave(task.result())
+            raise
         finally:
-            self._waiting -= 1
+            self._wanted[name] -= 1
+
+    async def _started(self, name: str) -> _Process:
+        """Return a model that runs, with the requests that wait for it counted.
+
+        They are counted before the lock is free, so another model's start lets them be answered.
+        """
+        async with self._starting:
+            one = self._running.get(name)
+            if one is None or not one.is_open:
+                one = await self._start(name)
+            if self._wanted[name]:
+                one.in_flight += self._wanted[name]
+                one.idle.clear()
+            return one
+
+    def _forget_start(self, name: str, done: asyncio.Task[_Process]) -> None:
+        self._starts.pop(name, None)
+        if not done.cancelled():
+            done.exception()  # those who waited have it; they may all have left
+
+    def _leave(self, one: _Process) -> None:
+        one.in_flight -= 1
+        one.last_used = time.monotonic()
+        if not one.in_flight:
+            one.idle.set()
 
     def _enter(self, name: str) -> _Process | None:
         """Count a request of a model that runs."""
@@ -170,7 +197,7 @@ class ModelPool:
         one.idle.clear()
         return one
 
-    async def _start(self, name: str) -> None:
+    async def _start(self, name: str) -> _Process:
         if time.monotonic() - self._failed.get(name, -AGAIN_SECONDS) < AGAIN_SECONDS:
             raise _not_started(name)
         if self._reaper is None:
@@ -211,10 +238,11 @@ class ModelPool:
         if spec.memory is None:
             memory = self._sizes[name] = resident(process.pid) or size
         self.starts[name] += 1
-        self._running[name] = _Process(process, found[1].decode(), memory)
+        one = self._running[name] = _Process(process, found[1].decode(), memory)
         seconds = round(time.monotonic() - begin, 2)
         fields = {"model": name, "seconds": seconds, "bytes": memory}
         _log.info("a model runs", extra={"fields": fields})
+        return one
 
     def _used(self) -> int:
         return sum(one.memory for one in self._running.values())
@@ -258,8 +286,12 @@ class ModelPool:
 
     async def close(self) -> None:
         """End all models at once; each lets its requests end for its own drain time."""
+        tasks: list[asyncio.Task[Any]] = [*self._starts.values()]
         if self._reaper is not None:
-            self._reaper.cancel()
+            tasks.append(self._reaper)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         running = [one.process for one in self._running.values()]
         await asyncio.gather(*map(self._stop, running))
         self._running.clear()

@@ -38,7 +38,15 @@ from jaxllama.serving import logs
 from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.schemas import ApiError, Health, Version, respond
 from jaxllama.serving.http import limits
-from jaxllama.serving.http.middleware import PAGE, Middleware, answer_error, read_body
+from jaxllama.serving.http.middleware import (
+    CLIENT_GONE,
+    PAGE,
+    ClientGone,
+    Middleware,
+    answer_error,
+    read_body,
+    unless_disconnected,
+)
 from jaxllama.serving.http.model_pool import ModelPool
 from jaxllama.serving.http.page_files import page_file
 from jaxllama.serving.ipc.link import EngineClient
@@ -116,7 +124,8 @@ class Router:
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncGenerator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A model closes idle connections, perhaps just when one would be used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector, auto_decompress=False
         ) as self._session:
@@ -134,9 +143,16 @@ class Router:
         name = self._pool.resolve(named.model)
         http.state.fields["model"] = name
         stack = contextlib.AsyncExitStack()
-        try:
+
+        async def connect() -> aiohttp.ClientResponse:
             url = await stack.enter_async_context(self._pool.use(name))
-            reply = await stack.enter_async_context(self._ask(http, url, bytes(data)))
+            return await stack.enter_async_context(self._ask(http, url, bytes(data)))
+
+        try:
+            reply = await unless_disconnected(http.receive, connect())
+        except ClientGone:
+            await stack.aclose()
+            return Response(status_code=CLIENT_GONE)
         except BaseException:
             await stack.aclose()
             raise

@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("aiohttp")
 
+import httpx2 as httpx
 import openai
 import uvicorn
 
@@ -173,6 +174,20 @@ def test_a_busy_model_ends_after_its_answers_and_lets_others_in():
         for thread in threads:
             thread.join()
         assert done == ["a", "b", "a"] and pool.starts == {"a": 2, "b": 1}
+
+
+def test_a_client_that_leaves_ends_its_request_and_no_start():
+    pool = ModelPool(PROGRAM, [spec("a")])
+    with routing(pool) as url, client(url) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json={"model": "a"}, timeout=0.02)  # as it starts
+        wait_until(lambda: pool.loaded)
+        wait_until(lambda: not pool._running["a"].in_flight)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json={"model": "a", "wait": 5}, timeout=0.2)
+        begin = time.monotonic()
+        wait_until(lambda: not pool._running["a"].in_flight)
+        assert time.monotonic() - begin < 4 and pool.starts == {"a": 1}
 
 
 def test_models_that_fail_end_and_start_again(monkeypatch):
