@@ -1,6 +1,6 @@
 """Make the answers of an evaluation again, from its state folder.
 
-    replay(lm, state, ids) -> Report(same, different, digest, recorded)
+    replay(lm, state, ids) -> ReplayReport(same, different, digest, recorded)
 
 A state folder of ``LocalModel`` has each body with its seed, and its answer. With a deterministic
 model an answer made again has the same tokens and, if it has any, the same bits of logprobs. With
@@ -25,7 +25,7 @@ PATHS = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ReplayReport:
     """Answers made again. different: ids of those that came out otherwise. digest: of this model;
     recorded: of the folder's."""
 
@@ -38,7 +38,7 @@ class Report:
         return dataclasses.asdict(self)
 
 
-def replay(lm: LanguageModel, state: Path, ids: Sequence[str] = ()) -> Report:
+def replay(lm: LanguageModel, state: Path, ids: Sequence[str] = ()) -> ReplayReport:
     """Return how the folder's answers come out with this model; of ``ids`` alone if there are any.
 
     Raises JaxLlamaError for a folder of something else, and for an unknown id.
@@ -68,6 +68,6 @@ def replay(lm: LanguageModel, state: Path, ids: Sequence[str] = ()) -> Report:
             for (entry, before), after in zip(own, answers, strict=True):
                 if json.loads(before).get("choices") != after["choices"]:
                     different.append(entry.id)
-        return Report(
+        return ReplayReport(
             len(chosen) - len(different), tuple(different), model.digest, recorded["digest"]
         )

@@ -5,11 +5,11 @@
     await pool.close()
 
 Contract. Each model is a ``jaxllama serve`` of its own on a free local port, so its memory is free
-again when it ends. One model starts at a time. If the next one does not fit the budget, the model
-that was not used for longest takes no more requests, ends when its last request has its answer, and
-makes room. So no model is kept away by another one's traffic. A process that ends by itself is
-started again by the next request. The processes end with this one, however it ends: their standard
-input is a pipe from it.
+again when it ends. One model starts at a time. If the next one does not fit the budget, the least
+recently used model takes no more requests. It ends when its last request has its answer. So no
+model is kept away by another one's traffic. A process that ends by itself is started again by the
+next request. The processes end with this one, however it ends: their standard input is a pipe from
+it.
 
 A model's size is the one that its spec names. Without one it is its files' size before it has
 started, and its resident memory afterwards (Linux).

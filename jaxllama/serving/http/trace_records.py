@@ -1,4 +1,4 @@
-"""What a front end sends its exporter of traces: packets of msgpack, each a list of records.
+"""The records that a front end sends its exporter of traces, as packets of msgpack.
 
 The module imports nothing of the server, so that the exporter's process starts soon.
 """

@@ -168,16 +168,6 @@ def test_a_cancelled_batch_keeps_its_answers(lm, tmp_path):
             api.batches.cancel(batch.id)
 
 
-def test_what_expires_is_named_in_the_error_file(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxllama.serving.http.file_store.WINDOW_SECONDS", 0)
-    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
-        batch = ended(api, start(api, line(0) + line(1)).id)
-        assert batch.status == "expired" and batch.output_file_id is None
-        errors = lines_of(api, batch.error_file_id)
-        assert {e["error"]["code"] for e in errors.values()} == {"batch_expired"}
-        assert errors.keys() == {"c0", "c1"} and not engine.requests
-
-
 INVALID = [
     (line(0) + "\n{\n", 3, "needs custom_id"),
     (line(0) + line(0), 2, "there twice"),
@@ -189,7 +179,7 @@ INVALID = [
 ]
 
 
-def test_an_invalid_file_fails_its_batch_by_line(lm, tmp_path):
+def test_an_invalid_file_fails_its_batch_by_line_and_the_rest_expires(lm, tmp_path, monkeypatch):
     with FakeEngine() as engine:
         with talking(lm, engine, state=str(tmp_path), files=SMALL) as api:
             for text, number, reason in INVALID:
@@ -198,6 +188,12 @@ def test_an_invalid_file_fails_its_batch_by_line(lm, tmp_path):
                 [error] = batch.errors.data
                 assert batch.status == "failed" and error.line == number and reason in error.message
                 assert str(tmp_path) not in error.message and not engine.requests
+            monkeypatch.setattr("jaxllama.serving.http.file_store.WINDOW_SECONDS", 0)
+            batch = ended(api, start(api, line(0) + line(1)).id)
+            assert batch.status == "expired" and batch.output_file_id is None
+            errors = lines_of(api, batch.error_file_id)
+            assert {e["error"]["code"] for e in errors.values()} == {"batch_expired"}
+            assert errors.keys() == {"c0", "c1"} and not engine.requests
 
 
 def test_sizes_are_bounded(lm, tmp_path):
