@@ -107,11 +107,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         self._check_tls()
-        if (
-            self.traces is not None
-            and find_spec("opentelemetry") is None
-            or find_spec("opentelemetry.sdk") is None
-        ):
+        if self.traces is not None and not _has_otel():
             raise extras.missing("opentelemetry_sdk", "--otlp-traces-endpoint")
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
         if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
@@ -154,6 +150,10 @@ class ServeOptions:
         if "*" in self.hosts or not (self.hosts or (is_local(self.host) and not self.is_keyed)):
             return None
         return self.hosts
+
+
+def _has_otel() -> bool:
+    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
 
 
 def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:

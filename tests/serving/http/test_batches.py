@@ -15,6 +15,7 @@ import openai
 
 from jaxllama.serving.http import batch_worker
 from jaxllama.serving.http.file_store import Bounds, FileStore
+from tests.helpers.collector import Collector
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import (
     NAME,
@@ -26,7 +27,6 @@ from tests.helpers.http_server import (
     tiny_checkpoint,
     wait_until,
 )
-from tests.serving.http.test_traces import Collector
 
 URL = "/v1/chat/completions"
 SMALL = Bounds(file_bytes=4000, total_bytes=12_000, files=6, lines=12, open_batches=2)
@@ -292,6 +292,7 @@ def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
 @pytest.mark.slow
 def test_a_killed_server_of_two_front_ends(tmp_path):
     """A batch of 40 lines over real processes: killed in the middle, every line is there once."""
+    pytest.importorskip("opentelemetry.exporter")
     folder = tiny_checkpoint(tmp_path)
     flags = ["--state", str(tmp_path / "state"), "--api-servers", "2", "--max-slots", "2"]
     flags += ["--max-len", "96", "--max-queue", "8"]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import http.server
 import json
 import re
-import threading
 
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("opentelemetry.exporter")
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
+from tests.helpers.collector import Collector, named
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import NAME, client, serving
 
@@ -27,46 +23,6 @@ CHAT = {
     "tools": [TOOL],
     "stream": True,
 }
-
-
-class Collector:
-    """A collector of OTLP over HTTP: the spans that it has received."""
-
-    def __init__(self) -> None:
-        self.spans, collector = [], self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                data = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    data = gzip.decompress(data)
-                sent = ExportTraceServiceRequest.FromString(data)
-                for resource in sent.resource_spans:
-                    collector.service = named(resource.resource)
-                    for scope in resource.scope_spans:
-                        collector.spans += scope.spans
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *arguments):
-                pass
-
-        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *error):
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def named(span) -> dict:
-    kinds = ("string_value", "int_value", "double_value")
-    values = {one.key: one.value for one in span.attributes}
-    return {key: getattr(v, next(k for k in kinds if v.HasField(k))) for key, v in values.items()}
 
 
 def test_the_spans_of_requests(lm, caplog):
@@ -145,3 +101,4 @@ def test_the_option_needs_its_extra(monkeypatch):
     monkeypatch.setattr(process, "find_spec", lambda name: None)
     with pytest.raises(JaxLlamaError, match=re.escape("pip install -e '.[otel]'")):
         process.ServeOptions("tiny", traces="http://127.0.0.1:4318/v1/traces")
+    assert process.ServeOptions("tiny").traces is None, "nothing is needed for nothing"
