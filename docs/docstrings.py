@@ -9,6 +9,7 @@ something else to reStructuredText.
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -61,7 +62,18 @@ def readable(lines: list[str]) -> list[str]:
             else:
                 out.append(f"{'  ' if is_item else ''}{_escaped(line.strip())}")
         out.append("")
-    return out + [_escaped(line) for line in lines[head:]]
+    return out + _sections(lines[head:])
+
+
+def _sections(lines: list[str]) -> list[str]:
+    """Return the NumPy sections, for napoleon, with their tables as literal blocks."""
+    out: list[str] = []
+    for is_table, group in itertools.groupby(lines, key=lambda line: line.startswith("|")):
+        if is_table:
+            out += ["", ".. code-block:: text", "", *(f"   {line}" for line in group), ""]
+        else:
+            out += [line if line.startswith((">>> ", "... ")) else _escaped(line) for line in group]
+    return out
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:

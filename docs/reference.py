@@ -1,6 +1,8 @@
 """The reference's pages, made of docstrings and of the code's own tables at each build.
 
 write(folder)      one Markdown file a page, written only where its text changed
+
+``python docs/reference.py`` writes ``docs/reference``, for readers of the Markdown files.
 """
 
 from __future__ import annotations
@@ -340,3 +342,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "toml": toml,
     "http": http,
 }
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parent / "reference")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.engine.engine import Engine as Engine
     from jaxllama.engine.request import Request as Request
     from jaxllama.engine.rollout import Rollouts as Rollouts
+    from jaxllama.engine.rollout import rescore as rescore
     from jaxllama.engine.rollout import rollout as rollout
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
     from jaxllama.generation import commit as commit
@@ -64,6 +65,7 @@ _HOME = {
     "Sampling": "decoding.sampling",
     "Engine": "engine.engine",
     "Request": "engine.request",
+    "rescore": "engine.rollout",
     "rollout": "engine.rollout",
     "Rollouts": "engine.rollout",
     "Policy": "offload.policy",

@@ -34,11 +34,37 @@ FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "
 class RopeConfig:
     """Rotary embedding (RoFormer, arXiv 2104.09864) and its context-extension rules.
 
-    original_max_position: context length of the training before scaling, in tokens.
-    low_freq_factor, high_freq_factor: for llama3. beta_*, mscale*: for yarn (arXiv 2309.00071).
-    short_factor, long_factor: for longrope (2402.13753), one number for each pair of features.
-    attention_factor: for both. rotary_dim: number of a head's features that rotate; None for all, 0
-    for none (a layer without positions).
+    Parameters
+    ----------
+    theta : float
+        Base of the frequencies.
+    scaling : str
+        Rule that extends the context: "none", "linear", "dynamic", "llama3", "yarn" (arXiv
+        2309.00071) or "longrope" (arXiv 2402.13753).
+    factor : float
+        Ratio of the extended context to the trained one.
+    original_max_position : int, optional
+        Length of the trained context in tokens. All rules but "none" and "linear" need it.
+    low_freq_factor, high_freq_factor : float
+        Borders of the blended frequencies of "llama3".
+    beta_fast, beta_slow : float
+        Borders of the blended frequencies of "yarn", in turns within the trained context.
+    attention_factor : float, optional
+        Factor of cos and sin of "yarn" and "longrope". None computes it from ``factor``.
+    mscale, mscale_all_dim : float, optional
+        DeepSeek's numbers for the attention factor of "yarn".
+    truncate : bool
+        Whether "yarn" rounds its borders to whole pairs of features.
+    short_factor, long_factor : tuple of float
+        Divisors of the frequencies of "longrope", one for each pair of features. Rows longer than
+        the trained context take the second.
+    rotary_dim : int, optional
+        Number of a head's features that rotate. None for all, 0 for none.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
     """
 
     theta: float
@@ -58,7 +84,7 @@ class RopeConfig:
     rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "rope.")
         turning = self.rotary_dim or 0
         _require(
             turning >= 0 and turning % 2 == 0,
@@ -86,17 +112,52 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GLAConfig:
-    """Gated Linear Attention mixer (arXiv 2312.06635), with the names of flash-linear-attention.
+    """Options of Gated Linear Attention (arXiv 2312.06635), named as in flash-linear-attention.
 
-    The width of keys is ``expand_k * d_model`` and that of values ``expand_v * d_model``, over
-    ``n_heads``. With ``n_kv_heads < n_heads``, groups of query heads share keys, values and gates.
+    Over all ``n_heads`` heads, keys are ``expand_k * d_model`` wide and values
+    ``expand_v * d_model``. Both widths must be multiples of ``n_heads``.
 
-    decay: "channel" has one number for each key feature, from a product of rank
-    ``gate_low_rank_dim``. "head" has one for each head (simple GLA), "none" has none (linear
-    attention, arXiv 2006.16236). feature_map: function of q and k; "elu" is elu(x) + 1. normalizer:
-    whether each output is divided by q z_t, where z_t is the sum of keys, which decays as the
-    state. output_norm: RMSNorm or LayerNorm of a head, with a weight if ``norm_weight``. gate_bias:
-    whether the output gate's product has a bias.
+    Parameters
+    ----------
+    n_heads : int
+        Number of query heads.
+    n_kv_heads : int
+        Number of heads of keys, values and gates; it divides ``n_heads``. Groups of query heads
+        share them.
+    expand_k, expand_v : float
+        Widths of keys and values as multiples of ``d_model``.
+    gate_low_rank_dim : int
+        Rank of the product that gives the decay.
+    gate_logit_normalizer : float
+        Divisor of the decay's logarithm.
+    clamp_min : float, optional
+        Smallest logarithm of a decay.
+    use_short_conv : bool
+        Whether q, k and v pass a short causal convolution and SiLU.
+    conv_size : int
+        Taps of this convolution.
+    use_output_gate : bool
+        Whether the output is multiplied by SiLU of a product of the layer's input.
+    norm_eps : float
+        Epsilon of the norm of each head's output.
+    decay : {"channel", "head", "none"}
+        "channel" has one decay for each key feature, "head" one for each head (simple GLA), and
+        "none" has no decay (linear attention, arXiv 2006.16236).
+    feature_map : str
+        Function of q and k; "elu" is elu(x) + 1.
+    normalizer : bool
+        Whether each output is divided by q z_t, where z_t is the decayed sum of keys.
+    output_norm : {"rms", "layer"}
+        Norm of each head's output.
+    norm_weight : bool
+        Whether this norm has a weight.
+    gate_bias : bool
+        Whether the output gate's product has a bias.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
     """
 
     n_heads: int
@@ -118,7 +179,7 @@ class GLAConfig:
     gate_bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "gla.")
         _require(
             self.use_output_gate or not self.gate_bias,
             "gla.gate_bias",
@@ -137,16 +198,37 @@ class GLAConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaConfig:
-    """Mixer of the gated delta rule.
+    """Options of the gated delta rule.
 
     Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692) and DeltaNet (2406.06484)
     are three settings of it.
 
-    n_heads, d_v: number and width of value heads. n_k_heads, d_k: of the key heads that they read.
-    conv_size: taps of the short convolution of q, k and v, 0 for none. decay: one number for each
-    "head", for each key "channel" from a product of rank d_v, or "none". gate: the output gate is a
-    "full" product, a product of rank d_v ("low_rank", with a bias if ``gate_bias``), or "none".
-    beta_max: beta is this times a sigmoid; 2 allows negative eigenvalues.
+    Parameters
+    ----------
+    n_heads, d_v : int
+        Number and width of the value heads.
+    n_k_heads, d_k : int
+        Number and width of the query and key heads. ``n_k_heads`` divides ``n_heads``.
+    norm_eps : float
+        Epsilon of the norm of each head's output.
+    conv_size : int
+        Taps of the short convolution of q, k and v; 0 for none.
+    decay : {"head", "channel", "none"}
+        "head" has one decay for each head, "channel" one for each key feature, from a product of
+        rank ``d_v``.
+    gate : {"full", "low_rank", "none"}
+        Output gate: one product, or a product of rank ``d_v``.
+    gate_bias : bool
+        Whether a low-rank gate has a bias.
+    gate_activation : {"silu", "sigmoid"}
+        Activation of the output gate.
+    beta_max : float
+        beta is this number times a sigmoid. A value of 2 allows negative eigenvalues.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
     """
 
     n_heads: int
@@ -162,7 +244,7 @@ class DeltaConfig:
     beta_max: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self, "delta.")
         for key in ("n_heads", "n_k_heads", "d_k", "d_v"):
             _require(getattr(self, key) > 0, f"delta.{key}", getattr(self, key), "must be positive")
         _require(self.conv_size >= 0, "delta.conv_size", self.conv_size, "must not be negative")
@@ -176,10 +258,25 @@ class DeltaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
-    """Attention with keys and values from a latent (DeepSeek-V2, arXiv 2405.04434).
+    """Options of attention with keys and values from a latent (DeepSeek-V2, arXiv 2405.04434).
 
-    A token has one normed latent of ``kv_rank`` features, without positions. A head's key has
-    ``d_nope`` features from the latent and ``d_rope`` that all heads share; values have ``d_v``.
+    Parameters
+    ----------
+    kv_rank : int
+        Number of features of a token's latent, which is normed and has no positions.
+    d_nope : int
+        Number of features that a head's key takes from the latent.
+    d_rope : int
+        Number of key features that all heads share.
+    d_v : int
+        Width of a head's value.
+    norm_eps : float
+        Epsilon of the latent's norm.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
     """
 
     kv_rank: int
@@ -197,22 +294,53 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in place of a layer's feed-forward (arXiv 1701.06538).
+    """Options of a mixture of experts in place of a layer's feed-forward (arXiv 1701.06538).
 
-    A router scores ``n_experts`` experts of width ``d_ff`` for each token. The token passes the
-    ``n_active`` best ones, and their outputs are summed with weights.
+    A router scores the experts for each token. The token passes the ``n_active`` best ones, and
+    their outputs are summed with weights.
 
-    scores: the router's scores are the "softmax" or "sigmoid" of its logits, or "sparsemixer"'s
-    (arXiv 2409.12136), of logits at most 2 ``jitter`` below the best. normalize: whether a
-    token's weights sum to 1; with softmax that is the softmax over the chosen experts. scale:
-    multiplies the weights. router_bias: whether the logits have a bias. choice_bias: whether a bias
-    is added to the scores for the choice only. n_groups, n_active_groups: the choice is among the
-    best groups of experts, by the sum of a group's two best scores (DeepSeek-V3, arXiv 2412.19437).
-    shared: width of an expert that every token passes, 0 for none. shared_gate: whether its output
-    is multiplied by the sigmoid of a product. bias: whether the experts' products have biases.
-    gate_limit, gate_alpha: of gpt-oss's clamped SwiGLU; None for the model's own activation.
-    layers: indices of the layers with experts, empty for every layer; other layers have the dense
-    feed-forward.
+    Parameters
+    ----------
+    n_experts, n_active : int
+        Number of experts, and number of experts that a token passes.
+    d_ff : int
+        Width of an expert.
+    scores : {"softmax", "sigmoid", "sparsemixer"}
+        Function of the router's logits that gives the scores. "sparsemixer" (arXiv 2409.12136)
+        takes only logits near the best one (``jitter``).
+    normalize : bool
+        Whether a token's weights sum to 1. With "softmax" they are then the softmax over the chosen
+        experts.
+    scale : float
+        Factor of the weights.
+    router_bias : bool
+        Whether the router's logits have a bias.
+    choice_bias : bool
+        Whether a bias is added to the scores for the choice, but not for the weights.
+    n_groups, n_active_groups : int
+        The experts form ``n_groups`` groups, and a token chooses from the ``n_active_groups`` best
+        ones. A group's score is the sum of its two best scores (DeepSeek-V3, arXiv 2412.19437).
+    shared : int
+        Width of the expert that every token passes; 0 for none.
+    shared_gate : bool
+        Whether the shared expert's output is multiplied by the sigmoid of a product.
+    bias : bool
+        Whether the experts' products have biases.
+    gate_limit, gate_alpha : float
+        Limit and factor of gpt-oss's clamped SwiGLU (``pallas_kernels.ClampedGate``). A limit of
+        None takes the model's own activation.
+    jitter : float
+        "sparsemixer" takes logits whose relative distance from the best is at most 2 ``jitter``.
+    layers : tuple of int
+        Indices of the layers with experts; empty for every layer. Other layers have the dense
+        feed-forward.
+    shards : int
+        Devices that hold ``n_experts / shards`` experts each (``split.local_config``).
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
     """
 
     n_experts: int
@@ -232,10 +360,11 @@ class ExpertsConfig:
     gate_alpha: float = 1.702
     jitter: float = 0.01
     layers: tuple[int, ...] = ()
+    shards: int = 1
 
     def __post_init__(self) -> None:
-        _check_literals(self)
-        for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups"):
+        _check_types(self, "experts.")
+        for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups", "shards"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
         limit = self.gate_limit
@@ -280,12 +409,26 @@ class ExpertsConfig:
 class CheckpointForm:
     """The differences between a checkpoint's tensors and the parameters, which loading folds.
 
-    family: family of the tensors' names (``model.params.FAMILIES``) and of their class in
-    transformers. embed: multiplier of the embedding. query: of q (or its norm's weight). residual:
-    of the outputs that o and down add to the stream. logits: of the last norm's weight.
-    norm_offset: added to the weights of norms (Gemma's 1 + w). interleaved: whether RoPE rotates
-    features 2i and 2i + 1 together, and not i and i + H/2. Sources: Granite (arXiv 2408.13359),
-    Gemma 2 (2408.00118).
+    Parameters
+    ----------
+    family : str
+        Family of the tensors' names (``model.params.FAMILIES``) and of the class in transformers.
+    embed : float
+        Multiplier of the embedding.
+    query : float
+        Multiplier of q, or of its norm's weight.
+    residual : float
+        Multiplier of the outputs that o and down add to the stream.
+    logits : float
+        Multiplier of the last norm's weight.
+    norm_offset : float
+        Number added to the weights of norms (Gemma's 1 + w).
+    interleaved : bool
+        Whether RoPE rotates features 2i and 2i + 1 together, and not i and i + H/2.
+
+    Notes
+    -----
+    Sources: Granite (arXiv 2408.13359), Gemma 2 (2408.00118).
     """
 
     family: str = "llama"
@@ -303,33 +446,99 @@ class CheckpointForm:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model.
+    """Configuration of a decoder-only language model.
 
-    Its layers are attention, GLA, the gated delta rule, or another kind of ``model.mixers``. Sizes
-    are counts of features, heads or tokens. ``load_config`` makes one from a preset or a TOML file,
-    and ``replace`` changes fields of one. rope is a ``RopeConfig``.
+    ``load_config`` makes one from a preset or a TOML file, and ``replace`` changes fields.
+    Sizes are counts of features, heads or tokens.
 
-    layer_types: "attention", "gla", "delta" or a key of ``mixers`` for each layer. sliding_window:
-    number of keys that a query sees, itself included; None for all of them. window_layers: indices
-    of the layers with a window; empty for every layer. window_rope: RoPE of these layers, if it
-    differs. nope_layers: layers without positions (NoPE). attn_sparsity: share of the attention
-    weights that decode keeps (FlexGen, arXiv 2303.06865, section 5). embedding_scale: whether
-    embeddings are multiplied by sqrt(d_model).
+    Parameters
+    ----------
+    name : str
+        Name of the model, for messages.
+    vocab_size : int
+        Number of token ids (V).
+    d_model : int
+        Width of the residual stream (D).
+    n_layers : int
+        Number of layers.
+    n_heads, n_kv_heads, head_dim : int
+        Attention's query heads, key and value heads, and their width. ``n_kv_heads`` divides
+        ``n_heads``; ``head_dim`` is even.
+    d_ff : int
+        Width of the dense feed-forward.
+    norm_eps : float
+        Epsilon of the norms.
+    max_position : int
+        Context length in tokens.
+    rope : RopeConfig
+        Rotary positions.
+    tie_embeddings : bool
+        Whether the head is the embedding.
+    qkv_bias, o_bias, mlp_bias, head_bias : bool
+        Whether these products have a bias.
+    sliding_window : int, optional
+        Number of keys that a query sees, its own included. None for all of them.
+    window_layers : tuple of int
+        Indices of the layers with a window; empty for every layer.
+    embedding_scale : bool
+        Whether embeddings are multiplied by sqrt(d_model).
+    attn_sparsity : float
+        Share of the attention weights that decode keeps (FlexGen, arXiv 2303.06865, section 5).
+    layer_types : tuple of str
+        "attention", "gla", "delta" or a key of ``mixers``, for each layer. Empty for attention in
+        every layer.
+    gla : GLAConfig, optional
+        Options of the "gla" layers.
+    bos_token_id : int, optional
+        Token that begins a text.
+    eos_token_ids : tuple of int
+        Tokens that end a text.
+    window_rope : RopeConfig, optional
+        Rotary positions of layers with a window, if they differ.
+    nope_layers : tuple of int
+        Indices of layers without positions (NoPE).
+    norm : {"rms", "layer"}
+        RMSNorm or LayerNorm.
+    norm_bias : bool
+        Whether LayerNorm has a bias.
+    pre_norms, post_norms : bool
+        Whether a layer has norms before its two sublayers, and norms of their outputs (OLMo 2,
+        Gemma 2).
+    qk_norm : {"none", "head", "full"}
+        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2).
+    parallel_block : bool
+        Whether both sublayers read the stream before either output is added (Cohere).
+    activation : str
+        Activation of the feed-forward: "silu", "gelu", "gelu_tanh", "relu" or "relu2".
+    attn_softcap, logit_softcap : float, optional
+        Cap of the attention scores and of the logits: x becomes cap tanh(x / cap).
+    attn_gate : bool
+        Whether attention's heads are multiplied by the sigmoid of a product of the layer's input
+        (Qwen3-Next).
+    attn_sinks : bool
+        Whether each head has a learned logit in its softmax's denominator (gpt-oss).
+    delta : DeltaConfig, optional
+        Options of the "delta" layers.
+    latent : LatentConfig, optional
+        Keys and values come from latents (Kimi-Linear). The cache stores the keys and values.
+    experts : ExpertsConfig, optional
+        Mixture of experts in place of the feed-forward, in all or some layers.
+    mixers : mapping of str to mapping
+        Options of other kinds of layers, ``{kind: {option: value}}``.
+    mtp_layers : int
+        1 if the model has a head for multi-token prediction, which drafts; else 0.
+    gated_mlp : bool
+        Whether the feed-forward is down(activation(gate) * up). False for down(activation(up))
+        (Nemotron), which "relu" and "relu2" need.
+    bare_layers : tuple of int
+        Indices of layers without a feed-forward (Mamba-2).
+    stored : CheckpointForm
+        Form of the checkpoint's tensors.
 
-    norm: RMSNorm or LayerNorm, with a bias if ``norm_bias``. pre_norms: norms before a layer's two
-    sublayers. post_norms: norms after them, before their outputs are added to the stream (OLMo 2,
-    Gemma 2). qk_norm: RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once
-    ("full", OLMo 2). parallel_block: whether both sublayers read the stream before either output is
-    added (Cohere). attn_softcap, logit_softcap: x becomes cap tanh(x / cap). attn_gate: whether
-    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).
-    attn_sinks: whether each head has a learned logit in its softmax's denominator (gpt-oss).
-    latent: keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a
-    mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
-    options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
-    mtp_layers: 1 with a head for multi-token prediction (``model.mtp``), which drafts; else 0.
-    gated_mlp: whether the feed-forward is down(activation(gate) * up), or down(activation(up)) as
-    Nemotron's; the activations "relu2" and "relu" need the second. bare_layers: indices of layers
-    without a feed-forward (Mamba-2).
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
     """
 
     name: str
@@ -379,8 +588,7 @@ class ModelConfig:
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
-        _check_literals(self)
-        _require(isinstance(self.rope, RopeConfig), "rope", self.rope, "must be a RopeConfig")
+        _check_types(self)
         object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
@@ -431,7 +639,7 @@ class ModelConfig:
                 kind in KINDS or kind in dict(self.mixers),
                 "layer_types",
                 kind,
-                "must be 'attention', 'gla' or 'delta'",
+                "must be 'attention', 'gla', 'delta' or a key of mixers",
             )
         _require(
             set(self.nope_layers) <= set(range(self.n_layers)),
@@ -528,8 +736,13 @@ class ModelConfig:
                 )
 
     def options_of(self, kind: str) -> JsonObject:
-        """Return the options of a kind of layers in ``mixers``."""
-        return dict(dict(self.mixers)[kind])
+        """Return the options of a kind of layers in ``mixers``.
+
+        Raises JaxLlamaError if ``mixers`` has no such kind.
+        """
+        mixers = dict(self.mixers)
+        _require(kind in mixers, "mixers", tuple(mixers), f"must have the options of {kind!r}")
+        return dict(mixers[kind])
 
     def with_options(self, kind: str, **changes: Any) -> tuple[tuple[str, Options], ...]:
         """Return ``mixers`` with changed options of one kind."""
@@ -544,17 +757,17 @@ class ModelConfig:
         return self.replace(tie_embeddings=False) if is_untied else self
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of one layer."""
+        """Return the sliding window of layer ``layer`` in tokens, or None if it has none."""
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """Return the experts of one layer, None if it has a dense feed-forward."""
+        """Return the options of a layer's experts, or None if its feed-forward is dense."""
         if self.experts is None or layer not in (self.experts.layers or (layer,)):
             return None
         return self.experts.of_a_layer
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """Return the RoPE of one layer."""
+        """Return the RoPE of layer ``layer``. A layer without positions has ``rotary_dim=0``."""
         if layer in self.nope_layers:
             return dataclasses.replace(self.rope, rotary_dim=0)
         slides = self.window_rope is not None and self.window_of(layer) is not None
@@ -595,16 +808,17 @@ class ModelConfig:
         )
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """Return the config with these fields.
+        """Return the config with changed fields.
 
         If all layers are of one kind, a changed ``n_layers`` keeps that kind.
+        Raises JaxLlamaError if the new fields contradict each other.
         """
         if "n_layers" in changes and len(set(self.layer_types)) == 1:
             changes = {"layer_types": self.layer_types[:1] * changes["n_layers"], **changes}
         return dataclasses.replace(self, **changes)
 
     def first_layers(self, count: int) -> ModelConfig:
-        """Return the config of the first ``count`` layers."""
+        """Return the config of the first ``count`` layers, from 1 to ``n_layers``."""
         windows = tuple(i for i in range(count) if self.window_of(i) is not None)
         sparse = tuple(i for i in range(count) if self.experts_of(i) is not None)
         experts = self.experts and dataclasses.replace(self.experts, layers=sparse)
@@ -637,15 +851,25 @@ class ModelConfig:
         )
 
     def to_dict(self) -> JsonObject:
+        """Return the fields as a nested dict of plain values, which ``from_dict`` reads."""
         fields = dataclasses.asdict(self)
         mixers = {kind: self.options_of(kind) for kind, _ in fields.pop("mixers")}
         return fields | ({"mixers": mixers} if mixers else {})
 
 
 def load_config(name: str | Path) -> ModelConfig:
-    """Return the config of a preset, given by name ("llama-3.1-8b"), or of a TOML file.
+    """Return the config of a preset or of a TOML file.
 
-    Raises JaxLlamaError naming the presets, the file or the key.
+    Parameters
+    ----------
+    name : str or Path
+        Name of a preset ("llama-3.1-8b"), or path of a file that ends with ".toml".
+
+    Raises
+    ------
+    JaxLlamaError
+        For an unknown name, a file that cannot be read, or a wrong key. The message lists the
+        presets or names the file and the key.
     """
     path = _preset_path(name)
     data = read_toml(path)
@@ -764,10 +988,12 @@ def _type_hints(cls: type) -> JsonObject:
     return typing.get_type_hints(cls)
 
 
-def _check_literals(instance: Any) -> None:
+def _check_types(instance: Any, prefix: str = "") -> None:
+    """Raise JaxLlamaError for a field of another type; lists become tuples, so it can be hashed."""
     for key, hint in _type_hints(type(instance)).items():
-        if typing.get_origin(hint) is Literal:
-            _convert(hint, getattr(instance, key), key)
+        if key != "mixers":  # options of kinds that are not known here
+            value = _convert(hint, getattr(instance, key), prefix + key)
+            object.__setattr__(instance, key, value)
 
 
 def _require(condition: bool, key: str, value: Any, why: str) -> None:

@@ -22,7 +22,7 @@ EXTRAS = {
     "experiment": ("matplotlib",),
     "grammar": ("llguidance",),
     "otel": ("opentelemetry_sdk",),
-    "train": ("orbax",),
+    "train": ("orbax", "jsonschema"),
 }
 _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}
 

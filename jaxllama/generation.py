@@ -40,13 +40,14 @@ from jaxllama.decoding.forward import (
     verify,
 )
 from jaxllama.decoding.rows import Rows
-from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.decoding.sampling import Sampling, SamplingParams, sampling_rows
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.resident import loop_for, start
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.operands import check_ints, check_key, float_dtype
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 
@@ -60,16 +61,22 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
     cfg : ModelConfig
         The model's configuration.
     key : jax.Array
-        A PRNG key.
+        A PRNG key, such as ``jax.random.key(0)``.
     dtype : data-type
-        Type of every parameter.
+        Type of every parameter: float32, bfloat16 or float16.
 
     Returns
     -------
     dict
         The tree of parameters, as ``prefill`` and the other functions take it.
+
+    Raises
+    ------
+    JaxLlamaError
+        If ``key`` is no PRNG key or ``dtype`` is no floating-point type.
     """
-    return _init_params(cfg, jnp.dtype(dtype).name, key)
+    check_key("key", key)
+    return _init_params(cfg, float_dtype(dtype).name, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -204,7 +211,7 @@ def decode_step(
     With ``cfg.attn_sparsity`` below 1 the token reads that share of the values. ``prefill`` reads
     all of them, so it is the function for prompts.
     """
-    _check_ints("tokens", tokens, "[B]")
+    check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])
     (tokens,) = int32_ids(tokens)
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
@@ -219,8 +226,8 @@ def verify_step(
 ) -> tuple[jax.Array, Proposal]:
     """Return the logits of k + 1 new tokens per row in one pass, and a proposal for the cache.
 
-    The logits after each token are those of ``decode_step``, bit for bit those of a step of B *
-    (k+1) rows. ``commit`` makes a cache of the proposal.
+    The logits after each token are those of ``decode_step``, to the bit those of a step with
+    B (k + 1) rows. ``commit`` makes a cache of the proposal.
 
     Parameters
     ----------
@@ -287,7 +294,7 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
     JaxLlamaError
         If ``accepted`` is not an integer array of B elements.
     """
-    _check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
+    check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
     return _commit(proposal.cache, proposal.new, proposal.tokens, accepted)
 
 
@@ -298,25 +305,13 @@ def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Arra
 
 def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:
     """Raise JaxLlamaError unless tokens and lengths are integer arrays ``[B, T]`` and ``[B]``."""
-    _check_ints("tokens", tokens, "[B, T]")
-    _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
+    check_ints("tokens", tokens, "[B, T]")
+    check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
     if tokens.shape[1] > cfg.max_position:
         raise JaxLlamaError(
             f"tokens{list(tokens.shape)}: {cfg.name} has a context of {cfg.max_position} "
             "(max_position)"
         )
-
-
-def _check_ints(name: str, x: ArrayOrNumpy, axes: str, batch: int | None = None) -> None:
-    """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of integers {axes}")
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise JaxLlamaError(f"{name}: {x.dtype}: expected integers")
-    if len(x.shape) != axes.count(",") + 1 or 0 in x.shape:
-        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {axes}, at least one of each")
-    if batch is not None and x.shape[0] != batch:
-        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {batch}, one for each row")
 
 
 def _check_cache(cfg: ModelConfig, cache: Tree, batch: int) -> None:
@@ -359,7 +354,7 @@ def generate(
         The cache of B rows, with room for ``T + max_new_tokens - 1`` tokens. The model does not
         read the last token again.
     sampling : Sampling, sequence of Sampling, or SamplingParams
-        One for all rows, one per row, or the stacked form.
+        One for all rows, one per row, or the stacked form (``SamplingParams.stack``).
     key : jax.Array or int
         A PRNG key or a seed, for rows without a seed of their own.
     max_new_tokens : int
@@ -372,7 +367,9 @@ def generate(
     Returns
     -------
     Rows
-        The new tokens, their log-probabilities and the cache.
+        ``tokens`` int32 ``[B, max_new_tokens]`` and ``logprobs`` float32 of this shape, of which
+        row b has the first ``counts[b]``. ``counts`` int32 ``[B]``, ``done`` bool ``[B]`` (whether
+        the row met a stop token), and ``cache``, which does not hold a row's newest token yet.
 
     Raises
     ------
@@ -390,7 +387,7 @@ def generate(
     width = tokens.shape[1]
     check_room(cache, width + max_new_tokens - 1, f"tokens ({width} + {max_new_tokens} new - 1)")
     if not isinstance(sampling, SamplingParams):
-        given = [sampling] * tokens.shape[0] if isinstance(sampling, Sampling) else list(sampling)
+        given = sampling_rows(sampling, tokens.shape[0])
         sampling = SamplingParams.stack(given, cfg.vocab_size, key)
     stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
     stop_ids = jax.device_put(np.asarray(tuple(stops), np.int32))  # jnp would compile a program

@@ -193,8 +193,9 @@ class LanguageModel:
         Raises
         ------
         JaxLlamaError
-            If a prompt is empty or exceeds the context, an id is outside the vocabulary, or text is
-            given without a tokenizer.
+            If a prompt is empty, if it and ``max_new_tokens`` exceed the context, or if an id is
+            outside the vocabulary. Also for text without a tokenizer, and for an argument of
+            another type or number of rows.
         """
         steps = self._steps(
             prompts,

@@ -17,7 +17,6 @@ program's start.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -45,6 +44,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
 from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
+from jaxllama.model.operands import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
@@ -359,19 +359,6 @@ def _laid_out(_: object, leaf: Leaf) -> Leaf:
     if isinstance(leaf, CpuWeight) or leaf.nbytes < _SMALL:
         return leaf
     return jax.block_until_ready(jax.device_put(leaf))
-
-
-def float_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype of weights and activations.
-
-    Raises JaxLlamaError for any dtype but float32, bfloat16, float16 and float64.
-    """
-    with contextlib.suppress(TypeError):
-        found = jnp.dtype(dtype)
-        if jnp.issubdtype(found, jnp.floating) and found.itemsize in (2, 4, 8):
-            return found
-        dtype = found.name
-    raise JaxLlamaError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
 
 
 def read_config(

@@ -1,8 +1,8 @@
 """The features that each generation of NVIDIA GPUs offers to a kernel, and its cards: one table.
 
 Plans read it through ``device.gpu()``.  The environment variable ``JAXLLAMA_TARGET=sm_80`` limits
-kernels to what that architecture offers as well, so that the kernels of older or smaller cards run,
-and are measured, on a newer one.
+kernels to what that architecture offers. The kernels of older or smaller cards can then run, and be
+measured, on a newer one.
 
 Sources: the CUDA programming guide's table of compute capabilities (shared memory, threads), the
 PTX ISA (instructions by target), NVIDIA's data sheets (multiprocessors, L2, memory, bandwidth).

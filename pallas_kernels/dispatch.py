@@ -400,14 +400,29 @@ def is_recording() -> bool:
 
 
 def explain(op: str | Callable[..., object], *operands: object, **options: object) -> str:
-    """Which implementation ``op(*operands, **options)`` would use, with which kernel and plan, or
-    why it has none: a line for each choice that is made.  Nothing is computed.
+    """Return the implementation that ``op(*operands, **options)`` would use, without computing it.
 
-    op: a function of this package, or its name.  operands, options: as the op takes them, arrays
-        or ``jax.ShapeDtypeStruct``.  On a machine without a Hopper GPU ``implementation="mosaic"``
-        asks what one would do.
-    Raises ValueError for an unknown name, and what the op raises for operands that it refuses.
+    Parameters
+    ----------
+    op : callable or str
+        A function of this package, or its name.
+    *operands, **options
+        The op's arguments: arrays or ``jax.ShapeDtypeStruct``. Without a Hopper GPU, pass
+        ``implementation="mosaic"`` to see the kernel that one would use.
 
+    Returns
+    -------
+    str
+        A line for each choice: the implementation, its kernel and plan, or the reason that there is
+        no kernel.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, and for operands that the op refuses.
+
+    Examples
+    --------
     >>> print(explain("rms_norm", x, weight, 1e-5))
     rms_norm bfloat16[1,4096] bfloat16[4096]: mosaic, rowwise_mosaic, Plan(threads=256, ...)
     """

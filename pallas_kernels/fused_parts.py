@@ -7,9 +7,10 @@ approximate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pallas_kernels import ptx as p
+from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
@@ -39,22 +40,43 @@ def layer_address(ref: Value | tuple[Value, ...] | None, layer: Value | None) ->
     return base
 
 
-def silu(gate: Value) -> Value:
-    return _times_logistic(gate, gate)
+def gated(
+    how: str | ClampedGate,
+    gate: Value,
+    up: Value,
+    divide: Callable[[Value, Value], Value] | None = None,
+) -> Value:
+    """``activation(gate) * up`` of "silu", "gelu_tanh" (arXiv 1606.08415) or a ClampedGate.
 
-
-def gelu_tanh(gate: Value) -> Value:
-    """GELU's approximation by tanh (arXiv 1606.08415): (1 + tanh u) / 2 is the logistic of 2 u."""
-    u = arith.mulf(gate, p.fma(arith.mulf(gate, gate), p.cf(0.044715), p.cf(1.0)))
-    return _times_logistic(gate, arith.mulf(u, p.cf(math.sqrt(8 / math.pi))))
-
-
-def _times_logistic(gate: Value, x: Value) -> Value:
+    gelu_tanh: (1 + tanh u) / 2 is the logistic of 2 u.  A NaN stays one under a ClampedGate.
+    divide: the division of the gate by 1 + e^-x, ``ptx.divide`` if None.
+    """
+    if isinstance(how, ClampedGate):
+        gate, up = (_replaced("OGT", v, how.limit) for v in (gate, up))
+        up = arith.addf(_replaced("OLT", up, -how.limit), p.cf(1.0))
+        x = arith.mulf(gate, p.cf(how.alpha))
+    elif how == "gelu_tanh":
+        u = arith.mulf(gate, p.fma(arith.mulf(gate, gate), p.cf(0.044715), p.cf(1.0)))
+        x = arith.mulf(u, p.cf(math.sqrt(8 / math.pi)))
+    else:
+        x = gate
     power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
+    return arith.mulf((divide or p.divide)(gate, arith.addf(power, p.cf(1.0))), up)
+
+
+def silu(gate: Value) -> Value:
+    power = p.exp2(arith.mulf(gate, p.cf(-LOG2E)))
     return p.divide(gate, arith.addf(power, p.cf(1.0)))
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+def times_reciprocal(a: Value, b: Value) -> Value:
+    """a / b to two units in the last place, beside wgmma, which waits for a division."""
+    return arith.mulf(a, p.reciprocal(b))
+
+
+def _replaced(comparison: str, value: Value, limit: float) -> Value:
+    is_beyond = arith.cmpf(getattr(arith.CmpFPredicate, comparison), value, p.cf(limit))
+    return arith.select(is_beyond, p.cf(limit), value)
 
 
 def rounded_sum(words: Sequence[Value], addends: Sequence[Value]) -> list[Value]:

@@ -15,10 +15,11 @@ A QTensor's codes have those axes, and its other parts are what its docstring sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.rounding import CODES, NIBBLES
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
 FLOATS = ("float32", "bfloat16", "float16")
+ROW_CODES = ("int8", "float8_e4m3fn")  # of the ops that quantize rows
 # Dtypes of scales, by whether the codes are float4 and whether a unit multiplies the scales.
 _SCALES = {
     (False, False): FLOATS,
@@ -100,6 +102,17 @@ def _check_same_dtype(op: str, name: str, x: HasShape, other_name: str, other: H
         raise ValueError(
             f"{op}: {name} is {x.dtype} and {other_name} is {other.dtype}; give them one dtype"
         )
+
+
+def dtype_name(op: str, what: str, dtype: DTypeLike, names: Sequence[str]) -> str:
+    """Return the name of a dtype. Raises ValueError unless it is one of ``names``."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:  # no dtype of numpy's
+        name = str(dtype)
+    if name not in names:
+        raise ValueError(f"{op}: {what} {name!r} is not {_either(names)}")
+    return name
 
 
 def check_parts(op: str, name: str, x: QTensor) -> None:
@@ -214,7 +227,7 @@ def _axis_reason(axis: str, value: object, sizes: _Sizes) -> str:
     return f"{axis} is 0" if value == size else f"{axis} is {size} in {other}"
 
 
-def _either(names: tuple[str, ...]) -> str:
+def _either(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 

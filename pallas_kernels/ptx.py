@@ -377,6 +377,15 @@ def mma(
     return list(ptx(code, *a, *b, *acc, results=[f32()] * 4, volatile=False, convergent=True))
 
 
+def mma_int8(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """acc[16, 8] += a[16, 32] b[32, 8] of one warp, int8 into int32."""
+    code = (
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    return list(ptx(code, *a, *b, *acc, results=[i32()] * 4, volatile=False, convergent=True))
+
+
 # --- Other lanes of the warp ---
 
 
@@ -500,6 +509,11 @@ def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
     _store("shared", base, values, at)
 
 
+def add_shared(base: Value, value: Value) -> Value:
+    """Add to a word of shared memory, atomically; return what it was."""
+    return ptx("atom.shared.add.u32 $0, [$1], $2;", base, value, results=i32())
+
+
 def load_float(base: Value, at: int = 0) -> Value:
     """One f32 of shared memory."""
     return load_shared(base, 1, at, "f32")[0]
@@ -599,13 +613,21 @@ def prefetch(at: Value, size: int) -> None:
 
 
 def copy_async(
-    to: Value, source: Value, at: int, from_at: int = 0, size: Value | None = None
+    to: Value,
+    source: Value,
+    at: int,
+    from_at: int = 0,
+    size: Value | None = None,
+    *,
+    line: bool = False,
 ) -> None:
     """16 bytes from device memory to shared memory, past L1, in the open group of copies.
 
-    size: how many of the 16 are read; the rest is zeros.
+    size: how many of the 16 are read; the rest is zeros.  line: L2 fetches the whole line of 128
+    bytes, of which other copies read the rest.
     """
-    code = f"cp.async.cg.shared.global [$0+{at}], [$1+{from_at}], 16"
+    ahead = ".L2::128B" if line else ""
+    code = f"cp.async.cg.shared.global{ahead} [$0+{at}], [$1+{from_at}], 16"
     if size is None:
         ptx(f"{code};", to, source)
     else:

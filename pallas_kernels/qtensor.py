@@ -50,7 +50,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
 from pallas_kernels.formats import FORMATS, format_group, format_scales, whole_scale
-from pallas_kernels.operands import FLOATS, check, check_parts
+from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name
 from pallas_kernels.rounding import CODES, NIBBLES, codes, grid, multiples
 
 FLOAT4 = jnp.dtype("float4_e2m1fn")
@@ -114,7 +114,7 @@ class QTensor:
     ) -> QTensor:
         """Return a QTensor of the results of ``rounding.grid`` and ``rounding.codes``.
 
-        If ``scale_dtype`` is int8, the scales become int8 multiples of a unit.
+        Scales ``[..., n_groups]`` become int8 multiples of a unit if ``scale_dtype`` is int8.
         """
         if jnp.dtype(scale_dtype) != jnp.int8:
             return cls(q, scale, zero)
@@ -145,16 +145,15 @@ class QTensor:
         return tree_bytes(self)
 
     def rows(self, index: jax.Array | np.ndarray | slice) -> QTensor:
-        """The same with its leading axes indexed: rows of a weight, or a slice of them."""
+        """Return the QTensor with its leading axes indexed: rows of a weight, or a slice."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
         return dataclasses.replace(self, **parts)
 
     def floats(self, dtype: DTypeLike) -> jax.Array:
-        """Return the floats that the codes stand for, in the codes' order of columns.
+        """Return the floats ``[..., K]`` that the codes stand for, in the codes' order of columns.
 
-        They are computed in float32 and cast once. ``dequantize`` checks its operand, this does
-        not.
+        They are computed in float32 and cast once. Unlike ``dequantize`` it checks nothing.
         """
         group = self.q.shape[-1] // self.scale.shape[-1]
         x = self.q.astype(jnp.float32).reshape(*self.scale.shape, group)
@@ -225,35 +224,58 @@ def quantize(
     symmetric: bool = True,
     scale_dtype: DTypeLike | None = None,
 ) -> QTensor:
-    """Round-to-nearest quantization of ``w[..., K]`` along its last axis.
+    """Return ``w`` rounded to the nearest codes, with scales along the last axis.
 
-    dtype: of the codes, or one of the formats "mxfp4", "nvfp4" and "fp8-block".
-    group_size: columns per scale; None is the whole row, or the format's own.
-    symmetric: False adds an integer zero point per group (int8, int4 only).
-    scale_dtype: defaults to w's dtype.  A scale is rounded up to it, and codes are computed against
-        the stored scale, so the error stays within half a step.  int8, of int4 codes: in two levels
-        (``QTensor.unit``); these scales are rounded to nearest, so a group's ends may be clipped.
-    Plain jax.numpy: every transformation.  Gradients reach w through the scales alone (and through
-    8-bit floats, whose rounding passes them on).
-    A format's tensor scale is that of the last two axes; each expert of ``[E, out, in]`` has one.
-    Raises ValueError for an unknown dtype, a group that does not divide K, an option that a format
-    fixes, or a ``w`` that is not floating or has no columns.
+    Parameters
+    ----------
+    w : float [..., K]
+        The array, such as a weight ``[out, in]``.
+    dtype : data-type or str
+        Dtype of the codes ("int8", "int4" or "float8_e4m3fn"), or a format: "mxfp4", "nvfp4" or
+        "fp8-block".
+    group_size : int, optional
+        Number of columns that share a scale; it divides K. The default is K, or the format's own.
+    symmetric : bool
+        False adds an integer zero point to each group (int8 and int4 only).
+    scale_dtype : data-type, optional
+        Float dtype of the scales; w's by default. int8, for int4 codes, makes scales of two levels
+        (``QTensor.unit``).
+
+    Returns
+    -------
+    QTensor
+        Codes ``[..., K]``, scales ``[..., K / group_size]``, and zeros of the scales' shape.
+
+    Raises
+    ------
+    ValueError
+        For an unknown dtype, a group that does not divide K, or an option that a format fixes. Also
+        if ``w`` is not floating or has no columns.
+
+    Notes
+    -----
+    A float scale is rounded up to its dtype before the codes are computed, so the error is at most
+    half a step. Scales of two levels are rounded to nearest, so the ends of a group may be clipped.
+
+    A format's tensor scale covers the last two axes; each expert of ``[E, out, in]`` has its own.
+
+    The function is plain jax.numpy and takes every transformation. Gradients reach w through the
+    scales only, and through 8-bit floats.
     """
     check("quantize", {"w": "float [..., K+]"}, w=w)
     if isinstance(dtype, str) and dtype in FORMATS:
         return _quantize_format(w, dtype, group_size, symmetric, scale_dtype)
-    name, known = jnp.dtype(dtype).name, [name for name in CODES if name != "float4_e2m1fn"]
-    if name not in known:
-        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join((*known, *FORMATS))}")
+    known = [name for name in CODES if name != "float4_e2m1fn"]
+    name = dtype_name("quantize", "dtype", dtype, (*known, *FORMATS))
     k = w.shape[-1]
     group_size = k if group_size is None else group_size
     if group_size <= 0 or k % group_size:
         raise ValueError(f"quantize: group_size {group_size} does not divide the last axis ({k})")
     if not symmetric and name == "float8_e4m3fn":
         raise ValueError("quantize: float8_e4m3fn has no zero points; use symmetric=True")
-    scale_dtype = jnp.dtype(w.dtype if scale_dtype is None else scale_dtype)
-    if scale_dtype.name not in FLOATS and (scale_dtype.name, name) != ("int8", "int4"):
-        raise ValueError(f"quantize: scale_dtype {scale_dtype} is not a float")
+    scale_dtype = w.dtype if scale_dtype is None else scale_dtype
+    allowed = (*FLOATS, "int8") if name == "int4" else FLOATS
+    scale_dtype = jnp.dtype(dtype_name("quantize", "scale_dtype", scale_dtype, allowed))
     scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
     return QTensor.on_grid(codes(w, scale, zero, name), scale, zero, scale_dtype)
 
@@ -279,12 +301,32 @@ def _quantize_format(
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The floats that ``w`` stands for, computed in float32 and cast once.
+    """Return the floats that ``w`` stands for, computed in float32 and cast once.
 
-    Plain jax.numpy: every transformation; gradients of scales, floating zeros and 8-bit floats.
-    Raises ValueError naming the part where those of ``w`` do not fit together.
+    Parameters
+    ----------
+    w : QTensor [..., K]
+        The codes and scales.
+    dtype : data-type
+        float32, bfloat16 or float16.
+
+    Returns
+    -------
+    Array [..., K]
+        The floats, with the columns in their original order.
+
+    Raises
+    ------
+    ValueError
+        Names the part of ``w`` that does not fit the others, or a dtype that is no float.
+
+    Notes
+    -----
+    The function is plain jax.numpy and takes every transformation. Scales, floating zeros and 8-bit
+    floats have gradients.
     """
     check_parts("dequantize", "w", w)
+    dtype_name("dequantize", "dtype", dtype, FLOATS)
     x = w.floats(dtype)
     return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
 

@@ -84,7 +84,7 @@ def rounded_up(scale: jax.Array, dtype: DTypeLike) -> jax.Array:
 def multiples(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(multiples int8 ``[..., groups]``, unit float32 ``[..., 1]``) nearest to int4 codes' scales.
 
-    (code - zero) * multiple is int8 for every code, and the group that comes closest to that bound
+    (code - zero) * multiple is int8 for every code. The group that comes closest to that bound
     keeps its scale (QServe's second level, arXiv 2405.04532).  For scales that ``kept`` has already
     rounded, the result is the multiples and unit they were rounded to.
     """

@@ -1,5 +1,5 @@
-"""How an op with a kernel behaves under jax's transformations: one mechanism for all ops, and for
-both kinds of kernels, Mosaic's on a GPU and the generated handlers on a CPU.
+"""How an op with a kernel behaves under jax's transformations: one mechanism for all ops and both
+kinds of kernels. These are Mosaic's on a GPU and the generated handlers on a CPU.
 
 An ``Op`` is a form in plain jax.numpy beside a kernel that computes the same.  ``kernel_p`` is the
 launch of the kernel, ``linear_p`` a derivative:

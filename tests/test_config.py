@@ -149,8 +149,14 @@ def test_bad_toml_is_one_line_naming_file_and_key(tmp_path, change, words) -> No
 
 def test_a_config_in_python_is_checked_as_a_file_is() -> None:
     cfg = jl.load_config("smollm2-135m")
-    with pytest.raises(JaxLlamaError, match=r"^rope = None: must be a RopeConfig$"):
+    with pytest.raises(JaxLlamaError, match=r"^rope = None: expected RopeConfig$"):
         cfg.replace(rope=None)
+    with pytest.raises(JaxLlamaError, match=r"^d_model = '64': expected int$"):
+        cfg.replace(d_model="64")
+    with pytest.raises(JaxLlamaError, match=r"^rope.scaling = 'ntk': allowed values are none, lin"):
+        RopeConfig(theta=1e4, scaling="ntk")  # type: ignore[arg-type]
+    listed = cfg.replace(eos_token_ids=[*cfg.eos_token_ids], layer_types=[*cfg.layer_types])
+    assert listed == cfg and hash(listed) == hash(cfg)
     with pytest.raises(JaxLlamaError, match=r"^experts.gate_limit = -7.0: must be positive$"):
         jl.ExpertsConfig(n_experts=4, n_active=2, d_ff=8, gate_limit=-7.0)
     with pytest.raises(ValueError, match=r"^ClampedGate: limit = -7.0: must be positive$"):

@@ -27,6 +27,7 @@ PRINTS = {
     "serve_and_call": "ended with status 0",
     "one_kernel": "float8_e4m3fn: 2.0x smaller",
     "flax_layers": "it forecasts",
+    "sums": "6000 lines of text, 1100 prompts",
     "learn_from_rewards": "step 30: 100% of the tokens are even",
 }
 
@@ -48,6 +49,8 @@ def test_it_runs_and_prints(name, capfd, monkeypatch, tmp_path):
         words.append(str(tiny_checkpoint(tmp_path, TINY) / "tiny"))
         load = jl.load
         monkeypatch.setattr(jl, "load", lambda source, **options: load(words[-1], **options))
+    if name == "sums":
+        words.append(str(tmp_path))
     monkeypatch.setattr(jl, "load_config", lambda preset: LLAMA.replace(vocab_size=49152))
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_module(f"jaxllama.examples.{name}", run_name="__main__")

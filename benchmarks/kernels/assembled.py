@@ -1,12 +1,12 @@
-"""Assemble every kernel for five architectures without a GPU: registers, spills, shared memory.
+"""Assemble every kernel for each architecture without a GPU: registers, spills, shared memory.
 
     python -m benchmarks.kernels.assembled                   writes results/assembled.json
     python -m benchmarks.kernels.assembled --from FILE ...   from lines of tests.helpers.assembling
     python -m benchmarks.kernels.assembled --table           results/assembled.json in Markdown
 
 The table is written into docs/assembled.md too.  A cell is registers of a thread / KB of shared
-memory of a block, with the bytes that a thread spills where there are any.  It takes 10 minutes of
-a CPU, jax 0.12 and the extra ``assemble``.
+memory of a block, with the bytes that a thread spills where there are any.  It takes 15 minutes
+of a CPU, jax 0.12 and the extra ``assemble``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+from pallas_kernels.architecture import BY_NAME
+
+ARCHITECTURES = tuple(BY_NAME)
 PAGE = Path(__file__).parent.parent.parent / "docs" / "assembled.md"
 TEXT = """# Kernels as they are assembled
 

@@ -1,7 +1,7 @@
-"""``grouped_matmul`` on a GPU: device time of each form beside our own dense product of as many
-bytes, and values against the reference.
+"""``grouped_matmul`` on a GPU: device time of each form beside ``jax.lax.ragged_dot`` and our own
+dense product of as many bytes, and values against the reference.
 
-    python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4]
+    python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4 mxfp4]
 
 The shapes are Qwen3-30B-A3B's (8 of 128 experts) and gpt-oss-20b's (4 of 32), gate and up with
 SwiGLU, and down, which reads a row for each pair.  ``share`` is the bytes of the experts that some
@@ -23,14 +23,15 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernels.timing import device_us
-from pallas_kernels import grouped_matmul, quantize, quantized_matmul
+from pallas_kernels import quantize, quantized_matmul
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.experts import op, predict, xla
 from pallas_kernels.experts import plan as planning
-from pallas_kernels.experts import predict, xla
 from pallas_kernels.experts.gate import apply_gate
 from pallas_kernels.experts.op import grouped_matmul_reference
-from pallas_kernels.qtensor import tree_bytes
+from pallas_kernels.formats import FORMATS
+from pallas_kernels.qtensor import QTensor, dequantize, tree_bytes
 
 SHAPES = {  # experts, chosen, rows and columns of one, SwiGLU
     "qwen3 gate_up": (128, 8, 1536, 2048, True),
@@ -40,6 +41,7 @@ SHAPES = {  # experts, chosen, rows and columns of one, SwiGLU
     "olmoe gate_up": (64, 8, 2048, 2048, True),
     "olmoe down": (64, 8, 2048, 1024, False),
 }
+FOUR_BITS = {"group_size": 128, "symmetric": False}
 CALLS = 8  # choices of experts, which the calls take in turn
 
 
@@ -52,7 +54,7 @@ def weight(scheme: str, n_experts: int, n: int, k: int) -> Any:
             return w
         if scheme == "w8":
             return quantize(w, "int8", scale_dtype="float32")
-        return quantize(w, "int4", group_size=128, symmetric=False)
+        return quantize(w, scheme) if scheme in FORMATS else quantize(w, "int4", **FOUR_BITS)
 
     if scheme == "w4" and k % 128:
         return None
@@ -77,12 +79,44 @@ def of_form(form: str, swiglu: bool) -> Callable[..., jax.Array]:
     return run
 
 
+def of_plan(plan: Any, gated: str | None) -> Callable[..., jax.Array]:
+    """The op by a kernel's plan, whatever is predicted."""
+
+    def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
+        fan = experts.size // (x.size // x.shape[-1])
+        static = op.Static(fan, gated, plan, x.dtype, w.shape[0], False)
+        return op.planned(static, x, w, experts)
+
+    return run
+
+
+def ragged(swiglu: bool) -> Callable[..., jax.Array]:
+    """``jax.lax.ragged_dot`` on rows sorted by expert, of a weight in floats; floats of codes are
+    made first."""
+
+    def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
+        rows, pairs = x.reshape(-1, x.shape[-1]), experts.reshape(-1)
+        order = jnp.argsort(pairs, stable=True)
+        sizes = jnp.bincount(pairs, length=w.shape[0]).astype(jnp.int32)
+        floats = dequantize(w, x.dtype) if isinstance(w, QTensor) else w
+        y = lax.ragged_dot(
+            rows[order // (experts.size // rows.shape[0])],
+            floats.transpose(0, 2, 1),
+            sizes,
+            preferred_element_type=jnp.float32,
+        )
+        sums = jnp.zeros_like(y).at[order].set(y)
+        return (apply_gate(sums, "silu") if swiglu else sums).astype(x.dtype)
+
+    return run
+
+
 def dense(w: Any, hit: int) -> Any:
     """As many experts' rows as one weight ``[hit N, K]``."""
     return jax.tree.map(lambda v: v[:hit].reshape(-1, v.shape[-1]), w)
 
 
-def report(name: str, scheme: str, tokens: int, path: str | None) -> None:
+def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str]) -> None:
     """Measure every form of one case; append the times to the file if one is given."""
     n_experts, chosen, n, k, swiglu = SHAPES[name]
     w = weight(scheme, n_experts, n, k)
@@ -99,23 +133,28 @@ def report(name: str, scheme: str, tokens: int, path: str | None) -> None:
     forms: dict[Any, Callable[..., jax.Array]] = {"blocks": of_form("blocks", swiglu)}
     if pairs <= 512:
         forms["gather"] = of_form("gather", swiglu)
-    found = planning.plan(x, w, pairs, gated)
-    if not isinstance(found, Reason) or found.plan is not None:
-        forms["mosaic"] = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
+    plans = {"mosaic": planning.row_plan, "tiles": planning.tile_plan}
+    for form, plan in plans.items():
+        found = plan(x, w, pairs, gated)
+        if not isinstance(found, Reason):
+            forms[form] = of_plan(found, gated)
     if predict.has_every(w, rows):
         forms["every"] = of_form("every", swiglu)
+    forms["ragged"] = ragged(swiglu)
+    forms = {form: f for form, f in forms.items() if not only or form in only}
     want = None
     if pairs <= 64:
         want = np.asarray(grouped_matmul_reference(x, w, picked[0], gated=gated), np.float32)
-    us_of = {form: predict.form_us(form, w, pairs, rows) for form in forms}
-    shortest = min(us_of, key=us_of.__getitem__)
+    ours = [form for form in forms if form != "ragged"]
+    us_of = {form: predict.form_us(form, w, pairs, rows, swiglu) for form in ours}
+    shortest = min(us_of, key=us_of.__getitem__, default=None)
     for form, f in forms.items():
         us, error = device_us(f, sets), ""
         if want is not None:
             got = np.asarray(jax.jit(f)(*sets[0]), np.float32).reshape(want.shape)
             error = f"error {np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)):.1e}"
         mark = "*" if form == shortest else ""
-        predicted = f"predicted {us_of[form]:.1f}{mark}"
+        predicted = f"predicted {us_of[form]:.1f}{mark}" if form in us_of else ""
         print(
             f"{name:16} {scheme:5} T={tokens:5} {form:10} {us:9.1f} us  share {floor / us:5.0%}  "
             f"{predicted:22} {error}",
@@ -126,7 +165,7 @@ def report(name: str, scheme: str, tokens: int, path: str | None) -> None:
             row |= {"scheme": scheme, "tokens": tokens, "rows": rows}
             with open(path, "a") as file:
                 print(json.dumps({**row, "form": form, "us": round(us, 1)}), file=file)
-    if tokens <= 16:
+    if tokens <= 16 and not only:
         one = dense(w, hit)
         us = device_us(
             lambda x, w: quantized_matmul(x, w, swiglu=swiglu), [(x.reshape(-1, k)[:1], one)]
@@ -139,15 +178,16 @@ def report(name: str, scheme: str, tokens: int, path: str | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 8192])
-    parser.add_argument("--schemes", nargs="+", default=["bf16", "w8", "w4"])
+    parser.add_argument("--schemes", nargs="+", default=["bf16", "w8", "w4", "mxfp4"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--json", metavar="FILE", help="append the times, for experts_fit")
+    parser.add_argument("--forms", nargs="+", default=[], help="default: all")
     options = parser.parse_args()
     print(jax.devices()[0].device_kind, "jax", jax.__version__)
     for name in options.shapes:
         for scheme in options.schemes:
             for tokens in options.tokens:
-                report(name, scheme, tokens, options.json)
+                report(name, scheme, tokens, options.json, options.forms)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pallas_kernels.device import H200, TABLES, KernelCost
 from pallas_kernels.experts import predict
 from pallas_kernels.qtensor import QTensor
 
-FORMS: tuple[Any, ...] = (*predict.XLA_FORMS, "mosaic")
+FORMS: tuple[Any, ...] = (*predict.XLA_FORMS, "mosaic", "tiles")
 OUTLIER = 0.1  # relative error from which a time counts less
 
 
@@ -42,6 +42,11 @@ class ExpertsCase(NamedTuple):
     def pairs(self) -> int:
         return self.tokens * self.shape[1]
 
+    @property
+    def gated(self) -> bool:
+        """Only the product of gate and up has one row of x for all pairs of a token."""
+        return self.rows == self.tokens
+
     def weight(self) -> Any:
         """The weight's shapes, as ``benchmarks.kernels.experts`` makes it."""
         n_experts, _, n, k = self.shape
@@ -50,6 +55,8 @@ class ExpertsCase(NamedTuple):
             return of(k, jnp.bfloat16)
         if self.scheme == "w8":
             return QTensor(of(k, jnp.int8), of(1, jnp.float32))
+        if self.scheme == "mxfp4":
+            return QTensor(of(k, jnp.float4_e2m1fn), of(k // 32, jnp.float8_e8m0fnu))
         return QTensor(of(k, jnp.int4), of(k // 128, jnp.bfloat16), of(k // 128, jnp.int8))
 
 
@@ -92,7 +99,7 @@ def fit(times: Times) -> dict[str, KernelCost]:
 def work(form: Any, case: ExpertsCase) -> predict.FormWork:
     """A form's amounts on the card that was measured."""
     with table(case.card):
-        return predict.form_work(form, case.weight(), case.pairs, case.rows)
+        return predict.form_work(form, case.weight(), case.pairs, case.rows, case.gated)
 
 
 def fit_form(rows: list[tuple[predict.FormWork, float]]) -> dict[str, KernelCost]:
@@ -130,7 +137,8 @@ def lost(found: dict[str, float], case: ExpertsCase, costs: dict[str, KernelCost
     w = case.weight()
     forms = [form for form in found if form != "every" or predict.has_every(w, case.rows)]
     with table(case.card, costs):
-        best = min(forms, key=lambda form: predict.form_us(form, w, case.pairs, case.rows))
+        amounts = w, case.pairs, case.rows, case.gated
+        best = min(forms, key=lambda form: predict.form_us(form, *amounts))
     return found[best] / min(found[form] for form in forms) - 1, best, case
 
 

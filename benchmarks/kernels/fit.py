@@ -34,7 +34,7 @@ import numpy as np
 from pallas_kernels.device import KernelCost
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict, weight_only
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.shapes import LLAMA_8B
@@ -169,7 +169,7 @@ def kernels(case: FitCase) -> dict[str, Callable[..., Any]]:
     def program(plan: Any) -> Callable[..., Any]:
         def run(x: Any, w: Any, extras: dict[str, Any]) -> Any:
             gamma, others = extras.get("norm"), {k: v for k, v in extras.items() if k != "norm"}
-            return choice.run((call, plan), x, w, gamma=gamma, **others)
+            return choice.run(Static(call.out, call, plan), x, w, gamma=gamma, **others)
 
         return run
 

@@ -17,6 +17,7 @@ choice among the GGUF files of a hub repository, resuming an interrupted downloa
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import importlib.metadata
@@ -162,15 +163,17 @@ def find(name: str | Path) -> Path | None:
             f"{text!r} is a preset without published weights: give a directory, a .gguf file or a "
             "hub id of such a model, or ask for random weights"
         )
-    if path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
+    is_path = path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~"))
+    if is_path or text.count("/") > 1:
         raise JaxLlamaError(f"{text}: no such file or directory")
     if text.count("/") == 1 and all(text.split("/")):
         return None
-    published = ", ".join((*WHEELS, *REPOSITORIES))
+    published = (*WHEELS, *REPOSITORIES)
+    near = difflib.get_close_matches(text, (*published, *preset_names()), 1)
     raise JaxLlamaError(
-        f"unknown model {text!r}: tried names with published weights ({published}), "
-        f"presets ({', '.join(preset_names())}), a directory or .gguf file of that name; a hub id "
-        'has the form "org/name"'
+        f"unknown model {text!r}: tried names with published weights ({', '.join(published)}), "
+        "presets (jaxllama doctor lists them), a directory or .gguf file of that name; a hub id "
+        f'has the form "org/name"{f"; did you mean {near[0]!r}?" if near else ""}'
     )
 
 

@@ -3,12 +3,14 @@
     read(directory, cfg) -> {a checkpoint's tensor: (a[r, in], b[out, r])}
     save(directory, {module: (a, b)}, rank, alpha)
 
+With DoRA (arXiv 2402.09353) a third array ``[out]`` has the magnitudes of the adapted rows.
+
 The adapted weight is w + ``b @ a``. Both factors are float32. ``b`` includes the adapter's scale
 (alpha / r, or alpha / sqrt(r) if it is rank-stabilised), and the family's multiplier and order of
 rows (``model.param.TensorSource``). Adapters may belong to the products of the layers in the table
-of parameters. The following are refused with an error that names the key or tensor: everything that
-is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and similar methods),
-initializations that change the base model too, and PyTorch's .bin files.
+of parameters, with DoRA's magnitudes. Anything else raises an error that names the key or tensor:
+biases, modules_to_save, embeddings, LoHa and similar methods. So do initializations that change the
+base model, and PyTorch's .bin files.
 
 Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
 """
@@ -33,7 +35,7 @@ from jaxllama.model.param import TensorSource
 from jaxllama.model.params import param_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-Factors = dict[str, tuple[np.ndarray, np.ndarray]]
+Factors = dict[str, tuple[np.ndarray, ...]]
 
 _MAX_CONFIG = 1 << 22  # bytes; patterns for every layer of the largest models take 100 KB
 _MAX_RANK = 1 << 16
@@ -41,13 +43,14 @@ _MAX_RANK = 1 << 16
 _PRODUCTS = ("qkv", "qkvz", "zxbcdt", "o", "gate_up", "up", "down", "q", "k", "v", "g")
 # Prefix of the decoder's names inside a multimodal model, instead of "model".
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
+_TENSOR = r"base_model\.model\.(.+)\.(?:lora_([AB])\.weight|lora_magnitude_vector)"
 _NONE: tuple[object, ...] = (None, False, [], {})
 # Keys that change what an adapter computes, with the values that are supported.
 _FIXED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, *_NONE, "gaussian", "eva", "orthogonal"),
-    **dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora"), (False, None)),
+    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_qalora"), (False, None)),
     **dict.fromkeys(
         """
         modules_to_save layer_replication target_parameters trainable_token_indices
@@ -59,7 +62,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
 # Keys that are read here, or that have no effect: the tensors show which modules have adapters.
 _KNOWN = frozenset(
     """
-    r lora_alpha use_rslora rank_pattern alpha_pattern
+    r lora_alpha use_rslora use_dora rank_pattern alpha_pattern
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
     target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_config
     megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size
@@ -80,7 +83,7 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
 
     Returns
     -------
-    dict of str to (float32[r, in], float32[out, r])
+    dict of str to (float32[r, in], float32[out, r]) or (..., float32[out])
 
     Raises
     ------
@@ -94,7 +97,7 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
     with SafetensorsFile(directory / WEIGHTS) as file:
         found: dict[str, dict[str, np.ndarray]] = {}
         for name, info in file.tensors.items():
-            match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+            match = re.fullmatch(_TENSOR, name)
             if match is None:
                 raise file.error(f"tensor {name[:120]!r}: only lora_A and lora_B are supported")
             module = match[1]
@@ -106,9 +109,10 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
                 raise file.error(
                     f"tensor {name[:120]!r}: {cfg.name} has no such product in its layers"
                 )
-            if info.dtype not in FLOATS or len(info.shape) != 2:
+            part = match[2] or "m"
+            if info.dtype not in FLOATS or len(info.shape) != (1 if part == "m" else 2):
                 raise file.error(f"tensor {name!r}: {info.dtype}{list(info.shape)} is no factor")
-            found.setdefault(module, {})[match[2]] = file.read(name).astype(np.float32)
+            found.setdefault(module, {})[part] = file.read(name).astype(np.float32)
         if not found:
             raise file.error("there are no tensors in it")
         return {
@@ -133,9 +137,14 @@ def _factors(
     module: str,
     source: TensorSource,
     pair: dict[str, np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
-    if len(pair) < 2:
-        raise file.error(f"{module}: lora_{'B' if 'A' in pair else 'A'} is missing")
+) -> tuple[np.ndarray, ...]:
+    for letter in "AB":
+        if letter not in pair:
+            raise file.error(f"{module}: lora_{letter} is missing")
+    has_magnitudes = config.flag("use_dora", False)
+    if has_magnitudes != ("m" in pair):
+        what = "is missing" if has_magnitudes else "is there, but use_dora is not set"
+        raise file.error(f"{module}: lora_magnitude_vector {what}")
     rank, scale = _scale(config, module)
     (out, width), (a, b) = source.shape, (pair["A"], pair["B"])
     if a.shape != (rank, width) or b.shape != (out, rank):
@@ -145,9 +154,16 @@ def _factors(
         )
     with np.errstate(over="ignore", invalid="ignore"):
         b = fold(source, b * np.float32(scale))
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+    more: tuple[np.ndarray, ...] = ()
+    if has_magnitudes:
+        if pair["m"].shape != (out,):
+            raise file.error(
+                f"{module}: lora_magnitude_vector {list(pair['m'].shape)}, not {[out]}"
+            )
+        more = (fold(source, pair["m"]),)
+    if not all(np.isfinite(part).all() for part in (a, b, *more)):
         raise file.error(f"{module}: numbers that are NaN or infinite")
-    return a, b
+    return a, b, *more
 
 
 def _read_config(directory: Path) -> JsonReader:
@@ -204,8 +220,9 @@ def save(
     ----------
     directory : str or Path
         Must not exist; it appears complete or not at all.
-    modules : dict of str to (float32[r, in], float32[out, r])
-        Factors by the module's name in the base checkpoint, b without ``alpha / r``.
+    modules : dict of str to (float32[r, in], float32[out, r]) or (..., float32[out])
+        Factors by the module's name in the base checkpoint, b without ``alpha / r``; with DoRA the
+        magnitudes too.
     rank : int
         r of all modules.
     alpha : float
@@ -233,13 +250,13 @@ def save(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": any(len(parts) > 2 for parts in modules.values()),
         "inference_mode": True,
     }
     tensors = {
-        f"base_model.model.{name}.lora_{letter}.weight": factor
-        for name, pair in sorted(modules.items())
-        for letter, factor in zip("AB", pair, strict=True)
+        f"base_model.model.{name}.lora_{part}": factor
+        for name, parts in sorted(modules.items())
+        for part, factor in zip(("A.weight", "B.weight", "magnitude_vector"), parts, strict=False)
     }
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

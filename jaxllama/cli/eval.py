@@ -129,7 +129,8 @@ def run(args: argparse.Namespace) -> None:
         )
     if reference is not None:
         print(
-            f"against {args.reference}: KL {report['kl']:.4f} nats, "
+            f"against {args.reference}: perplexity {100 * report['rise']:+.1f}%, "
+            f"KL {report['kl']:.4f} nats, "
             f"top-1 {100 * report['top1']:.1f}%"
         )
 

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
     if args.dry_run:
         return common.show(args, _planned(args.file, config, mesh), common.lines)
     out = args.out or Path("runs") / Path(args.file).stem
-    common.show(args, summary(train(config, out, mesh=mesh, progress=True)), common.lines)
+    result = train(config, out, mesh=mesh, progress=True)
+    common.show(args, summary(result, config.keep_best), common.lines)
 
 
 def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> JsonObject:
@@ -67,8 +68,12 @@ def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> JsonObject:
     return {"file": file, "steps": config.steps, **dataclasses.asdict(found)}
 
 
-def summary(result: TrainResult) -> JsonObject:
-    """Speed is the median over the steps after the first, which compiles."""
+def summary(result: TrainResult, keep_best: bool = False) -> JsonObject:
+    """Return the command's rows.
+
+    Speed is the median over the steps after the first, which compiles. The validation loss is the
+    written model's: the last one, or the lowest with ``keep_best``, which adds its step.
+    """
     steps = result.metrics
     last, timed = steps[-1], steps[1:] or steps
     rows = {
@@ -80,6 +85,14 @@ def summary(result: TrainResult) -> JsonObject:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in timed),
         "mfu": last["mfu"] and statistics.median(row["mfu"] for row in timed),
     }
+    if "reward" in last:
+        rows["reward"] = last["reward"]
     if result.validation:
-        rows["validation_loss"] = result.validation[-1]["validation_loss"]
+        key = "validation_reward" if "reward" in last else "validation_loss"
+        written = result.validation[-1]
+        if keep_best:
+            best = max if "reward" in last else min
+            written = best(result.validation, key=lambda row: row[key])
+            rows["best_step"] = written["step"]
+        rows[key] = written[key]
     return rows

@@ -53,19 +53,34 @@ from pallas_kernels.brief import short_repr
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How one request picks its tokens.  The defaults are greedy decoding.
+    """Settings by which one request picks its tokens. The defaults are greedy decoding.
 
-    temperature: 0 is greedy, up to 100.
-    top_k: keep the k most likely tokens; 0 keeps all.
-    top_p: keep the smallest set of tokens with at least this probability, in (0, 1].
-    min_p: keep tokens with at least this share of the best token's probability, in [0, 1].
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
-        the output, in (0, 100]; 1 is none.
-    frequency_penalty, presence_penalty: subtracted from a logit once per occurrence, and once, of
-        the token in the output, each in [-2, 2].
-    logit_bias: {token id: float added to its logit}; -inf forbids a token.
-    seed: the row's own; None takes the batch's.
-    Raises JaxLlamaError naming the key.
+    Parameters
+    ----------
+    temperature : float
+        From 0 to 100; 0 is greedy.
+    top_k : int
+        Keep the k most likely tokens; 0 keeps all.
+    top_p : float
+        Keep the smallest set of tokens with at least this probability, in (0, 1].
+    min_p : float
+        Keep tokens with at least this share of the best token's probability, in [0, 1].
+    repetition_penalty : float
+        Divides positive logits and multiplies negative ones, for tokens in the prompt or the
+        output. In (0, 100]; 1 has no effect.
+    frequency_penalty : float
+        Subtracted from a logit once for each occurrence of the token in the output, in [-2, 2].
+    presence_penalty : float
+        Subtracted from a logit if the token occurs in the output, in [-2, 2].
+    logit_bias : mapping of int to float, optional
+        Numbers that are added to the logits of token ids; -inf forbids a token.
+    seed : int, optional
+        The row's own seed. None takes the seed of the call.
+
+    Raises
+    ------
+    JaxLlamaError
+        Names the setting that is out of range.
     """
 
     temperature: float = 0.0
@@ -99,6 +114,7 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
+        """Whether any penalty has an effect."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -135,6 +151,18 @@ def _check(key: str, value: float, low: float, high: float, above: bool = False)
     if not number or not (low < value if above else low <= value) or not value <= high:
         start = "above" if above else "from"
         raise JaxLlamaError(f"{key} = {value!r}: must be a number {start} {low:g} to {high:g}")
+
+
+def sampling_rows(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
+    """Return one Sampling for each row. Raises JaxLlamaError for another type or number."""
+    rows: Any = [sampling] * batch if isinstance(sampling, Sampling) else sampling
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Sampling) for row in rows):
+        text = repr(sampling)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        raise JaxLlamaError(f"sampling = {text}: expected a Sampling, or one a row")
+    if len(rows) != batch:
+        raise JaxLlamaError(f"sampling: {len(rows)} entries for {batch} prompts")
+    return list(rows)
 
 
 def whole(key: str, value: SupportsIndex) -> int:

@@ -100,7 +100,11 @@ class AdapterSlots:
             if file.is_file() and file.stat().st_size > limit:
                 raise JaxLlamaError(f"{file}: more than {limit} bytes, of rank {self._rank}")
             factors = peft.read(path, self._cfg)
-            rank = max(len(a) for a, _ in factors.values())
+            if any(len(parts) > 2 for parts in factors.values()):
+                raise JaxLlamaError(
+                    f"{path}: a DoRA adapter cannot come later: load it with the model, or merge it"
+                )
+            rank = max(len(a) for a, *_ in factors.values())
             if rank > self._rank:
                 raise JaxLlamaError(f"{path}: rank {rank}, and the largest here is {self._rank}")
             if not self._empty:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxllama.decoding.sampling import BiasPairs, Sampling
 from jaxllama.engine.adapters import AdapterSlots
-from jaxllama.engine.grammar import Allowed, AtLeast, GrammarCompiler, Matcher
+from jaxllama.engine.grammar import Allowed, AtLeast, Forced, GrammarCompiler, Matcher
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
 from jaxllama.engine.scheduler import Scheduler
@@ -57,6 +57,12 @@ class Admission:
 
     def _matcher(self, request: Request) -> Matcher | None:
         allowed, vocab_size = request.allowed_token_ids, self._cfg.vocab_size
+        if request.forced is not None:
+            if allowed is not None or request.grammar is not None or request.min_tokens:
+                raise JaxLlamaError("forced tokens exclude a grammar, allowed tokens and a minimum")
+            if not 0 <= min(request.forced) <= max(request.forced) < vocab_size:
+                raise JaxLlamaError(f"forced: expected ids below the vocabulary of {vocab_size}")
+            return Forced(request.forced, vocab_size)
         if request.grammar is not None:
             if allowed is not None:
                 raise JaxLlamaError("allowed_token_ids and a grammar exclude each other")

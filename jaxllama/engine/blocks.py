@@ -6,9 +6,9 @@
 
 Weights cross to the device once a step for all rows of a block (FlexGen's zig-zag, ``offload``). So
 rows should run together. A block takes the shape (``BlockShape``) of the most urgent waiting
-request, and as many waiting requests that fit this shape as the policy computes at once. Before a
-block begins, the scheduler waits up to ``GATHER`` seconds for more requests. A step writes one
-token a row.
+request. It takes waiting requests that fit this shape, up to the number that the policy computes at
+once. Before a block begins, the scheduler waits up to ``GATHER`` seconds for more requests. A step
+writes one token a row.
 
 A waiting request takes the place of a row that has ended or was cancelled. The next step reads its
 prompt and writes its first token in the pass of the other rows' step. A request that does not fit
@@ -134,6 +134,7 @@ class BlockScheduler(Scheduler):
         refused = {
             "grammar": request.grammar is not None,
             "allowed_token_ids": request.allowed_token_ids is not None,
+            "forced": request.forced is not None,
             "min_tokens": request.min_tokens > 0,
             "logprobs": bool(request.logprobs),
         }

@@ -42,7 +42,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import jax
+import numpy as np
 
 from jaxllama.engine import blocks
 from jaxllama.engine.adapters import AdapterSlots
@@ -55,7 +58,7 @@ from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull
 from jaxllama.engine.runner import Runner, Running, Written
 from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
-from jaxllama.engine.weights import replaced
+from jaxllama.engine.weights import replaced, with_params, without_weights
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
@@ -69,6 +72,10 @@ RECLAIM = 1.0  # seconds to wait for the end of a step, after which the step has
 
 
 Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | None
+
+
+def _back(leaf: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(leaf, shape.sharding)
 
 
 def _of_slots(
@@ -103,34 +110,46 @@ def _of_slots(
 
 
 class Engine:
-    """Continuous batching over one model; the module docstring has the contract.
+    """Continuous batching of requests over one model.
 
-    ``start`` begins a thread, ``submit(request, on_event)`` takes a Request from any thread, and
-    ``on_event`` gets its Events. ``drain`` waits for the requests, and ``stop`` ends the thread.
+    ``start`` begins a thread, and ``submit(request, on_event)`` takes a Request from any thread.
+    ``on_event`` gets the request's Events; exactly one of them, the last, has a ``finish_reason``.
+    ``drain`` waits for the requests, and ``stop`` ends the thread. Without a thread, ``generate``
+    runs requests to their ends, and ``step`` runs one step.
 
     Parameters
     ----------
-    lm
+    lm : LanguageModel
         The model.
-    draft
-        Source of drafts, as ``lm.generate`` takes it, or a function of ``lm`` that returns one.
-    observe
-        Called as (name, seconds) with "queue" (until admission), "prefill" (from there to the first
-        token), "ttft" (until the first token), "itl" (between tokens), "decode" (from the first
-        token to the end) and "e2e" (until the end).
-    options
+    draft : str, LanguageModel or callable, optional
+        Source of drafts, as for ``lm.generate``, or a function of ``lm`` that returns one.
+    observe : callable, optional
+        Called as ``observe(name, seconds)``. The names are those of Notes.
+    **options
         Fields of ``jaxllama.engine.options.EngineOptions``, such as max_slots, max_len and
-        kv_dtype. An unknown name raises JaxLlamaError.
+        kv_dtype.
 
     Attributes
     ----------
-    failure
+    failure : str or None
         The error that ended the engine; None while it works.
+    asleep
+        Whether the engine sleeps.
 
     Raises
     ------
     JaxLlamaError
-        If options exclude each other, or an offloaded model's blocks do not have them.
+        If an option is unknown, out of range or contradicts another. Also if an offloaded model
+        does not support it, or the model cannot use the draft.
+
+    Notes
+    -----
+    A request gets the tokens that ``lm.generate`` gives it alone, up to rounding. The module
+    ``jaxllama.engine.engine`` has the whole contract.
+
+    Names for ``observe``: "queue" is the time until admission, and "prefill" from there to the
+    first token. "ttft" is the time until the first token, and "itl" the time between tokens.
+    "decode" is the time from the first token to the end, and "e2e" until the end.
     """
 
     def __init__(
@@ -163,6 +182,8 @@ class Engine:
         self.compiled = self.runner.compiled_programs()
         self._stats = self._count()
         self._inbox = Inbox()
+        self._at_rest: Params | None = None
+        self.asleep = False
         self._stepping = threading.RLock()
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -180,7 +201,8 @@ class Engine:
             Called with each Event on the engine's thread. A request whose listener raises ends with
             the reason "error".
         with_text : bool
-            False if the listener makes the text and looks for stop strings itself (``end``).
+            False if the listener makes the text itself. It then looks for stop strings and calls
+            ``end``.
 
         Raises
         ------
@@ -191,6 +213,8 @@ class Engine:
         JaxLlamaError
             For a request that can never run, or whose id is in flight.
         """
+        if self.asleep:
+            raise JaxLlamaError("the engine sleeps: wake it first")
         waiting = len(self.scheduler.waiting)
         room = self.options.max_queue - waiting
         entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
@@ -253,34 +277,105 @@ class Engine:
         self._slots().unload(id)
 
     def update_params(self, params: Params) -> None:
-        """Replace the model's weights between two steps; nothing is compiled and no request ends.
+        """Replace the model's weights between two steps; no program of the engine is compiled and
+        no request ends.
 
-        Requests in flight go on with the new weights behind the cache that the old ones computed.
-        Prefixes that the old weights computed are not found again. ``lm`` is the model with the new
-        weights; a draft that is a model of its own keeps its weights.
+        Requests in flight continue with the new weights, on the cache that the old ones computed.
+        Cached prefixes of the old weights are not reused. ``lm`` becomes the model with the new
+        weights. A draft that is a model of its own keeps its weights.
 
         Parameters
         ----------
         params : dict
             Tree of the model's parameters, as ``LanguageModel.params`` before any layout: the same
-            paths, shapes and dtypes, quantized by the same scheme (``jl.quantize_params``). Leaves
-            go to the devices and the sharding of the leaves that they replace.
+            paths and shapes, with the factors of the model's adapters, if it has any. Floats are
+            cast to the dtype of the weight that they replace, or rounded to its codes, as
+            ``jl.quantize_params`` does without a config; a tied head too. Leaves go to the devices
+            and the sharding of the leaves that they replace. The arrays stay the caller's, and the
+            engine may share them: do not donate them.
 
         Raises
         ------
         JaxLlamaError
-            If a leaf differs in path, shape or dtype, and for offloaded models and models with
-            adapters. The engine then keeps its weights.
+            If a leaf differs in path or shape, for codes that a calibration made, for offloaded
+            models, and for engines with ``lora_slots``. The engine then keeps its weights.
         """
         if not isinstance(self.runner, Runner):
             raise JaxLlamaError("update_params: an offloaded model keeps its weights")
-        if self.runner.adapters:
-            raise JaxLlamaError("update_params: a model with adapters keeps its weights")
+        if self.runner.adapters is not None and self.runner.adapters.n_free:
+            raise JaxLlamaError("update_params: an engine with lora_slots keeps its weights")
         lm = replaced(self.lm, params)
         with self._stepping:
-            self.lm = lm
-            self.runner.params = lm.params
-            self.scheduler.weights += 1
+            self._hold(lm)
+            self._at_rest = None
+
+    def _hold(self, lm: LanguageModel) -> None:
+        """Run ``lm`` from now on; no prefix of the weights before is found again."""
+        assert isinstance(self.runner, Runner)
+        self.lm = lm
+        self.runner.params = lm.params
+        if self.runner.adapters is not None:
+            self.runner.adapters.params = lm.params
+        self.scheduler.weights += 1
+
+    def sleep(self, weights: Literal["keep", "host", "drop"] = "keep") -> None:
+        """Free the device's memory until ``wake``; the compiled programs stay.
+
+        The cache is freed, and its prefixes are forgotten. While it sleeps, the engine refuses
+        requests and takes new weights. A draft model keeps its own.
+
+        Parameters
+        ----------
+        weights : str
+            "keep" leaves the weights on the device. "host" moves them to the host's memory.
+            "drop" forgets them: ``update_params`` must follow before ``wake``. Weights that the
+            caller refers to stay where they are, besides.
+
+        Raises
+        ------
+        JaxLlamaError
+            If requests are in flight, or the engine sleeps, has ``lora_slots`` or an offloaded
+            model.
+        """
+        if weights not in ("keep", "host", "drop"):
+            raise JaxLlamaError(f"weights = {weights!r}: allowed are keep, host and drop")
+        if not isinstance(self.runner, Runner):
+            raise JaxLlamaError("sleep: an offloaded model has its memory on the host already")
+        if self.adapters is not None and self.adapters.n_free:
+            raise JaxLlamaError("sleep: an engine with lora_slots keeps its weights")
+        with self._stepping:
+            if self.asleep:
+                raise JaxLlamaError("the engine sleeps already")
+            if self.live or len(self._inbox):
+                raise JaxLlamaError("sleep: requests are in flight")
+            self.asleep = True
+            self.runner.sleep()
+            if weights == "host":
+                self._at_rest = jax.device_get(self.lm.params)
+            if weights == "keep":
+                self.scheduler.weights += 1  # the cached prefixes are gone
+            else:
+                self._hold(without_weights(self.lm))
+
+    def wake(self) -> None:
+        """Take requests again, behind an empty cache; nothing is compiled.
+
+        Raises
+        ------
+        JaxLlamaError
+            If the engine does not sleep, or its weights were dropped and not replaced.
+        """
+        with self._stepping:
+            if not self.asleep or not isinstance(self.runner, Runner):
+                raise JaxLlamaError("the engine does not sleep")
+            if self._at_rest is not None:
+                params = jax.tree.map(_back, self._at_rest, self.lm.params)
+                self._hold(with_params(self.lm, params))
+                self._at_rest = None
+            elif any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.lm.params)):
+                raise JaxLlamaError("wake: the weights were dropped; update_params gives new ones")
+            self.runner.wake()
+            self.asleep = False
 
     def _slots(self) -> AdapterSlots:
         if self.adapters is None or not self.adapters.n_free:
@@ -317,7 +412,7 @@ class Engine:
     # Steps
 
     def step(self) -> bool:
-        """Do one step; return False if there was nothing to do."""
+        """Run one step of the engine, and return False if there was nothing to do."""
         with self._stepping:
             began = time.monotonic()
             self._take_inbox()
@@ -558,7 +653,10 @@ class Engine:
     # The thread
 
     def start(self) -> None:
-        """Start the engine's thread, once the programs of a first request are compiled."""
+        """Compile the programs of a first request, then start the engine's thread.
+
+        Raises JaxLlamaError if it has been started already.
+        """
         if self._thread is not None:
             raise JaxLlamaError("the engine has been started already")
         self.warm_up_behind()

@@ -198,6 +198,23 @@ class Allowed(Matcher):
         return False
 
 
+class Forced(Matcher):
+    """Allows one given sequence of tokens."""
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        self._left, self._all = list(tokens), _everything(vocab_size)
+
+    def ahead(self) -> NextTokens:
+        return NextTokens(self._left, self._all, len(self._left))
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._left = self._left[len(tokens) :]
+
+    @property
+    def is_complete(self) -> bool:
+        return False
+
+
 def _everything(vocab_size: int) -> np.ndarray:
     return np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
 

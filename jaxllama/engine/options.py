@@ -64,8 +64,8 @@ class EngineOptions:
         Largest number of tokens of a request, prompt and answer together. The default is the
         model's context length, or the cache's size if that is smaller.
     kv_dtype : str or None
-        Dtype of the cache, as for ``init_cache``. The default is the dtype of the activations, and
-        of 16-bit ones on a small card int8 (up to 16 GB) or int4 (up to 8 GB).
+        Dtype of the cache, as for ``init_cache``. The default is the dtype of the activations. For
+        16-bit activations on a small card it is int8 (up to 16 GB) or int4 (up to 8 GB).
     cache_tokens : int or None
         Number of tokens that the cache holds for all requests and known prefixes together, at least
         max_len. On a GPU the default is the memory that memory_share leaves. On a CPU it is 1 GiB,
@@ -93,8 +93,8 @@ class EngineOptions:
         Largest number of waiting requests.
     steps_per_call : int or None
         Number of tokens that a row may generate before the host reads the results; streams advance
-        by as many. The default is 4. A value of 2 halves the time between results, which pays where
-        a step is long enough for the host's work (10 to 20 ms for hundreds of rows).
+        by as many. The default is 4. A value of 2 halves the time between results. It pays where a
+        step is long enough for the host's work (10 to 20 ms for hundreds of rows).
     deterministic : bool
         Whether a request's tokens and logprobs are the same bits whatever runs beside it and in any
         slot. The default is the model's own flag. As in ``LanguageModel``, the shapes are fixed

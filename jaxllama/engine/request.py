@@ -99,6 +99,9 @@ class Request:
         Whether the text ends with the stop string or the stop token's text.
     cache_salt : str
         Requests share cached prompt prefixes only with requests that have the same salt.
+    forced : sequence of int or None
+        The answer's tokens, which are not drawn: the request only reports their log-probabilities.
+        The answer ends with the last of them.
 
     Raises
     ------
@@ -123,6 +126,7 @@ class Request:
     allowed_token_ids: tuple[int, ...] | None = None
     include_stop: bool = False
     cache_salt: str = ""
+    forced: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
@@ -131,6 +135,8 @@ class Request:
         if self.allowed_token_ids is not None:
             allowed = tuple(int(token) for token in self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.forced is not None:
+            object.__setattr__(self, "forced", tuple(int(token) for token in self.forced))
         object.__setattr__(self, "stop", tuple(self.stop))
         # Wrong types are refused here, because the engine's thread computes with these values.
         for name, kind in _KINDS.items():
@@ -145,6 +151,11 @@ class Request:
             raise JaxLlamaError("the prompt is empty")
         if self.max_new_tokens < 1:
             raise JaxLlamaError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
+        if self.forced is not None and len(self.forced) != self.max_new_tokens:
+            raise JaxLlamaError(
+                f"max_new_tokens = {self.max_new_tokens}: must be the number of forced tokens, "
+                f"{len(self.forced)}"
+            )
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise JaxLlamaError(
                 f"min_tokens = {self.min_tokens}: must be from 0 to max_new_tokens = "
@@ -163,10 +174,12 @@ class Request:
         return self.adapter, self.cache_salt
 
     def to_json(self) -> JsonObject:
+        """Return the request as values that the json module writes."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: JsonObject) -> Request:
+        """Return the request of a result of ``to_json``."""
         grammar = data["grammar"]
         parts: JsonObject = {
             "sampling": Sampling(**data["sampling"]),

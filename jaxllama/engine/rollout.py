@@ -2,6 +2,7 @@
 
 rollouts = rollout(engine, prompts, n=8, sampling=jl.Sampling(temperature=1.0), seed=step)
 rollouts.tokens, rollouts.answers, rollouts.logprobs        [B, T], [B, T - 1], [B, T - 1]
+logprobs = rescore(engine, rollouts)                        the same answers under new weights
 engine.update_params(params)                                after the trainer's update
 """
 
@@ -60,6 +61,7 @@ def rollout(
     sampling: Sampling = SAMPLING,
     max_new_tokens: int = 64,
     seed: int = 0,
+    adapter: str | None = None,
 ) -> Rollouts:
     """Sample ``n`` answers to each prompt on this thread.
 
@@ -72,19 +74,21 @@ def rollout(
     prompts : sequence of sequences of int
         Token ids, at least one for each prompt.
     n : int
-        Answers to a prompt.
+        Number of answers to a prompt.
     sampling : Sampling
-        How tokens are drawn; a seed of its own is refused, since each sample needs another one.
+        Settings of each sample. Its ``seed`` must be None, because each sample has its own.
     max_new_tokens : int
         Largest number of tokens of an answer.
     seed : int
-        From 0 to 2**32 - 1. Row ``r`` has the seed ``seed * 2**24 + r``, so two calls with two
-        seeds share no row's seed.
+        From 0 to 2**32 - 1. Row ``r`` has the seed ``seed * 2**24 + r``, so calls with different
+        seeds have no row's seed in common.
+    adapter : str or None
+        One of the model's adapters.
 
     Returns
     -------
     Rollouts
-        The rows as arrays.
+        The ``B = n * len(prompts)`` rows as numpy arrays.
 
     Raises
     ------
@@ -107,18 +111,11 @@ def rollout(
             max_new_tokens,
             dataclasses.replace(sampling, seed=(seed << 24) + index),
             logprobs=0,
+            adapter=adapter,
         )
         for index in range(n * len(prompts))
     ]
-    events: dict[str, list[Event]] = {request.id: [] for request in requests}
-    queue = list(reversed(requests))
-    while queue or engine.live:
-        # The engine bounds its queue.
-        while queue and engine.stats().waiting < engine.options.max_queue:
-            request = queue.pop()
-            engine.submit(request, events[request.id].append)
-        engine.step()
-    rows = [_row(request, events[request.id]) for request in requests]
+    rows = _run(engine, requests)
     longest = max(len(tokens) for tokens, *_ in rows)
     tokens = np.zeros((len(rows), longest), np.int32)
     answers = np.zeros((len(rows), longest - 1), np.float32)
@@ -139,7 +136,72 @@ def rollout(
     )
 
 
-def _row(request: Request, events: list[Event]) -> tuple[list[int], list[float], str, FinishReason]:
+def rescore(engine: Engine, rollouts: Rollouts, *, adapter: str | None = None) -> np.ndarray:
+    """Return the log-probabilities of given answers in the engine's own form.
+
+    The engine reads the prompts and then one token of an answer after the other, by the programs
+    that ``rollout`` samples with. A deterministic engine with the weights of ``rollouts`` returns
+    the bits of ``rollouts.logprobs``, for any selection and order of the rows.
+
+    Parameters
+    ----------
+    engine : Engine
+        An engine without a thread of its own and without requests.
+    rollouts : Rollouts
+        Only ``tokens``, ``lengths`` and ``answers`` are read.
+    adapter : str or None
+        One of the model's adapters.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[B, T - 1]``, as ``Rollouts.logprobs``.
+
+    Raises
+    ------
+    JaxLlamaError
+        If the engine refuses a row.
+    """
+    requests = []
+    for index, (tokens, length, own) in enumerate(
+        zip(rollouts.tokens, rollouts.lengths, rollouts.answers, strict=True)
+    ):
+        ids, begin = tokens[:length].tolist(), int(np.argmax(own)) + 1
+        forced = tuple(ids[begin:])
+        requests.append(
+            Request(
+                f"rescore-{index}",
+                tuple(ids[:begin]),
+                len(forced),
+                logprobs=0,
+                adapter=adapter,
+                forced=forced,
+                ignore_eos=True,
+            )
+        )
+    logprobs = np.zeros(rollouts.answers.shape, np.float32)
+    for row, (ids, numbers, *_) in enumerate(_run(engine, requests)):
+        logprobs[row, len(ids) - len(numbers) - 1 : len(ids) - 1] = numbers
+    return logprobs
+
+
+Row = tuple[list[int], list[float], str, FinishReason]
+
+
+def _run(engine: Engine, requests: list[Request]) -> list[Row]:
+    """Run requests on this thread, and return a row for each."""
+    events: dict[str, list[Event]] = {request.id: [] for request in requests}
+    queue = list(reversed(requests))
+    while queue or engine.live:
+        # The engine bounds its queue.
+        while queue and engine.stats().waiting < engine.options.max_queue:
+            request = queue.pop()
+            engine.submit(request, events[request.id].append)
+        engine.step()
+    return [_row(request, events[request.id]) for request in requests]
+
+
+def _row(request: Request, events: list[Event]) -> Row:
     """Return a row's tokens, its answer's log-probabilities, its text and why it ended."""
     tokens, logprobs, text = list(request.prompt), list[float](), ""
     for event in events:

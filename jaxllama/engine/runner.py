@@ -97,7 +97,9 @@ class Runner:
         drafting: DraftSource | None = None,
     ) -> None:
         self.cfg, self.options, self.adapters = cfg, options, adapters
-        self.params = params if adapters is None else adapters.params
+        self.params = _committed(params if adapters is None else adapters.params)
+        if adapters is not None:
+            adapters.params = self.params
         self._draft = NGram() if drafting is None else drafting.plan.draft
         self._draft_params = None if drafting is None else drafting.params
         self.mesh = mesh_of(params)
@@ -120,6 +122,7 @@ class Runner:
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
         self._programs = Programs(folder("engines") if self.mesh is None else None, home)
+        self._asleep = False
         self._told: dict[Sequence, int] = {}  # number of pages that the device knows, by sequence
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
@@ -142,10 +145,10 @@ class Runner:
         )
         if self.mesh is None:
             if jax.default_backend() != "cpu":
-                return device.empty_slots(*sizes)
+                return _committed(device.empty_slots(*sizes))
             layers = jax.eval_shape(lambda: device.empty_slots(*sizes)).cache.layers
             slots = jax.jit(lambda: _without_layers(device.empty_slots(*sizes)))()
-            return _with_layers(slots, jax.tree.map(lazy_zeros.zeros, layers))
+            return _committed(_with_layers(slots, jax.tree.map(lazy_zeros.zeros, layers)))
         places = device.slots_shardings(
             jax.eval_shape(lambda: device.empty_slots(*sizes)), self.mesh
         )
@@ -223,6 +226,21 @@ class Runner:
     def wait(self) -> None:
         """Wait until all queued plans are done or handed to the device."""
         self._thread.submit(lambda: None).result()
+
+    def sleep(self) -> None:
+        """Free the arrays of the slots; no request may have one."""
+        self.wait()
+        self._asleep = True
+        self._thread.submit(self._free).result()
+
+    def _free(self) -> None:
+        for leaf in jax.tree.leaves(self.slots):
+            leaf.delete()
+
+    def wake(self) -> None:
+        """Make the slots' arrays again, all empty."""
+        self.slots = self._empty()
+        self._asleep = False
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has no slot any more."""
@@ -442,7 +460,9 @@ class Runner:
         self._programs.stop()
 
     def _run_idle(self, call: Callable[[], tuple[Hashable, Wanted]]) -> None:
-        """Run a program without rows, in the runner's thread."""
+        """Run a program without rows, in the runner's thread; a sleeping engine has no slots."""
+        if self._asleep:
+            return
         outcome = self._programs.call(*call())
         self.slots = outcome[0] if isinstance(outcome, tuple) else outcome
 
@@ -492,6 +512,19 @@ class Runner:
         rows[:, 1] = 0
         orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
         return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
+
+
+def _committed(tree: Tree) -> Tree:
+    """Return the tree with its arrays bound to their devices, where they lie already.
+
+    jit compiles a program anew for arrays that are bound where others were not. New weights and the
+    results of programs are bound.
+    """
+
+    def bound(leaf: Tree) -> Tree:
+        return jax.device_put(leaf, leaf.sharding) if isinstance(leaf, jax.Array) else leaf
+
+    return jax.tree.map(bound, tree)
 
 
 def _with_layers(slots: device.BatchState, layers: tuple[LayerState, ...]) -> device.BatchState:

@@ -116,8 +116,8 @@ class Sequence:
     def is_masked(self) -> bool:
         """Whether the allowed next tokens are restricted."""
         request = self.request
-        is_held = request.grammar is not None or request.allowed_token_ids is not None
-        return is_held or len(self.output) < request.min_tokens
+        held = (request.grammar, request.allowed_token_ids, request.forced)
+        return any(one is not None for one in held) or len(self.output) < request.min_tokens
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -14,10 +14,10 @@ neighbours are not independent (batch means). The error of ``rise`` is the error
 which the text's own difficulty cancels. ``evaluation.damage`` locates the damage.
 
 A quantized cache is scored in the same single pass. Keys and values are written in their stored
-form, and every query reads all of them from the cache, its own included, as in decoding token by
-token. Sparse attention works alike: every query reads its share of V. Windows are padded to one
-shape, so one program serves any text, and logits exist for ``BLOCK`` positions at a time. An
-offloaded model's weights are loaded once for as many windows as its policy has rows in a block.
+form. Every query reads all of them from the cache, its own included, as in decoding token by token.
+Sparse attention works alike: every query reads its share of V. Windows are padded to one shape, so
+one program serves any text, and logits exist for ``BLOCK`` positions at a time. An offloaded
+model's weights are loaded once for as many windows as its policy has rows in a block.
 """
 
 from __future__ import annotations

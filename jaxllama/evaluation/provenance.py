@@ -3,7 +3,7 @@
     provenance(lm) -> {"digest", "weights", "config", "bits", "dtype", "device", "versions"}
 
 ``digest`` sums up the other fields. Two runs with one digest had the same weights, bit by bit and
-in the same layout, the same configuration, the same versions and the same kind of device. Texts and
+in the same layout. They also had the same configuration, versions and kind of device. Texts and
 options of an evaluation are not part of it. Left out: the weights of an offloaded model, and of one
 on several hosts. Their ``weights`` is None, so their digest is of the other fields alone.
 """

@@ -3,8 +3,9 @@
     compare(a, b) -> [Difference, ...]          text(differences) -> a Markdown table
 
 Points are matched by their settings, numbers by their names. The noise of a number is the
-difference of two means that seeds alone exceed once in a hundred times (Student's two-sided test,
-variance pooled over both runs). So one of a hundred equal numbers may be listed. With one seed in
+difference of two means that seeds alone exceed once in a hundred times. The test is Student's,
+two-sided, with the variance pooled over both runs. So one of a hundred equal numbers may be listed.
+With one seed in
 both runs the noise is unknown: every difference is listed and marked so. A difference below 1e-6 of
 the value does not count.
 """

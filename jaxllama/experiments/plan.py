@@ -2,11 +2,12 @@
 
     plan(experiment, directory) -> text
 
-For every point whose model is known without its checkpoint, the plan has the parameters, bytes of
-weights and cache as an accelerator stores them, and the time. An offloaded point has its bytes in
-each place. The time comes from a small piece of the point's own work (``estimate``). If the piece
-is too large for this machine, the plan has a lower bound instead, from bytes and operations and
-this machine's rates in a short probe. The time of a calibration is not known.
+For every point whose model is known without its checkpoint, the plan has the parameters and the
+time. It also has the bytes of weights and cache as an accelerator stores them. An offloaded point
+has its bytes in each place. The time comes from a small piece of the point's own work
+(``estimate``). If the piece is too large for this machine, the plan has a lower bound instead. The
+bound follows from bytes, operations and this machine's rates in a short probe. The time of a
+calibration is not known.
 """
 
 from __future__ import annotations

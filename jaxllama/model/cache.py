@@ -40,12 +40,17 @@ from pallas_kernels.qtensor import tree_bytes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The state of a model after the tokens of B rows; ``init_cache`` makes an empty one.
+    """The state of a model after the tokens of B rows. ``init_cache`` makes an empty one.
 
-    layers: one state a layer.  lengths: int32 ``[B]``, tokens of each row.
-    table: None, or int32 ``[B, M]`` for a cache in pages: token t of row b is at
-    ``[table[b, t // S], t % S]`` of every attention layer's pages ``[P, S, K, H]``.  An entry
-    outside of [0, P) is no page.
+    Parameters
+    ----------
+    layers : tuple
+        The state of each layer.
+    lengths : int32 [B]
+        Number of tokens of each row.
+    table : int32 [B, M], optional
+        Table of a cache in pages of S tokens. Token t of row b is at ``[table[b, t // S], t % S]``
+        of every attention layer's pages ``[P, S, K, H]``. An entry outside of [0, P) is no page.
     """
 
     layers: tuple[LayerState, ...]
@@ -56,6 +61,7 @@ class Cache:
 
     @property
     def batch(self) -> int:
+        """Number of rows B."""
         return self.lengths.shape[0]
 
     @property
@@ -176,8 +182,8 @@ def _empty(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype: str) -
 def init_pages(
     cfg: ModelConfig, rows: int, row_pages: int, pages: int, page: int, dtype: str
 ) -> Cache:
-    """An empty cache of ``rows`` rows of up to ``row_pages`` of the ``pages`` that they share, of
-    ``page`` tokens each; no row has one yet.  dtype: as of ``init_cache``, its name."""
+    """Return an empty cache of ``pages`` pages of ``page`` tokens, which ``rows`` rows share. A row
+    may have up to ``row_pages`` pages, and has none yet. dtype: as of ``init_cache``, its name."""
     width = cached_width(cfg, dtype)
     layers: list[LayerState] = []
     for kind in cfg.layer_types:

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from flax.core.meta import AxisMetadata
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model.flax_state import register
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.operands import check_ints
 from jaxllama.model.param import Param
 from jaxllama.model.params import nested, param_table
 from jaxllama.model.records import At, new_tokens, positions_of
@@ -105,11 +107,15 @@ def tokens_at(
     """Return the record of the new tokens ``x[B, T, ...]``, as ``decoder.forward`` makes it.
 
     lengths int32 ``[B]``: valid tokens of each row (None: all T).  start int32 ``[B]``: tokens that
-    ``state`` holds already.  Raises ValueError if one of ``state`` and ``start`` is missing.
+    ``state`` holds already.  Raises JaxLlamaError if one of ``state`` and ``start`` is missing, or
+    if lengths or start is no such array.
     """
     if (state is None) != (start is None):
-        raise ValueError("a state and start, the tokens of each row that it holds, go together")
+        raise JaxLlamaError("a state and start, the tokens of each row that it holds, go together")
     batch, width = x.shape[:2]
+    for name, value in (("lengths", lengths), ("start", start)):
+        if value is not None:
+            check_ints(name, value, "[B]", batch)
     lengths = jnp.full((batch,), width, jnp.int32) if lengths is None else lengths
     before = jnp.zeros_like(lengths) if start is None else start
     positions, rope = positions_of(cfg, before, before + lengths, width)

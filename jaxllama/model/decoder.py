@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
 from jaxllama.model.cache import (
     Cache,
@@ -130,8 +131,12 @@ def inner(
 
 @functools.lru_cache(maxsize=1024)
 def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
-    """(config, kind) of a layer: what its program depends on, the same for layers that are
-    alike."""
+    """Return (config, kind) of a layer: all that its program depends on.
+
+    Layers that are alike have equal results. Raises JaxLlamaError if there is no layer ``index``.
+    """
+    if not 0 <= index < cfg.n_layers:
+        raise JaxLlamaError(f"index = {index}: {cfg.name} has layers 0 to {cfg.n_layers - 1}")
     kind = cfg.layer_types[index]
     one = cfg.replace(
         sliding_window=cfg.window_of(index),
@@ -281,8 +286,8 @@ def forward(
     tokens: ``[B, T]``, right-padded; the first ``lengths[B]`` of a row are valid.
     cache: the tokens are appended to it.  With None they are whole sequences by themselves.  Tokens
     for which the cache has no room are left out, like padding.
-    total_lengths[B]: tokens of each row when the whole prompt is in, where a call is one chunk
-    of it (dynamic RoPE depends on it).
+    total_lengths[B]: tokens of each row after its whole prompt, if the call is one chunk of it.
+    Dynamic RoPE depends on it.
     sparse: which of these tokens read the share ``cfg.attn_sparsity`` of the cache's values:
     none (a prompt), all (a decode step), or bool ``[B, T]``.
     fresh: every row with tokens is empty; then a GPU need not ask the host how much there is to

@@ -8,8 +8,8 @@
     adapters = 2 * weights' part + 3 * mixers' part      (frozen weights have one: dX)
 
 as in PaLM (arXiv 2204.02311, appendix B), with the causal half of the square.  It counts the
-model's work, not the machine's: recomputation (``remat``), the products inside GLA's chunks, a
-teacher's pass and element-wise arithmetic are left out, so they lower MFU as they should.
+model's work, not the machine's. Recomputation (``remat``), the products inside GLA's chunks, a
+teacher's pass and element-wise arithmetic are left out. So they lower MFU, as they should.
 """
 
 from __future__ import annotations

@@ -51,4 +51,6 @@ class LayerOps(Protocol):
         *,
         weights: jax.Array | None = None,
         gated: Gate | None = None,
+        first: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
     ) -> jax.Array: ...

@@ -264,6 +264,15 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     if isinstance(x, jax.Array):
         dtype = x.dtype if dtype is None else dtype
         x = _quantized(x, input_codes(params), lora)
+    if lora.gain is not None:
+        if isinstance(x, Adapted):
+            low_rank = x.inner, lora.b
+            y = quantized_matmul(x.codes, weight, out_dtype=jnp.float32, low_rank=low_rank)
+        else:
+            assert isinstance(x, jax.Array)
+            y = _matmul(x, weight, None, jnp.float32) + lora.product(x)
+        y = lora.scaled(y)
+        return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
     if isinstance(x, Adapted):
         low_rank = x.inner, lora.b
         return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
@@ -305,10 +314,13 @@ def grouped(
     *,
     weights: jax.Array | None = None,
     gated: Gate | None = None,
+    first: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
     weight, bias = params["weight"], params.get("bias")
-    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, gated=gated)
+    how: Options = {"gated": gated, "first": first, "out_dtype": dtype}
+    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, **how)
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:

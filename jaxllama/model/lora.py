@@ -1,5 +1,8 @@
 """LoRA adapters beside a model's weights (arXiv 2106.09685): ``y = w x + b_i (a_i x)``, i by row.
 
+DoRA (2402.09353) multiplies that, without the bias, by the gain ``m_i / |w + b_i a_i|`` of each
+output, where m_i are the adapter's magnitudes and norms are of rows.
+
     params = attach(cfg, params, adapters)     once: the adapters' factors into the tree
     params = reserve(cfg, params, targets, n, rank); params = put(cfg, params, index, adapter)
                                            the same in two steps, for adapters that come later
@@ -37,10 +40,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model.params import param_table
 from jaxllama.typing import Params, ParamsDict, Tree
+from pallas_kernels.cpu import CpuWeight, restore
 from pallas_kernels.matmul.codes import low_rank_sums
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import inner_products, quantize_adapted
 
 ROWS = "lora_rows"  # where a tree says which adapter each row of a call has
@@ -62,12 +67,14 @@ class Lora(NamedTuple):
 
     a ``[n, S, r, in]``, and for each of the S tensors that are fused in the product b ``[out, n
     r]``.  r is the largest rank that some adapter needs.  rows int32 ``[B]``, or None: of no
-    effect.
+    effect.  gain float32 ``[n, out]`` multiplies an adapter's whole result (DoRA); None: none has
+    one.
     """
 
     a: jax.Array
     b: tuple[jax.Array, ...]
     rows: jax.Array | None = None
+    gain: jax.Array | None = None
 
     def of(self, x: jax.Array) -> jax.Array:
         """int32 ``[B, T]``: the adapters of ``x[B, T, ...]``."""
@@ -77,6 +84,13 @@ class Lora(NamedTuple):
     def product(self, x: jax.Array) -> jax.Array:
         """``x[B, T, in]`` -> float32 ``[B, T, out]``."""
         return low_rank_sums(inner_products(x, self.a, self.of(x)), self.b)
+
+    def scaled(self, y: jax.Array) -> jax.Array:
+        """Return float32 ``y[B, T, out]``, the product without a bias, times its rows' gains."""
+        if self.gain is None:
+            return y
+        of_none = jnp.ones_like(self.gain[:1])
+        return y * jnp.concatenate([of_none, self.gain])[self.of(y)]
 
     def adapted(
         self,
@@ -106,12 +120,13 @@ class Lora(NamedTuple):
 def attach(
     cfg: ModelConfig,
     params: Params,
-    adapters: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]],
+    adapters: Sequence[Mapping[str, tuple[np.ndarray, ...]]],
 ) -> ParamsDict:
     """The tree with a ``Lora`` beside each weight that some adapter changes.
 
-    adapters: of each, by the name of a checkpoint's tensor, (a ``[r, in]``, b ``[out, r]``), as
-    ``checkpoints.peft.read`` gives them.
+    adapters: of each, by the name of a checkpoint's tensor, (a ``[r, in]``, b ``[out, r]``), or
+    (a, b, magnitudes ``[out]``) for DoRA, as ``checkpoints.peft.read`` gives them.
+    Raises JaxLlamaError for DoRA beside weights that are not on a device.
     """
     tree, dtype = dict(params), params["norm"]["weight"].dtype
     for (*rooms, _), param in param_table(cfg).items():
@@ -125,15 +140,78 @@ def attach(
         for index, adapter in enumerate(adapters):
             for source, name in enumerate(names):
                 if name in adapter:
-                    low, high = adapter[name]
+                    low, high, *_ = adapter[name]
                     a[index, source, : len(low)] = low
                     b[source][:, index, : len(low)] = high
         room: ParamsDict = tree
         for name in rooms:
             room[name] = room = dict(room[name])
         second = tuple(jnp.asarray(one.reshape(-1, n * rank), dtype) for one in b)
-        room["lora"] = Lora(jnp.asarray(a, dtype), second)
+        gain = _gains(room["weight"], names, adapters, a, b)
+        room["lora"] = Lora(jnp.asarray(a, dtype), second, gain=gain)
     return tree
+
+
+def _gains(
+    weight: Tree,
+    names: Sequence[str],
+    adapters: Sequence[Mapping[str, tuple[np.ndarray, ...]]],
+    a: np.ndarray,
+    b: Sequence[np.ndarray],
+) -> jax.Array | None:
+    """Return the gains ``[n, out]`` of one product, or None if no adapter has magnitudes there."""
+    found = [[list(one.get(name, ()))[2:] for name in names] for one in adapters]
+    if not any(magnitude for one in found for magnitude in one):
+        return None
+    rows = []
+    for index, magnitudes in enumerate(found):
+        second = np.concatenate([one[:, index] for one in b])
+        own = row_norms(weight, a[index], second, [len(one) for one in b])
+        sizes = np.cumsum([len(one) for one in b])[:-1]
+        parts = [
+            jnp.asarray(magnitude[0]) / norm if magnitude else jnp.ones_like(norm)
+            for magnitude, norm in zip(magnitudes, jnp.split(own, sizes), strict=True)
+        ]
+        rows.append(jnp.concatenate(parts))
+    return jnp.stack(rows)
+
+
+def row_norms(
+    weight: Tree, a: np.ndarray | jax.Array, b: np.ndarray | jax.Array, sizes: Sequence[int]
+) -> jax.Array:
+    """Return the norms of the rows of ``weight + b a``, float32 ``[out]``.
+
+    Parameters
+    ----------
+    weight : array, QTensor, RowBlocks or CpuWeight
+        ``[out, in]``.
+    a : array
+        ``[S, r, in]``: of each of the tensors that are fused in the weight.
+    b : array
+        ``[out, r]``.
+    sizes : sequence of int
+        Rows of each tensor.
+    """
+    whole, begin, parts = _floats(weight), 0, []
+    for low, size in zip(a, sizes, strict=True):
+        rows = slice(begin, begin + size)
+        added = jnp.dot(b[rows], low, precision="highest", preferred_element_type=jnp.float32)
+        parts.append(jnp.sqrt(jnp.sum(jnp.square(whole[rows] + added), axis=-1)))
+        begin += size
+    return jnp.concatenate(parts)
+
+
+def _floats(weight: Tree) -> jax.Array:
+    """Return a weight in float32."""
+    if isinstance(weight, CpuWeight):
+        weight = restore(weight)
+    if isinstance(weight, RowBlocks):
+        return jnp.concatenate([_floats(block) for block in weight.blocks])
+    if isinstance(weight, QTensor):
+        return dequantize(weight)
+    if not isinstance(weight, (jax.Array, np.ndarray)):
+        raise JaxLlamaError("DoRA needs its weights on the device: merge it, or offload none")
+    return jnp.asarray(weight).astype(jnp.float32)
 
 
 def reserve(
@@ -174,7 +252,10 @@ def reserve(
             for wider, high in zip(b, before.b, strict=True):
                 wider[:, :n_before, :r] = np.asarray(high, np.float32).reshape(-1, n_before, r)
         second = tuple(jnp.asarray(one.reshape(len(one), -1), dtype) for one in b)
-        room["lora"] = Lora(jnp.asarray(a, dtype), second)
+        gain = before.gain if isinstance(before, Lora) else None
+        if gain is not None:
+            gain = jnp.concatenate([gain, jnp.ones((n, gain.shape[1]), gain.dtype)])
+        room["lora"] = Lora(jnp.asarray(a, dtype), second, gain=gain)
     return tree
 
 
@@ -182,7 +263,7 @@ def put(
     cfg: ModelConfig,
     params: Params,
     index: int,
-    adapter: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    adapter: Mapping[str, tuple[np.ndarray, ...]],
 ) -> ParamsDict:
     """Return the tree with another adapter at ``index``; the given tree stays as it is.
 
@@ -195,7 +276,8 @@ def put(
     index : int
         Number of the adapter from 0 on.
     adapter : mapping
-        Factors by checkpoint name, of at most the reserved rank, as for ``attach``.
+        Factors by checkpoint name, of at most the reserved rank, as for ``attach``; without
+        magnitudes.
     """
     tree = dict(params)
     for (*rooms, _), param in param_table(cfg).items():
@@ -210,7 +292,7 @@ def put(
         b = [np.zeros((source.shape[0], rank), np.float32) for source in param.sources]
         for number, source in enumerate(param.sources):
             if source.name in adapter:
-                low, high = adapter[source.name]
+                low, high, *_ = adapter[source.name]
                 a[number, : len(low)] = low
                 b[number][:, : len(low)] = high
         inner: ParamsDict = tree
@@ -230,7 +312,7 @@ def _with_adapter(
         jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index * rank, 1)
         for old, new in zip(own.b, b, strict=True)
     )
-    return Lora(firsts, seconds)
+    return own._replace(a=firsts, b=seconds)
 
 
 def for_rows(params: Params, rows: jax.Array | np.ndarray) -> ParamsDict:

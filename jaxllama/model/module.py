@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig, Norm
+from jaxllama.config import ExpertsConfig, ModelConfig, Norm
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, tokens_at
@@ -42,6 +43,7 @@ from jaxllama.model.decoder import (
 from jaxllama.model.experts.feed import mixture
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
+from jaxllama.model.operands import check_features, check_ints
 from jaxllama.model.records import Hidden
 from jaxllama.model.stacked import recomputed_block, runs, walk
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
@@ -49,59 +51,101 @@ from jaxllama.typing import Params, ParamsDict
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last axis, of ``cfg.d_model`` features, with ``cfg.norm_eps``."""
+    """RMSNorm over the last axis, of ``cfg.d_model`` features, with ``cfg.norm_eps``.
+
+    ``__call__`` takes and returns floats ``[..., d_model]``.
+    """
 
     cfg: ModelConfig
     norm: ClassVar[Norm] = "rms"
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as the pure functions take them."""
+        """Return the norm's parameters by name, as the pure functions take them."""
         return declare(self, table_of(self.cfg)["norm"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x[..., D]`` -> the same shape and dtype."""
+        """Return the norm of ``x[..., D]`` in its shape and dtype; D is ``cfg.d_model``.
+
+        Raises JaxLlamaError if x has another width or holds no floats.
+        """
+        check_features(self.cfg, x)
         y, _ = linear.norm(Stream(x), self.tree(), self.cfg.replace(norm=self.norm))
         assert isinstance(y, jax.Array)
         return y
 
 
 class LayerNorm(RMSNorm):
-    """LayerNorm, with a bias if ``cfg.norm_bias``."""
+    """LayerNorm with a weight, and a bias if ``cfg.norm_bias``; otherwise as ``RMSNorm``."""
 
     norm: ClassVar[Norm] = "layer"
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward ``down(silu(gate(x)) * up(x))``, or with ``cfg.activation`` for SiLU."""
+    """The feed-forward ``down(silu(gate(x)) * up(x))`` of width ``cfg.d_ff``.
+
+    ``cfg.activation`` takes the place of SiLU; without ``cfg.gated_mlp`` it is
+    ``down(activation(up(x)))``. ``cfg.experts`` has no effect. ``__call__`` takes and returns
+    floats ``[..., d_model]``.
+    """
 
     cfg: ModelConfig
 
+    @nn.nowrap
+    def _experts(self) -> ExpertsConfig | None:
+        """Return the options of the experts; None for a dense feed-forward."""
+        return None
+
+    @nn.nowrap
+    def own(self) -> ModelConfig:
+        """Return the config of a model of one layer with this feed-forward."""
+        return layer_config(self.cfg, 0)[0].replace(experts=self._experts(), bare_layers=())
+
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as the pure functions take them."""
-        return declare(self, table_of(layer_config(self.cfg, 0)[0])["layer_0"]["mlp"])
+        """Return the feed-forward's parameters by name, as the pure functions take them."""
+        return declare(self, table_of(self.own())["layer_0"]["mlp"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x[..., D]`` -> the same shape and dtype."""
-        params, cfg = self.tree(), self.cfg
-        y, _ = inner(cfg, params, Stream(x), None)
+        """Return the output for ``x[..., D]`` in its shape and dtype; D is ``cfg.d_model``.
+
+        Raises JaxLlamaError if x has another width or holds no floats.
+        """
+        check_features(self.cfg, x)
+        params = self.tree()
+        y, _ = inner(self.own(), params, Stream(x), None)
         return linear.linear(y, params["down"], x.dtype)
 
 
 class MixtureOfExperts(SwiGLU):
-    """The feed-forward of a layer with experts: router, chosen experts, shared expert."""
+    """A mixture of experts with the options ``cfg.experts``, an ``ExpertsConfig``.
+
+    A router chooses the experts of each token, and their outputs are summed with weights. An
+    optional shared expert is added. ``__call__`` takes and returns floats ``[..., d_model]``.
+    """
+
+    @nn.nowrap
+    def _experts(self) -> ExpertsConfig:
+        """Return the options of the experts."""
+        if self.cfg.experts is None:
+            raise JaxLlamaError("experts = None: is needed by MixtureOfExperts")
+        return self.cfg.experts.of_a_layer
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x[..., D]`` -> the same shape and dtype."""
-        return mixture(layer_config(self.cfg, 0)[0], self.tree(), x)
+        """Return the mixture's output for ``x[..., D]`` in its shape and dtype.
+
+        Raises JaxLlamaError if D is not ``cfg.d_model``, if x holds no floats, or if
+        ``cfg.experts`` is None.
+        """
+        check_features(self.cfg, x)
+        return mixture(self.own(), self.tree(), x)
 
 
 class DecoderLayer(nn.Module):
     """Layer ``index`` of a model: ``x += mixer(norm(x)); x += mlp(norm(x))``.
 
-    Called with the arguments of a mixer (``MixerModule``), and so it is a body of ``nn.scan``: x is
-    the carry, the state what each turn returns.
+    The layer's mixer is ``cfg.layer_types[index]``. The module can be the body of ``nn.scan``: x is
+    the carry, and the state is the output of each iteration.
     """
 
     cfg: ModelConfig
@@ -109,12 +153,12 @@ class DecoderLayer(nn.Module):
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
-        """Return the state of ``batch`` rows without tokens; arguments as in ``jl.init_cache``."""
+        """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
         return init_cache(layer_config(self.cfg, self.index)[0], batch, max_len, dtype).layers[0]
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as ``decoder.block`` takes them."""
+        """Return the layer's parameters by name, as ``decoder.block`` takes them."""
         cfg, kind = layer_config(self.cfg, self.index)
         norm = RMSNorm if cfg.norm == "rms" else LayerNorm
         feed = SwiGLU if cfg.experts is None else MixtureOfExperts
@@ -129,7 +173,31 @@ class DecoderLayer(nn.Module):
         lengths: jax.Array | None = None,
         start: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerState]:
-        """``x[B, T, D]`` -> (the same shape, state); see ``MixerModule`` for the arguments."""
+        """Run the layer on tokens; arguments and errors as of a mixer, such as ``Attention``.
+
+        Parameters
+        ----------
+        x : float [B, T, D]
+            The residual stream, padded on the right; D is ``cfg.d_model``.
+        state : optional
+            What each row keeps of earlier tokens (``init_state``). None for whole sequences.
+        lengths : int32 [B], optional
+            Number of valid tokens of each row. The default is T.
+        start : int32 [B], optional
+            Number of tokens of each row that ``state`` holds. It is required with ``state``.
+
+        Returns
+        -------
+        (float [B, T, D], state)
+            The stream after the layer in x's dtype, and the state after the valid tokens.
+
+        Raises
+        ------
+        JaxLlamaError
+            If an array has another shape or dtype, if only one of ``state`` and ``start`` is given,
+            or if the model has no layer ``index``.
+        """
+        check_features(self.cfg, x, "[B, T, D]")
         cfg, kind = layer_config(self.cfg, self.index)
         at = tokens_at(cfg, x, state, lengths, start)
         stream, state = block(cfg, kind, self.tree(), Stream(x), state, at)
@@ -139,10 +207,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A whole model: embedding, layers, last norm, head.
 
-    scan: layers that are alike are one loop over stacked parameters (``stacked``), so that a deep
-    model compiles as fast as a shallow one.  remat: the backward pass keeps each layer's input and
-    recomputes the rest.  Both are for whole sequences; decoding takes the per-layer tree, which
-    ``unstack_layers`` makes of a stacked one.
+    ``__call__`` returns hidden states, and ``logits`` their logits. Both options below are for
+    whole sequences. Decoding takes per-layer parameters; ``unstack_layers`` converts to them.
+
+    scan: whether layers that are alike are one loop over stacked parameters (``stack_layers``). A
+        deep model then compiles as fast as a shallow one.
+    remat: whether the backward pass keeps only each layer's input and recomputes the rest.
     """
 
     cfg: ModelConfig
@@ -151,7 +221,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """All parameters, as ``decoder.forward`` takes them; with ``scan`` a stacked tree."""
+        """Return all parameters, as ``decoder.forward`` takes them; with ``scan`` stacked."""
         cfg = self.cfg.with_head_of(self.variables.get("params", {}))
         table = table_of(cfg)
         found = {"embed": ParameterTree(table["embed"], name="embed").tree()}
@@ -178,13 +248,35 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         **options: Unpack[ForwardOptions],
     ) -> tuple[Hidden, Cache | None]:
-        """Run ``decoder.forward``: ``tokens[B, T]`` -> (hidden states ``[B, T, D]``, cache).
+        """Return the hidden states of tokens, and the cache with them.
 
-        lengths int32 ``[B]``: valid tokens of each row, T if omitted.  options: ``forward``'s.
-        Raises ValueError for a cache or options where ``scan`` or ``remat`` is set, or where the
-        parameters are split over a mesh.
+        Parameters
+        ----------
+        tokens : int [B, T]
+            Token ids, padded on the right.
+        lengths : int32 [B], optional
+            Number of valid tokens of each row. The default is T.
+        cache : Cache, optional
+            The state after earlier tokens (``jl.init_cache``). None for whole sequences.
+        **options
+            Keyword arguments of ``jaxllama.model.decoder.forward``.
+
+        Returns
+        -------
+        (Hidden, Cache or None)
+            Hidden states ``[B, T, D]`` for ``logits``; field ``x`` is their array. The cache is
+            None if the argument was None.
+
+        Raises
+        ------
+        JaxLlamaError
+            If tokens or lengths have another shape or dtype. Also for a cache or options with
+            ``scan`` or ``remat``, or with parameters that are split over a mesh.
         """
+        check_ints("tokens", tokens, "[B, T]")
         batch, width = tokens.shape
+        if lengths is not None:
+            check_ints("lengths", lengths, "[B]", batch)
         lengths = jnp.full((batch,), width, jnp.int32) if lengths is None else lengths
         params = self.tree()
         mesh = traced_mesh(params)
@@ -192,7 +284,7 @@ class Decoder(nn.Module):
         if not (self.scan or self.remat or is_split):
             return forward(self.cfg, params, tokens, lengths, cache, **options)
         if cache is not None or options:
-            raise ValueError(
+            raise JaxLlamaError(
                 "a Decoder with scan or remat, or split over a mesh, takes whole sequences; decode "
                 "with Decoder(cfg) and unstack_layers(params), on a mesh with jl.prefill"
             )
@@ -202,7 +294,7 @@ class Decoder(nn.Module):
         return Hidden(walk(self.cfg, params, stream, at, each).total), None
 
     def logits(self, hidden: Hidden) -> jax.Array:
-        """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
+        """Return float32 logits ``[..., V]`` of the hidden states ``[..., D]`` of ``__call__``."""
         return softcap(head_product(self.cfg, self.tree(), hidden), self.cfg.logit_softcap)
 
 

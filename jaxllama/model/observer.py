@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear as ops
 from jaxllama.model.linear import Input, Stream
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.gate import Gate
 
 Made = TypeVar("Made")
@@ -77,9 +77,12 @@ class Observer:
         *,
         weights: jax.Array | None = None,
         gated: Gate | None = None,
+        first: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
     ) -> jax.Array:
         self.experts[id(linear)] = experts
-        y = ops.grouped(x, linear, experts, weights=weights, gated=gated)
+        how: Options = {"gated": gated, "first": first, "dtype": dtype}
+        y = ops.grouped(x, linear, experts, weights=weights, **how)
         return self._tell(linear, x, y)
 
     def _tell(self, linear: Params, x: Tree, y: Made) -> Made:

@@ -14,11 +14,15 @@ With fewer kv heads than shards, each kv head is repeated ``n / K`` times, in th
 the cache.  The function stays the same: query head i reads a copy of the head that it read before.
 A vocabulary that n does not divide is padded with rows of zeros, whose logits are cut off again.
 
-Left out: splitting the sequence or the layers; experts.
+Each shard has whole experts.  It routes every token, and computes the pairs of its own experts
+(``experts.feed``).  The expert that every token passes is split as a dense feed-forward.
+
+Left out: splitting the sequence or the layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -36,6 +40,7 @@ Path = tuple[str, ...]
 def _axes() -> dict[str, int]:
     """By a parameter's name; a mixer's are its own, and ``o`` writes the residual stream."""
     axes = {"embed": 0, "head": 0, "gate_up": 0, "up": 0, "down": 1, "o": 1}
+    axes |= {"experts_gate_up": 0, "experts_down": 0}
     for mixer in MIXERS.values():
         for name, axis in mixer.parameters.SPLIT.items():
             assert axes.setdefault(name, axis) == axis, f"{name} is split along two axes"
@@ -57,10 +62,6 @@ def check_shards(cfg: ModelConfig, n: int) -> None:
     if cfg.qk_norm == "full" and n > 1:
         raise JaxLlamaError(
             f"mesh: model={n}: the norms of q and k of {cfg.name} are over all heads; allowed: 1"
-        )
-    if cfg.experts is not None and n > 1:
-        raise JaxLlamaError(
-            f"mesh: model={n}: the experts of {cfg.name} are not divided among devices; allowed: 1"
         )
     reason = _obstacle(cfg, n)
     if reason is None:
@@ -85,6 +86,13 @@ def _obstacle(cfg: ModelConfig, n: int) -> str | None:
     for kind in _kinds(cfg):
         if reason := kind.obstacle(cfg, n):
             return reason
+    if (experts := cfg.experts) is not None:
+        if experts.n_experts % n:
+            return f"the {experts.n_experts} experts"
+        if experts.shared % n:
+            return f"the shared expert's width {experts.shared}"
+        if all(cfg.experts_of(i) is not None for i in range(cfg.n_layers)):
+            return None  # no layer has the dense feed-forward
     return f"the feed-forward width {cfg.d_ff}" if cfg.d_ff % n else None
 
 
@@ -101,6 +109,9 @@ def local_config(cfg: ModelConfig, n: int) -> ModelConfig:
     """The model that one of ``n`` shards of ``replicated_config(cfg, n)`` is."""
     cfg = replicated_config(cfg, n)
     changes: Options = {"d_ff": cfg.d_ff // n, "vocab_size": padded_vocab(cfg, n) // n}
+    if (experts := cfg.experts) is not None:
+        # A shard routes among all experts.
+        changes["experts"] = dataclasses.replace(experts, shared=experts.shared // n, shards=n)
     for kind in _kinds(cfg):
         changes |= kind.shard(cfg, n)
     return cfg.replace(**changes)
@@ -119,12 +130,13 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
     if parent in ("embed", "head"):
         pad = padded_vocab(cfg, n) - cfg.vocab_size
         return np.pad(np.arange(cfg.vocab_size), (0, pad), constant_values=-1) if pad else None
+    if parent.startswith("experts_"):
+        return None
+    layer = None if path[0] == "mtp" else int(path[0].removeprefix("layer_"))
     if parent == "gate_up":
-        return _interleave([(cfg.d_ff, 1)] * 2, n)
-    if path[0] == "mtp":
-        kind = "attention"
-    else:
-        kind = cfg.layer_types[int(path[0].removeprefix("layer_"))]
+        experts = cfg.experts if layer is None else cfg.experts_of(layer)
+        return _interleave([(cfg.d_ff if experts is None else experts.shared, 1)] * 2, n)
+    kind = "attention" if layer is None else cfg.layer_types[layer]
     parts = MIXERS[kind].parameters.fused_heads(cfg, parent, n)
     return None if parts is None else _interleave(parts, n)
 

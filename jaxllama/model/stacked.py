@@ -87,23 +87,33 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
     Parameters
     ----------
     cfg : ModelConfig
-        The model; ``runs(cfg)`` says which layers are stacked.
+        The model's configuration. Layers that it makes alike are stacked.
     tree : pytree
-        Parameters, or what contains some (moments of an optimizer, a training state).
+        Parameters of ``Decoder(cfg)``, or a pytree that contains such parameters (moments of an
+        optimizer, a training state).
 
     Returns
     -------
     pytree
-        The same with ``layers_{start}_{stop}_{step}`` entries.
+        The same pytree, where one entry ``layers_{start}_{stop}_{step}`` replaces the entries
+        ``layer_{i}`` for i in ``range(start, stop, step)``. Its arrays have a new first axis: one
+        element for each of these layers. A layer without an equal stays as it is.
 
     Raises
     ------
     JaxLlamaError
-        If alike layers are stored differently, one quantized and one not, say.
+        If alike layers are stored differently, for example only one of them is quantized. Also if
+        the tree has other layers than ``cfg``.
     """
 
     def stacked(params: Params) -> ParamsDict:
         found = {name: node for name, node in params.items() if not _is_layer(name)}
+        expected = {f"layer_{index}" for index in range(cfg.n_layers)}
+        for name in sorted(expected ^ {name for name in params if _is_layer(name)}):
+            which = ("config", "tree") if name in expected else ("tree", "config")
+            raise JaxLlamaError(
+                f"{name}: the {which[0]} has this layer, and the {which[1]} has not"
+            )
         for run in runs(cfg):
             for offset, name in enumerate(run.names):
                 start = run.first + offset
@@ -127,9 +137,25 @@ def _joined(params: Params, indices: range) -> Tree:
 
 
 def unstack_layers(tree: Tree) -> Tree:
-    """Return ``tree`` with the parameters of each layer by themselves: ``stack_layers``'s inverse.
+    """Return ``tree`` with one entry for each layer: the inverse of ``stack_layers``.
 
     The entries' names say which layers they hold, so no config is needed.
+
+    Parameters
+    ----------
+    tree : pytree
+        The result of ``stack_layers``, or a pytree of the same form (gradients, moments).
+
+    Returns
+    -------
+    pytree
+        The same pytree, where entries ``layer_{i}`` replace ``layers_{start}_{stop}_{step}``. Their
+        arrays have lost the first axis. A tree without stacked layers stays as it is.
+
+    Raises
+    ------
+    JaxLlamaError
+        If an array has not one element for each layer of its entry's name.
     """
 
     def unstacked(params: Params) -> ParamsDict:
@@ -138,7 +164,13 @@ def unstack_layers(tree: Tree) -> Tree:
             if not name.startswith(PREFIX):
                 found[name] = node
                 continue
-            for place, index in enumerate(range(*map(int, name.removeprefix(PREFIX).split("_")))):
+            indices = range(*map(int, name.removeprefix(PREFIX).split("_")))
+            for leaf in jax.tree.leaves(node):
+                if jnp.shape(leaf)[:1] != (len(indices),):
+                    raise JaxLlamaError(
+                        f"{name}: an array {list(jnp.shape(leaf))} is not of {len(indices)} layers"
+                    )
+            for place, index in enumerate(indices):
                 found[f"layer_{index}"] = jax.tree.map(lambda leaf, at=place: leaf[at], node)
         return found
 

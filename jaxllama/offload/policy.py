@@ -47,15 +47,18 @@ class Shares(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Where weights, cache and activations live; FlexGen's search space.
+    """The places of weights, cache and activations, as in FlexGen (arXiv 2303.06865).
 
     ``Policy.parse("20 80 0 100 0 100")`` reads one from text.
 
     Parameters
     ----------
-    weights_device, weights_host, cache_device, cache_host, activations_device, activations_host :
-    float
-        Percentages of each on the device and in host memory; the rest is on disk.
+    weights_device, weights_host : float
+        Percentages of the weights on the device and in host memory; the rest is on disk.
+    cache_device, cache_host : float
+        The same of the cache.
+    activations_device, activations_host : float
+        The same of the activations.
     gpu_batch_size : int
         Rows that one program computes.
     num_gpu_batches : int
@@ -84,7 +87,7 @@ class Policy:
     Raises
     ------
     JaxLlamaError
-        Naming the option and its value.
+        Names the option that is out of range, and its value.
     """
 
     weights_device: float = 100.0
@@ -127,14 +130,17 @@ class Policy:
 
     @property
     def weights(self) -> Shares:
+        """Percentages of the weights on the device and in host memory."""
         return Shares(self.weights_device, self.weights_host)
 
     @property
     def cache(self) -> Shares:
+        """Percentages of the cache on the device and in host memory."""
         return Shares(self.cache_device, self.cache_host)
 
     @property
     def activations(self) -> Shares:
+        """Percentages of the activations on the device and in host memory."""
         return Shares(self.activations_device, self.activations_host)
 
     @property
@@ -149,9 +155,9 @@ class Policy:
         return self.cpu_attention or any(share.device < 100 for share in shares)
 
     def also(self, **asked: Any) -> Policy:
-        """Return the policy with further options; None changes nothing.
+        """Return the policy with further options. An option of None changes nothing.
 
-        Raises JaxLlamaError if the policy has another value that is not the default.
+        Raises JaxLlamaError if this policy already sets an option to another value.
         """
         asked = {name: value for name, value in asked.items() if value is not None}
         for field in dataclasses.fields(self):

@@ -36,8 +36,8 @@ from pallas_kernels.rows.quantize_tokens import quantize_tokens
 def row_parallel_matmul(
     x: jax.Array, weight: jax.Array | QTensor, bias: jax.Array | None, dtype: DTypeLike | None
 ) -> jax.Array:
-    """``x @ weight.T + bias`` where ``x[..., in / n]`` and ``weight[out, in / n]`` are one shard's;
-    the result, whole and in float32, to be rounded to ``dtype``, is on every shard."""
+    """Return ``x @ weight.T + bias``, where ``x[..., in / n]`` and ``weight[out, in / n]`` are one
+    shard's. Every shard has the whole result in float32, to be rounded to ``dtype``."""
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if isinstance(weight, QTensor):
         if weight.columns is not None:  # this shard's columns take features from all shards

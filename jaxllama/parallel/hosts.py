@@ -2,8 +2,8 @@
 
     join("10.0.0.1:1234,4,0")      coordinator's address, number of processes, this one's index
 
-Every process runs the same program on the same inputs; a mesh spans all devices of all hosts, each
-process reads its own part of the weights, and process 0 prints.  A process takes all of its host's
+Every process runs the same program on the same inputs, and a mesh spans all devices of all hosts.
+Each process reads its own part of the weights. Process 0 prints.  A process takes all of its host's
 GPUs (CUDA_VISIBLE_DEVICES says otherwise).
 
 ``jax.distributed`` does the work: no process continues until all have joined.  If a host does not

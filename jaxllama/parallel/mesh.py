@@ -5,14 +5,14 @@
     cache = init_cache(config, batch, max_len, dtype, mesh=mesh)
 
 and then ``prefill``, ``decode_step``, ``generate``, ``logits`` as always.  The mesh is part of the
-arrays' types, so the model finds it while tracing (``traced_mesh``) and runs under ``shard_map``
-(``model.sharded``): each device its own, smaller model (``model.split``) on local arrays, with
-its own kernels and two sums a layer (``parallel.collectives``).  The code around the model
+arrays' types, so the model finds it while tracing (``traced_mesh``). It runs under ``shard_map``
+(``model.sharded``). Each device runs its own, smaller model (``model.split``) on local arrays, with
+its own kernels. A layer has two sums (``parallel.collectives``).  The code around the model
 (sampling, inserting rows) is plain jnp on sharded arrays, which XLA partitions: logits stay split
 over the vocabulary.  Gradients pass through; a parameter's is summed over the data axis.
 
 Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
-several hosts are ``parallel.hosts``.  Left out: sequence, pipeline and expert parallelism.
+several hosts are ``parallel.hosts``.  Left out: sequence and pipeline parallelism.
 """
 
 from __future__ import annotations

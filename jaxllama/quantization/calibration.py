@@ -16,8 +16,8 @@ the attention of the next block, which reads their outputs.
 
 size_t is ``mean(h_t^2)`` for o and down. Their outputs matter relative to the residual stream,
 which the next norm divides by its size. For the other sites, whose inputs come from a norm, size_t
-is 1. In some layers the activations of the same sink are hundreds of times larger (2402.17762), and
-without the division they would dominate the sum over tokens. A GLA layer's tokens receive no
+is 1. In some layers the activations of the same sink are hundreds of times larger (2402.17762).
+Without the division they would dominate the sum over tokens. A GLA layer's tokens receive no
 attention.
 
 Only the hidden states before one layer are kept, so memory grows with the length of the calibration

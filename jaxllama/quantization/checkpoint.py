@@ -140,8 +140,8 @@ class QuantizeRequest:
 def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.float32) -> None:
     """Check a request for a model with floats of ``dtype``.
 
-    Raises JaxLlamaError for a window beyond the context, a group that divides no weight, a weight
-    that the format cannot hold, or a disk without room.
+    Raises JaxLlamaError for a window beyond the context or a group that divides no weight. Also for
+    a weight that the format cannot hold, or a disk without room.
     """
     if request.samples and request.window > cfg.max_position:
         raise JaxLlamaError(f"window = {request.window}: the context is {cfg.max_position} tokens")
@@ -197,8 +197,8 @@ def quantize_checkpoint(
     """Make ``request.out``, and return a report: sizes, seconds, peak memory and weights' errors.
 
     Raises JaxLlamaError, with nothing written, for a model that is already quantized or has no
-    tokenizer, a window beyond its context, or a text that is too short. So it does for a weight
-    whose inputs are not finite, or that the format cannot hold.
+    tokenizer. Also for a window beyond its context, or a text that is too short. So it does for a
+    weight whose inputs are not finite, or that the format cannot hold.
     """
     begun = time.perf_counter()
     if any(map(is_packed, _leaves(lm.params))):

@@ -3,8 +3,8 @@
     H = X X^T + damping;   H^-1 = U^T U, U upper triangular
     for each column j:   q_j = round(w_j);   w_i -= (w_j - q_j) U_ji / U_jj   for i > j
 
-Columns are rounded in the order of H's diagonal, largest first (act-order), while every group keeps
-the grid of its columns in the original weight ("static groups"). So the matmul need not undo a
+Columns are rounded in the order of H's diagonal, largest first (act-order). Every group keeps the
+grid of its columns in the original weight ("static groups"). So the matmul need not undo a
 permutation. The grid may be clipped (``awq.search_clip``), which GPTQ's code calls "mse".
 
 Source: arXiv 2210.17323, algorithm 1, with its blocks of columns. U comes from one Cholesky factor

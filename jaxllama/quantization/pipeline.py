@@ -2,9 +2,10 @@
 
     calibrate(cfg, params, tokens, recipe, method, ...) -> (params, [one report entry per weight])
 
-For each block in order: gather statistics of its weights' inputs, with the earlier blocks already
-quantized; choose scales per channel (AWQ, SmoothQuant) and fold them into the block; round (to
-nearest, or by GPTQ); measure the error of each weight. The head follows if it is not the embedding.
+The steps for each block, in order, are these. Gather statistics of its weights' inputs, with the
+earlier blocks already quantized. Choose scales per channel (AWQ, SmoothQuant) and fold them into
+the block. Round (to nearest, or by GPTQ). Measure the error of each weight. The head follows if it
+is not the embedding.
 
     rtn          each weight by itself; w4a16's grids weigh columns by their inputs' size
     awq          weight-only schemes: scales, and clipping of int4 groups

@@ -47,12 +47,13 @@ def quantize_params(
     Returns
     -------
     dict
+        The tree, with a QTensor in place of each weight that the scheme rounds.
 
     Raises
     ------
     JaxLlamaError
-        For text that is no recipe, a scheme that needs calibration, or naming a weight that no
-        group size divides.
+        For text that is no recipe, for a scheme that needs calibration, and for a weight that no
+        group size divides. The message names it.
     """
     flax_state.register()
     recipe = parse(scheme) if isinstance(scheme, str) else scheme

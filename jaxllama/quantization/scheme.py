@@ -107,7 +107,10 @@ class Scheme:
             return self.group_size
         group = next((group for group in _GROUPS if width % group == 0), None)
         if group is None:
-            raise JaxLlamaError(f"{name}: no group of 128, 64 or 32 divides its {width} inputs")
+            raise JaxLlamaError(
+                f"{name}: no group of 128, 64 or 32 divides its {width} inputs; 8 bits need no "
+                f"groups, so use a mix: SCHEME,{name.rpartition('/')[2]}=w8a16"
+            )
         return group
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.sampling import Sampling
+from jaxllama.decoding.sampling import Sampling, sampling_rows
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -232,18 +232,14 @@ def sampling_of(
     sampling: Sampling | Sequence[Sampling] | None, seed: int | Sequence[int], batch: int
 ) -> list[Sampling]:
     """Return one Sampling for each row, each with a seed."""
-    if sampling is None or isinstance(sampling, Sampling):
-        sampling = [sampling or Sampling()] * batch
-    if not isinstance(sampling, Sequence) or not all(isinstance(s, Sampling) for s in sampling):
-        raise JaxLlamaError(f"sampling = {short(sampling)}: expected a Sampling, or one a row")
+    sampling = sampling_rows(Sampling() if sampling is None else sampling, batch)
     try:
         one: Any = seed
         seeds = [one] * batch if hasattr(one, "__index__") else list(one)
     except TypeError:
         raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
-    for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):
-        if given != batch:
-            raise JaxLlamaError(f"{name}: {given} entries for {batch} prompts")
+    if len(seeds) != batch:
+        raise JaxLlamaError(f"seed: {len(seeds)} entries for {batch} prompts")
     return [
         row if row.seed is not None else dataclasses.replace(row, seed=own)
         for row, own in zip(sampling, seeds, strict=True)

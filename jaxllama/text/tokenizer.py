@@ -479,7 +479,10 @@ class Tokenizer:
     ) -> str:
         template = self.template_for(bool(tools))
         if template is None:
-            raise JaxLlamaError(f"{self.source}: no chat template: this is not a chat model")
+            raise JaxLlamaError(
+                f"{self.source}: no chat template: this is not a chat model; a directory may hold "
+                "a template in chat_template.jinja"
+            )
         from jaxllama.text.chat_template import render  # jinja2 takes 50 ms to import
 
         variables = {

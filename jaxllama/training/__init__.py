@@ -5,8 +5,9 @@
 
 ``config`` has the contents of a file, ``loop`` runs it, and ``run_directory`` keeps its outputs.
 ``checkpoint`` and ``optimizer`` are thin layers over orbax and optax. ``forward`` and ``loss`` are
-the model in training. ``distill`` and ``quantization_aware`` are two further objectives. ``corpus``
-makes text without a download.
+the model in training. ``distill`` and ``quantization_aware`` are two further objectives. In
+``sampler`` an engine answers prompts, and the trainer learns from ``rewards`` by ``policy``.
+``corpus`` makes text without a download.
 """
 
 from __future__ import annotations

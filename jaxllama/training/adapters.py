@@ -10,29 +10,34 @@ it as PEFT's. Its rows are in our order. ``joined`` puts a ``model.lora.Lora`` b
 the same record that serves adapters, with all rows on adapter 1. So training and serving run the
 same code, and products of quantized weights get dX from one product with the dequantized weight.
 
-Left out: DoRA, dropout of an adapter's input, adapters of experts and embeddings.
+DoRA (2402.09353) also trains ``m [out]``, the norm of each adapted row, and ``joined`` gives the
+record its gains. As in PEFT, norms have no gradient of their own.
+
+Left out: dropout of an adapter's input, adapters of experts and embeddings.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxllama.checkpoints import peft
 from jaxllama.checkpoints.folding import unfold
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.lora import Lora
+from jaxllama.model.lora import Lora, row_norms
 from jaxllama.model.param import Path as ParamPath
 from jaxllama.model.param import TensorSource
 from jaxllama.model.params import param_table
 from jaxllama.model.stacked import one_layer_path
 from jaxllama.training.tuning import ALL_PRODUCTS, LoraConfig
-from jaxllama.typing import Params, ParamsDict
+from jaxllama.typing import Params, ParamsDict, Tree
 
 
 def first_adapters(cfg: ModelConfig, lora: LoraConfig, seed: int) -> ParamsDict:
@@ -51,6 +56,29 @@ def first_adapters(cfg: ModelConfig, lora: LoraConfig, seed: int) -> ParamsDict:
         bound = width**-0.5
         node["a"] = rng.uniform(-bound, bound, (lora.rank, width)).astype(np.float32)
         node["b"] = np.zeros((out, lora.rank), np.float32)
+    return tree
+
+
+def with_magnitudes(
+    cfg: ModelConfig, lora: LoraConfig, adapters: Params, base: Params
+) -> ParamsDict:
+    """Return the first adapters with DoRA's magnitudes, the norms of the base's rows.
+
+    adapters, base: per layer. A magnitude is PEFT's own, without a family's multiplier, as b is.
+    """
+    tree = jax.tree.map(lambda leaf: leaf, dict(adapters))
+    table = param_table(cfg)
+    for path, name, source in _targets(cfg, lora):
+        node, weight = tree, base
+        for key in path:
+            node, weight = node[key], weight[key]
+        sources = table[(*path, "weight")].sources
+        sizes = [one.shape[0] for one in sources]
+        nothing = jnp.zeros((len(sources), 1, source.shape[1]))
+        norms = row_norms(weight["weight"], nothing, jnp.zeros((sum(sizes), 1)), sizes)
+        at = sources.index(source)
+        own = jnp.split(norms, np.cumsum(sizes)[:-1])[at]
+        node[name] = {**node[name], "m": own / np.float32(source.scale)}
     return tree
 
 
@@ -98,13 +126,13 @@ def joined(
         own, lead = one_layer_path(path) if path else ((), 0)
         param = table.get((*own, "weight"))
         if param is not None and "weight" in node:
-            return {**node, "lora": _record(param.sources, added, lead)}
+            return {**node, "lora": _record(param.sources, added, lead, node["weight"])}
         tree = dict(node)
         for key, part in added.items():
             tree[key] = walk(node[key], part, (*path, key))
         return tree
 
-    def _record(sources: tuple[TensorSource, ...], added: Params, lead: int) -> Lora:
+    def _record(sources: tuple[TensorSource, ...], added: Params, lead: int, weight: Tree) -> Lora:
         leading = jax.tree.leaves(added)[0].shape[:lead]
         first, second = [], []
         for source in sources:
@@ -118,28 +146,60 @@ def joined(
                 second.append((pair["b"] * np.float32(lora.scale * source.scale)).astype(dtype))
         a = jnp.stack(first, axis=lead)
         of_rows = jnp.ones((*leading, rows), jnp.int32)
-        return Lora(jnp.expand_dims(a, lead), tuple(second), of_rows)
+        gain = None
+        if lora.dora:
+            found = functools.partial(_gain, lora, sources)
+            # One layer's weight in floats at a time.
+            gain = lax.map(found, (weight, added)) if lead else found((weight, added))
+        return Lora(jnp.expand_dims(a, lead), tuple(second), of_rows, gain)
 
     return walk(base, adapters, ())
+
+
+def _gain(
+    lora: LoraConfig, sources: tuple[TensorSource, ...], operands: tuple[Tree, Params]
+) -> jax.Array:
+    """Return the gains of one product, float32 ``[1, out]``."""
+    weight, added = operands
+    sizes = [source.shape[0] for source in sources]
+    first, second = [], []
+    for source in sources:
+        pair = added.get(_name(source))
+        if pair is None:
+            first.append(jnp.zeros((lora.rank, source.shape[1])))
+            second.append(jnp.zeros((source.shape[0], lora.rank)))
+        else:
+            first.append(pair["a"])
+            second.append(pair["b"] * np.float32(lora.scale * source.scale))
+    parts = jax.lax.stop_gradient((weight, jnp.stack(first), jnp.concatenate(second)))
+    norms = jnp.split(row_norms(*parts, sizes), np.cumsum(sizes)[:-1])
+    gains = [
+        added[_name(source)]["m"] * np.float32(source.scale) / norm
+        if _name(source) in added
+        else jnp.ones_like(norm)
+        for source, norm in zip(sources, norms, strict=True)
+    ]
+    return jnp.concatenate(gains)[None]
 
 
 def factors(cfg: ModelConfig, lora: LoraConfig, adapters: Params) -> peft.Factors:
     """Return the factors as ``peft.read`` would, by the checkpoint's tensor."""
     found = {}
-    for source, a, b in _pairs(cfg, lora, adapters):
-        found[source.name] = a, b * np.float32(lora.scale * source.scale)
+    for source, a, b, *magnitude in _pairs(cfg, lora, adapters):
+        more = (one * np.float32(source.scale) for one in magnitude)
+        found[source.name] = a, b * np.float32(lora.scale * source.scale), *more
     return found
 
 
 def _pairs(
     cfg: ModelConfig, lora: LoraConfig, adapters: Params
-) -> Iterator[tuple[TensorSource, np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[TensorSource, *tuple[np.ndarray, ...]]]:
     for path, name, source in _targets(cfg, lora):
         node = adapters
         for key in (*path, name):
             node = node[key]
-        a, b = jax.device_get((node["a"], node["b"]))
-        yield source, np.asarray(a), np.asarray(b)
+        parts = jax.device_get([node[key] for key in ("a", "b", "m") if key in node])
+        yield source, *map(np.asarray, parts)
 
 
 def save(
@@ -150,7 +210,7 @@ def save(
     adapters: per layer.
     """
     modules = {}
-    for tensor, a, b in _pairs(cfg, lora, adapters):
-        theirs = unfold(tensor, b * np.float32(tensor.scale))
-        modules[tensor.name.removesuffix(".weight")] = a, np.ascontiguousarray(theirs)
+    for tensor, a, *ours in _pairs(cfg, lora, adapters):
+        theirs = (unfold(tensor, one * np.float32(tensor.scale)) for one in ours)
+        modules[tensor.name.removesuffix(".weight")] = a, *map(np.ascontiguousarray, theirs)
     peft.save(directory, modules, lora.rank, lora.alpha, source)

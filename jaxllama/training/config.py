@@ -27,6 +27,8 @@ from jaxllama.training.tuning import (
     DataConfig,
     LoraConfig,
     ObjectiveConfig,
+    RewardConfig,
+    RolloutConfig,
     SamplesConfig,
     require,
 )
@@ -138,6 +140,10 @@ class TrainConfig:
         Trains adapters beside frozen weights, not the weights.
     samples : SamplesConfig or None
         Questions that the model answers during training.
+    rollout : RolloutConfig or None
+        How the model answers prompts to learn from rewards.
+    reward : RewardConfig or None
+        The reward of an answer.
     optimizer : OptimizerConfig
         Options of AdamW.
     seed : int
@@ -177,6 +183,8 @@ class TrainConfig:
     objective: ObjectiveConfig | None = None
     lora: LoraConfig | None = None
     samples: SamplesConfig | None = None
+    rollout: RolloutConfig | None = None
+    reward: RewardConfig | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     seed: int = 0
     microbatches: int = 1
@@ -217,13 +225,13 @@ class TrainConfig:
             not (self.validate_every and not self.data.held_out),
             "validate_every",
             self.validate_every,
-            "needs data.validation_tokens above 0",
+            "needs data.validation_tokens above 0, or validation_conversations or _prompts",
         )
         require(
             not (self.keep_best and not self.data.held_out),
             "keep_best",
             self.keep_best,
-            "needs data.validation_tokens or data.validation_conversations above 0",
+            "needs data.validation_tokens above 0, or validation_conversations or _prompts",
         )
         if self.data.validation_tokens:
             require(
@@ -234,6 +242,7 @@ class TrainConfig:
             )
         self._check_start()
         self._check_tuning()
+        self._check_rewards()
         if self.model is not None:
             require(
                 self.sequence_length <= self.model.max_position,
@@ -249,6 +258,8 @@ class TrainConfig:
             return self.objective
         if self.distill is not None:
             return ObjectiveConfig("distill")
+        if self.data.prompts is not None:
+            return ObjectiveConfig("grpo")
         return ObjectiveConfig("pretrain" if self.data.conversations is None else "sft")
 
     def _check_start(self) -> None:
@@ -302,16 +313,17 @@ class TrainConfig:
             self.lora and self.lora.base,
             "[lora] excludes [quantize]; lora.base is the scheme of frozen weights",
         )
-        needs = {"pretrain": "data.tokens", "distill": "[distill]"}
-        has = (
-            "[distill]" if self.distill else "data.tokens" if self.data.tokens is not None else None
+        goal = self.goal
+        needs = {"pretrain": "data.tokens", "distill": "[distill]"}.get(
+            goal.kind, "data.prompts" if goal.has_rewards else "data.conversations"
         )
-        require(
-            needs.get(self.goal.kind) == has,
-            "objective.kind",
-            self.goal.kind,
-            f"needs {needs.get(self.goal.kind, 'data.conversations')}",
+        kind = next(
+            kind
+            for kind in ("tokens", "conversations", "prompts")
+            if getattr(self.data, kind) is not None
         )
+        has = "[distill]" if self.distill and kind == "tokens" else f"data.{kind}"
+        require(needs == has, "objective.kind", goal.kind, f"needs {needs}")
         for key in ("lora", "samples"):
             require(
                 getattr(self, key) is None or self.distill is None,
@@ -320,24 +332,43 @@ class TrainConfig:
                 "excludes [distill]",
             )
         require(
-            self.data.conversations is None or self.distill is None,
-            "data.conversations",
-            self.data.conversations,
+            kind == "tokens" or self.distill is None,
+            f"data.{kind}",
+            getattr(self.data, kind),
             "excludes [distill], which reads data.tokens",
         )
         require(
-            self.data.conversations is None
-            or self.init_from is not None
-            or self.data.tokenizer is not None,
+            kind == "tokens" or self.init_from is not None or self.data.tokenizer is not None,
             "data.tokenizer",
             None,
-            "is needed for conversations of a new model",
+            f"is needed for {kind} of a new model",
         )
         require(
             self.lora is None or not self.lora.merge or self.init_from is not None,
             "lora.merge",
             True,
             "needs init_from, whose weights take the adapter",
+        )
+
+    def _check_rewards(self) -> None:
+        """Check that a run with prompts, and no other, says how to answer and reward them."""
+        for key in ("rollout", "reward"):
+            value = getattr(self, key)
+            require(
+                (self.data.prompts is None) == (value is None),
+                key,
+                value,
+                "is for data.prompts" if value else "is needed for data.prompts",
+            )
+        if self.rollout is None:
+            return
+        self.rollout.check(self.batch_size, self.sequence_length)
+        require(self.quantize is None, "quantize", self.quantize, "excludes data.prompts")
+        require(
+            self.samples is None,
+            "samples",
+            self.samples,
+            "excludes data.prompts, whose answers samples.md shows",
         )
 
 

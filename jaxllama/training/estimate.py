@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxllama.model.flops import parameters
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.passes import run_step, sharding, validate
+from jaxllama.training.passes import rows_of, run_step, sharding, validate
 from jaxllama.training.start import Data, begin
 from jaxllama.training.step import init_state
 from pallas_kernels.qtensor import tree_bytes
@@ -47,7 +47,7 @@ def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estim
     setup, params, fixed = begin(config, data, False)
     state = jax.device_put(init_state(setup, params), sharding(mesh))
     fixed = jax.device_put(fixed, sharding(mesh))
-    training, held_out = data.split(config.data.held_out)
+    training, held_out = rows_of(setup, state["params"], fixed, data)
     marks = []
     for step in range(STEPS + 1):
         state, metrics = run_step(setup, state, fixed, training, step, mesh)

@@ -39,15 +39,15 @@ from jaxllama.loading import enable_compilation_cache, load
 from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import Working, working
-from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import adapters, report, samples
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.packing import Conversations, PackedRows
-from jaxllama.training.passes import run_step, sharding, validate, with_reference
+from jaxllama.training.packing import PackedRows
+from jaxllama.training.passes import Rows, rows_of, run_step, sharding, validate
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
-from jaxllama.training.start import Data, TrainingSetup, begin, open_data
+from jaxllama.training.sampler import Rewarded
+from jaxllama.training.start import Data, TrainingSetup, begin, open_data, tokenizer_of
 from jaxllama.training.step import (
     State,
     in_memory,
@@ -62,8 +62,9 @@ class TrainResult:
     """The result of a run.
 
     metrics: one dict a step (step, tokens, loss and its parts, grad_norm, learning_rate, seconds,
-    tokens_per_second, mfu or None). validation: dicts of step, tokens and validation_loss. model:
-    the folder for ``jaxllama.load``, or with [lora] the one for its ``adapters``.
+    tokens_per_second, mfu or None). validation: dicts of step, tokens and validation_loss, or with
+    [rollout] validation_reward. model: the folder for ``jaxllama.load``, or with [lora] the one for
+    its ``adapters``.
     """
 
     directory: Path
@@ -120,7 +121,7 @@ def _result(run: RunDirectory) -> TrainResult:
     return TrainResult(
         run.path,
         [row for row in rows if "loss" in row],
-        [row for row in rows if "validation_loss" in row],
+        [row for row in rows if "validation_loss" in row or "validation_reward" in row],
         run.model,
     )
 
@@ -132,6 +133,8 @@ def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
     rows = config.batch_size // config.microbatches
     if model > 1:
         raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+    if config.rollout is not None:
+        raise JaxLlamaError("mesh: a run with [rollout] uses one device")
     if rows % data:
         raise JaxLlamaError(f"mesh: data={data} does not divide the {rows} rows of a microbatch")
     if len({device.process_index for device in grid.devices.flat}) > 1:
@@ -155,10 +158,8 @@ def _run(
         whole = sharding(mesh)
         state = jax.device_put(init_state(setup, params), whole)
         fixed = jax.device_put(fixed, whole)
-        training, held_out = data.split(config.data.held_out)
-        if config.goal.has_reference:
-            training = with_reference(setup, state["params"], fixed, training)
-            held_out = with_reference(setup, state["params"], fixed, held_out)
+        training, held_out = rows_of(setup, state["params"], fixed, data)
+        shows = config.samples is not None or config.rollout is not None
         del params
         first = checkpoints.latest() or 0
         if first:
@@ -177,24 +178,28 @@ def _run(
                 bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
             if isinstance(training, PackedRows) and training.cut:
                 bar.say(f"{training.cut} conversations are longer than a row and lose their end")
-            if config.samples is not None and not first:
-                _sample(setup, state, fixed, data, run, 0, bar)
+            if config.rollout is not None and len(held_out) and not first:
+                log.validation(0, validate(setup, state["params"], held_out, mesh, fixed), bar)
+            if shows and not first:
+                _sample(setup, state, fixed, data, _shown(training, held_out), run, 0, bar)
             bar.note("compiling")
             for step in range(first, config.steps):
                 state, metrics = run_step(setup, state, fixed, training, step, mesh)
                 log.put(step + 1, metrics, bar)
                 done = step + 1
                 last = done == config.steps
-                if _is_due(done, config.validate_every, last) and len(held_out):
+                is_due = _is_due(done, config.validate_every, last)
+                if is_due and len(held_out):
                     log.flush(bar)
                     value = validate(setup, state["params"], held_out, mesh, fixed)
-                    is_best = value < run.lowest_validation_loss()
+                    is_best = run.is_best(value, log.validated)
                     log.validation(done, value, bar)
                     if best is not None and is_best:
                         best.save(done, per_layer(state)["params"])
-                    if config.samples is not None:
-                        _sample(setup, state, fixed, data, run, done, bar)
-                        log.restart_clock()
+                if is_due and shows and (len(held_out) or config.rollout):
+                    log.flush(bar)
+                    _sample(setup, state, fixed, data, _shown(training, held_out), run, done, bar)
+                    log.restart_clock()
                 if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
                     log.flush(bar)
                     run.sync()
@@ -215,20 +220,27 @@ def _run(
             best.close()
 
 
+def _shown(training: Rows, held_out: Rows) -> Rows:
+    """Return the rows whose answers are shown: held-out ones, if there are any."""
+    return held_out if len(held_out) else training
+
+
 def _sample(
     setup: TrainingSetup,
     state: State,
     fixed: ParamsDict | None,
     data: Data,
+    rows: Rows,
     run: RunDirectory,
     step: int,
     bar: Working,
 ) -> None:
-    """Let the model answer the configuration's questions."""
-    if isinstance(data, Conversations):
-        tokenizer = data.tokenizer
-    else:
-        tokenizer = Tokenizer.from_file(data.directory)
+    """Let the model answer the configuration's questions, or the first of its prompts."""
+    if isinstance(rows, Rewarded):
+        lines = rows.sampler.shown(state["params"], fixed, rows.prompts, step)
+        samples.write_rewarded(run.path, lines)
+        return
+    tokenizer = tokenizer_of(data)
     device = jax.devices()[0]
     params, frozen = per_layer(state)["params"], None if fixed is None else per_layer(fixed)
     params, frozen = jax.device_put((params, frozen), device)
@@ -267,6 +279,8 @@ def _is_due(step: int, every: int, last: bool) -> bool:
 def _finish(setup: TrainingSetup, params: Params, data: Data, run: RunDirectory) -> None:
     """Draw the loss, and then write the model or adapter, whose presence ends the run."""
     config, result = setup.config, _result(run)
+    if config.rollout is not None:
+        report.draw_rewards(run.path / "rewards.png", result.metrics, result.validation)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
     if config.lora is not None:
         if config.lora.merge:
@@ -307,7 +321,9 @@ class _Log:
         self._tokens = round(config.batch_size * config.sequence_length * density)
         is_frozen = config.lora is not None
         self._flops = flops_per_token(setup.model, config.sequence_length, is_frozen)
-        peak = peak_flops(config.peak_tflops)
+        # A step with rewards spends its time on more than its update.
+        peak = None if config.rollout else peak_flops(config.peak_tflops)
+        self.validated = "validation_reward" if config.rollout else "validation_loss"
         self._peak = None if peak is None else peak * devices
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
@@ -341,10 +357,10 @@ class _Log:
         bar()
         bar.note(report.told(row))
 
-    def validation(self, step: int, loss: float, bar: Working) -> None:
+    def validation(self, step: int, value: float, bar: Working) -> None:
         tokens = step * self._tokens
-        self._run.append([{"step": step, "tokens": tokens, "validation_loss": loss}])
-        bar.say(f"step {step}: validation loss {loss:.4f}")
+        self._run.append([{"step": step, "tokens": tokens, self.validated: value}])
+        bar.say(f"step {step}: {self.validated.replace('_', ' ')} {value:.4f}")
         self.restart_clock()
 
     def restart_clock(self) -> None:

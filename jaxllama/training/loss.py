@@ -94,6 +94,25 @@ def token_logprobs(
     return found.reshape(-1)[: targets.size].reshape(targets.shape)
 
 
+def token_scores(
+    x: jax.Array, w: jax.Array, targets: jax.Array, cap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return (log-probabilities of the targets, entropies of their distributions).
+
+    Both are float32 ``[B, T]``, in nats, and have no gradient. Arguments as ``cross_entropy``'s.
+    """
+    split, _ = _chunks(targets.size, w, True)
+    head = w.astype(x.dtype)
+
+    def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logp = jax.nn.log_softmax(softcap(_dot(part[0], head, 1, 1), cap), axis=-1)
+        chosen = jnp.take_along_axis(logp, part[1][:, None], axis=-1)[:, 0]
+        return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+    found = lax.map(one, (split(x), split(targets)))
+    return jax.tree.map(lambda v: v.reshape(-1)[: targets.size].reshape(targets.shape), found)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _logprobs(
     cap: float | None, is_frozen: bool, x: jax.Array, w: jax.Array, targets: jax.Array

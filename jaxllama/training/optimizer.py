@@ -34,7 +34,8 @@ from pallas_kernels.fake_quantize import RANGES
 def learning_rate(config: TrainConfig, update: ArrayLike) -> jax.Array:
     """Return the learning rate of update number ``update``, from 0; the first is above zero."""
     warmup, last = config.optimizer.warmup_steps, config.optimizer.final_share
-    at = jnp.asarray(update, jnp.float32)
+    updates = 1 if config.rollout is None else config.rollout.updates
+    at = jnp.floor(jnp.asarray(update, jnp.float32) / updates)  # the step of the update
     rising = (at + 1) / max(warmup, 1)
     progress = jnp.clip((at - warmup) / (config.steps - warmup), 0, 1)
     falling = last + (1 - last) * 0.5 * (1 + jnp.cos(jnp.pi * progress))

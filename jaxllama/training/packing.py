@@ -9,8 +9,8 @@ are the same in every epoch, and a seed shuffles their order again for every epo
 on (seed, step) only, so there is no position to save. An example longer than a row loses its end;
 ``cut`` counts them.
 
-Losses are means over the answers' tokens of a whole step, or over its pairs: weights are scaled so
-that their mean over its rows is 1, whatever the number of microbatches and devices.
+Losses are means over the answers' tokens of a whole step, or over its pairs. Weights are scaled so
+that their mean over its rows is 1, for any number of microbatches and devices.
 """
 
 from __future__ import annotations

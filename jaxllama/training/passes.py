@@ -16,9 +16,13 @@ from jaxllama.training.batch import Batch
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.packing import PackedRows
-from jaxllama.training.start import TrainingSetup
+from jaxllama.training.prompts import PromptFile
+from jaxllama.training.sampler import Rewarded, Sampler
+from jaxllama.training.start import Data, TrainingSetup
 from jaxllama.training.step import State, pair_logprobs, update, validation_loss
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Params, ParamsDict, Tree
+
+Rows = TokenFile | PackedRows | Rewarded
 
 
 def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
@@ -29,11 +33,27 @@ def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def with_reference(
-    setup: TrainingSetup, params: Params, fixed: Tree, rows: TokenFile | PackedRows
+def rows_of(setup: TrainingSetup, params: ParamsDict, fixed: Tree, data: Data) -> tuple[Rows, Rows]:
+    """Return the rows to learn from and the held-out ones.
+
+    params: the first ones. Pairs get their reference's log-probabilities, and prompts an engine.
+    """
+    training, held_out = data.split(setup.config.data.held_out)
+    if isinstance(training, PromptFile) and isinstance(held_out, PromptFile):
+        sampler = Sampler(setup, params, fixed, training.tokenizer)
+        return Rewarded(sampler, training), Rewarded(sampler, held_out)
+    assert not isinstance(training, PromptFile) and not isinstance(held_out, PromptFile)
+    if setup.config.goal.has_reference:
+        assert isinstance(training, PackedRows) and isinstance(held_out, PackedRows)
+        training = _with_reference(setup, params, fixed, training)
+        held_out = _with_reference(setup, params, fixed, held_out)
+    return training, held_out
+
+
+def _with_reference(
+    setup: TrainingSetup, params: Params, fixed: Tree, rows: PackedRows
 ) -> PackedRows:
     """Return rows of pairs with their log-probabilities under the first parameters."""
-    assert isinstance(rows, PackedRows)
     config = setup.config
     params, fixed = jax.device_put((params, fixed), jax.devices()[0])
     found = np.zeros((len(rows.units), 2), np.float32)
@@ -56,25 +76,29 @@ def run_step(
     setup: TrainingSetup,
     state: State,
     fixed: Tree,
-    data: TokenFile | PackedRows,
+    data: Rows,
     step: int,
     mesh: Mesh | None,
 ) -> tuple[State, Tree]:
     """Return (state after the step, its metrics); ``state`` is donated."""
+    if isinstance(data, Rewarded):
+        return data.sampler.step(state, fixed, data.prompts, step)
     batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
     return update(setup, state, fixed, batch)
 
 
 def validate(
     setup: TrainingSetup,
-    params: Params,
-    data: TokenFile | PackedRows,
+    params: ParamsDict,
+    data: Rows,
     mesh: Mesh | None,
     fixed: Tree = None,
 ) -> float:
     """Return the mean loss over the held-out tokens that count, in batches as large as a
-    microbatch.
+    microbatch. For prompts it is the mean reward of greedy answers.
     """
+    if isinstance(data, Rewarded):
+        return data.sampler.mean_reward(params, fixed, data.prompts)
     config = setup.config
     size = config.batch_size // config.microbatches
     devices = 1 if mesh is None else mesh.shape[DATA_AXIS]

@@ -1,7 +1,7 @@
 """Learning from preferences: DPO, ORPO and KTO, as functions of sequences' log-probabilities.
 
-Let l(y) be the sum of log p(token) over an answer's tokens under the model, r(y) the same under the
-reference, and m(y) = l(y) - r(y). w and l are the chosen and the rejected answer.
+Let l(y) be the sum of log p(token) over an answer's tokens under the model. Let r(y) be the same
+under the reference, and m(y) = l(y) - r(y). w and l are the chosen and the rejected answer.
 
     dpo    -log sigmoid(beta (m(w) - m(l)))                               arXiv 2305.18290, eq. 7
     orpo   -a(w) - beta log sigmoid(odds(w) - odds(l))                    2403.07691, eq. 6 and 7

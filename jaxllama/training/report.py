@@ -17,6 +17,8 @@ Row = JsonObject
 def told(row: Row) -> str:
     """Return a step's metrics in a few words."""
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
+    if "reward" in row:
+        return f"reward {row['reward']:.3f}, length {row['length']:.1f}, {row['seconds']:.2f} s"
     return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
@@ -30,7 +32,7 @@ def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
         linewidth=0.8,
         label="training",
     )
-    if validations:
+    if validations and "validation_loss" in validations[0]:
         axes.plot(
             [row["tokens"] for row in validations],
             [row["validation_loss"] for row in validations],
@@ -44,10 +46,31 @@ def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def new_figure() -> Figure:
+def draw_rewards(path: Path, steps: list[Row], validations: list[Row]) -> None:
+    """Draw what a run with rewards measures at each step. Needs matplotlib."""
+    figure = new_figure(5)
+    panels = figure.subplots(2, 3, sharex=True).ravel()
+    keys = ("reward", "length", "kl", "entropy", "gap_kl", "gap_max")
+    for axes, key in zip(panels, keys, strict=True):
+        axes.plot([row["step"] for row in steps], [row[key] for row in steps], linewidth=0.8)
+        axes.set(title=key)
+        axes.grid(alpha=0.3)
+    if validations:
+        panels[0].plot(
+            [row["step"] for row in validations],
+            [row["validation_reward"] for row in validations],
+            marker="o",
+            markersize=3,
+            label="held out, greedy",
+        )
+        panels[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def new_figure(height: float = 4) -> Figure:
     """Return a matplotlib Figure without pyplot, whose state is global."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise extras.missing("matplotlib", "training") from None
-    return Figure(figsize=(7, 4), layout="constrained")
+    return Figure(figsize=(7, height), layout="constrained")

@@ -4,8 +4,9 @@
     metrics.jsonl   one line a step, and one a validation
     checkpoints/    orbax's
     loss.png        the curve
-    best/           with keep_best: the parameters of the lowest validation loss
-    samples.jsonl   with [samples]: the model's answers
+    best/           with keep_best: the parameters of the lowest validation loss, or highest reward
+    samples.jsonl   with [samples] or [rollout]: the model's answers; samples.md for people
+    rewards.png     with [rollout]: rewards, lengths, divergence, entropy and gap, beside loss.png
     model/          the trained model, which ``jaxllama.load`` reads; its presence ends the run
     adapter/        with [lora], instead of model/: PEFT's directory; merged/ is the whole model
 
@@ -33,7 +34,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.training.config import TrainConfig
 from jaxllama.typing import JsonObject, Tree
 
-RUN, METRICS, SAMPLES, LOCK = "run.json", "metrics.jsonl", "samples.jsonl", "lock"
+RUN, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
+SAMPLES, PAGE = "samples.jsonl", "samples.md"
 
 
 class RunDirectory:
@@ -98,10 +100,14 @@ class RunDirectory:
                 lines = [json.dumps(row) + "\n" for row in rows if 0 < step >= row["step"]]
                 _write_whole(self.path / name, "".join(lines))
 
-    def lowest_validation_loss(self) -> float:
-        """Return the lowest so far; infinity before the first."""
-        losses = (row.get("validation_loss", math.inf) for row in self.rows())
-        return min(losses, default=math.inf)
+    def is_best(self, value: float, key: str) -> bool:
+        """Whether a validation's value, not written yet, is better than all before.
+
+        key: "validation_loss", where less is better, or "validation_reward".
+        """
+        sign = -1.0 if key == "validation_reward" else 1.0
+        before = (sign * row[key] for row in self.rows() if key in row and row["step"])
+        return sign * value < min(before, default=math.inf)
 
     def append(self, rows: Iterable[JsonObject]) -> None:
         with open(self.path / METRICS, "a", encoding="utf-8") as file:

@@ -17,21 +17,24 @@ from jaxllama.loading import load
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
-from jaxllama.training.adapters import first_adapters
+from jaxllama.training.adapters import first_adapters, with_magnitudes
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
 from jaxllama.training.packing import Conversations
+from jaxllama.training.prompts import PromptFile
 from jaxllama.typing import Params, Tree
 from pallas_kernels.qtensor import QTensor
 
-Data = TokenFile | Conversations
+Data = TokenFile | Conversations | PromptFile
 
 
 def open_data(config: TrainConfig) -> Data:
     """Open the data of a run. Raises JaxLlamaError naming what is missing or wrong."""
     if config.data.tokens is not None:
         return TokenFile.open(config.data.tokens)
+    if config.data.prompts is not None:
+        return PromptFile.open(config)
     return Conversations.open(config)
 
 
@@ -114,16 +117,20 @@ def _begin_adapters(
     setup = TrainingSetup(config, model)
     _check(setup, data)
     adapters = jax.device_put(first_adapters(model, lora, config.seed))
+    if lora.dora:
+        adapters = with_magnitudes(model, lora, adapters, base)
     return setup, adapters, stack_layers(model, base) if config.scan else base
+
+
+def tokenizer_of(data: Data) -> Tokenizer:
+    """Return the tokenizer of a run's data."""
+    return Tokenizer.from_file(data.directory) if isinstance(data, TokenFile) else data.tokenizer
 
 
 def _new_model(config: TrainConfig, data: Data) -> ModelConfig:
     """Return the configuration's model with the special tokens of the data's tokenizer."""
     assert config.model is not None
-    if isinstance(data, Conversations):
-        tokenizer = data.tokenizer
-    else:
-        tokenizer = Tokenizer.from_file(data.directory)
+    tokenizer = tokenizer_of(data)
     return config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
 
 
@@ -138,8 +145,11 @@ def _check(setup: TrainingSetup, data: Data) -> None:
         if one is not None and one.head_bias:
             raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
     if data.vocab_size > model.vocab_size:
-        source = config.data.tokens or config.data.conversations
-        key = "tokens" if config.data.tokens else "conversations"
+        options = config.data
+        source = options.tokens or options.conversations or options.prompts
+        key = (
+            "tokens" if options.tokens else "conversations" if options.conversations else "prompts"
+        )
         raise JaxLlamaError(
             f"data.{key} = {source!r}: ids up to {data.vocab_size - 1}, but "
             f"{model.name}'s vocab_size is {model.vocab_size}"
@@ -149,7 +159,7 @@ def _check(setup: TrainingSetup, data: Data) -> None:
             f"sequence_length = {config.sequence_length}: exceeds {model.name}'s max_position "
             f"({model.max_position})"
         )
-    if isinstance(data, Conversations):
+    if not isinstance(data, TokenFile):
         return
     training = len(data) - config.data.validation_tokens
     if training <= config.sequence_length:

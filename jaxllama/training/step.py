@@ -25,7 +25,7 @@ from jaxllama.parallel.mesh import data_parallel
 from jaxllama.training import adapters, distill, preference
 from jaxllama.training.batch import Batch
 from jaxllama.training.forward import hidden_states
-from jaxllama.training.loss import cross_entropy, distillation, token_logprobs
+from jaxllama.training.loss import cross_entropy, distillation, token_logprobs, token_scores
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
 from jaxllama.training.start import TrainingSetup
@@ -199,6 +199,17 @@ def pair_logprobs(
     """Return the log-probabilities of the answers of a Batch of pairs, float32 ``[B, K, 2]``."""
     params = _weights(setup, params, fixed, len(batch.tokens))
     return _pair_sums(setup, params, batch)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def row_scores(
+    setup: TrainingSetup, params: Params, tokens: jax.Array, fixed: Params | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return (log-probabilities, entropies) of rows ``[B, T + 1]``, float32 ``[B, T]`` each."""
+    batch = Batch(tokens)
+    params = _weights(setup, params, fixed, len(tokens))
+    x, weight, _ = _states_and_head(setup, params, batch, False)
+    return token_scores(x, weight, batch.targets, setup.model.logit_softcap)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -3,10 +3,10 @@
 A lane takes the features that lie side by side in memory, since sums over features may run in any
 order; the query's pairs and the values' token pairs are put in the same order.
 
-int4 codes are not converted at all.  A code u + 8 masked out of its 32 bits is the float16 of that
-many times 2^-24, a subnormal, which the mma multiplies exactly; one masked out 4 bits higher is 16
-times as much.  The code that multiplies them corrects these factors (``Codes.steps``).  The zero
-points absorb the 8.
+int4 codes are not converted at all.  A code u + 8, masked out of its 32 bits, is the subnormal
+float16 (u + 8) 2^-24. The mma multiplies it exactly; one masked out 4 bits higher is 16 times as
+much.  The code that multiplies them corrects these factors (``Codes.steps``).  The zero points
+absorb the 8.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Codes:
 
 
 def as_float16(raw, factor, kind):
-    """Query words as float16, scaled by the power of two that brings the largest of the warp's to
-    2^14, and the factor of the scores that undoes it."""
+    """Return query words as float16, and the factor of the scores that undoes their scale. The
+    scale is the power of two that brings the warp's largest query to 2^14."""
     chunks = [floats(words, kind) for words in raw]
     best = functools.reduce(p.maximum, [p.absolute(x) for values in chunks for x in values])
     for lanes in (1, 2, 4, 8, 16):

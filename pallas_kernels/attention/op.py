@@ -71,30 +71,48 @@ def decode_attention(
     sinks: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype; or of several
-    tokens ``q [B, T, N, H]`` -> ``[B, T, N, H]``.
+    """Return the attention of each row's newest tokens over its cache of keys and values.
 
-    k, v: float arrays, or QTensors as ``rope_cache.quantize_kv`` makes them of int8, int4 or
-        float8_e4m3fn.  q is in the cache's basis, as ``rope_and_write`` gives it, and the result
-        in the model's (``rope_cache.to_cache_basis``, ``from_cache_basis``).
-    lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included; of
-        several tokens ``[B, T]``.  The contract is then of the row: what a cache holds past the
-        longest of its lengths reaches nobody.
-    window: of those only the last ``window``.
-    scale: of the scores, H ** -0.5 by default.
-    table: int32 ``[B, M]``: k and v are pools of pages, ``[P, page, K, H]``, and a row's token t
-        lies at ``[table[b, t // page], t % page]``; S is M * page.  Entries past the pages that
-        ``lengths[b]`` needs may be anything, and so may pages that no row owns; rows may share
-        pages.
-    sinks: float ``[N]``, a logit of each query head that joins its softmax and has no value.
-    implementation: "xla", "mosaic", "cpu" or None; see ``pallas_kernels.dispatch``.
+    Parameters
+    ----------
+    q : float [B, N, H], or [B, T, N, H] for T tokens of a row
+        The query heads, in the cache's basis as ``rope_and_write`` returns them.
+    k, v : float or QTensor [B, S, K, H]
+        The cache; K divides N. QTensors are those of ``rope_cache.quantize_kv``: int8, int4 or
+        float8_e4m3fn.
+    lengths : int32 [B], or [B, T] for T tokens of a row
+        Number of keys that each token sees, its own included, from 0 to S. Entries of the cache
+        past the row's longest length have no effect, whatever they hold.
+    window : int, optional
+        Number of these keys that a token sees, the last ones. All by default.
+    scale : float, optional
+        Factor of the scores; H ** -0.5 by default.
+    table : int32 [B, M], optional
+        The cache is then in pages: k and v are ``[P, page, K, H]``, and token t of row b is at
+        ``[table[b, t // page], t % page]``. S is ``M * page``. Rows may share pages. Unused
+        entries of the table and unused pages may hold anything.
+    sinks : float [N], optional
+        A logit of each query head that joins the softmax and has no value.
+    implementation : "xla", "mosaic", "cpu" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    Array [B, N, H], or [B, T, N, H]
+        The outputs in q's dtype and in the model's basis (``rope_cache.from_cache_basis``).
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, sinks, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError naming the argument for a wrong shape or dtype; NotImplementedError when
-    "mosaic" or "cpu" is asked for and has no kernel for the call.
     """
     _check(q, k, v, lengths, table, sinks, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)

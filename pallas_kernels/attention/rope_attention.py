@@ -6,8 +6,8 @@ Contract: those two ops', where a row sees all keys up to its new token's own.  
 outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.  A norm of q's
 and k's heads may come first (``norm_heads``).
 
-For one or two rows of a 16-bit cache it is one kernel, and on a CPU one handler of float32 and its
-caches but int4; for all others it is those ops.
+For one or two rows of a 16-bit cache it is one kernel. On a CPU it is one handler for
+float32, with any cache but int4.  For all others it is those ops.
 """
 
 from __future__ import annotations
@@ -52,25 +52,49 @@ def rope_and_attend(
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """Rotate new tokens, write them to the cache, and return their attention and the cache.
 
-    qkv: ``[B, N + 2K, H]`` for one token a row: the heads of q, then of k, then of v.  The result
-        is (heads ``[B, N, H]``, k, v with the new tokens).  With several tokens a row, it is
-        ``[B, T, N + 2K, H]``, and the heads are ``[B, T, N, H]``.  Each token sees the keys of its
-        row in slots up to its own.
-    k, v: the cache, ``[B, S, K, H]``.
-    cos, sin: float32 ``[B, H / 2]``, or ``[B, T, H / 2]`` for several tokens.
-    slots: int32 ``[B]``, or ``[B, T]``, all different within a row: each token's place in its row.
-    table: as ``rope_and_write`` takes it.
-    window, scale, sinks: as ``decode_attention`` does.
-    norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
-    implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
-        choices.
+    This is ``rope_and_write`` and then ``decode_attention``, as one kernel where there is one. Each
+    token sees the keys of its row in slots up to its own.
 
+    Parameters
+    ----------
+    qkv : float [B, N + 2K, H], or [B, T, N + 2K, H] for T tokens of a row
+        The heads of q, then of k, then of v.
+    cos, sin : float32 [B, H / 2], or [B, T, H / 2]
+        The rotary tables at each token's position.
+    k, v : float or QTensor [B, S, K, H]
+        The cache. Donate it to have it updated in place.
+    slots : int32 [B], or [B, T]
+        Each token's place in its row of the cache, all different within a row.
+    norm : (float [H], float [H], float), optional
+        Weights of q's heads and of k's heads, and epsilon, of an RMSNorm of each head before the
+        rotation.
+    window, scale, sinks : optional
+        As in ``decode_attention``.
+    table : int32 [B, M], optional
+        As in ``rope_and_write``.
+    implementation : "xla", "mosaic", "cpu" or None
+        "mosaic" and "cpu" name the one kernel. None takes it where it can run, and otherwise the
+        two ops with their own choices.
+
+    Returns
+    -------
+    heads : [B, N, H], or [B, T, N, H]
+        The attention's outputs, in qkv's dtype.
+    k, v : float or QTensor
+        The cache with the new tokens.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises what the two ops raise; NotImplementedError when "mosaic" or "cpu" is asked for and its
-    one kernel does not take the call.
     """
     check = rope_tokens.check_operands if qkv.ndim == 4 else rope_cache.check_operands
     check("rope_and_attend", qkv, cos, sin, k, v, slots, table)

@@ -57,22 +57,44 @@ def rope_and_write(
     table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Cached, Cached]:
-    """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
-    (q ``[B, N, H]`` that meets these keys, k, v).
+    """Rotate a new token of each row, and return its queries and the cache with its key and value.
 
-    cos, sin: float32 ``[B, H / 2]``, the tables at each row's position.
-    slots: int32 ``[B]``, where in its row of the cache each token goes.
-    table: int32 ``[B, M]``: k and v are pools of pages, ``[P, page, K, H]``, and a row's token t
-        goes to ``[table[b, t // page], t % page]``; S is M * page.  One whose entry is outside of
-        [0, P) goes nowhere.
-    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+    Parameters
+    ----------
+    qkv : float [B, N + 2K, H]
+        The heads of q, then of k, then of v.
+    cos, sin : float32 [B, H / 2]
+        The rotary tables at each row's position.
+    k, v : float or QTensor [B, S, K, H]
+        The cache. Donate it to have it updated in place.
+    slots : int32 [B]
+        The token's place in its row of the cache. A slot outside of [0, S) writes nothing.
+    table : int32 [B, M], optional
+        The cache is then in pages: k and v are ``[P, page, K, H]``, and slot t of row b is
+        ``[table[b, t // page], t % page]``. S is ``M * page``. A token whose entry is outside of
+        [0, P) is not written.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    q : [B, N, H]
+        The rotated queries, in the cache's basis (``rope_cache.to_cache_basis``).
+    k, v : float or QTensor
+        The cache with the new tokens.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | qkv, cos, sin, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError naming the operand for a wrong shape or dtype; NotImplementedError when
-    "mosaic" is asked for and has no kernel for the call.
     """
     check_operands("rope_and_write", qkv, cos, sin, k, v, slots, table)
     found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k), qkv, k, v)

@@ -82,7 +82,9 @@ def new_token_plan(
     if qkv.dtype != jnp.float32:
         return Reason(f"qkv is {qkv.dtype.name}; the handler rotates float32")
     if width % (2 * LANES):
-        return Reason(f"qkv has heads of {width} features; the handler rotates pairs of {LANES}")
+        return Reason(
+            f"qkv has heads of {width} features; the handler takes multiples of {2 * LANES}"
+        )
     if k.dtype == jnp.int4:
         return Reason("an int4 cache is in another basis")
     return _plan(k, heads, table, new=True, norm=norm, sinks=sinks)

@@ -16,8 +16,8 @@ the run stays in the L2 cache.  One row reads w at the rate of memory.
 float4_e2m1fn codes become twice their values plus 12 by a table in a register, and then go the same
 way.  Scales of 8-bit floats stay a byte each.  A weight's ``unit`` multiplies its rows' sums.
 
-Leaves out: x in codes, reordered columns together with a norm, a pending residual, a gate with an
-activation other than SiLU, and a gate whose halves are not whole tiles.
+Leaves out: x in codes, and reordered columns together with a norm. Also a pending residual, a gate
+with an activation other than SiLU, and a gate whose halves are not whole tiles.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import ptx as p
+from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.plan import GroupedRowPlan
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
@@ -35,7 +37,7 @@ from pallas_kernels.ptx import Value
 from pallas_kernels.qtensor import QTensor
 
 
-@functools.partial(jax.jit, static_argnames=("fan", "activation", "plan"))
+@functools.partial(jax.jit, static_argnames=("fan", "gate", "plan", "out_dtype"))
 def grouped_rows(
     x: jax.Array,
     w: jax.Array | QTensor,
@@ -43,22 +45,24 @@ def grouped_rows(
     bias: jax.Array | None = None,
     *,
     fan: int,
-    activation: str | None,
+    gate: Gate | None,
     plan: GroupedRowPlan,
+    out_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """float32 ``[P, N]``, or ``[P, N / 2]`` with an activation of SwiGLU's gate.
+    """``[P, N]`` in out_dtype (float32 or bfloat16), or ``[P, N / 2]`` with a gate.
 
-    x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]`` in [0, E), bias ``[E, N]``.
+    x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]``, bias ``[E, N]``.  The row
+    of a pair whose expert is E is not computed and may hold anything.
     """
     _, n, k = w.shape
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
-    n_out = n if activation is None else n // 2
-    out = jax.ShapeDtypeStruct((plan.pairs, n_out), jnp.float32)
+    n_out = n if gate is None else n // 2
+    out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)
     kinds = kinds_of({**inputs, "out": out})
-    gate = {"swiglu": activation is not None, "activation": activation or "silu"}
+    gated = {"swiglu": gate is not None, "activation": gate or "silu"}
     # Bytes of an expert, of each operand that has one.
     sizes = {
         name: v.size // w.shape[0] * jnp.iinfo(v.dtype).bits // 8
@@ -71,16 +75,17 @@ def grouped_rows(
     def body(gmem, smem):
         memory = dict(vars(gmem))
         chosen = p.address(memory.pop("experts"))
-        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gate)
+        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gated)
         pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
         p.await_kernel()
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
+        is_own = p.less(expert, w.shape[0])
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
         token, _ = divided(pair, fan)
         moved["x"] = p.offset(operands.x, token, 2 * k)
-        moved["out"] = p.offset(operands.out, pair, 4 * n_out)
+        moved["out"] = p.offset(operands.out, pair, out.dtype.itemsize * n_out)
         operands = dataclasses.replace(operands, **moved)
-        row.run(plan.row, scheme, operands, smem, block)
+        p.when(is_own, lambda: row.run(plan.row, scheme, operands, smem, block))
 
     sizes_of_scratch = [size // 4 for size in plan.row.scratch_sizes(normed=False)]
     (found,) = launch(

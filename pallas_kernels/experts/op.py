@@ -10,10 +10,10 @@ Sums are float32 from the product to the only cast.  The weighted sum goes in th
 CPU a token's result has the same bits in any batch, because every product has the same shape.
 
 The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
-groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` the
-Mosaic kernel of few pairs, and ``predict`` the times that choose among them.  A CPU's handler
-(``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the choice,
-and x is rounded to 8 bits in blocks.
+groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` and
+``many_pairs_kernel`` the Mosaic kernels, and ``predict`` the times that choose among them.  A CPU's
+handler (``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the
+choice, and x is rounded to 8 bits in blocks.
 
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
@@ -25,16 +25,18 @@ Sources: sparsely gated mixtures (arXiv 1701.06538), MegaBlocks (2211.15841).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.cpu import experts as cpu
 from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
+from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
@@ -42,7 +44,20 @@ from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 
 Weight = jax.Array | QTensor | CpuWeight
-_Static = tuple[int, Gate | None, Plan | None]  # experts of a row of x, the gate, the plan
+
+
+class Static(NamedTuple):
+    """fan: experts of a row of x.  out: the result's dtype.  partial: an index of ``n_experts`` is
+    an expert that w has not."""
+
+    fan: int
+    gated: Gate | None
+    plan: Plan | None
+    out: jnp.dtype
+    n_experts: int
+    partial: bool
+
+
 _Operands = tuple[jax.Array, jax.Array | QTensor, jax.Array]
 _OPERANDS = {
     "w": "float|QTensor [E+, out, in]",
@@ -60,38 +75,45 @@ def grouped_matmul(
     weights: jax.Array | None = None,
     bias: jax.Array | None = None,
     gated: Gate | None = None,
+    first: jax.Array | int | None = None,
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The products of every token with its experts, summed by ``weights`` if they are given.
+    """Return the products of each token with its experts, summed by ``weights`` if they are given.
 
     Parameters
     ----------
-    x : Array [T, in] or [T, k, in]
-        float32, bfloat16 or float16.  With three axes each pair has a row of its own.
-    w : Array, QTensor or CpuWeight [E, out, in]
+    x : float [T, in] or [T, k, in]
+        float32, bfloat16 or float16. With three axes each pair of token and expert has its own row.
+    w : float, QTensor or CpuWeight [E, out, in]
         The experts' weights.
     experts : int32 [T, k]
-        Each token's experts.  Indices outside of [0, E) are clamped to it.
+        Each token's experts.  Without ``first``, indices outside of [0, E) are clamped to it.
     weights : float [T, k], optional
         Weight of each pair in the token's sum.
     bias : float [E, out], optional
         Added in float32 before the gate.
     gated : "silu", "gelu", "gelu_tanh" or ClampedGate, optional
-        An expert's rows are gate, then up; the pair's result is ``activation(gate) * up``.
+        An expert's rows are gate, then up. The pair's result is ``activation(gate) * up``.
+    first : int32 scalar, optional
+        w holds the experts from ``first`` on, a device's share.  The product of a pair with another
+        expert is zero, its bias too, and the kernels do not compute it.
+    out_dtype : dtype, optional
+        Of the result; default: x's.
     implementation : "xla", "mosaic", "cpu" or None
         See ``pallas_kernels.dispatch``.
 
     Returns
     -------
     Array [T, out] with weights, else [T, k, out]
-        In x's dtype; ``out`` is halved by ``gated``.
+        In ``out_dtype``; ``out`` is halved by ``gated``.
 
     Raises
     ------
     ValueError
-        Names the operand that does not fit.
+        Names the operand or option that does not fit.
     NotImplementedError
-        ``implementation`` names a kernel that is not there.
+        ``implementation`` names a kernel that cannot run the call.
 
     Notes
     -----
@@ -108,30 +130,31 @@ def grouped_matmul(
     w = _weight_only(op, w)
     on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
     is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
-    find = functools.partial(_row_plan, x, w, experts, gated)
+    find = functools.partial(_kernel_plan, x, w, experts, gated)
     plan = choose_plan(op, implementation, find, x, w, experts, cpu=on_cpu if is_cpu else None)
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if is_empty(x, w, experts):
         out = sizes["out"] // 2 if gated else sizes["out"]
         shape = experts.shape if weights is None else experts.shape[:1]
-        return jnp.zeros((*shape, out), x.dtype)
-    experts = jnp.clip(experts, 0, sizes["E"] - 1)
-    static = 1 if x.ndim == 3 else sizes["k"], gated, plan
+        return jnp.zeros((*shape, out), dtype)
+    if first is None:
+        experts = jnp.clip(experts, 0, sizes["E"] - 1)
+    else:  # E is none of them
+        own = experts - jnp.asarray(first, jnp.int32)
+        experts = jnp.where((own >= 0) & (own < sizes["E"]), own, sizes["E"])
+    fan = 1 if x.ndim == 3 else sizes["k"]
+    static = Static(fan, gated, plan, dtype, sizes["E"], first is not None)
     if plan is None and not isinstance(w, CpuWeight):
         return _composed(static, x, w, experts, weights, bias)
     return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
 
 
-def _row_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -> Plan | Reason:
+def _kernel_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -> Plan | Reason:
     from pallas_kernels.experts import plan
 
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")
-    return plan.plan(x, w, experts.size, _activation(gated))
-
-
-def _activation(gated: Gate | None) -> str | None:
-    """The gate's activation that the Mosaic kernel has."""
-    return gated if isinstance(gated, str) and gated in ("silu", "gelu_tanh") else None
+    return plan.plan(x, w, experts.size, gated)
 
 
 def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
@@ -156,34 +179,38 @@ def _weight_only(op: str, w: Weight) -> Weight:
 
 
 def _composed(
-    static: _Static,
+    static: Static,
     x: jax.Array,
     w: jax.Array | QTensor,
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    fan, gated, _ = static
-    y = _sums(XLA, fan, x.reshape(-1, x.shape[-1]), w, experts.reshape(-1))
-    return _finished(y.reshape(*experts.shape, -1), gated, experts, weights, bias, x.dtype)
+    pairs = jnp.minimum(experts.reshape(-1), static.n_experts - 1)
+    y = _sums(XLA, static.fan, x.reshape(-1, x.shape[-1]), w, pairs)
+    return _finished(static, y, static.gated, experts, weights, bias)
 
 
 def _finished(
+    static: Static,
     y: jax.Array,
     gated: Gate | None,
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
-    dtype: jnp.dtype,
 ) -> jax.Array:
-    """Apply bias, gate, weights and the cast to float32 products ``[T, k, out]``."""
-    y = y if bias is None else y + bias.astype(jnp.float32)[experts]
+    """Apply bias, gate, weights and the cast to float32 products ``[P, out]``."""
+    y = y.reshape(*experts.shape, -1)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[jnp.minimum(experts, static.n_experts - 1)]
     y = y if gated is None else apply_gate(y, gated)
+    if static.partial:
+        y = jnp.where((experts < static.n_experts)[..., None], y, jnp.zeros_like(y))
     if weights is None:
-        return y.astype(dtype)
+        return y.astype(static.out)
     parts = weights.astype(jnp.float32)[..., None] * y
     total = functools.reduce(jnp.add, (parts[:, j] for j in range(experts.shape[1])))
-    return total.astype(dtype)
+    return total.astype(static.out)
 
 
 def grouped_matmul_reference(
@@ -200,7 +227,8 @@ def grouped_matmul_reference(
     x32 = x.astype(jnp.float32)
     x32 = jnp.broadcast_to(x32[:, None], (*experts.shape, x.shape[-1])) if x.ndim == 2 else x32
     y = jnp.einsum("tki,tkoi->tko", x32, floats[experts], precision=jax.lax.Precision.HIGHEST)
-    return _finished(y, gated, experts, weights, bias, jnp.dtype(jnp.float32))
+    static = Static(1, gated, None, jnp.dtype(jnp.float32), floats.shape[0], False)
+    return _finished(static, y, gated, experts, weights, bias)
 
 
 def _sums_xla(fan: int, x: jax.Array, w: jax.Array | QTensor, experts: jax.Array) -> jax.Array:
@@ -220,35 +248,52 @@ _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-def _planned_kernel(
-    static: _Static,
+def planned(
+    static: Static,
     x: jax.Array,
     w: Any,
     experts: jax.Array,
-    weights: jax.Array | None,
-    bias: jax.Array | None,
+    weights: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
-    fan, gated, plan = static
+    gated, plan = static.gated, static.plan
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
-        y = _handled(fan, plan, rows, w, pairs)
+        y = _handled(static.fan, plan, rows, w, pairs)
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
-    else:
-        from pallas_kernels.experts import kernel
+    elif isinstance(plan, GroupedTilePlan):
+        from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
 
-        inside = _activation(gated)
-        how: dict[str, Any] = {"fan": fan, "activation": inside, "plan": plan}
-        y = kernel.grouped_rows(rows, w, pairs, bias, **how)
-        left, added = (gated if inside is None else None), None
-    y = y.reshape(*experts.shape, -1)
-    return _finished(y, left, experts, weights, added, x.dtype)
+        how, left, added = _inside(static, weights), _left(gated), None
+        y = grouped_tiles(rows, w, pairs, bias, tile=plan.tile, **how)
+    else:
+        from pallas_kernels.experts.kernel import grouped_rows
+
+        how, left, added = _inside(static, weights), _left(gated), None
+        y = grouped_rows(rows, w, pairs, bias, plan=plan, **how)
+    return _finished(static, y, left, experts, weights, added)
+
+
+def _inside(static: Static, weights: jax.Array | None) -> dict[str, Any]:
+    """What a Mosaic kernel does besides the product: it rounds a result that is final."""
+    is_final = weights is None and _left(static.gated) is None
+    out_dtype = static.out if is_final and static.out == jnp.bfloat16 else jnp.float32
+    return {"fan": static.fan, "gate": inner_gate(static.gated), "out_dtype": out_dtype}
+
+
+def _left(gated: Gate | None) -> Gate | None:
+    """The gate, if no Mosaic kernel has it."""
+    return gated if inner_gate(gated) is None else None
 
 
 def _handled(
     fan: int, plan: cpu.GroupedPlan, x: jax.Array, w: CpuWeight, pairs: jax.Array
 ) -> jax.Array:
-    """The CPU handler's products: sort the pairs by expert, and restore the tokens' order."""
+    """The CPU handler's products: sort the pairs by expert, and restore the tokens' order.
+
+    Pairs without an expert come last, and are not computed.
+    """
     n_experts = w.shape[0]
     order = jnp.argsort(pairs, stable=True)
     before = pairs[:, None] < jnp.arange(n_experts + 1)
@@ -258,7 +303,7 @@ def _handled(
 
 
 def _planned_xla(
-    static: _Static,
+    static: Static,
     x: jax.Array,
     w: Any,
     experts: jax.Array,
@@ -270,4 +315,4 @@ def _planned_xla(
     return _composed(static, x, plain, experts, weights, bias)
 
 
-_planned = Op("grouped_matmul", _planned_xla, _planned_kernel)
+_planned = Op("grouped_matmul", _planned_xla, planned)

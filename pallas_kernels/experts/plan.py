@@ -1,8 +1,9 @@
-"""How the Mosaic kernel computes a grouped product of few pairs: arithmetic only.
+"""Which Mosaic kernel computes a grouped product, and the division of one of few pairs.
 
-Each pair of a token and an expert is a product of one row, so it is divided as ``few_rows`` divides
-that product, over its share of the multiprocessors.  The plan is taken where its predicted time
-(``predict``) is shorter than that of XLA's shortest form.
+Each pair of a token and an expert is a product of one row. It is divided as ``few_rows`` divides
+that product, over its share of the multiprocessors.  ``many_pairs_plan`` plans the kernel of
+many pairs.  The plan with the shortest predicted time (``predict``) is taken, if that is shorter
+than the time of XLA's shortest form.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Predicted, Reason, named_plan, shortest
 from pallas_kernels.experts import predict
+from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate, tile_plan
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
+from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.plan import row_plan as one_row_plan
 
 MOST_PAIRS = 512
 
@@ -33,29 +37,38 @@ class GroupedRowPlan(Predicted):
 
 
 def plan(
-    x: jax.Array, w: predict.Weight, n_pairs: int, activation: str | None
-) -> GroupedRowPlan | Reason:
-    """The kernel's plan for ``x[..., K]`` and ``w[E, N, K]``, or why it has none.
+    x: jax.Array, w: predict.Weight, n_pairs: int, gated: Gate | None
+) -> GroupedRowPlan | GroupedTilePlan | Reason:
+    """The plan of a kernel for ``x[..., K]`` and ``w[E, N, K]``, or why there is none.
 
     A Reason carries the plan if XLA's form is predicted to be shorter.
-    activation: of SwiGLU's gate, None without one.
     """
+    n_rows = math.prod(x.shape[:-1])
+    few = row_plan(x, w, n_pairs, gated)
+    many = tile_plan(x, w, n_pairs, gated)
+    is_inside = inner_gate(gated) is not None
+
+    def us(one: GroupedRowPlan | GroupedTilePlan) -> float:
+        form: predict.Form = "mosaic" if isinstance(one, GroupedRowPlan) else "tiles"
+        return predict.form_us(form, w, n_pairs, n_rows, is_inside)
+
+    return shortest([few, many], us, lambda: predict.xla_us(w, n_pairs, n_rows))
+
+
+def row_plan(
+    x: jax.Array, w: predict.Weight, n_pairs: int, gated: Gate | None
+) -> GroupedRowPlan | Reason:
+    """The plan of the kernel of few pairs, or why it has none."""
     if n_pairs > MOST_PAIRS:
-        return Reason(f"{n_pairs} pairs; the kernel takes up to {MOST_PAIRS}")
+        return Reason(f"{n_pairs} pairs; the kernel of few pairs takes up to {MOST_PAIRS}")
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
-    swiglu, activation = activation is not None, activation or "silu"
-    call = MatmulCall.of(row, one, jnp.float32, swiglu=swiglu, activation=activation)
-    divided = row_plan(call, short_chunk=True)
+    is_gated = inner_gate(gated) is not None
+    call = MatmulCall.of(row, one, jnp.float32, swiglu=is_gated)
+    divided = one_row_plan(call, short_chunk=True)
     found = named_plan(divided)
     if found is None:
         assert isinstance(divided, Reason)
         return divided
     assert isinstance(found, RowPlan)
-    found = dataclasses.replace(found, sms=max(1, gpu().sms // n_pairs))
-    n_rows = math.prod(x.shape[:-1])
-    return shortest(
-        [GroupedRowPlan(found, n_pairs)],
-        lambda _: predict.form_us("mosaic", w, n_pairs, n_rows),
-        lambda: predict.xla_us(w, n_pairs, n_rows),
-    )
+    return GroupedRowPlan(dataclasses.replace(found, sms=max(1, gpu().sms // n_pairs)), n_pairs)

@@ -3,10 +3,10 @@
     us = start + sum(costs * amounts)
 
 ``form_work`` says the amounts of a form.  Bytes count as microseconds of a copy at the device's
-rate, so a cost of 1 is a form that moves them as a copy does.  An H100 and an H200 took the same
-time where a form unpacks the int4 codes of chosen experts.  The multiprocessors bound that, and
-both cards have as many, so these bytes count at one rate on each.  ``device.Gpu.costs`` holds the
-costs, which ``benchmarks.kernels.experts_fit`` fits to measured times.
+rate. A form of cost 1 moves them as fast as a copy does.  An H100 and an H200 took the same time
+where a form unpacks the int4 codes of chosen experts.  The multiprocessors bound that, and both
+cards have as many, so these bytes count at one rate on each.  ``device.Gpu.costs`` holds the costs,
+which ``benchmarks.kernels.experts_fit`` fits to measured times.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import jax
 
 from pallas_kernels.device import gpu
 from pallas_kernels.experts.blocks import most_blocks
+from pallas_kernels.experts.many_pairs_plan import busiest_us, chosen_experts
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 XlaForm = Literal["gather", "blocks", "every"]
+Form = XlaForm | Literal["mosaic", "tiles"]
 XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "every")
 MOST_SUMS = 1 << 28  # bytes of the sums of all rows with all experts that "every" holds
 _UNPACK_RATE = 3.0e12  # bytes a second that stand for a cost of 1 where int4 codes are unpacked
@@ -69,25 +71,33 @@ def xla_us(w: Weight, n_pairs: int, n_rows: int) -> float:
     return form_us(shortest_form(w, n_pairs, n_rows), w, n_pairs, n_rows)
 
 
-def form_us(form: XlaForm | Literal["mosaic"], w: Weight, n_pairs: int, n_rows: int) -> float:
-    """Predicted microseconds of a form; "mosaic" is the kernel of few pairs."""
-    family, amounts = form_work(form, w, n_pairs, n_rows)
+def form_us(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = False) -> float:
+    """Predicted microseconds of a form; "mosaic" is the kernel of few pairs, "tiles" of many.
+
+    gated: whether a gate is in the kernel of many pairs.
+    """
+    family, amounts = form_work(form, w, n_pairs, n_rows, gated)
     cost = gpu().costs[family]
     return cost.start + sum(c * amount for c, amount in zip(cost.serial, amounts, strict=True))
 
 
-def form_work(form: XlaForm | Literal["mosaic"], w: Weight, n_pairs: int, n_rows: int) -> FormWork:
+def form_work(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = False) -> FormWork:
     """The amounts of a form's work, for ``w[E, out, in]``, so many pairs and rows of x.
 
     The kernel and "gather" read an expert for each pair.  "blocks" writes an expert's floats and
     reads them again once a block.  "every" does so once for all experts' codes; it reads a float
-    weight as it lies.
+    weight as it lies.  "tiles" reads an expert once, or takes as long as its busiest block.
     """
     n_experts, out, width = w.shape
     stored = tree_bytes(w) / n_experts  # of one expert
     floats = 2 * out * width
     if form in ("mosaic", "gather"):
         return FormWork(f"experts {form} {_codes(w)}", (_read_us(w, n_pairs * stored),))
+    if form == "tiles":
+        read = _copy_us(chosen_experts(n_experts, n_pairs) * stored)
+        sorted_rows = _copy_us(2 * 2 * n_pairs * width)
+        busiest = busiest_us(w, n_pairs, gated)
+        return FormWork(f"experts tiles {_codes(w)}", (max(read, busiest) + sorted_rows,))
     if form == "every":
         is_codes = isinstance(w, QTensor)
         read = n_experts * (stored + 2 * floats * is_codes)

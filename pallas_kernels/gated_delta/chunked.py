@@ -72,8 +72,11 @@ def chunked_forward(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``) of
-    ``gated_delta``'s operands, with a last axis for log_decay and beta."""
+    """Return (``o [B, T, H, Dv]``, final state, states ``[groups, B, H, Dk, Dv]``).
+
+    Operands are those of ``gated_delta``; log_decay and beta have a last axis.  The states are
+    those before each group.
+    """
     grouping = _grouping(q, v)
     groups = DeltaChunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
 

@@ -12,8 +12,8 @@ From a chunk's first state S and R = V - diag(exp(G)) K S they give
     o = scale diag(exp(G)) Q S + M R                        S <- exp(G_64) S + K'^T R
 
 This is the WY form with its inverse taken to the left.  fla multiplies X into V and K.  That leaves
-two products with the tokens between a state and the next, and rounds u = X R, whose errors add up
-where keys are parallel.  Here M and K' are formed once, from operands of 16 bits and more, and
+two products with the tokens between a state and the next. It also rounds u = X R, whose errors add
+up where keys are parallel.  Here M and K' are formed once, from operands of 16 bits and more, and
 their entries are small where keys are parallel.
 
 One block of one warpgroup per chunk and value head, several to an SM, one after the other:

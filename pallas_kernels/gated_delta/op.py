@@ -6,15 +6,15 @@ per row and head: the state decays, what the key finds in it is erased by the sh
 the value is written.  g = log_decay <= 0 is one number a head (Gated DeltaNet) or one a key channel
 (Kimi Delta Attention); zeros give DeltaNet.  Value head h reads key head h // (H // Hk).
 
-Contract: any log_decay from 0 to -inf, mixed within a row, beta from 0 to 1 (to 2, for negative
-eigenvalues), keys of length at most one however alike, at any length: finite, and equal to the
-recursion, values and gradients; no exponential of a positive number is taken anywhere.  State and
-gates are float32.  With longer keys than ``sqrt(2 / beta)`` the recursion itself may grow.
+Contract: values and gradients are finite and equal to the recursion, at any length. This holds for
+any log_decay from 0 to -inf, mixed within a row, and beta from 0 to 1 (to 2, for negative
+eigenvalues). Keys have a length of at most one and may be alike. The op never takes the exponential
+of a positive number.  State and gates are float32.  With longer keys than ``sqrt(2 / beta)`` the
+recursion itself may grow.
 
 Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked`` in XLA, ``gated_delta.kernel`` on
-Hopper), ``gated_delta_step`` is one step (``gated_delta.step``, ``gated_delta.step_kernel``), and
-``gated_delta.reference`` holds the recursion itself and the fully
-parallel form.
+Hopper). ``gated_delta_step`` is one step (``gated_delta.step``, ``gated_delta.step_kernel``).
+``gated_delta.reference`` holds the recursion itself and the fully parallel form.
 
 Gradients reach q, k, v, log_decay, beta and initial_state, from o and from the final state.  The
 backward pass recomputes from the inputs and the state before each group of chunks.  Where
@@ -87,31 +87,54 @@ def gated_delta(
     normalize_qk: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``o [B, T, H, Dv]`` in v's dtype, and the float32 state after the last token.
+    """Return the outputs of the gated delta rule for whole sequences, and the state after them.
 
-    The state is ``[B, H, Dk, Dv]``.
+    Parameters
+    ----------
+    q, k : [B, T, Hk, Dk]
+        float32, bfloat16 or float16; q, k and v have one dtype. Hk divides H.
+    v : [B, T, H, Dv]
+        The values.
+    log_decay : float [B, T, H] or [B, T, H, Dk]
+        Natural logarithm of the decay of each head, or of each key channel; from -inf to 0.
+        float32; 16-bit floats are cast to it.
+    beta : float [B, T, H]
+        Strength of each token's write, float32 or cast to it.
+    scale : float, optional
+        Factor of the output; Dk ** -0.5 by default.
+    initial_state : float32 [B, H, Dk, Dv], optional
+        State before the first token; zeros by default.
+    lengths : int32 [B], optional
+        Number of valid tokens of each row; T by default. Later tokens are padding and may hold
+        anything, even NaN: their output is 0, and they do not change the state.
+    segment_ids : int32 [B, T], optional
+        Ids of packed sequences. The state restarts from zero where the id changes. initial_state
+        belongs to a row's first segment, and the returned state to its last.
+    normalize_qk : bool
+        Whether q and k are first divided by their lengths, sqrt(sum of squares + 1e-6).
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
-    q, k: ``[B, T, Hk, Dk]``.  v: ``[B, T, H, Dv]``.  log_decay: ``[B, T, H]``, or
-        ``[B, T, H, Dk]`` for one decay a key channel.  beta: ``[B, T, H]``.
-    q, k, v: one dtype of float32, bfloat16, float16; Hk divides H.
-    log_decay: natural logarithm, <= 0, -inf allowed, float32 (16-bit is cast up), as beta is.
-    scale: of the output, Dk ** -0.5 by default.
-    initial_state: float32 ``[B, H, Dk, Dv]``, zeros by default.
-    lengths: int32 ``[B]``; tokens at t >= lengths[b] are padding: whatever they hold, NaN included,
-        o is 0 there and the state is that after token lengths[b] - 1.
-    segment_ids: int32 ``[B, T]`` for packed sequences: where the id differs from that of the token
-        before, the state starts again from zero.  initial_state belongs to a row's first segment,
-        the returned state to its last.
-    normalize_qk: q and k are first divided by their lengths, sqrt(sum of squares + 1e-6).
-    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+    Returns
+    -------
+    o : [B, T, H, Dv]
+        The outputs, in v's dtype.
+    state : float32 [B, H, Dk, Dv]
+        The state after the last valid token.
 
+    Raises
+    ------
+    ValueError
+        Names the operand whose shape or dtype does not fit. Also for a positive log_decay, unless
+        jit, grad or vmap hides its values; it is then used as it is.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, k, v, log_decay, beta, initial_state: its own backward |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError naming the argument for a wrong shape or dtype, and for a positive log_decay
-    where the array's values are known.  NotImplementedError when "mosaic" is asked for and has no
-    kernel for the call.
     """
     _check(
         "gated_delta",
@@ -151,16 +174,47 @@ def gated_delta_step(
     normalize_qk: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute one token; return ``o [B, H, Dv]`` in v's dtype, and the new state.
+    """Return the outputs of the gated delta rule for one token per row, and the new state.
 
-    q, k: ``[B, Hk, Dk]``.  v: ``[B, H, Dv]``.  log_decay: ``[B, H]`` or ``[B, H, Dk]``.
-    beta: ``[B, H]``.  state: float32 ``[B, H, Dk, Dv]``.  Donate it to have it updated in place.
+    Parameters
+    ----------
+    q, k : [B, Hk, Dk]
+        float32, bfloat16 or float16; q, k and v have one dtype. Hk divides H.
+    v : [B, H, Dv]
+        The values.
+    log_decay : float [B, H] or [B, H, Dk]
+        Natural logarithm of the decay of each head, or of each key channel; from -inf to 0.
+    beta : float [B, H]
+        Strength of the token's write.
+    state : float32 [B, H, Dk, Dv]
+        The state before the token. Donate it to have it updated in place.
+    scale : float, optional
+        Factor of the output; Dk ** -0.5 by default.
+    normalize_qk : bool
+        Whether q and k are first divided by their lengths, sqrt(sum of squares + 1e-6).
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    o : [B, H, Dv]
+        The outputs, in v's dtype.
+    state : float32 [B, H, Dk, Dv]
+        The state after the token.
+
+    Raises
+    ------
+    ValueError
+        Names the operand whose shape or dtype does not fit. Also for a positive log_decay, unless
+        jit, grad or vmap hides its values; it is then used as it is.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, k, v, log_decay, beta, state: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Arguments and errors as in ``gated_delta``.
     """
     _check(
         "gated_delta_step",

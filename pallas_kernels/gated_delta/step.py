@@ -1,7 +1,7 @@
 """One token of the gated delta rule in plain XLA.
 
-o is read from the decayed state and corrected by ``(q k) u``, so that the state is read once for
-both sums and written once.
+o is read from the decayed state and corrected by ``(q k) u``. So the state is read once for both
+sums and written once.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Everything is float32.  It is rounded where the separate ops round: behind the c
 q's and k's lengths, and behind o.  A row whose length is 0 stands still.
 
 The kernel computes one token, or several tokens of a draft that may be rejected.  For a draft it
-writes neither the state nor the last inputs, but the operands of ``gated_delta_commit``, which
-writes both for all layers in one launch.
+writes neither the state nor the last inputs. It writes the operands of ``gated_delta_commit``,
+which writes both for all layers in one launch.
 
 One block per (row, value head) of 128 value channels.  The state is in registers from the one read
 to the one write, as in ``step_kernel``.  The value heads of a key head all read its last inputs,

@@ -18,8 +18,8 @@ y = where(second half, q, k) * exp(its sum) gives the level's products as y y^T.
 
 The backward pass keeps the inputs and one state per *group* of chunks, and recomputes the rest
 group by group; memory is linear in T with a small constant.  The sums are linear in g, so their
-gradient is their transpose: each term of it carries the same exponent <= 0 as in the forward pass,
-and the gradient of log_decay at exp(g) = 0 is exactly 0.
+gradient is their transpose: each term has the same exponent <= 0 as in the forward pass. The
+gradient of log_decay at exp(g) = 0 is exactly 0.
 
 Sources: arXiv 2312.06635, section 4; the tree replaces its secondary chunking.
 """

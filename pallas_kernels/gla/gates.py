@@ -16,7 +16,7 @@ products for every element and block size s = 1, 2, 4 .. 64:
 Pair (i, j) belongs to the level s at which i is in the second and j in the first half of one
 2s-block.  There exp(b_i - b_j) = p_i t_j.  Every factor is a product of numbers in [0, 1]: nothing
 can overflow, log_decay = -inf is a plain 0, and each element takes one exponential.  On level s a
-row is either a query row or a key row, so one operand y = q p or k t serves both sides of y y^T.
+row is either a query row or a key row. So one operand y = q p or k t serves both sides of y y^T.
 
 A warp owns 16 rows, and a lane has two columns of them.  So on levels 1 .. 8 the tree joins
 registers of one thread.  y goes to shared memory and comes back through ldmatrix, and mma.m16n8k16

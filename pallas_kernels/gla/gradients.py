@@ -13,7 +13,7 @@ Both times it is G[i, j] y_i y_j with the same rounded y.  So it cancels to floa
 gate at t makes dg_t tiny beside q dq.
 
 The binary tree of ``gla.gates`` keeps out every exponential.  On level s a row is a query row with
-factor f = p or a key row with f = t, and y = f q or f k.  With the symmetric G = dA + dA^T
+factor f = p or a key row with f = t. Its y is f q or f k.  With the symmetric G = dA + dA^T
 (diagonal left out) one product per level serves both gradients:
 
     Z = (G on level-s pairs) y        dq += f Z on query rows,  dk += f Z on key rows

@@ -11,11 +11,11 @@ The kernel joins two known designs, "store chunk states and scan" and "loop insi
 loop runs inside the kernel over a segment of chunks.  ``segments_for`` picks the number of segments
 of a row, so that value blocks x heads x rows x segments just fits the GPU's SMs.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length;
-Dk in 64, 128, 256, and 512 as two heads of 256 whose answers are added; Dv a multiple of 64, padded
-here with channels of zeros to one of 128 where it is none (``gla_step`` takes multiples of 128
-only).  Everything is read and written in [B, T, H, D].  A reset inside a row (packed sequences) is
-log_decay = -inf at the first token of the new segment.
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length. Dk is 64,
+128 or 256, or 512 as two heads of 256 whose answers are added. Dv is a multiple of 64, which
+channels of zeros fill up to one of 128 (``gla_step`` takes multiples of 128 only).  Everything is
+read and written in [B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at
+the first token of the new segment.
 
 Memory's floor for the two forward passes is 0.343 ms at (8, 4096, 16, 128, 128).  Result: 0.407 ms
 on one H200, forward and backward 1.521; errors against the float64 recurrence: o 3.7e-3, state

@@ -2,15 +2,16 @@
 
     S_t = exp(g_t)[:, None] * S_{t-1} + k_t v_t^T        o_t = scale * q_t S_t
 
-per row and head, with g = log_decay <= 0 one number per key channel.  Contract: any log_decay from
-0 to -inf, mixed within a row, at any length: finite, and equal to the recursion, values and
-gradients; no exponential of a positive number is taken anywhere.  State and gates are float32.
+per row and head, with g = log_decay <= 0 one number per key channel.  Contract: values and
+gradients are finite and equal to the recursion, for any log_decay from 0 to -inf, mixed within a
+row, at any length. The op never takes the exponential of a positive number.  State and gates are
+float32.
 
-Forms: ``gla`` is chunkwise (``gla.chunked`` in XLA, ``gla.kernel`` on Hopper), ``gla_step`` is one
-step of the recursion, and ``gla.reference`` holds the recursion itself and the fully parallel form.
+Forms: ``gla`` is chunkwise (``gla.chunked`` in XLA, ``gla.kernel`` on Hopper). ``gla_step`` is one
+step of the recursion. ``gla.reference`` holds the recursion itself and the fully parallel form.
 
 Gradients reach q, k, v, log_decay and initial_state, from o and from the final state.  The backward
-pass recomputes from the inputs and a state every 64 tokens or more, so memory is linear in T with
+pass recomputes from the inputs and a state every 64 tokens or more. So memory is linear in T, with
 no Dk * Dv factor per token.  Where exp(g) = 0 the gradient of log_decay is 0.
 
 Source: arXiv 2312.06635.  Left out: gates on value channels.
@@ -70,31 +71,53 @@ def gla(
     chunk: int = 64,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return ``o [B, T, H, Dv]`` in v's dtype, and the state after the last token or None.
+    """Return the outputs of Gated Linear Attention for whole sequences, and the state after them.
 
-    The state is float32 ``[B, H, Dk, Dv]``; it is None unless ``return_state``.
+    Parameters
+    ----------
+    q, k : [B, T, H, Dk]
+        float32, bfloat16 or float16; q, k and v have one dtype.
+    v : [B, T, H, Dv]
+        The values.
+    log_decay : float [B, T, H, Dk]
+        Natural logarithm of the decay, from -inf to 0. float32; 16-bit floats are cast to it.
+    scale : float, optional
+        Factor of the output; Dk ** -0.5 by default.
+    initial_state : float32 [B, H, Dk, Dv], optional
+        State before the first token; zeros by default.
+    lengths : int32 [B], optional
+        Number of valid tokens of each row; T by default. Later tokens are padding and may hold
+        anything, even NaN: their output is 0, and they do not change the state.
+    segment_ids : int32 [B, T], optional
+        Ids of packed sequences. The state restarts from zero where the id changes. initial_state
+        belongs to a row's first segment, and the returned state to its last.
+    return_state : bool
+        Whether to return the state.
+    chunk : int
+        Tokens of a chunk in the XLA form, a power of two.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
-    q, k, log_decay: ``[B, T, H, Dk]``.  v: ``[B, T, H, Dv]``.
-    q, k, v: one dtype of float32, bfloat16, float16.  log_decay: natural logarithm, <= 0, -inf
-        allowed, float32 (16-bit is cast up).
-    scale: of the output, Dk ** -0.5 by default.
-    initial_state: float32 ``[B, H, Dk, Dv]``, zeros by default.
-    lengths: int32 ``[B]``; tokens at t >= lengths[b] are padding: whatever they hold, NaN included,
-        o is 0 there and the state is that after token lengths[b] - 1.
-    segment_ids: int32 ``[B, T]`` for packed sequences: where the id differs from that of the token
-        before, the state starts again from zero.  initial_state belongs to a row's first segment,
-        the returned state to its last.
-    chunk: tokens per chunk of the XLA form, a power of two.
-    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+    Returns
+    -------
+    o : [B, T, H, Dv]
+        The outputs, in v's dtype.
+    state : float32 [B, H, Dk, Dv] or None
+        The state after the last valid token. None without ``return_state``.
 
+    Raises
+    ------
+    ValueError
+        Names the operand whose shape or dtype does not fit. Also for a positive log_decay, unless
+        jit, grad or vmap hides its values; it is then used as it is.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, k, v, log_decay, initial_state: a backward of its own |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError naming the argument for a wrong shape or dtype, and for a positive log_decay
-    where the array's values are known; under jit, grad and vmap they are not, and a positive
-    log_decay is then taken as it is.  NotImplementedError when "mosaic" is asked for and has no
-    kernel for the call.
     """
     check(
         "gla",
@@ -134,14 +157,43 @@ def gla_step(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token: ``q, k, log_decay [B, H, Dk]``, ``v [B, H, Dv]``, float32 ``state [B, H, Dk, Dv]``
-    -> (``o [B, H, Dv]`` in v's dtype, new state).  Donate the state to have it updated in place.
+    """Return the outputs of Gated Linear Attention for one token per row, and the new state.
 
+    Parameters
+    ----------
+    q, k : [B, H, Dk]
+        float32, bfloat16 or float16; q, k and v have one dtype.
+    v : [B, H, Dv]
+        The values.
+    log_decay : float [B, H, Dk]
+        Natural logarithm of the decay, from -inf to 0.
+    state : float32 [B, H, Dk, Dv]
+        The state before the token. Donate it to have it updated in place.
+    scale : float, optional
+        Factor of the output; Dk ** -0.5 by default.
+    implementation : "xla", "mosaic", "cpu" or None
+        See ``pallas_kernels.dispatch``.
+
+    Returns
+    -------
+    o : [B, H, Dv]
+        The outputs, in v's dtype.
+    state : float32 [B, H, Dk, Dv]
+        The state after the token.
+
+    Raises
+    ------
+    ValueError
+        Names the operand whose shape or dtype does not fit. Also for a positive log_decay, unless
+        jit, grad or vmap hides its values; it is then used as it is.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, k, v, log_decay, state: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Arguments and errors as in ``gla``.
     """
     check("gla_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, state=state)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)

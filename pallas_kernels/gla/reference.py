@@ -7,9 +7,9 @@ form without a recursion, which the chunkwise form uses inside a chunk: with
 
     o = scale * ((q * exp(b)) S_0 + P v),    P_ij = sum_d q_id k_jd exp(b_id - b_jd)  for j <= i
 
-and b the running sum of g.  The difference b_i - b_j is never formed from two large sums (-1e4
-would swallow what stands beside it, and -inf minus -inf is no number): it is the sum of g over
-j+1..i.
+and b the running sum of g.  The difference b_i - b_j is the sum of g over j+1..i. It is never
+formed from two large sums: -1e4 would swallow small numbers beside it, and -inf minus -inf is no
+number.
 
 Source: arXiv 2312.06635, equations 3 and 4.  Shapes, ``lengths`` and ``segment_ids`` as in
 ``pallas_kernels.gla.op.gla``.  Left out: speed, and memory for long sequences.

@@ -20,8 +20,8 @@ to its column of o and writes it back to the same place.  One block per (row, he
 channels, or 64 where there are few heads).  A warp takes Dk / warps rows of S, 16 bytes per lane at
 a time, a batch of them in flight.  The warps' partial rows of o meet in shared memory.  The norm is
 over all value channels of a head, whose blocks are a cluster.  Each block sends its sum of squares
-to all (st.async, counted by a barrier), so that no block waits for the stores of the state.  Before
-Hopper, which has no clusters, the kernel ends with o, and XLA computes norm and gate.
+to all (st.async, counted by a barrier), so that no block waits for the stores of the state.
+Without clusters the kernel ends with o, and ``head_norm_kernel`` is a second kernel: the same bits.
 
     all: first batch of S -> L2 | the kernel before has ended
     warps: first batch of S in flight | q, k, decay -> smem | barrier
@@ -48,6 +48,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND
+from pallas_kernels.gla.head_norm_kernel import gated_norm
 from pallas_kernels.gla.step_registers import (
     BATCH,
     GlaStepLayout,
@@ -212,8 +213,10 @@ def gla_token(
         out = (jax.ShapeDtypeStruct((b * tokens, h, dv), jnp.float32),)
 
     def finished(o: jax.Array) -> jax.Array:
-        gate = streams[4][:, starts[4] : starts[4] + h * dv] if len(streams) > 4 else None
-        return o if is_normed else _gated_norm(o, norm, eps, gate, dtype)
+        if is_normed:
+            return o
+        gate, start = (streams[4], starts[4]) if len(streams) > 4 else (None, 0)
+        return gated_norm(o, norm, gate, start=start, eps=eps, columns=plan.columns)
 
     if keeps:
         kept = ((dk, dtype), (dv, dtype), (dk, jnp.float32))
@@ -222,17 +225,6 @@ def gla_token(
         return finished(o), *kept
     (o,), state = _call(shape, operands, b, out)
     return finished(o), state
-
-
-def _gated_norm(
-    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, dtype: jnp.dtype
-) -> jax.Array:
-    """The layer's end as XLA has it, for o ``[rows, H, Dv]`` of blocks that are no cluster."""
-    y = o * jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
-    y = y * weight.astype(jnp.float32)
-    if gate is not None:
-        y = y * jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
-    return y.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

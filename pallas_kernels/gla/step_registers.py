@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, layer_address, packed, silu
+from pallas_kernels.fused_parts import floats, layer_address, packed
+from pallas_kernels.gla.head_norm_kernel import finished, norm_factor, squares
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
@@ -367,25 +368,14 @@ class GlaStepLayout:
         self, outs: list[list[Value]], weight: list[Value], gates: list[list[Value] | None]
     ):
         """Norm and gate of the lane's columns of this warp's tokens."""
-        squares = []
-        for o in outs:
-            total = p.cf(0.0)
-            for x in o:
-                total = p.fma(x, x, total)
-            for distance in (16, 8, 4, 2, 1):
-                if distance < self.lanes:
-                    total = arith.addf(total, p.shuffle_xor(total, distance))
-            squares.append(total)
-        if self.shape.blocks > 1:
-            squares = self.over_blocks(squares)
-        done = []
-        for o, total, gate in zip(outs, squares, gates, strict=True):
-            factor = p.rsqrt(p.fma(total, p.cf(1.0 / self.shape.dv), p.cf(self.shape.eps)))
-            y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
-            if gate is not None:
-                y = [arith.mulf(x, silu(g)) for x, g in zip(y, gate, strict=True)]
-            done.append(y)
-        return done
+        shape = self.shape
+        totals = [squares(o, self.lanes) for o in outs]
+        if shape.blocks > 1:
+            totals = self.over_blocks(totals)
+        return [
+            finished(o, norm_factor(total, shape.dv, shape.eps), weight, gate)
+            for o, total, gate in zip(outs, totals, gates, strict=True)
+        ]
 
     def over_blocks(self, squares: list[Value]) -> list[Value]:
         """All are sent before any is waited for: they share a barrier."""

@@ -4,9 +4,9 @@
 
 The tile kernel (``matmul.few_rows.tile``) of weights that lie in different places.
 GLA's projections then cost one launch, with neither a second copy of the codes nor another
-parameter tree.  Neighbours that are stored alike come out side by side in one array.  Weights of
-another form, such as a low-rank projection that stays in floats beside quantized ones, are taken by
-blocks of their own, if they are small.
+parameter tree.  Neighbours that are stored alike come out side by side in one array.  Small weights
+of another form have blocks of their own. An example is a low-rank projection that stays in floats
+beside quantized ones.
 
 Leaves out: bias, residual and SwiGLU; more than 16 rows; several large weights of different forms.
 There is no XLA form: where ``find_plan`` has none, callers take one product after the other.

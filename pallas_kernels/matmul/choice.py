@@ -20,14 +20,21 @@ from pallas_kernels.matmul import predict
 from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
+from pallas_kernels.matmul.mid_rows import plan as mid_rows
 from pallas_kernels.qtensor import QTensor
 
-KernelPlan = few_rows.RowPlan | few_rows.TilePlan | many_rows.PairTile | many_rows.WeightTile
+KernelPlan = (
+    few_rows.RowPlan
+    | few_rows.TilePlan
+    | mid_rows.MidTile
+    | many_rows.PairTile
+    | many_rows.WeightTile
+)
 
 
 def plans(call: MatmulCall) -> list[KernelPlan | Reason]:
     """Return the plan or reason of every kernel for a call on a GPU."""
-    return [*few_rows.plans(call), many_rows.plan(call)]
+    return [*few_rows.plans(call), mid_rows.plan(call), many_rows.plan(call)]
 
 
 def plan(call: MatmulCall) -> Plan | Reason:
@@ -67,6 +74,11 @@ def run(
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
         return kernel.matmul(x, w, **fused, out_dtype=call.out, eps=call.eps, **gated, plan=plan)
+    if isinstance(plan, mid_rows.MidTile):
+        from pallas_kernels.matmul.mid_rows import kernel
+
+        assert isinstance(w, QTensor)
+        return kernel.matmul(x, w, bias, call.out, plan)
     assert isinstance(plan, many_rows.PairTile | many_rows.WeightTile)
     from pallas_kernels.matmul.many_rows import kernel
 

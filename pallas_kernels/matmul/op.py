@@ -22,17 +22,17 @@ activation is one kernel, float32 from the product to the only rounding.  Elsewh
 after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x may have a
 low-rank term (LoRA).  With up to 64 rows the product's kernel computes that term.
 
-The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of x)
-and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so loading a
-model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own layout, a
-``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits by blocks
-of 32.
+The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of
+x), ``mid_rows`` and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain
+layout, so loading a model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own
+layout, a ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits
+by blocks of 32.
 
-Gradients: for float x, with respect to x, bias, w.scale of floats of 16 bits or more, w.unit, a
-floating w.zero (or a plain w) and the fused operands; for QTensor x, with respect to both scales
-and bias.  Codes get none.  On an accelerator, the gradient of x is one product with the dequantized
-weight, in blocks of 512 MiB if it is larger.  Its operands have x's dtype and its sums are float32.
-On a CPU it goes by tiles, in float32.
+Gradients: a float x has them for x, bias, w.scale of floats of 16 bits or more, w.unit, a floating
+w.zero (or a plain w) and the fused operands. A QTensor x has them for both scales and bias.  Codes
+get none.  On an accelerator, the gradient of x is one product with the dequantized weight, in
+blocks of 512 MiB if it is larger.  Its operands have x's dtype and its sums are float32. On a CPU
+it goes by tiles, in float32.
 
 Leaves out: mixed pairs of dtypes other than with int4; scales that vary along K for quantized x; a
 residual after SwiGLU in one kernel.
@@ -66,7 +66,7 @@ from pallas_kernels.matmul import choice, operands
 from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
-from pallas_kernels.operands import FLOATS, check
+from pallas_kernels.operands import FLOATS, check, dtype_name
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
@@ -163,33 +163,62 @@ def quantized_matmul(
     low_rank: LowRankTerm | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
+    """Return ``x`` times ``w`` transposed, with optional steps before and after the product.
 
-    bias: ``[N]``, added in float32 before the only cast.
-    out_dtype: x's dtype for float x; for a QTensor x the dtype of w.scale if that is 16 bits wide
-        (the compute dtype of a checkpoint), else float32.
-    norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
-    residual: of the result's shape and dtype, added last.
-    activation: "relu", "gelu", "gelu_tanh" (its approximation) or "silu" of the product with its
-        bias.  No kernel has one: the product comes in out_dtype, XLA computes the activation of it
-        in float32 and casts again.  ``explain`` says so in a line of its own.
-    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``,
-        with "silu" by default, "gelu" or "gelu_tanh".
-    pending: float32 or of x's dtype, of x's shape, to be added to x before the norm; the result is
-        then a pair, with the sum in x's dtype.
-    low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
-        factors ``[N_s, R]``), where the N_s rows of w from source to source get
-        ``inner[..., s R : s R + R] @ second[s].T``.  ``rows.low_rank`` makes inner.
+    Parameters
+    ----------
+    x : float or QTensor [..., K]
+        The rows. float32, bfloat16 or float16, or codes of ``quantize_tokens``.
+    w : float, QTensor or CpuWeight [N, K]
+        The weight.
+    bias : float [N], optional
+        Added in float32 before the only cast.
+    out_dtype : data-type, optional
+        Float dtype of the result. The default is x's. For a QTensor x it is the dtype of w.scale if
+        that has 16 bits, else float32.
+    norm : (float [K], float), optional
+        Weight and epsilon of an RMSNorm of x that comes first.
+    residual : [..., N], optional
+        Added last. It has the result's shape and dtype.
+    swiglu : bool
+        The rows of w are gate, then up. The result is ``activation(gate) * up``, ``[..., N / 2]``.
+    activation : str, optional
+        "relu", "gelu", "gelu_tanh" (its approximation) or "silu" of the product with its bias. With
+        ``swiglu`` the gate's: "silu" by default, "gelu" or "gelu_tanh".
+    pending : [..., K], optional
+        Added to x before ``norm``; float32 or x's dtype.
+    low_rank : (float [..., S R], S factors [N_s, R]), optional
+        With a QTensor x, added in float32 before the cast. The N_s rows of w from source s get
+        ``inner[..., s R : s R + R] @ second[s].T``. ``rows.low_rank`` makes inner.
+    implementation : "xla", "mosaic", "cpu" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    Array [..., N], or [..., N / 2] with ``swiglu``
+        The result in out_dtype. With ``pending`` a pair: the result, and the sum of x and pending
+        in x's dtype.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
-    Raises ValueError for shapes or dtypes that do not go together and for another activation,
-    NotImplementedError for ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers it.
+    No kernel has an activation without ``swiglu``. The product is then cast to out_dtype, and XLA
+    computes the activation in float32 and casts again. ``explain`` shows this.
     """
     if out_dtype is None:
         out_dtype = _codes_result(x, w) if isinstance(x, QTensor) else x.dtype
+    else:
+        out_dtype = dtype_name(_OP, "out_dtype", out_dtype, FLOATS)
     around = Around(
         jnp.dtype(out_dtype), bias, norm, residual, pending, swiglu, activation, low_rank
     )
@@ -372,8 +401,7 @@ def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     gamma, residual, pending = around.arrays
     fused = {"bias": around.bias, "norm's weight": gamma, "pending": pending, "residual": residual}
     check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
-    if around.out.name not in FLOATS:
-        raise ValueError(f"{_OP}: out_dtype {around.out} is not a float")
+    dtype_name(_OP, "out_dtype", around.out, FLOATS)
     if isinstance(x, QTensor):
         is_fused = around.norm is not None or around.residual is not None or around.swiglu
         operands.check_codes(x, w, is_fused)

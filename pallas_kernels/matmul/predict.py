@@ -31,6 +31,8 @@ from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
+from pallas_kernels.matmul.mid_rows import plan as mid_rows
+from pallas_kernels.matmul.mid_rows.plan import MidTile
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import HasShape
@@ -57,7 +59,7 @@ def predicted_us(work: MatmulWork) -> float:
 # --- kernels -------------------------------------------------------------------------------------
 
 
-_Plan = RowPlan | TilePlan | PairTile | WeightTile
+_Plan = RowPlan | TilePlan | MidTile | PairTile | WeightTile
 
 
 def kernel_us(plan: _Plan, call: MatmulCall) -> float:
@@ -77,6 +79,8 @@ def kernel_work(plan: _Plan, call: MatmulCall) -> MatmulWork:
         return _row(plan, call)
     if isinstance(plan, TilePlan):
         return _tile(plan, call)
+    if isinstance(plan, MidTile):
+        return _mid(plan, call)
     return _pair(plan, call) if isinstance(plan, PairTile) else _weight(plan, call)
 
 
@@ -95,6 +99,13 @@ def _tile(plan: TilePlan, call: MatmulCall) -> MatmulWork:
     serial = normed, normed * x, x, float(plan.split > 1)
     shared = _megabytes(call), busiest, busiest * plan.n_tiles
     return MatmulWork(f"tile {_codes(call)}{fold}", serial, shared)
+
+
+def _mid(plan: MidTile, call: MatmulCall) -> MatmulWork:
+    scheme = mid_rows.scheme_of(call)
+    clocks = mid_rows.compute_work(plan, call.m, call.n, call.k, scheme, gpu())
+    shared = _megabytes(call), clocks
+    return MatmulWork(scheme.family, mid_rows.sum_work(plan, call.m, call.n), shared)
 
 
 def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:

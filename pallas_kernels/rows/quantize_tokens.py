@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
-from pallas_kernels.operands import check
+from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -30,23 +30,40 @@ def quantize_tokens(
     scale: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> QTensor:
-    """``x[..., D]`` as codes of ``dtype`` (int8, float8_e4m3fn) and a float32 scale per row.
+    """Return ``x`` as codes, with a float32 scale for each row.
 
-    scale: a float32 scalar, every row's scale; by default each row has its own.  Values beyond the
-        range of the scale are clipped.
-    implementation: "xla", "mosaic", or None for the kernel where it is the faster one.
+    Parameters
+    ----------
+    x : float [..., D]
+        float32, bfloat16 or float16.
+    dtype : "int8" or "float8_e4m3fn"
+        Dtype of the codes.
+    scale : float scalar, optional
+        Scale of every row; values beyond its range are clipped. By default each row has a scale for
+        its largest magnitude.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    QTensor
+        Codes ``[..., D]`` and scales ``[..., 1]``.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | x, through the scales (and 8-bit floats): the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
-    kernel that is not there.
     """
     check("quantize_tokens", _OPERANDS, x=x, scale=scale)
-    codes = jnp.dtype(dtype).name
-    if codes not in ("int8", "float8_e4m3fn"):
-        raise ValueError(f"quantize_tokens: dtype {codes!r} is not int8 or float8_e4m3fn")
+    codes = dtype_name("quantize_tokens", "dtype", dtype, ROW_CODES)
     if scale is not None:
         rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
         return QTensor(to_codes(x.astype(jnp.float32) / rows, codes), rows)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
-from pallas_kernels.operands import FLOATS, check
+from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -96,25 +96,47 @@ def rms_norm(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]:
-    """Normalise the last axis of ``x[..., D]`` with ``weight[D]``.
+    """Return the RMSNorm of ``x``, or of ``x + residual``, over the last axis.
 
-    residual: added first; the sum (x's dtype) is returned as a second value.
-    quantize: int8 or float8_e4m3fn; y is then a QTensor with one float32 scale per row.
-    out_dtype: of y, x's by default; without effect on a quantized y.
-    implementation: "xla", "mosaic", or None for the kernel where it is the faster one.
+    Parameters
+    ----------
+    x : float [..., D]
+        float32, bfloat16 or float16.
+    weight : float [D]
+        Factor of each feature.
+    eps : float
+        Number that is added to the mean square.
+    residual : x's dtype [..., D], optional
+        Added to x first.
+    quantize : "int8" or "float8_e4m3fn", optional
+        Dtype of codes to return in place of floats.
+    out_dtype : data-type, optional
+        Float dtype of the result; x's by default. It has no effect with ``quantize``.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    float [..., D], or QTensor with ``quantize``
+        The QTensor has one float32 scale for each row. With ``residual`` the result is a pair:
+        this, and the sum in x's dtype.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | x, residual, weight: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
-    kernel that is not there.
     """
     check("rms_norm", _OPERANDS, x=x, weight=weight, residual=residual)
-    codes = None if quantize is None else jnp.dtype(quantize).name
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    if out not in FLOATS:
-        raise ValueError(f"rms_norm: out_dtype {out} is not a float")
+    codes = None if quantize is None else dtype_name("rms_norm", "quantize", quantize, ROW_CODES)
+    out = dtype_name("rms_norm", "out_dtype", x.dtype if out_dtype is None else out_dtype, FLOATS)
     find = functools.partial(plan, "norm", x, codes or out, weight, residual, float(eps))
     found = choose_plan("rms_norm", implementation, find, x, residual, weight)
     call = _Call(float(eps), codes, out), found

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
-from pallas_kernels.operands import check
+from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -35,23 +35,39 @@ def swiglu(
     quantize: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QTensor:
-    """``gate_up[..., 2F]`` holds gate then up; returns ``silu(gate) * up`` of shape ``[..., F]``.
+    """Return ``silu(gate) * up``, computed in float32.
 
-    Computed in float32, cast once to gate_up's dtype, or quantized (int8, float8_e4m3fn) to a
-    QTensor with one float32 scale per row.
-    implementation: "xla", "mosaic", or None for the kernel where it is the faster one.
+    Parameters
+    ----------
+    gate_up : float [..., 2F]
+        The gate's features, then up's. float32, bfloat16 or float16.
+    quantize : "int8" or "float8_e4m3fn", optional
+        Dtype of codes to return in place of floats.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
+    Returns
+    -------
+    float [..., F], or QTensor with ``quantize``
+        Floats have gate_up's dtype. The QTensor has one float32 scale for each row.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | gate_up: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
-    Raises ValueError for another dtype or an odd last axis, NotImplementedError for a kernel that
-    is not there.
     """
     width = check("swiglu", {"gate_up": "float [..., 2F+]"}, gate_up=gate_up)["2F"]
     if width % 2:
         raise ValueError(f"swiglu: the last axis of gate_up {gate_up.shape} is not gate and up")
-    codes = None if quantize is None else jnp.dtype(quantize).name
+    codes = None if quantize is None else dtype_name("swiglu", "quantize", quantize, ROW_CODES)
     found = choose_plan("swiglu", implementation, lambda: _plan(gate_up, codes), gate_up)
     return _swiglu(chosen(found, implementation), (codes, found), gate_up)
 

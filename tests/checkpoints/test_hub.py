@@ -111,9 +111,10 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "nobody-knows",
             "unknown model 'nobody-knows': tried names with published weights "
-            "(smollm2-135m, gla-1.3b), presets (bare-preset",
+            "(smollm2-135m, gla-1.3b), presets (jaxllama doctor lists them), a directory",
         ),
-        ("a/b/c", "unknown model 'a/b/c'"),
+        ("bare-presets", "\"org/name\"; did you mean 'bare-preset'?"),
+        ("a/b/c", "a/b/c: no such file or directory"),
     ],
     ids=lambda value: value[:20],
 )

@@ -397,6 +397,8 @@ def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
         path.write_text(text)
         status, out, error = run("eval", "--text", str(path), "--window", "16")
         assert out.endswith(f" over {counted}") and error.count("note: too few tokens") == noted
+    _, out, _ = run("eval", "--text", str(path), "--window", "16", "--reference", model)
+    assert re.search(r"perplexity [+-]0\.0%, KL 0\.0000 nats, top-1 100\.0%\n$", out)
     path.write_text("The quick brown fox jumps over the lazy dog.")
     report = tmp_path / "report.json"
     words = ("--texts", str(tmp_path), "--reference", model, "--window", "16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import numpy as np
 import pytest
@@ -77,6 +79,11 @@ def test_new_weights_give_the_tokens_of_their_model(cfg, scheme):
     for seed in range(8):
         engine.update_params(params if seed % 2 else tree(cfg, 0, scheme))
         answers(engine, f"e{seed}")
+    # Floats are quantized on the way.
+    engine.update_params(tree(cfg, 0))
+    assert answers(engine, "f")[0] == before
+    engine.update_params(tree(cfg, 1))
+    assert answers(engine, "g")[0] == after
     assert engine.stats().compilations == 0
     pages = engine.runner.pages
     assert pages.used == 0 and len(pages._roots) <= pages.count
@@ -94,13 +101,12 @@ def test_other_weights_are_refused_and_the_old_ones_stay():
         (fewer, "'norm' is missing"),
         (more, r"the model has no \['more'\]"),
         (wider, r"\['layer_0'\].* is .*, not "),
-        (tree(), "quantize new weights as the model's are"),
     ):
         with pytest.raises(JaxLlamaError, match=message):
             engine.update_params(wrong)
     assert answers(engine, "b")[0] == before
     adapted = Engine(model(), max_slots=1, max_len=32, lora_slots=1)
-    with pytest.raises(JaxLlamaError, match="a model with adapters keeps its weights"):
+    with pytest.raises(JaxLlamaError, match="an engine with lora_slots keeps its weights"):
         adapted.update_params(tree())
 
 
@@ -123,6 +129,7 @@ def test_rollouts_are_the_samples_with_the_models_own_log_probabilities():
     own = np.take_along_axis(scores[:, :-1], found.tokens[:, 1:, None].astype(int), -1)[..., 0]
     np.testing.assert_allclose(found.logprobs, own * found.answers, atol=2e-5)
     assert len({tuple(row) for row in found.tokens.tolist()}) > 2  # seeds differ
+    np.testing.assert_allclose(jl.rescore(engine, found), found.logprobs, atol=1e-5)
     again = jl.rollout(engine, PROMPTS, n=3, sampling=sampling, max_new_tokens=8, seed=7)
     np.testing.assert_array_equal(again.tokens, found.tokens)
     other = jl.rollout(engine, PROMPTS, n=3, sampling=sampling, max_new_tokens=8, seed=8)
@@ -140,3 +147,41 @@ def test_rollouts_are_the_samples_with_the_models_own_log_probabilities():
 def test_wrong_arguments(options, message):
     with pytest.raises(JaxLlamaError, match=message):
         jl.rollout(None, PROMPTS, **options)
+
+
+def held():
+    """Bytes of jax's arrays."""
+    gc.collect()
+    return sum(leaf.nbytes for leaf in jax.live_arrays())
+
+
+def test_a_sleeping_engine_frees_its_memory_and_wakes_as_it_was():
+    engine = engine_of(model())
+    before, _ = answers(engine, "a")
+    assert answers(engine, "b")[1][0] > 0
+    programs, cache = engine.runner.compiled_programs(), engine.runner.slots.cache
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.lm.params))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+    del cache
+    awake = held()
+    for kind, freed in (("keep", size), ("host", size + weights), ("drop", size + weights)):
+        engine.sleep(kind)
+        assert held() <= awake - freed
+        with pytest.raises(JaxLlamaError, match="the engine sleeps: wake it first"):
+            engine.submit(Request("b", (1,), 1), print)
+        with pytest.raises(JaxLlamaError, match="the engine sleeps already"):
+            engine.sleep()
+        if kind == "drop":
+            with pytest.raises(JaxLlamaError, match="the weights were dropped"):
+                engine.wake()
+            engine.update_params(tree(seed=0))
+        engine.wake()
+        assert answers(engine, kind) == (before, [0, 0])  # no prefix of the freed cache is found
+    assert engine.runner.compiled_programs() == programs
+    with pytest.raises(JaxLlamaError, match="the engine does not sleep"):
+        engine.wake()
+    engine.submit(Request("c", (1,), 2), lambda event: None)
+    with pytest.raises(JaxLlamaError, match="requests are in flight"):
+        engine.sleep()
+    with pytest.raises(JaxLlamaError, match="allowed are keep, host and drop"):
+        engine.sleep("all")

@@ -1,7 +1,8 @@
 """Write llama.npz: transformers' answers for every case of ``parity_cases``, and a table of ours
 beside them.
 
-    python tests/golden/make_llama_golden.py        (torch 2.13.0 CPU, transformers 5.23.0)
+    python tests/golden/make_llama_golden.py          (torch 2.13.0 CPU, transformers 5.23.0)
+    python tests/golden/make_llama_golden.py gemma    the cases gemma and gemma-*; the others stay
 
 The file holds logits at a few positions and greedy tokens only; weights and inputs are made anew
 from seeds by the tests.  The table is that of ``docs/rooms/checkpoints.md``: the largest error
@@ -21,8 +22,15 @@ from tests.model.test_parity import ours, relative_error  # noqa: E402
 
 
 def main() -> None:
+    asked = sys.argv[1:]
+    chosen = [c for c in CASES if not asked or any(f"{c}-".startswith(f"{a}-") for a in asked)]
+    if not chosen:
+        raise SystemExit(f"CASES has none of {', '.join(asked)}")
     arrays = {}
-    for name in CASES:
+    if len(chosen) < len(CASES):
+        with np.load(GOLDEN) as kept:
+            arrays = {key: kept[key] for key in kept if key.rpartition("/")[0] in CASES}
+    for name in chosen:
         answer = reference(name)
         arrays[f"{name}/logits"] = answer.logits[SCORED]
         arrays[f"{name}/greedy"] = answer.greedy.astype(np.uint8)

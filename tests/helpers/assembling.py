@@ -21,6 +21,7 @@ from unittest import mock
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
 
 import jax
 from jax.experimental import topologies
@@ -45,12 +46,16 @@ WHEELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Assembled:
-    """registers: of a thread.  spilled: bytes that a thread stores.  shared: bytes of a block."""
+    """registers: of a thread.  spilled: bytes that a thread stores.  shared: bytes of a block.
+
+    contracted: multiplications and additions of float32 that the assembler may contract.
+    """
 
     kernel: str
     registers: int
     spilled: int
     shared: int
+    contracted: int
 
 
 def description(arch: Architecture) -> str:
@@ -82,6 +87,9 @@ KERNEL = re.compile(
     r"entry function '(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
     re.DOTALL,
 )
+_PTX = re.compile(r"^\.visible \.entry (\w+?)_mosaic_gpu_kernel(.*?)^}", re.DOTALL | re.MULTILINE)
+# PTX names the rounding where an operation is to stay as it is.
+_CONTRACTED = re.compile(r"\b(?:mul|add|sub|mad)(?:\.ftz)?\.f32\b")
 _WARNING = re.compile(r"\(C7\d+\)[^\n]*")
 # All shared memory of a block is one view.
 _SHARED = re.compile(r"memref<(\d+)xi8, #gpu.address_space<workgroup>>")
@@ -116,6 +124,7 @@ def assemble(case: str, where: SingleDeviceSharding) -> tuple[list[Assembled], l
         lowered.compile()
         file.seek(0)
         said = file.read().decode(errors="replace")
+    contracted = {name: len(_CONTRACTED.findall(text)) for name, text in _PTX.findall(said)}
     used = {
         name: (int(registers), int(spilled)) for name, spilled, registers in KERNEL.findall(said)
     }
@@ -126,7 +135,10 @@ def assemble(case: str, where: SingleDeviceSharding) -> tuple[list[Assembled], l
         name = _NAME.findall(text)[0]
         if name in used:  # else an equal kernel was assembled before
             found[name] = Assembled(
-                name, *used[name], max(map(int, _SHARED.findall(text)), default=0)
+                name,
+                *used[name],
+                max(map(int, _SHARED.findall(text)), default=0),
+                contracted[name],
             )
     return list(found.values()), sorted(set(_WARNING.findall(said)))
 

@@ -133,6 +133,20 @@ def _shuffle_xor(block, x, lanes, last, members):
     return x[block.index ^ lanes]
 
 
+@result_of("atom.shared.add.u32")
+def _atomic_add(block, at, value):
+    """One thread after the other."""
+    old = block.c(0)
+    for i in np.flatnonzero(block.masks[-1]):
+        (word,) = block.load(np.full(block.n, at[i]), 1, U32)
+        old[i] = word[i]
+        mine = np.arange(block.n) == i
+        block.masks.append(mine)
+        block.store(at, [old + value.astype(U32)])
+        block.masks.pop()
+    return old
+
+
 @result_of("shfl.sync.up.b32")
 def _shuffle_up(block, x, lanes, first, members):
     return x[np.where(block.index % 32 < lanes, block.index, block.index - lanes)]
@@ -180,6 +194,11 @@ for _kind, _dtype in HALF.items():
         return block.mma(acc, left, right, dtype)
 
 
+@result_of("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32")
+def _mma_int8(block, left, right, acc):
+    return block.mma_int8(acc, left, right)
+
+
 # --- Memory ---------------------------------------------------------------------------------------
 
 SPACES = ("global", "global.nc", "global.L1::no_allocate", "shared", "shared::cluster")
@@ -217,7 +236,7 @@ for _kind, _dtype in (("b8", np.uint8), ("b16", U16)):
         block.store(address, [half.astype(dtype)])
 
 
-@effect_of("cp.async.cg.shared.global")
+@effect_of("cp.async.cg.shared.global", "cp.async.cg.shared.global.L2::128B")
 def _copy_async(block, to, source, whole, size=None):
     block.touches("global")
     keep = block.masks[-1]

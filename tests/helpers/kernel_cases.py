@@ -13,6 +13,7 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.gated_delta import kernel as delta
@@ -58,12 +59,16 @@ def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096
     )
 
 
-def grouped(scheme: str, n: int, k: int, gated: str | None = None):
-    """One token through 8 of 128 experts."""
+def grouped(
+    scheme: str, n: int, k: int, gated: Gate | None = None, tokens: int = 1, of=(128, 8), **named
+):
+    """Tokens through 8 of 128 experts, or ``of``."""
+    n_experts, chosen = of
     one = weight(scheme, n, k)
-    w = jax.tree.map(lambda v: S((128, *v.shape), v.dtype), one)
-    given = S((1, k), BF16), w, S((1, 8), I32)
-    return functools.partial(grouped_matmul, gated=gated, implementation="mosaic"), given
+    w = jax.tree.map(lambda v: S((n_experts, *v.shape), v.dtype), one)
+    given = S((tokens, k) if gated else (tokens, chosen, k), BF16), w, S((tokens, chosen), I32)
+    f = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
+    return functools.partial(f, **named), given
 
 
 def cache_of(kind: str, batch: int, capacity: int, heads=HEADS):
@@ -152,6 +157,11 @@ CASES = {
     "experts zeros swiglu": lambda: grouped("zeros", 1536, 2048, "silu"),
     "experts zeros short row": lambda: grouped("zeros", 2048, 768),
     "experts int8": lambda: grouped("int8", 2048, 1024),
+    "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
+    "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
+    "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
+    "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
+    "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),
     "product 8 int4": lambda: product(8, "int4"),
     "product 1 mxfp4": lambda: product(1, "mxfp4", shape=(28672, 4096), swiglu=True),
     "product 1 nvfp4": lambda: product(1, "nvfp4"),
@@ -385,6 +395,7 @@ VARIANTS = {
     "product 64 zeros": lambda: product(64, "zeros"),
     "product 64 int4, wide K": lambda: product(64, "int4", shape=(4096, 14336)),
     "product 256 int4": lambda: product(256, "int4"),
+    "product 256 int8": lambda: product(256, "int8"),
     "product 256 W8A8, wide K": lambda: product(256, "int8", "int8", shape=(4096, 14336)),
     "product 2048 int4 bias": lambda: biased(2048, "int4"),
     "product 2048 int4 float16": lambda: biased(2048, "int4", dtype=jnp.float16),

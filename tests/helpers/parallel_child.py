@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import compiler_options, generation
-from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig
+from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, ModelConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
@@ -102,6 +102,10 @@ FAMILIES = {
     ),
     "short-conv": WIDE.replace(
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
+    ),
+    "experts": WIDE.replace(
+        n_layers=2,
+        experts=ExpertsConfig(8, 2, 32, shared=64, shared_gate=True, bias=True),
     ),
     "hybrid": WIDE.replace(n_layers=2, layer_types=("gla", "attention"), gla=GLA),
 }

@@ -97,26 +97,36 @@ class Block:
                 state[0], state[1] = state[0] ^ 1, state[2]
 
     def mma(self, acc, left, right, dtype):
-        def halves(word):
-            pair = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 32, 2)
-            return pair.view(dtype).astype(np.float64)
+        return [
+            (x + part).astype(np.float32)
+            for x, part in zip(acc, self.fragment_products(left, right, dtype, 2), strict=True)
+        ]
 
-        a, b = [halves(x) for x in left], [halves(x) for x in right]
+    def mma_int8(self, acc, left, right):
+        parts = self.fragment_products(left, right, np.int8, 4)
+        return [x + part.astype(np.int32).view(U32) for x, part in zip(acc, parts, strict=True)]
+
+    def fragment_products(self, left, right, dtype, per_word: int):
+        """Each warp's product of its fragments, ``per_word`` values of K in a register, in the
+        order of the accumulator."""
+
+        def values(word):
+            raw = np.ascontiguousarray(word).view(np.uint8).view(dtype)
+            return raw.reshape(-1, 32, per_word).astype(np.float64)
+
+        a, b = [values(x) for x in left], [values(x) for x in right]
         warps = self.n // 32
         lane = np.arange(32)
-        row, col = lane // 4, lane % 4 * 2
-        m_a, m_b = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
-        for i in range(2):
+        row, col, half = lane // 4, lane % 4 * per_word, 4 * per_word
+        m_a, m_b = np.zeros((warps, 16, 2 * half)), np.zeros((warps, 2 * half, 8))
+        for i in range(per_word):
             for r in range(4):
-                m_a[:, row + 8 * (r % 2), col + 8 * (r // 2) + i] = a[r][:, :, i]
+                m_a[:, row + 8 * (r % 2), col + half * (r // 2) + i] = a[r][:, :, i]
             for r in range(2):
-                m_b[:, col + 8 * r + i, row] = b[r][:, :, i]
+                m_b[:, col + half * r + i, row] = b[r][:, :, i]
         out = m_a @ m_b
-        new = []
-        for i, x in enumerate(acc):
-            part = out[:, row + 8 * (i // 2), col + i % 2].reshape(-1)
-            new.append((x + part).astype(np.float32))
-        return new
+        col = lane % 4 * 2
+        return [out[:, row + 8 * (i // 2), col + i % 2].reshape(-1) for i in range(4)]
 
     # Control, which the kernel-side functions write as regions of MLIR.
 
@@ -263,7 +273,7 @@ ARITH = SimpleNamespace(
         slt=_signed(np.less),
         sle=_signed(np.less_equal),
     ),
-    CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater, ONE=np.not_equal),
+    CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater, OLT=np.less, ONE=np.not_equal),
 )
 
 

@@ -1,6 +1,7 @@
 """Kernels at real shapes through the assembler for GPUs that are not here, one process for each.
 
 Nothing spills, the assembler warns of nothing, and a block's shared memory is within the table.
+Each operation's rounding is in the code, so that two kernels with equal code give equal bits.
 The wheels are those of the extra ``assemble``; the whole table is
 ``python -m benchmarks.kernels.assembled``.
 """
@@ -31,15 +32,27 @@ DEFAULT = {
         "product 1 int4",
         "product 8 int4",
         "product 16 int8",
+        "product 64 int4",
+        "product 64 int8",
+        "product 64 W8A8",
         "decode 64 int8",
         "direct",
         "rope and cache int8",
         "norm to int8",
         "GLA step",
+        "GLA layer",
         "delta layer",
         "greedy",
     ),
-    "sm_89": ("product 1 int8", "product 16 int8", "decode 64 bfloat16", "norm FP8"),
+    "sm_89": (
+        "product 1 int8",
+        "product 16 int8",
+        "product 64 int4",
+        "product 256 int4",
+        "product 256 W8A8, wide K",
+        "decode 64 bfloat16",
+        "norm FP8",
+    ),
     "sm_100": (
         "product 1 int4",
         "product 8 int4",
@@ -48,7 +61,15 @@ DEFAULT = {
         "direct",
         "norm to int8",
     ),
-    "sm_120": ("product 16 int8", "decode 64 bfloat16", "direct", "greedy"),
+    "sm_120": (
+        "product 16 int8",
+        "product 64 int8",
+        "product 64 W8A8",
+        "product 256 int4",
+        "decode 64 bfloat16",
+        "direct",
+        "greedy",
+    ),
 }
 
 
@@ -65,6 +86,7 @@ def check(arch: str, cases: tuple[str, ...]) -> None:
             assert kernel["spilled"] == 0, line
             assert kernel["registers"] <= 255, line
             assert kernel["shared"] <= BY_NAME[arch].shared_bytes, line
+            assert kernel["contracted"] == 0, line
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", *slow("sm_89", "sm_120")])
@@ -73,6 +95,6 @@ def test_kernels_fit_their_registers(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("arch", [arch for arch in BY_NAME if arch != "sm_90"])
 def test_every_kernel_fits_its_registers(arch):
     check(arch, ())

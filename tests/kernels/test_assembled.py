@@ -50,6 +50,8 @@ BESIDE = {
     "experts bfloat16",
     "experts zeros swiglu",
     "experts zeros short row",
+    "experts 64 zeros",
+    "experts 8192 fp8-block",
     "product 1 nvfp4",
     "product 1 fp8-block",
     "product 8 mxfp4",

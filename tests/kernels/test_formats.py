@@ -183,7 +183,7 @@ def test_grouped_products_and_their_gradients(name) -> None:
         ({"dtype": "mxfp4", "group_size": 16}, "mxfp4 has groups of 32, not 16"),
         ({"dtype": "nvfp4", "symmetric": False}, "nvfp4 has no zero points"),
         ({"dtype": "mxfp4", "scale_dtype": "float32"}, "have a dtype of their own"),
-        ({"dtype": "float4_e2m1fn"}, "is not one of int8, int4, float8_e4m3fn, mxfp4"),
+        ({"dtype": "float4_e2m1fn"}, "is not int8, int4, float8_e4m3fn, mxfp4"),
     ],
 )
 def test_options_that_a_format_fixes_are_refused(changes, words) -> None:

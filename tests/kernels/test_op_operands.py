@@ -761,3 +761,36 @@ def test_explain_tells_the_plan_that_the_planner_has():
         assert ": mosaic, rowwise_mosaic, " in text
     text = pk.explain("swiglu", x, implementation="mosaic")
     assert ": no mosaic kernel (without a quantize it is element-wise" in text
+
+
+@pytest.mark.parametrize("dtype", ["int4", "bool", "nonsense"])
+def test_an_op_names_a_dtype_that_it_does_not_make(dtype):
+    x, w = np.ones((2, 32), np.float32), np.ones(32, np.float32)
+    rows = "int8 or float8_e4m3fn"
+    floats = "float32, bfloat16 or float16"
+    for call, message in (
+        (
+            lambda: pk.rms_norm(x, w, 1e-5, quantize=dtype),
+            f"rms_norm: quantize '{dtype}' is not {rows}",
+        ),
+        (
+            lambda: pk.rms_norm(x, w, 1e-5, out_dtype=dtype),
+            f"rms_norm: out_dtype '{dtype}' is not {floats}",
+        ),
+        (lambda: pk.swiglu(x, quantize=dtype), f"swiglu: quantize '{dtype}' is not {rows}"),
+        (lambda: pk.quantize_tokens(x, dtype), f"quantize_tokens: dtype '{dtype}' is not {rows}"),
+        (
+            lambda: pk.quantize(x, scale_dtype=dtype),
+            f"quantize: scale_dtype '{dtype}' is not {floats}",
+        ),
+        (
+            lambda: pk.dequantize(pk.QTensor(np.ones((2, 32), np.int8), w[:2, None]), dtype),
+            f"dequantize: dtype '{dtype}' is not {floats}",
+        ),
+        (
+            lambda: pk.quantized_matmul(x, x, out_dtype=dtype),
+            f"quantized_matmul: out_dtype '{dtype}' is not {floats}",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -23,7 +23,7 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import linear
 from jaxllama.model.linear import Stream
-from jaxllama.model.lora import Adapted, attach, chosen, factors, for_rows
+from jaxllama.model.lora import Adapted, attach, chosen, factors, for_rows, with_rows
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -175,7 +175,7 @@ def test_a_multimodal_model_s_text_adapter_is_the_decoder_s(tmp_path):
     [
         ({"peft_type": "LOHA"}, "peft_type = 'LOHA': only 'LORA' is supported"),
         ({"peft_type": None}, "missing key"),
-        ({"use_dora": True}, "use_dora = True: only False is supported"),
+        ({"use_dora": True}, "lora_magnitude_vector is missing"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']: only None"),
         ({"bias": "all"}, "bias = 'all': only 'none' is supported"),
         ({"lora_bias": True}, "lora_bias = True: only False"),
@@ -209,7 +209,7 @@ def test_configs_that_are_not_two_factors_are_refused_by_name(config, says, tmp_
     [
         ({"base_model.model.lm_head.lora_A.weight": (4, 32)}, "no such product in its layers"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 97)}, "only lora_A and"),
-        ({"Q.lora_magnitude_vector": (32,)}, "only lora_A and lora_B are supported"),
+        ({"Q.lora_magnitude_vector": (32,)}, "is there, but use_dora is not set"),
         (
             {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": (4, 32)},
             "tiny has no such product",
@@ -431,3 +431,37 @@ def test_adapters_lie_on_the_device_beside_weights_that_a_policy_moves(tmp_path)
     assert lm.adapters == ("one",) and lm.params["layer_0"]["mixer"]["qkv"]["weight"].moves
     for got, own in zip(factors(lm.params), factors(want.params), strict=True):
         assert all(map(same, jax.tree.leaves(got), jax.tree.leaves(own)))
+
+
+@pytest.mark.parametrize("scheme", [None, pytest.param("w8a8", marks=pytest.mark.slow)])
+def test_magnitudes_scale_a_whole_row_of_the_product(scheme):
+    """DoRA's formula in float64, in a fused product of which one tensor has magnitudes; a row
+    without the adapter is the base's."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    cfg = FAMILIES["mha-tied-bias"].first_layers(1)
+    params = {"layer_0": {"mixer": {"qkv": {"weight": draw(96, 32), "bias": draw(96)}}}}
+    params |= {"norm": {"weight": draw(32)}}
+    tree = jax.device_put(params)
+    tree = tree if scheme is None else quantize_params(tree, scheme)
+    name = "model.layers.0.self_attn.{}_proj.weight".format
+    adapter = {
+        name("k"): (draw(3, 32), draw(32, 3), 1 + draw(32)),
+        name("v"): (draw(2, 32), draw(32, 2)),
+    }
+    node = with_rows(attach(cfg, tree, [adapter]), jnp.array([1, 0]))["layer_0"]["mixer"]["qkv"]
+    x = draw(2, 5, 32)
+    got = np.asarray(linear.linear(jnp.asarray(x), node))
+    w = params["layer_0"]["mixer"]["qkv"]["weight"].astype(np.float64)
+    if scheme is not None:
+        w = np.asarray(dequantize(node["weight"]), np.float64)
+    bias = params["layer_0"]["mixer"]["qkv"]["bias"]
+    whole = w.copy()
+    a, b, m = adapter[name("k")]
+    whole[32:64] += b.astype(np.float64) @ a
+    whole[32:64] *= (m / np.linalg.norm(whole[32:64], axis=1))[:, None]
+    a, b = adapter[name("v")]
+    whole[64:] += b.astype(np.float64) @ a
+    tolerance = 1e-5 if scheme is None else 0.03
+    assert relative_error(got[0], x[0] @ whole.T + bias) < tolerance
+    assert relative_error(got[1], x[1] @ w.T + bias) < tolerance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.config import ExpertsConfig
 from jaxllama.model import linear
 from jaxllama.model.declare import Declared
 from jaxllama.model.decoder import embed_tokens, forward, logits
@@ -31,6 +33,7 @@ from jaxllama.modules import (
     GatedDeltaNet,
     GatedLinearAttention,
     LayerNorm,
+    MixtureOfExperts,
     RMSNorm,
     ShortConvolution,
     SwiGLU,
@@ -228,6 +231,52 @@ def test_layers_one_by_one_are_the_decoder_to_the_bit():
         layers[0].apply({"params": params["layer_0"]}, x, states[0])
 
 
+EXPERTS = ExpertsConfig(n_experts=4, n_active=2, d_ff=16)
+GLA_MODULE, INPUT = GatedLinearAttention(CFG, 1), np.zeros((2, 5, CFG.d_model), np.float32)
+REFUSED = [
+    (RMSNorm(CFG), (INPUT[..., 1:],), r"x\[2, 5, 31\]: expected \[..., D\] with D = 32"),
+    (LayerNorm(CFG), (INPUT.astype(int),), "x: int32: expected floats"),
+    (SwiGLU(CFG), (INPUT[..., 1:],), r"x\[2, 5, 31\]: expected"),
+    (MixtureOfExperts(CFG), (INPUT,), "experts = None: is needed by MixtureOfExperts"),
+    (MixtureOfExperts(CFG.replace(experts=EXPERTS)), (INPUT[..., 1:],), r"x\[2, 5, 31\]: expected"),
+    (GLA_MODULE, (INPUT[0],), r"x\[5, 32\]: expected \[B, T, D\] with D = 32"),
+    (GLA_MODULE, (INPUT, None, np.ones(2)), "lengths: float32: expected integers"),
+    (GLA_MODULE, (INPUT, None, np.ones(3, int)), r"lengths\[3\]: expected 2, one for each row"),
+    (GLA_MODULE, (INPUT, 0, None, np.ones(1, int)), r"start\[1\]: expected 2, one for each row"),
+    (GatedLinearAttention(LLAMA), (INPUT,), "gla = None: is needed by layers of type 'gla'"),
+    (GatedDeltaNet(LLAMA), (INPUT,), "delta = None: is needed by layers of type 'delta'"),
+    (DecoderLayer(CFG, 4), (INPUT,), "index = 4: .* has layers 0 to 3"),
+    (DecoderLayer(CFG, -1), (INPUT,), "index = -1: .* has layers 0 to 3"),
+    (DecoderLayer(CFG), (INPUT[..., 1:],), r"x\[2, 5, 31\]: expected \[B, T, D\]"),
+    (Decoder(CFG), (np.ones((2, 5)),), "tokens: float32: expected integers"),
+    (Decoder(CFG), (np.ones((2, 5), int), np.ones(3, int)), r"lengths\[3\]: expected 2"),
+]
+
+
+@pytest.mark.parametrize(("module", "arguments", "message"), REFUSED)
+def test_a_module_names_the_operand_or_option_that_does_not_fit(module, arguments, message):
+    with pytest.raises(jl.JaxLlamaError, match=message):
+        jax.eval_shape(module.init, jax.random.key(0), *arguments)
+
+
+def test_a_feed_forward_is_dense_or_a_mixture_by_its_class():
+    """The config's first layer may be another kind of layer."""
+
+    def shapes(module):
+        x = jnp.zeros((2, 5, CFG.d_model))
+        params = nn.unbox(jax.eval_shape(module.init, jax.random.key(0), x))
+        assert jax.eval_shape(module.apply, params, x).shape == x.shape
+        return module.own(), jax.tree.map(jnp.shape, params)
+
+    dense = shapes(SwiGLU(CFG))
+    assert dense == shapes(SwiGLU(CFG.replace(experts=EXPERTS)))
+    assert dense == shapes(SwiGLU(CFG.replace(bare_layers=(0,))))
+    later = dataclasses.replace(EXPERTS, layers=(1,))
+    sparse = shapes(MixtureOfExperts(CFG.replace(experts=EXPERTS)))
+    assert sparse == shapes(MixtureOfExperts(CFG.replace(experts=later)))
+    assert sparse[1]["params"]["experts_down"]["weight"] == (4, 32, 16)
+
+
 def test_parameters_are_drawn_around_their_means():
     for mean, std in ((2.0, 0.5), (1.0, 0.0)):
         param = one("a_log", 4096, mean=mean, std=std)
@@ -370,6 +419,12 @@ def test_stacking_and_back_is_the_same_tree():
         jl.JaxLlamaError, match="layer_3: its parameters are not stored as layer_1's"
     ):
         stack_layers(PATTERN, {**params, "layer_3": small["layer_3"]})
+    with pytest.raises(jl.JaxLlamaError, match=r"layers_0_8_2: an array \[.*\] is not of 4 layers"):
+        unstack_layers({"layers_0_8_2": stacked["params"]["layers_1_4_2"]})
+    with pytest.raises(jl.JaxLlamaError, match="layer_4: the tree has this layer, and the config"):
+        stack_layers(PATTERN.first_layers(4), params)
+    with pytest.raises(jl.JaxLlamaError, match="layer_2: the config has this layer, and the tree"):
+        stack_layers(PATTERN, {name: node for name, node in params.items() if name != "layer_2"})
 
 
 @pytest.mark.slow

@@ -95,6 +95,14 @@ def test_operands_of_another_type_or_shape_are_named(params, name, case):
             "max_new_tokens = 0: must be at least 1",
         ),
         (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, 0.7, 0, 2),
+            "sampling = 0.7: expected a Sampling, or one a row",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, [jl.Sampling()], 0, 2),
+            "sampling: 1 entries for 2 prompts",
+        ),
+        (
             lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 12),
             "row 0: 5 tokens and 12 new ones exceed the context of tiny, 16",
         ),
@@ -115,6 +123,20 @@ def test_operands_of_another_type_or_shape_are_named(params, name, case):
 def test_other_operands_are_named(params, call, message):
     with pytest.raises(jl.JaxLlamaError, match=message):
         call(params, new_cache())
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "message"),
+    [
+        (0, jnp.float32, "key: int: expected a PRNG key"),
+        (np.zeros(2, np.float32), jnp.float32, r"key: float32\[2\]: expected a PRNG key"),
+        (jax.ShapeDtypeStruct((2, 2), jnp.uint32), jnp.float32, r"key: uint32\[2, 2\]: expected"),
+        (np.zeros(2, np.uint32), jnp.int8, "dtype 'int8' is not float32, bfloat16 or float16"),
+    ],
+)
+def test_init_params_names_a_key_or_dtype_that_is_none(key, dtype, message):
+    with pytest.raises(jl.JaxLlamaError, match=message):
+        jl.init_params(CFG, key, dtype)
 
 
 def _changed(row: int, place: int, token: int) -> np.ndarray:

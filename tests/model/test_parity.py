@@ -144,6 +144,8 @@ ALSO = (
     "granitemoehybrid",
     "granitemoehybrid-experts",
     "bamba",
+    "gemma",
+    "gemma-bias",
 )
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 

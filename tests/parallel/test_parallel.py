@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 CORE = "gqa:float32:2x4:sampled"
-QUICK = ("delta:w8a8:2x2:greedy:int8",)
+QUICK = ("delta:w8a8:2x2:greedy:int8", "experts:w4a16:2x4:greedy")
 FULL = [
     *(
         f"{family}:float32:all:sampled"
@@ -55,6 +55,7 @@ FULL = [
             "delta",
             "kda",
             "qwen3.5",
+            "experts",
         )
     ),
     *(
@@ -62,6 +63,7 @@ FULL = [
         for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
         for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")
     ),
+    *(f"experts:{scheme}:all:greedy" for scheme in ("bfloat16", "w8a16", "w4a16")),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
     "short-conv:float32:all:sampled",
     "short-conv:w8a16:all:greedy",
@@ -91,7 +93,7 @@ def check_tokens(case: str, result: dict) -> None:
     share, whole = result["share"]
     assert share * int(mesh.split("x")[1]) == pytest.approx(1), case
     norms = {"norm", "mixer_norm", "mlp_norm", "g_norm", "o_norm", "q_norm", "k_norm"}
-    assert set(whole) <= norms | {"gk_0", "f_0", "g_0", "o", "down"}, case
+    assert set(whole) <= norms | {"gk_0", "f_0", "g_0", "o", "down", "router", "shared_gate"}, case
     if result["collectives"] is not None:
         check_collectives(case, result["collectives"], result["layers"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,17 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints import peft
+from jaxllama.cli.train import summary
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.lora import attach, for_rows
 from jaxllama.training import train, train_config_from_dict
-from jaxllama.training.adapters import factors, first_adapters, joined, save
+from jaxllama.training.adapters import factors, first_adapters, joined, save, with_magnitudes
+from jaxllama.training.loop import TrainResult
 from jaxllama.training.optimizer import learning_rate
 from jaxllama.training.packing import Conversations
 from jaxllama.training.tuning import LoraConfig
 from tests.helpers.chat_cases import chat_file, chat_model
+from tests.helpers.models import relative_error
 from tests.helpers.parity_cases import CASES as PARITY
 from tests.helpers.seeded import seeded_params
 
@@ -48,26 +52,37 @@ def config_of(folder, **changes):
     return train_config_from_dict(table, "chat.toml")
 
 
-def some_adapters(cfg, lora, seed=1):
+def some_adapters(cfg, lora, seed=1, base=None):
     """Adapters whose b is not zero any more."""
     rng = np.random.default_rng(seed)
     draw = lambda leaf: leaf + rng.normal(size=leaf.shape).astype(np.float32) * 0.1  # noqa: E731
-    return jax.tree.map(draw, first_adapters(cfg, lora, 0))
+    return jax.tree.map(draw, begun(cfg, lora, base))
 
 
-@pytest.mark.parametrize("family", ["granite", "phi3"])
-def test_what_is_trained_is_what_is_saved_and_served(family, tmp_path):
+def begun(cfg, lora, base):
+    """The adapters before the first step."""
+    first = first_adapters(cfg, lora, 0)
+    return with_magnitudes(cfg, lora, first, base) if lora.dora else first
+
+
+@pytest.mark.parametrize(
+    ("family", "dora"),
+    [("granite", False), ("phi3", False), pytest.param("granite", True, marks=pytest.mark.slow)],
+)
+def test_what_is_trained_is_what_is_saved_and_served(family, dora, tmp_path):
     """Multipliers, orders of rows and fused tensors: the trained model, and PEFT's folder read
     again, give the same weights."""
     cfg = PARITY[family]
-    lora = LoraConfig(rank=3, alpha=6.0)
-    trained = some_adapters(cfg, lora)
+    lora = LoraConfig(rank=3, alpha=6.0, dora=dora)
+    base = seeded_params(cfg)
+    trained = some_adapters(cfg, lora, base=base)
     save(tmp_path / "adapter", cfg, lora, trained, "base")
     read = peft.read(tmp_path / "adapter", cfg)
-    for name, (a, b) in factors(cfg, lora, trained).items():
+    for name, (a, *others) in factors(cfg, lora, trained).items():
         np.testing.assert_array_equal(read[name][0], a)
-        np.testing.assert_allclose(read[name][1], b, rtol=1e-6)
-    base = seeded_params(cfg)
+        assert len(others) == 1 + dora
+        for one, b in zip(read[name][1:], others, strict=True):
+            np.testing.assert_allclose(one, b, rtol=1e-6)
     served = attach(cfg, base, [read])
     got = joined(cfg, lora, base, trained, 2, jnp.dtype("float32"))
     got, want = (
@@ -79,6 +94,9 @@ def test_what_is_trained_is_what_is_saved_and_served(family, tmp_path):
         np.testing.assert_allclose(lora_of.a, want[path].a, rtol=1e-6)
         for ours, theirs in zip(lora_of.b, want[path].b, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        assert (lora_of.gain is not None) == dora
+        if dora:
+            np.testing.assert_allclose(lora_of.gain, want[path].gain, rtol=1e-5)
 
 
 def _loras(tree, path=()):
@@ -125,6 +143,17 @@ def test_a_run_of_adapters_learns_and_resumes_to_the_bit(folder):
     assert all(run.model.name == "adapter" for run in (whole, again))
 
 
+def test_the_command_reports_the_loss_of_the_model_that_is_written():
+    steps = [
+        {"step": i, "tokens": i, "loss": 1.0, "tokens_per_second": 1.0, "mfu": None} for i in (1, 2)
+    ]
+    held = [{"step": 1, "validation_loss": 2.0}, {"step": 2, "validation_loss": 3.0}]
+    result = TrainResult(Path("run"), steps, held, Path("run/adapter"))
+    last, best = summary(result), summary(result, keep_best=True)
+    assert last["validation_loss"] == 3.0 and "best_step" not in last
+    assert (best["validation_loss"], best["best_step"]) == (2.0, 1)
+
+
 @pytest.mark.slow
 def test_samples_and_the_served_adapter(folder):
     """The adapter in the engine's form answers as the training model does; merged, too."""
@@ -150,14 +179,18 @@ def test_samples_and_the_served_adapter(folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_fifty_steps_are_those_of_peft_in_torch(folder):
+@pytest.mark.parametrize("dora", [False, True])
+def test_fifty_steps_are_those_of_peft_in_torch(dora, tmp_path):
     """Same weights, tokens, schedule and clipping; packed here, a row each in torch."""
+    folder = tmp_path
     torch = pytest.importorskip("torch")
     transformers, peft_library = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.set_num_threads(1)  # tiny products; threads wait for one another
-    config = config_of(folder, steps=50, learning_rate=5e-3)
+    table = {"rank": 4, "alpha": 8.0, "dora": dora}
+    config = config_of(folder, steps=50, learning_rate=5e-3, lora=table, scan=dora)
     model, cfg = chat_model(folder)
-    save(folder / "first", cfg, config.lora, first_adapters(cfg, config.lora, config.seed), None)
+    base = jl.load(str(model), "float32", exact=True).params
+    save(folder / "first", cfg, config.lora, begun(cfg, config.lora, base), None)
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     net = peft_library.PeftModel.from_pretrained(net, folder / "first", is_trainable=True)
     rule = torch.optim.AdamW(
@@ -172,7 +205,7 @@ def test_fifty_steps_are_those_of_peft_in_torch(folder):
     for step in range(config.steps):
         batch = rows.batch(step, config.batch_size, config.sequence_length, config.seed)
         total, count = 0.0, 0
-        for tokens, segments, weights in zip(*batch, strict=True):
+        for tokens, segments, weights in zip(*batch[:3], strict=True):
             for number in range(1, segments.max() + 1):
                 own = segments == number
                 ids = torch.tensor(tokens[own], dtype=torch.int64)[None]
@@ -188,6 +221,21 @@ def test_fifty_steps_are_those_of_peft_in_torch(folder):
             group["lr"] = float(learning_rate(config, step))
         rule.step()
         want.append(float(value.detach()))
-    got = [row["loss"] for row in train(config, folder / "torch").metrics]
+    result = train(config, folder / "torch")
+    got = [row["loss"] for row in result.metrics]
     assert got[-1] < got[0] - 2
     np.testing.assert_allclose(got, want, rtol=1e-3)
+    # Served, merged, and read by peft, the adapter is the one that was trained.
+    ids = [list(range(40, 60))]
+    with torch.no_grad():
+        theirs = net(torch.tensor(ids)).logits[0].numpy()
+    lengths = np.array([20], np.int32)
+    lm = jl.load(str(model), "float32", exact=True, adapters={"x": result.model})
+    merged = jl.load(str(model), "float32", exact=True, adapters={"x": result.model}, merge=True)
+    params = for_rows(lm.params, np.ones(1, np.int32))
+    served, whole = (
+        jl.logits(cfg, tree, np.array(ids, np.int32), lengths)[0]
+        for tree in (params, merged.params)
+    )
+    assert relative_error(served, whole) < 1e-5
+    assert relative_error(served, theirs) < 2e-3

@@ -32,6 +32,14 @@ tokens = "somewhere"
 """
 
 
+REWARDS = {
+    "batch_size": 16,
+    "data": {"prompts": "x", "tokenizer": "bytes"},
+    "rollout": {"max_new_tokens": 2},
+    "reward": {"kind": "exact"},
+}
+
+
 def test_defaults_presets_paths_and_tables(tmp_path):
     (tmp_path / "run.toml").write_text(GOOD)
     config = load_train_config(tmp_path / "run.toml")
@@ -90,6 +98,15 @@ def test_defaults_presets_paths_and_tables(tmp_path):
         ({"distill": {"teacher": "x", "objective": "mixers"}}, "leave model out"),
         ({"distill": {"teacher": "x", "attention_layers": [1]}}, "here model says what it is"),
         ({"distill": {"teacher": "x", "kl_weight": 0.0, "ce_weight": 0.0}}, "nothing to minimise"),
+        ({"data": {"tokens": "x", "prompts": "y"}}, "data.prompts = 'y': excludes data.tokens"),
+        ({"data": {"prompts": "x", "tokenizer": "bytes"}}, "rollout = None: is needed for data.p"),
+        ({"rollout": {"max_new_tokens": 2}}, "rollout = .*: is for data.prompts"),
+        ({"objective": {"kind": "rloo"}}, "objective.kind = 'rloo': needs data.prompts"),
+        ({**REWARDS, "batch_size": 4}, r"rollout.samples = 8: must divide batch_size \(4\)"),
+        ({**REWARDS, "sequence_length": 2}, "max_new_tokens = 2: leaves no room for prompts"),
+        ({**REWARDS, "reward": {"kind": "regex"}}, "reward.pattern = None: kind = regex needs it"),
+        ({**REWARDS, "reward": {"kind": "exact", "schema": "x"}}, "is for kind = json_schema"),
+        ({**REWARDS, "rollout": {"max_new_tokens": 2, "samples": 1}}, "must be at least 2, to c"),
         (
             {"model": None, "scan": True, "distill": {"teacher": "x", "objective": "mixers"}},
             "excludes scan; allowed with it: logits",

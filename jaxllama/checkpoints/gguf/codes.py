@@ -14,11 +14,11 @@
     IQ2_XS IQ2_S      groups of 16   the same, of vectors of 8 (IQ3: 4) words
     IQ1_S IQ1_M       groups of 32, 16   (8 table[..] +- 1) * d * (2 s + 1) / 8            s: 3 bits
 
-A word is a stored code. In the first rows d, dmin and m are float16, so ``d * s`` and ``dmin * m``
+A word is a stored code. In the first rows d, dmin and m are float16. So ``d * s`` and ``dmin * m``
 are exact in float32, and so is their product with a word. Unsigned words of 4 bits become int4 with
-``zero = m + 8 d`` if that sum is exact, which holds unless the two are some 2^9 apart. Otherwise
-they stay 0..15, as int8. A table's values, from -127 to 113, are int8: exact, but larger than the
-file's words. So every quantized type can be kept. Source: llama.cpp's ggml-quants.
+``zero = m + 8 d`` if that sum is exact. It is, unless the two are some 2^9 apart. Otherwise they
+stay 0..15, as int8. A table's values, from -127 to 113, are int8: exact, but larger than the file's
+words. So every quantized type can be kept. Source: llama.cpp's ggml-quants.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GGUF checkpoints: a file's ModelConfig and its parameters.
 
 ``read_config(path)`` reads metadata only. ``load_params(path, cfg, dtype)`` reads one tensor at a
-time from the mapped file, a few hundred rows at once, straight into the fused arrays of the
+time from the mapped file. It writes a few hundred rows at once into the fused arrays of the
 parameter tree. So the peak memory is the tree plus a few MB. Every type that ``gguf`` can
 dequantize is read. ``keep_quantized`` keeps quantized matrices as QTensors (``codes``) with the
 file's codes and scales, in groups of 16, 32 or 256. ``dequantize`` then gives the same float32 bits

@@ -868,6 +868,29 @@ FAMILIES: dict[str, Family] = {
         is_local=True,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
     ),
+    "gemma": Family(
+        ("GemmaForCausalLM",),
+        defaults={
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        same=_BIAS,
+        fixed={
+            "hidden_activation": (None, "gelu_pytorch_tanh"),
+            "use_bidirectional_attention": (None, False),
+        },
+        # Google's files say "gelu" and mean the tanh form.
+        fields=lambda read: (
+            {"activation": "gelu_tanh"} if read.text("hidden_act", "") == "gelu" else {}
+        ),
+        facts={"embedding_scale": True},
+        stored={"norm_offset": 1.0},
+    ),
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
         defaults={

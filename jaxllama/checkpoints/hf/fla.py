@@ -4,9 +4,9 @@ The module covers ``GLAForCausalLM``, ``LinearAttentionForCausalLM``, ``GatedDel
 ``KDAForCausalLM`` and ``DeltaNetForCausalLM``, with their ``attn`` layers (hybrids). It also covers
 models of the library's layer ``SimpleGatedLinearAttention``, for which the library has no class;
 they are called ``simple_gla`` here. A checkpoint writes the norm of a head's output under one of
-two names, and old ones fuse the feed-forward's gate and up into one tensor. So ``param_table``
-receives the names of the file's tensors. The layer's low-rank width (16) and
-``gate_logit_normalizer`` (16) are not in the library's config: these are its layer's defaults.
+two names. Old ones fuse the feed-forward's gate and up into one tensor. So ``param_table`` receives
+the names of the file's tensors. The layer's low-rank width (16) and ``gate_logit_normalizer`` (16)
+are not in the library's config: these are its layer's defaults.
 
 Left out: feature maps with parameters, value gates, attention residuals, more than one ``attn``
 specification, and Kimi Delta Attention with more value heads than key heads.

@@ -1,9 +1,9 @@
 """Read HF directories (config.json + safetensors) into parameters.
 
 ``load(directory, dtype=...)`` checks every name, shape and type of every shard against the config
-before it allocates. Then it reads one tensor at a time straight into the fused arrays of the
-parameter tree, so the peak memory is the tree plus a few MB. The arrays are numpy, 64-byte aligned,
-and ``jax.device_put`` takes them over on the CPU without a copy.
+before it allocates. Then it reads one tensor at a time into the fused arrays of the parameter tree.
+The peak memory is the tree plus a few MB. The arrays are numpy, 64-byte aligned, and
+``jax.device_put`` takes them over on the CPU without a copy.
 
 ``model.params`` has the table of the tensors of each parameter. ``config`` reads config.json,
 ``safetensors`` has the container, ``save`` the way back, and ``packed`` reads quantized weights.
@@ -436,7 +436,7 @@ def _read_folded(
     source: TensorSource,
     start: int,
     out: np.ndarray,
-    added: tuple[np.ndarray, np.ndarray] | None,
+    added: tuple[np.ndarray, ...] | None,
 ) -> bool:
     """Read folded rows of a tensor, some whole heads at once; else as ``_read_slice``.
 
@@ -455,6 +455,9 @@ def _read_folded(
         rows = rows * np.float32(source.scale) + np.float32(source.offset)
         if added is not None:
             rows += added[1][row : row + n] @ added[0]
+            if len(added) > 2:  # DoRA's magnitudes
+                norms = np.linalg.norm(rows, axis=1, keepdims=True)
+                rows *= added[2][row : row + n, None] / norms
         begin, end = max(start, row * width), min(stop, (row + n) * width)
         part = out[begin - start : end - start]
         with np.errstate(over="ignore", invalid="ignore"):

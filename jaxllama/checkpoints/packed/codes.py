@@ -7,8 +7,8 @@
 A QTensor's groups are consecutive and equally wide. Files may differ in two ways, and both are
 converted without changing a code or a scale. With act-order, ``groups`` gives each column's group;
 the codes are sorted by group, and ``columns`` holds the order. A short last group (576 columns in
-groups of 128) leads to narrower groups, of the greatest width that divides all (64), and their
-scales repeat. Left out: widths other than 4 and 8 bits.
+groups of 128) leads to narrower groups, whose scales repeat. Their width is the greatest that
+divides all (64). Left out: widths other than 4 and 8 bits.
 """
 
 from __future__ import annotations

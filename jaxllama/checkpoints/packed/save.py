@@ -1,8 +1,8 @@
 """Write QTensors to packed checkpoints: the tensors of each parameter, in every format.
 
-Each Linear of a fused parameter is written as a tensor set of its own, under its name in the
-model's family, from a slice of the parameter's rows. One parameter at a time comes to the host, and
-it is packed when it is written. Nothing is rounded: a weight that a format cannot hold is a
+Each Linear of a fused parameter becomes its own set of tensors, from a slice of the parameter's
+rows. The names are those of the model's family. One parameter at a time comes to the host, and it
+is packed when it is written. Nothing is rounded: a weight that a format cannot hold is a
 JaxLlamaError that names the parameter.
 
     native              everything; in files that other programs do not look for

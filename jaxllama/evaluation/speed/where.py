@@ -11,9 +11,9 @@ operands of 8 bits. Both rates are measured in the same run.
 
 ``between`` is the time inside a step in which no kernel ran. ``outside`` is the difference between
 a step's unprofiled wall time and the trace. In a loop it is the condition and the start of the next
-turn. A loop runs for two numbers of steps. ``call`` is the part that does not grow with them: the
-host's part of a call, which is its arguments, and the graph's update if they have moved since the
-call before.
+turn. A loop runs for two numbers of steps. ``call`` is the part that does not grow with them. It is
+the host's part of a call: its arguments, and the graph's update if they have moved since the call
+before.
 
 A prefill is the whole program with its first token; a decode step is a turn of the loop. CUDA
 graphs stay on (``trace.profiled_graphs``, before jax starts its devices). CUPTI then records one

@@ -2,20 +2,24 @@
 
     stream += sum_j weight_j down_j(act(gate_j x) * up_j x)  +  gate(x) * shared(x)
 
-``grouped_matmul`` computes the two products with experts.  All else is as in a dense layer.
+``grouped_matmul`` computes the two products with experts.  All else is as in a dense layer.  On a
+mesh each device routes all tokens and computes the pairs of its own experts; then one sum.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.experts.route import route, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
-from jaxllama.typing import Params
+from jaxllama.parallel.collectives import row_parallel_matmul
+from jaxllama.parallel.mesh import MODEL_AXIS, is_split
+from jaxllama.typing import Options, Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
 
 
@@ -41,8 +45,16 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
     experts, weights = route(options, tokens, own["router"])
-    inner = ops.grouped(tokens, own["experts_gate_up"], experts, gated=gate_of(cfg, options))
-    y = ops.grouped(inner, own["experts_down"], experts, weights=weights).reshape(x.shape)
+    gated: Options = {"gated": gate_of(cfg, options)}
+    summed: Options = {"weights": weights}
+    if is_split():  # this device's experts, whose sums are added up before they are rounded
+        first = lax.axis_index(MODEL_AXIS) * own["experts_down"]["weight"].shape[0]
+        gated |= {"first": first}
+        summed |= {"first": first, "dtype": jnp.float32}
+    inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
+    y = ops.grouped(inner, own["experts_down"], experts, **summed).reshape(x.shape)
+    if is_split():
+        y = lax.psum(y, MODEL_AXIS).astype(x.dtype)
     return y + _shared(cfg, own, x, ops) if options.shared else y
 
 
@@ -56,7 +68,12 @@ def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
 
 def _shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps) -> jax.Array:
     inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
-    y = ops.product(inner, own["down"], x.dtype, cfg)
+    if is_split():
+        assert isinstance(inner, jax.Array)
+        down = own["down"]
+        y = row_parallel_matmul(inner, down["weight"], down.get("bias"), x.dtype).astype(x.dtype)
+    else:
+        y = ops.product(inner, own["down"], x.dtype, cfg)
     if "shared_gate" not in own:
         return y
     logits = router_logits(x.reshape(-1, x.shape[-1]), own["shared_gate"]["weight"])

@@ -95,7 +95,7 @@ def _experts(
     present: Collection[str],
     residual: float,
 ) -> dict[Path, Param]:
-    n, width = options.n_experts, options.d_ff
+    n, width = options.n_experts // options.shards, options.d_ff
     gate_up, down = (f"{prefix}{name}" for name in own.fused)
     is_fused = any(name.startswith(gate_up) for name in present)
     if own.is_apart:

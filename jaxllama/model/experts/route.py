@@ -62,9 +62,10 @@ def choose(
     if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
         by = logits  # the same order, and fewer ties
     by = _best_groups(options, by)
-    _, experts = lax.top_k(by, options.n_active)
+    best, experts = lax.top_k(by, options.n_active)
     if is_softmax and options.normalize:
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
+        best = best if by is logits else jnp.take_along_axis(logits, experts, axis=-1)
+        weights = jax.nn.softmax(best, axis=-1)
     else:
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if options.normalize:

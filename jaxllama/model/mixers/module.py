@@ -16,6 +16,7 @@ from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.operands import check_features
 from jaxllama.typing import ParamsDict
 
 
@@ -32,17 +33,17 @@ class MixerModule(nn.Module):
 
     @nn.nowrap
     def own(self) -> ModelConfig:
-        """The config of a model of this layer alone."""
+        """Return the config of a model that has only this layer."""
         return layer_config(self.cfg, self.index)[0].replace(layer_types=(self.kind,))
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
-        """Return the state of ``batch`` rows without tokens; arguments as in ``jl.init_cache``."""
+        """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
         return init_cache(self.own(), batch, max_len, dtype).layers[0]
 
     @nn.compact
     def tree(self) -> ParamsDict:
-        """The parameters, as the pure functions take them."""
+        """Return the layer's parameters by name, as the pure functions take them."""
         return declare(self, table_of(self.own())["layer_0"]["mixer"])
 
     def __call__(
@@ -56,20 +57,28 @@ class MixerModule(nn.Module):
 
         Parameters
         ----------
-        x : Array [B, T, D]
-            The layer's input, padded on the right.
+        x : float [B, T, D]
+            The layer's input, padded on the right; D is ``cfg.d_model``.
         state : optional
-            What the row keeps of earlier tokens (``init_state``); None for whole sequences.
+            What each row keeps of earlier tokens (``init_state``). None for whole sequences.
         lengths : int32 [B], optional
-            Valid tokens of each row, T if omitted.
+            Number of valid tokens of each row. The default is T.
         start : int32 [B], optional
-            Tokens of each row that ``state`` holds; required with it.
+            Number of tokens of each row that ``state`` holds. It is required with ``state``.
 
         Returns
         -------
-        (Array [B, T, D], state)
-            The output in x's dtype, and the state behind the valid tokens (None without one).
+        (float [B, T, D], state)
+            The output in x's dtype, and the state after the valid tokens. The state is None if the
+            argument was None.
+
+        Raises
+        ------
+        JaxLlamaError
+            If an array has another shape or dtype, or only one of ``state`` and ``start`` is given.
+            Also if the config lacks the mixer's options or has no layer ``index``.
         """
+        check_features(self.cfg, x, "[B, T, D]")
         cfg, params, mixer = self.own(), self.tree(), MIXERS[self.kind].mix
         at = tokens_at(cfg, x, state, lengths, start)
         projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)

@@ -66,8 +66,8 @@ def empty_state(
 
 
 def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
-    """Operands ``[B, ...]`` with zeros for the rows that stand still: no decay and nothing added,
-    so that a step can update the state in place without a second copy of it to choose from.  They
+    """Return operands ``[B, ...]`` with zeros for the rows that stand still, so nothing decays and
+    nothing is added. A step can then update the state in place, without a second copy of it.  They
     are arrays then, too, and no slices of one, which a kernel refuses where they are not aligned.
     """
     for x in operands:
@@ -128,8 +128,8 @@ def _loop(
 
     XLA's fusions on a CPU decide which products and sums become one rounding. A loop is a border
     for them, so a token has the same bits alone and in a draft. The compiler must neither unroll a
-    loop of one round nor move the decay's exponential out of it: the number of rounds is not known
-    to it, and which rows move depends on the round.
+    loop of one round nor move the decay's exponential out of it. So the number of rounds is not
+    known to it, and which rows move depends on the round.
     """
     shapes = jax.eval_shape(one, *(x[0] for x in operands), count > 0, state=state)
     o = jnp.zeros((operands[0].shape[0], *shapes[0].shape), shapes[0].dtype)

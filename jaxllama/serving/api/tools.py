@@ -48,8 +48,8 @@ class Tools:
 def offered(body: Chat, template: str) -> Tools | None:
     """Return the tools of a chat, or None if the model is shown none.
 
-    Raises ApiError 400 for a template whose form of calls is unknown, for an invalid
-    ``tool_choice``, and for the choice of a tool that does not exist.
+    Raises ApiError 400 for a template whose form of calls is unknown and for an invalid
+    ``tool_choice``. Also for the choice of a tool that does not exist.
     """
     mode, chosen = _choice(body)
     if not body.tools:
@@ -68,7 +68,10 @@ def offered(body: Chat, template: str) -> Tools | None:
     allowed = tuple(functions[name] for name in chosen or functions)
     form = format_of(template)
     if form is None:
-        message = "tools: the model's chat template writes calls in a form that is not known here"
+        message = (
+            "tools: the model's chat template calls no functions, or in a form that is not known "
+            "here; response_format with a JSON schema works for every model"
+        )
         raise ApiError(400, message, param="tools", code="unsupported")
     only_one = body.parallel_tool_calls is False or mode == "function"
     earlier = sum(len(message.tool_calls or ()) for message in body.messages)

@@ -11,7 +11,7 @@ read ends the connection after ``BODY_SECONDS``.
 
 An address has at most ``CLIENT_CONNECTIONS`` connections, and never more than half of the
 descriptors that this process may open. At the bound a new connection replaces the oldest one that
-has not sent a whole request, because it is idle or has sent half a request. If all of them wait for
+has not sent a whole request. That one is idle or has sent half a request. If all of them wait for
 answers, the new one gets 429. So half requests never block whole ones.
 """
 

@@ -1,7 +1,7 @@
 """The checks and log lines of every HTTP request, on any path.
 
-An ASGI middleware gives the request an id (``X-Request-Id``, the client's own if it is plain),
-checks its Host and the API key, and adds headers. Afterwards it counts the request and logs one
+An ASGI middleware gives the request an id (``X-Request-Id``, the client's own if it is plain). It
+checks the Host and the API key, and adds headers. Afterwards it counts the request and logs one
 line. ``scope["state"]["owner"]`` names the key: a digest of it, "" if the server has no keys. The
 module also has the connection helpers of the handlers:
 

@@ -81,7 +81,7 @@ class ServeOptions:
     engine: options of ``Engine``. names: names of the model for clients; by default the model's
     own. origins: origins of web pages that may send requests. hosts: names that a Host header may
     have beside the local ones; "*" allows any. Without hosts any name is allowed, except on a local
-    address without keys, which any web page could reach under a name of its own. api_servers:
+    address without keys. Any web page could reach that one under a name of its own. api_servers:
     number of processes that speak HTTP. replicas: number of engines; several engines are processes
     too, and ``load`` must be picklable. Raises JaxLlamaError naming the flag.
     """

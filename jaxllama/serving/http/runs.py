@@ -5,7 +5,7 @@
     ChunkStream(run, body)         an ASGI response that sends the answer as it is made
 
 Contract. ``finish(id, answer)`` is called once, when the answer is complete, has failed, or lost
-its client; in the last case the rows are cancelled. answer is None if the engine was stopped
+its client. In the last case the rows are cancelled. answer is None if the engine was stopped
 meanwhile: the next server then makes the answer.
 """
 

@@ -1,6 +1,6 @@
 """The routes of vectors and scores: /v1/embeddings, /v1/rerank and /v1/score.
 
-The engine's process computes one row of a body after the other (``hub``), so bodies take turns, and
+The engine's process computes one row of a body after the other (``hub``). So bodies take turns, and
 a row has the same bits in any body and order. At most ``WAITING`` bodies wait; more get 429.
 """
 

@@ -8,7 +8,7 @@ Contract. A body's requests are queued all or none, under an id that no other an
 go to the row's front end, all tokens of a step in one message. If a front end dies, its rows are
 cancelled, and the next front end takes over the bodies that it owed by the journal. Counts are
 exact whatever front ends do. The front end of a request with stop strings finds the end of its
-text, so tokens and reason are counted when the front end reports that end.
+text. Tokens and reason are counted when the front end reports that end.
 
 While the journal cannot be written (a full disk), requests for it are refused with
 JournalUnavailable, and everything else goes on. Answers that could not be written stay in memory,

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import ACTIVATIONS, floats, rounded_sum
+from pallas_kernels.experts.gate import ClampedGate
+from pallas_kernels.fused_parts import floats, gated, rounded_sum
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
@@ -31,7 +32,7 @@ class FewRowsOperands:
     residual: Value | None = None
     pending: Value | None = None
     total: Value | None = None
-    activation: str = "silu"  # of the gate
+    activation: str | ClampedGate = "silu"  # of the gate
 
     @classmethod
     def of(cls, memory: Mapping[str, Value | None], **facts) -> FewRowsOperands:
@@ -87,7 +88,7 @@ class FewRowsOperands:
             values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
         if self.swiglu:
             gate, up = values
-            values = [arith.mulf(ACTIVATIONS[self.activation](gate), up)]
+            values = [gated(self.activation, gate, up)]
         if residual is not None:
             values = [arith.addf(v, r) for v, r in zip(values, residual, strict=True)]
         return values

@@ -1,12 +1,12 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-Contract.  w is bfloat16, int8 with one scale a row, int4 in groups of 128, MXFP4, NVFP4 or float8
-in groups of 64 or 128, in the plain layout; x is bfloat16.  A warp reads 512 bytes of one row of w
-that lie side by side with every instruction, into registers, and multiplies them there: one row
-needs no tile in shared memory.
+Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 128,
+MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
+warp reads 512 bytes of one row of w that lie side by side, into registers.  The warp multiplies
+them there: one row needs no tile in shared memory.
 
-A row of int4 may end inside the last read, at a multiple of 128 columns, one of float4 or float8
-at a multiple of 32 or 64 (``plan.row_plan``).
+A row may end inside the last read (``plan.row_plan``): int4 at a multiple of 128 columns, float4 at
+one of 32 and float8 at one of 64.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so

@@ -1,7 +1,7 @@
 """The matmul of a decode step on Hopper: ``x[M, K] w[N, K]^T``, M <= 16, and what stands around it.
 
-Contract.  w is int4, int8 or float8 in groups or whole rows, MXFP4, NVFP4, or 16-bit floats, in the
-plain layout, so that loading a model re-lays nothing out.  x is bfloat16 or float16.  The weights
+Contract.  w is int4, int8 or float8 in groups or whole rows, MXFP4, NVFP4, or 16-bit floats. Its
+layout is the plain one, so loading a model moves nothing.  x is bfloat16 or float16.  The weights
 are the 16-row operand of mma.m16n8k16, so 8 tokens cost one instruction.
 
 Division of work. One block of 16 warps per SM, alone or in clusters of ``split`` that share K. A
@@ -23,8 +23,7 @@ Fusion.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x then comes by 
 cp.async, is multiplied on its way to shared memory, and the factor multiplies the sum at the end.
 The same way takes a pending term that is added to x: every block adds it, and the first cluster
 stores the sum.  Bias and residual are copied beside the scales, a batch ahead of their use.  With
-SwiGLU the steps are pairs of a tile of gate and its tile of up, and the sum over the warps is taken
-of both at once.
+SwiGLU the steps are pairs of a tile of gate and its tile of up. The warps sum both at once.
 
 Order of columns. Any order will do for mma, if both operands agree. A lane with quad index c takes
 columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats: 8 of 32). A bit trick widens

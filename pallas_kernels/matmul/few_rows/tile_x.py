@@ -1,7 +1,7 @@
 """The tile kernel's x: a warp's run of columns through shared memory into fragments of the mma.
 
-With a norm, x is multiplied by the norm's weight on the way and its squares are summed, float32,
-in an order that depends on K's division alone; the token's factor meets the product's sum later.
+With a norm, x is multiplied by the norm's weight on the way. Its squares are summed in float32, in
+an order that depends on K's division alone. The token's factor multiplies the product's sum later.
 The pending term is added to x first, and the sum is rounded to x's dtype, as it is stored.
 """
 

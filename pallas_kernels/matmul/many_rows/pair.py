@@ -21,8 +21,8 @@ clusters of 64 rows of w then have as much to do as 128 blocks of 32, and read h
 block sends the sums of one warpgroup to the other's shared memory and finishes the other.  With
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
-A low-rank term (LoRA: ``inner[M, R] second[N, R]^T``, 16-bit floats into a float32 sum of its own)
-comes through the same ring, behind a tile's last step of K, in slots of 64 ranks.
+A low-rank term (LoRA) is ``inner[M, R] second[N, R]^T``, 16-bit floats into a float32 sum of its
+own. It comes through the same ring, behind a tile's last step of K, in slots of 64 ranks.
 
 FP8 sums.  ``promote`` gives the tensor cores a fresh accumulator every few steps of 128 and adds it
 to a float32 one in registers.  Two accumulators of 256 columns do not fit 232 registers.  So FP8

@@ -26,8 +26,8 @@ from pallas_kernels.launch import Views, launch
 
 AHEAD = 512  # bytes of a row of w that are prefetched to L2 before the previous kernel has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of compute warpgroups.
-# Their sum may not exceed the launch's registers (3 * 168, 5 * 96), or setmaxnreg waits for ever.
-REGISTERS = {2: (40, 232), 4: (32, 112)}
+# Their sum may not exceed the launch's (3 * 168, 4 * 128, 5 * 96), or setmaxnreg waits for ever.
+REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
 
 
 def tiled(dtype, swizzle: int):

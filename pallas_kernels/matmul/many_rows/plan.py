@@ -26,7 +26,7 @@ from pallas_kernels.rounding import NIBBLES
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
 CODES_K = 128  # ... and of 8-bit ones
-_BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
+BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
 
 
 def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
@@ -126,7 +126,7 @@ class WeightTile(Predicted):
         # holds those of up to two groups.
         slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
-        stages = min(self.stages, (gpu().shared_bytes - _BARRIER_BYTES - used) // slot)
+        stages = min(self.stages, (gpu().shared_bytes - BARRIER_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
         return dataclasses.replace(self, stages=stages // turn * turn, stored=row_bytes > 0)
 

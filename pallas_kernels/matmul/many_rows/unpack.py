@@ -35,6 +35,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -54,7 +55,30 @@ E4M3_STEP = 2.0**-9  # what the byte 1 is as e4m3
 _PITCH = 64  # bytes of a row of codes
 Widen = Callable[[Value], Value]
 _PAIR = 0x000F000F
+_LOW_BITS, _TOP_BIT, _BELOW_BYTE = 0x007F007F, 0x00800080, 0x43004300
 _BIASED = 0x43084308  # bfloat16's 136, twice: 128 + (q ^ 8) is 136 + q
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentRows:
+    """Where the 64 rows of wgmma's register operand lie in shared memory.
+
+    Warp w's first eight rows begin at ``of_warp * w``, and its other eight ``apart`` rows behind
+    them.  Both are multiples of 8, so a swizzle depends on the place among eight alone.
+    """
+
+    of_warp: int = 16
+    apart: int = 8
+
+    def place(self) -> tuple[Value, Value, Value]:
+        """A thread's first row, its place among eight, and the lane's among the row's four."""
+        thread = arith.andi(p.register("tid.x"), p.ci(127))
+        in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
+        row = p.add(p.mul(p.shift_right(thread, 5), self.of_warp), in_eight)
+        return row, in_eight, arith.andi(thread, p.ci(3))
+
+
+_IN_ORDER = FragmentRows()
 
 
 def multiplied(zero: Value | None, multiple: Value | None = None) -> Widen:
@@ -125,7 +149,7 @@ def to_8_bits(dtype, codes, zeros=None, multiples=None) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
     def widen(ctx, codes, *vectors):
         del ctx
-        row, in_eight, quad = _place()
+        row, in_eight, quad = _IN_ORDER.place()
         base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
         swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
         places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
@@ -148,7 +172,7 @@ def to_8_bits(dtype, codes, zeros=None, multiples=None) -> jax.Array:
     return widen(*refs)
 
 
-def to_bfloat16(codes, scales, zeros=None) -> jax.Array:
+def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
     codes: bytes ``[64, 32]``, swizzled by 32.  scales: ``[64]`` bfloat16, strided; zeros: too (they
@@ -162,21 +186,21 @@ def to_bfloat16(codes, scales, zeros=None) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
     def widen(ctx, codes, scales, *zeros):
         del ctx
-        row, in_eight, quad = _place()
+        row, in_eight, quad = where.place()
         base = p.add(p.shared_address(codes), p.mul(row, pitch), quad)
         swizzle = p.mul(p.shift_right(in_eight, 2), 16)
         places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
         rows = []
         for half in range(2):
-            at = p.add(row, 8 * half)
-            scale, zero, above = _twice(_of_row(scales, at)), None, None
+            at = p.add(row, where.apart * half)
+            scale, zero, above = _factor(scales, at), None, None
             if integers:
                 zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
             elif zeros:
-                above = _twice(_of_row(zeros[0], at))
+                above = _factor(zeros[0], at)
             below = below_of(zero)
             mine = (
-                p.load_shared_narrow(place, "u8", 8 * pitch * half + 4 * i)
+                p.load_shared_narrow(place, "u8", where.apart * pitch * half + 4 * i)
                 for place in places
                 for i in range(4)
             )
@@ -193,7 +217,7 @@ def float4_pair(byte: Value, factor: Value) -> Value:
     return p.mul_pairs(p.select_bits(p.shift_left(spread, 6), 0x01C001C0, sign), factor)
 
 
-def float4_to_bfloat16(codes, scales, kind: str) -> jax.Array:
+def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
     codes: bytes ``[64, 32]``, swizzled by 32.  scales: bytes ``[64]`` of each group of 32 columns
@@ -206,18 +230,18 @@ def float4_to_bfloat16(codes, scales, kind: str) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(scales)), return_type=out_type)
     def unpacked(ctx, codes, *scales):
         del ctx
-        row, in_eight, quad = _place()
+        row, in_eight, quad = where.place()
         base = p.add(p.shared_address(codes), p.mul(row, pitch), quad)
         swizzle = p.mul(p.shift_right(in_eight, 2), 16)
         places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
         rows = []
         for half in range(2):
-            at = p.add(row, 8 * half)
+            at = p.add(row, where.apart * half)
             held = [arith.extui(p.i32(), _of_row(v, at)) for v in scales]
             factors = [factor_of(v) for v in held]
             each = 8 // len(factors)  # bytes of a thread that share a scale
             mine = [
-                p.load_shared_narrow(place, "u8", 8 * pitch * half + 4 * i)
+                p.load_shared_narrow(place, "u8", where.apart * pitch * half + 4 * i)
                 for place in places
                 for i in range(4)
             ]
@@ -227,11 +251,11 @@ def float4_to_bfloat16(codes, scales, kind: str) -> jax.Array:
     return unpacked(codes, *scales)
 
 
-def float8_to_bfloat16(codes, scales) -> jax.Array:
+def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
-    codes: bytes ``[64, 64]``, swizzled by 64.  scales: ``[64]`` bfloat16 of the rows, strided; None
-    multiplies by none.
+    codes: bytes ``[64, 64]``, swizzled by 64: float8_e4m3fn, or with ``integers`` int8.  scales:
+    ``[64]`` floats of the rows, strided; None multiplies by none.
     """
     layout = plgpu.Layout.WGMMA
     out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
@@ -240,18 +264,19 @@ def float8_to_bfloat16(codes, scales) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
     def unpacked(ctx, codes, *scales):
         del ctx
-        row, in_eight, quad = _place()
+        row, in_eight, quad = where.place()
         base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
         swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
         places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
         rows = []
         for half in range(2):
-            factors = [_twice(_of_row(v, p.add(row, 8 * half))) for v in scales]
+            factors = [_factor(v, p.add(row, where.apart * half)) for v in scales]
             words = []
             for place in places:
                 for at in (0, 8):
-                    both = p.load_shared_narrow(place, "u16", 8 * _PITCH * half + at)
-                    pair = few_rows.float8_pair(p.permute(both, p.ci(0), 0x4140))
+                    both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
+                    both = p.permute(both, p.ci(0), 0x4140)
+                    pair = byte_pair(both) if integers else few_rows.float8_pair(both)
                     words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
             rows.append(words)
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
@@ -259,16 +284,46 @@ def float8_to_bfloat16(codes, scales) -> jax.Array:
     return unpacked(*refs)
 
 
-def _place() -> tuple[Value, Value, Value]:
-    """A thread's first row of 64, its place among eight, and the lane's among the row's four."""
-    thread = arith.andi(p.register("tid.x"), p.ci(127))
-    in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
-    row = p.add(p.mul(p.shift_right(thread, 5), 16), in_eight)
-    return row, in_eight, arith.andi(thread, p.ci(3))
+def byte_pair(word: Value) -> Value:
+    """The int8 in bytes 0 and 2 of a word as a pair, exactly: the sign bit weighs -128."""
+    low = p.and_xor(word, _LOW_BITS, _BELOW_BYTE)
+    return p.sub_pairs(low, p.and_xor(word, _TOP_BIT, _BELOW_BYTE))
+
+
+def from_bfloat16(tile, where=_IN_ORDER) -> jax.Array:
+    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
+
+    tile: bytes ``[64, 128]``, swizzled by 128.
+    """
+    layout = plgpu.Layout.WGMMA
+    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out_type)
+    def loaded(ctx, tile):
+        del ctx
+        row, in_eight, quad = where.place()
+        pitch = 2 * _PITCH
+        base = p.add(p.shared_address(tile), p.mul(row, pitch), p.mul(quad, 4))
+        places = [p.add(base, p.mul(arith.xori(in_eight, p.ci(c)), 16)) for c in range(8)]
+        rows = [
+            [p.load_shared(place, 1, where.apart * pitch * half)[0] for place in places]
+            for half in range(2)
+        ]
+        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+
+    return loaded(tile)
 
 
 def _of_row(of_rows: Value, row: Value) -> Value:
     return memref.load(of_rows, [arith.index_cast(ir.IndexType.get(), row)])
+
+
+def _factor(of_rows: Value, row: Value) -> Value:
+    """A pair of a row's scale or zero, rounded to bfloat16."""
+    value = _of_row(of_rows, row)
+    if value.type == p.f32():
+        return p.pack(value, value)
+    return _twice(value)
 
 
 def _twice(half: Value) -> Value:

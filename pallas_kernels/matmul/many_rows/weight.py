@@ -8,16 +8,16 @@ Contract.  x [M, K] bfloat16 or float16, any M.  w [N, K] int4 (packed) or int8 
 dtype, and sums are float32.  Or w is MXFP4 or NVFP4 beside bfloat16; then ``a`` is exact.  Or x has
 8-bit codes and w is int4; then 128 divides K and the columns of a group.  Beside scales in two
 levels (``QTensor.unit`` is ``row``) int8 codes meet int8 ``a``, and int32 sums are exact.  Else the
-operand is q - zero in x's dtype, which is exact, and the sum of every 128 columns times its scale
-is added in float32 (``unpack``).
+operand is q - zero in x's dtype, which is exact. The sum of every 128 columns, times its scale, is
+added in float32 (``unpack``).
 
-Operands are swapped.  64 rows of w are wgmma's register operand and the tokens are its N, so the
+Operands are swapped.  64 rows of w are wgmma's register operand, and the tokens are its N. So the
 kernel dequantizes a weight once per 256 tokens and never writes it back.  The output tile is
 transposed on its way through shared memory.
 
-    _Feeder.copy_tiles     TMA x, w, scales of slot i+1 | i+2 | ... | next tile's | ...
-    _Multiplier 0        wait i, i+1 | dequantized | wgmma x 8 ............ | release i, i+1 |
-    _Multiplier 1        ....... wgmma x 8 | release | wait | dequantized | wgmma x 8 ...
+    Feeder.copy_tiles      TMA x, w, scales of slot i+1 | i+2 | ... | next tile's | ...
+    Multiplier 0         wait i, i+1 | dequantized | wgmma x 8 ............ | release i, i+1 |
+    Multiplier 1         ....... wgmma x 8 | release | wait | dequantized | wgmma x 8 ...
     both                 after the last step, finish: acc * row + bias -> 16 bits, transposed -> TMA
 
 The two warpgroups fall into step by themselves: while one dequantizes, the wgmmas of the other keep

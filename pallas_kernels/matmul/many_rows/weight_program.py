@@ -1,7 +1,7 @@
 """The program of a block of the weight-only product: see ``weight`` for its contract and timeline.
 
-``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``_Feeder`` is the
-warpgroup that copies, ``_Multiplier`` each of those that compute.  Everything is emitted while the
+``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``Feeder`` is the
+warpgroup that copies, ``Multiplier`` each of those that compute.  Everything is emitted while the
 kernel is traced.
 """
 
@@ -93,11 +93,11 @@ class WeightBlock:
 
     def run(self) -> None:
         pipeline.await_kernel(self.gmem.w, self.tile.rows, self.tile, self.m)
-        feed(self.warpgroup, self.computing, _Feeder(self).copy_tiles)
-        pl.when(self.warpgroup < self.computing)(lambda: _Multiplier.started(self).compute_tiles())
+        feed(self.warpgroup, self.computing, Feeder(self).copy_tiles)
+        pl.when(self.warpgroup < self.computing)(lambda: Multiplier.started(self).compute_tiles())
 
 
-class _Feeder:
+class Feeder:
     """The copies: x, w and the parameters of a slot go into the ring, vectors once a tile."""
 
     def __init__(self, block: WeightBlock):
@@ -155,14 +155,14 @@ class _Feeder:
         return ring_next(at, 1, stages)
 
 
-class _Multiplier:
+class Multiplier:
     """A warpgroup that multiplies 64 rows of w by a tile's tokens, all slots or its turns of them.
 
     half: which 64 rows of the block's.  turn: which of ``tile.parts`` warpgroups that share them.
     """
 
     @classmethod
-    def started(cls, block: WeightBlock) -> _Multiplier:
+    def started(cls, block: WeightBlock) -> Multiplier:
         plgpu.set_max_registers(REGISTERS[block.computing][1], action="increase")
         return cls(block)
 
@@ -236,7 +236,7 @@ class _Multiplier:
             return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
         if scheme.float8:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
-            return unpack.float8_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
+            return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
             codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)
@@ -259,6 +259,10 @@ class _Multiplier:
 
     # --- wgmma ---
 
+    def tokens_at(self, at):
+        """The rows of x in slot ``at``."""
+        return self.smem.x.tiles.at[at]
+
     def sum_of_products(self, t, acc):
         """The sum over this warpgroup's slots, ``unroll`` of them at a time."""
         block, tile, stages = self.block, self.tile, self.tile.stages
@@ -272,7 +276,7 @@ class _Multiplier:
                 plgpu.barrier_wait(self.barrier.full.at[at])
             weights = [self.dequantized(t, j + u, at) for u, at in enumerate(places)]
             for at, a in zip(places, weights, strict=True):
-                plgpu.wgmma(acc, a, self.smem.x.tiles.at[at].transpose((1, 0)))
+                plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
             for u, at in enumerate(places):
                 plgpu.wgmma_wait(unroll - 1 - u)
                 plgpu.barrier_arrive(self.barrier.empty.at[at])

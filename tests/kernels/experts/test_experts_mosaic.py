@@ -14,7 +14,8 @@ from pallas_kernels import QTensor, grouped_matmul
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.experts import kernel
 from pallas_kernels.experts import plan as planning
-from pallas_kernels.experts.op import grouped_matmul_reference
+from pallas_kernels.experts.gate import ClampedGate
+from pallas_kernels.experts.op import Static, grouped_matmul_reference, planned
 from pallas_kernels.matmul.few_rows import operands, row, row_loops, widen
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest, weight
@@ -24,6 +25,7 @@ E, PAIRS = 3, 4
 CASES = [  # weights, N, K, the gate's activation, with a bias
     ("plain", 96, 512, None, False),
     ("plain", 96, 512, "silu", True),
+    ("plain", 96, 512, ClampedGate(limit=0.5), True),
     ("w8-row", 80, 1024, None, True),
     ("w8-row", 96, 512, "gelu_tanh", False),
     ("w4-g128", 96, 1024, "silu", False),
@@ -60,12 +62,12 @@ def check(got, want) -> None:
 @pytest.mark.parametrize("name,n,k,activation,has_bias", CASES, ids=str)
 def test_emulated(name, n, k, activation, has_bias) -> None:
     x, w, experts, bias = case(name, n, k, has_bias)
-    plan = named_plan(planning.plan(x, w, PAIRS, activation))
-    assert plan is not None
+    plan = planning.row_plan(x, w, PAIRS, activation)
+    assert not isinstance(plan, Reason)
     plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, sms=2))
     with emulated(kernel, operands, row, row_loops, widen):
         got = kernel.grouped_rows(
-            x, w, experts.reshape(-1), bias, fan=2, activation=activation, plan=plan
+            x, w, experts.reshape(-1), bias, fan=2, gate=activation, plan=plan
         )
     want = grouped_matmul_reference(x, w, experts, bias=bias, gated=activation)
     check(got, np.asarray(want).reshape(PAIRS, -1))
@@ -78,9 +80,9 @@ def test_a_short_row_reads_nothing_of_the_next() -> None:
     is_own = jnp.zeros((E, 96, 1), bool).at[1, 4:6].set(True)
     w = dataclasses.replace(w, scale=jnp.where(is_own, w.scale, jnp.nan))
     experts = jnp.ones((PAIRS,), jnp.int32)
-    plan = named_plan(planning.plan(x, w, PAIRS, None))
+    plan = planning.row_plan(x, w, PAIRS, None)
     with emulated(kernel, operands, row, row_loops, widen):
-        got = kernel.grouped_rows(x, w, experts, fan=2, activation=None, plan=plan)
+        got = kernel.grouped_rows(x, w, experts, fan=2, gate=None, plan=plan)
     np.testing.assert_array_equal(np.isfinite(got), np.broadcast_to(is_own[1, :, 0], got.shape))
 
 
@@ -104,8 +106,13 @@ def test_values_on_the_gpu(name, n, k, activation) -> None:
     if name == "w8-row" and k % 512:
         pytest.skip("int8 rows end at a multiple of 512")
     x, w, experts, bias = case(name, n, k, True)
-    f = functools.partial(grouped_matmul, bias=bias, gated=activation)
-    run = jax.jit(functools.partial(f, implementation="mosaic"))
+
+    @jax.jit
+    def run(x, w, experts):
+        plan = planning.row_plan(x, w, experts.size, activation)
+        static = Static(2, activation, plan, x.dtype, w.shape[0], False)
+        return planned(static, x, w, experts, bias=bias)
+
     got = run(x, w, experts)
     order = as_jax([1, 0, 1, 1, 0])
     again = run(x[order], w, experts[order])
@@ -123,6 +130,6 @@ def test_what_it_takes() -> None:
     found = planning.plan(x, w, 4, None)
     assert isinstance(found, Reason) and "XLA's form is predicted to take" in found.text
     assert named_plan(found).row.sms == 33
-    assert "513 pairs" in planning.plan(x, w, 513, None).text
-    assert "float32" in planning.plan(x.astype(jnp.float32), w, 4, None).text
-    assert "multiple of 512" in planning.plan(x, stacked("w8-row", 96, 768), 4, None).text
+    assert "513 pairs" in planning.row_plan(x, w, 513, None).text
+    assert "float32" in planning.row_plan(x.astype(jnp.float32), w, 4, None).text
+    assert "multiple of 512" in planning.row_plan(x, stacked("w8-row", 96, 768), 4, None).text

@@ -98,23 +98,37 @@ CASES = {  # rows, heads, kv heads, Dk, Dv, and what is special
     "name, divided, clamp_min", each_once([*CASES], [((128, 4), None), ((64, 4), -0.02)]), ids=str
 )
 def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
+    from pallas_kernels.gla import head_norm_kernel, step_registers
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
-    from pallas_kernels.gla import step_registers
 
     monkeypatch.setattr(
         gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.GlaStepPlan(*divided)
     )
     shape, special = CASES[name]
-    with emulated(gla_step_mosaic, step_registers):
+    with emulated(gla_step_mosaic, step_registers, head_norm_kernel):
         check(case(*shape, **special), clamp_min)
 
 
 @newest
-def test_the_portable_kernel_s_code_on_numpy(monkeypatch):
-    """Before Hopper a head's blocks are no cluster, and XLA computes the norm and the gate."""
-    monkeypatch.setenv(TARGET, "sm_80")
-    test_the_kernel_s_code_on_numpy("float16", (64, 4), -0.02, monkeypatch)
-    test_the_kernel_s_code_on_numpy("no-gate", (128, 4), None, monkeypatch)
+@pytest.mark.parametrize(
+    "name, divided", [("float16", (64, 4)), ("no-gate", (128, 4)), ("cluster", (128, 4))], ids=str
+)
+def test_the_portable_kernels_have_the_bits_of_a_cluster(name, divided, monkeypatch):
+    """Before Hopper the norm and the gate are a second kernel, with the same order of its sums."""
+    from pallas_kernels.gla import head_norm_kernel, step_registers
+    from pallas_kernels.gla import step_kernel as gla_step_mosaic
+
+    monkeypatch.setattr(
+        gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.GlaStepPlan(*divided)
+    )
+    shape, special = CASES[name]
+    given = case(*shape, **special)
+    options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": -0.02}
+    with emulated(gla_step_mosaic, step_registers, head_norm_kernel):
+        own = gla_token(*given, **options)
+        monkeypatch.setenv(TARGET, "sm_80")
+        portable = gla_token(*given, **options)
+    jax.tree.map(np.testing.assert_array_equal, portable, own)
 
 
 @newest
@@ -124,8 +138,8 @@ def test_the_portable_kernel_s_code_on_numpy(monkeypatch):
     ids=str,
 )
 def test_the_step_s_code_on_numpy(divided, dtype):
+    from pallas_kernels.gla import head_norm_kernel, step_registers
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
-    from pallas_kernels.gla import step_registers
 
     rng = np.random.default_rng(1)
     q, k = (as_jax(x, dtype) for x in rng.standard_normal((2, 2, 3, 128)))
@@ -134,7 +148,7 @@ def test_the_step_s_code_on_numpy(divided, dtype):
     state = as_jax(rng.standard_normal((2, 3, 128, 256)), jnp.float32)
     wide = [np.asarray(x, np.float64) for x in (q, k, v, g, state)]
     want = np.exp(wide[3])[..., None] * wide[4] + wide[1][..., None] * wide[2][:, :, None]
-    with emulated(gla_step_mosaic, step_registers):
+    with emulated(gla_step_mosaic, step_registers, head_norm_kernel):
         plan = gla_step_mosaic.GlaStepPlan(*divided)
         o, new = gla_step_mosaic.gla_step(q, k, v, g.astype(jnp.float32), state, 0.1, plan)
     assert relative_rms(new, want) < 1e-6

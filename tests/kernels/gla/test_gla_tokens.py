@@ -91,12 +91,12 @@ CASES = {  # rows, tokens, (heads, kv heads, Dk, Dv), and what is special
 @pytest.mark.parametrize("name, divided", each_once([*CASES], [((128, 4),), ((64, 4),)]), ids=str)
 def test_a_draft_s_tokens_are_steps_bit_for_bit(name, divided, monkeypatch):
     from pallas_kernels import dispatch
-    from pallas_kernels.gla import step_kernel, step_registers
+    from pallas_kernels.gla import head_norm_kernel, step_kernel, step_registers
 
     monkeypatch.setattr(step_kernel, "divided", lambda *_: step_kernel.GlaStepPlan(*divided))
     monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
     rows, tokens, shape, special = CASES[name]
-    with emulated(step_kernel, step_registers):
+    with emulated(step_kernel, step_registers, head_norm_kernel):
         check(rows, tokens, shape, **special)
 
 

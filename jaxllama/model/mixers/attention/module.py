@@ -8,8 +8,11 @@ from jaxllama.model.mixers.module import MixerModule
 
 
 class Attention(MixerModule):
-    """Attention with rotary positions over ``cfg.n_heads`` heads, GQA by ``cfg.n_kv_heads``; see
-    ``mix``.  Its state is a ``KVCache``."""
+    """Attention of ``cfg.n_heads`` query heads over ``cfg.n_kv_heads`` key heads (GQA).
+
+    Queries and keys are rotated by ``cfg.rope``. The state is a ``KVCache``: the keys and values of
+    up to ``max_len`` tokens. ``__call__`` has the shapes.
+    """
 
     kind: ClassVar[str] = "attention"
 

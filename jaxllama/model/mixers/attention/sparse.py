@@ -1,7 +1,7 @@
 """Attention that reads few of the values: FlexGen's top-k of V (arXiv 2303.06865, section 5).
 
-A query reads all keys of its row, and of the values those with the largest weights: ``heaviest``
-chooses by the keys, ``kept_values`` reads, and what it reads may come from elsewhere (``offload``).
+A query reads all keys of its row, and the values with the largest weights. ``heaviest`` chooses
+them by the keys. ``kept_values`` reads them, also from elsewhere (``offload``).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def sparse_decode(
 def quotas(sparsity: float, capacity: int) -> np.ndarray:
     """Return ``int(sparsity * older)`` for 0 to ``capacity - 1`` older keys, int32 ``[capacity]``.
 
-    It is a table because the product must be Python's own, of doubles: in float32 450 of the 405504
-    products of hundredths and up to 4095 keys have another integer part.
+    It is a table because the product must be Python's own, of doubles. In float32, 450 of the
+    405504 products of hundredths and up to 4095 keys have another integer part.
     """
     return (sparsity * np.arange(capacity, dtype=np.float64)).astype(np.int32)
 

@@ -19,9 +19,9 @@ from pallas_kernels.qtensor import QTensor
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (after RoPE) and values, each ``[B, S, K, H]``, or with a table pages ``[P, S, K, H]``,
-    of heads as wide as ``cached_width``: an array, or a QTensor with one scale per token and head
-    (int4: a scale and a zero point per 64 features, in a rotated basis)."""
+    """Keys (after RoPE) and values, each ``[B, S, K, H]``, or pages ``[P, S, K, H]`` with a table.
+    Heads are as wide as ``cached_width``. Each is an array, or a QTensor with one scale per token
+    and head. int4 has a scale and a zero point per 64 features, in a rotated basis."""
 
     k: jax.Array | QTensor
     v: jax.Array | QTensor

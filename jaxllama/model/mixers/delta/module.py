@@ -8,8 +8,11 @@ from jaxllama.model.mixers.module import MixerModule
 
 
 class GatedDeltaNet(MixerModule):
-    """The gated delta rule with the options ``cfg.delta``; see ``mix``.  Its state does not
-    grow with the context."""
+    """The gated delta rule with the options ``cfg.delta``, a ``DeltaConfig``.
+
+    The op is ``pallas_kernels.gated_delta``. The state is one matrix for each head; its size does
+    not depend on the number of tokens. ``__call__`` has the shapes.
+    """
 
     kind: ClassVar[str] = "delta"
 

@@ -8,8 +8,11 @@ from jaxllama.model.mixers.module import MixerModule
 
 
 class GatedLinearAttention(MixerModule):
-    """Gated Linear Attention with the options ``cfg.gla``; see ``mix``.  Its state does not
-    grow with the context."""
+    """Gated Linear Attention with the options ``cfg.gla``, a ``GLAConfig``.
+
+    The op is ``pallas_kernels.gla``. The state is one matrix for each head; its size does not
+    depend on the number of tokens. ``__call__`` has the shapes.
+    """
 
     kind: ClassVar[str] = "gla"
 

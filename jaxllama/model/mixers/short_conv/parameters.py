@@ -21,7 +21,7 @@ SPLIT = dict.fromkeys(("bcx", "conv"), 0)
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvOptions:
-    """``[mixers.short_conv]``: width of the streams, and taps of the convolution."""
+    """Options of a short convolution: width of the streams, and taps (``[mixers.short_conv]``)."""
 
     width: int
     taps: int = 3

@@ -7,7 +7,7 @@
     y_t          = C_t S_t + skip x_t
     out          = o(norm(y * silu(z)))           or o(norm(y) * silu(z)), or without the norm
 
-This is gated linear attention with q = C, k = B, v = dt x and scale 1: the scan, the step and the
+This is gated linear attention with q = C, k = B, v = dt x and scale 1. The scan, the step and the
 acceptance of drafts are GLA's kernels.  The heads of a group share B and C, and the norm is over a
 group.  A row's state is one ``[state, head_dim]`` matrix a head and the convolution's last
 ``taps - 1`` inputs.  No positions.

@@ -22,14 +22,32 @@ SPLIT = dict.fromkeys(("zxbcdt", "conv", "decay", "y_norm"), 0)
 
 @dataclasses.dataclass(frozen=True)
 class SSMOptions:
-    """``[mixers.ssm]``: the sizes of a Mamba-2 layer.
+    """Options of a Mamba-2 layer (``[mixers.ssm]`` in TOML).
 
-    n_heads, head_dim: number and width of the heads.  state: features of B and C, and so of a
-    head's state.  n_groups: the heads of a group share B and C; the norm is over a group's heads.
-    taps: of the short convolution, with a bias if ``conv_bias``.  bias: whether the input's and the
-    output's product have one.  least_step, largest_step: bounds of dt; None for no bound.
-    norm: RMSNorm of the gated heads ("gate_first"), or of the heads before the gate ("norm_first"),
-    or "none".
+    Parameters
+    ----------
+    n_heads, head_dim : int
+        Number and width of the heads.
+    state : int
+        Number of features of B and C, and so of a head's state.
+    n_groups : int
+        Number of groups of heads; it divides ``n_heads``. The heads of a group share B and C, and
+        the norm is over a group's heads.
+    taps : int
+        Taps of the short convolution.
+    norm_eps : float
+        Epsilon of the norm.
+    least_step, largest_step : float
+        Bounds of dt. A ``largest_step`` of None is no bound.
+    conv_bias, bias : bool
+        Whether the convolution, and the input's and the output's products, have a bias.
+    norm : {"gate_first", "norm_first", "none"}
+        RMSNorm of the gated heads, or of the heads before the gate.
+
+    Raises
+    ------
+    JaxLlamaError
+        Names the option that is out of range.
     """
 
     n_heads: int

@@ -1,0 +1,36 @@
+"""Sums to learn from rewards.  ``python -m jaxllama.examples.sums data/sums``
+
+Writes two-digit sums for ``configs/training/{tiny-sums,grpo-tiny,grpo-arithmetic}.toml``:
+
+    sums.txt       lines such as "12+34=46", of which every fourth has a wrong answer
+    sums.jsonl     prompts such as "12+34=" with their answers
+    chat.jsonl     the same as questions to a chat model
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+LINES, PROMPTS = 6000, 1100  # of the prompts, the configurations hold out the last 100
+
+out = Path(sys.argv[1] if len(sys.argv) > 1 else "data/sums")
+draw = random.Random(0)
+pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
+draw.shuffle(pairs)
+lines = []
+for number in range(LINES):
+    a, b = draw.choice(pairs)
+    answer = a + b if number % 4 else draw.randint(20, 98)
+    lines.append(f"{a}+{b}={answer}\n")
+plain, chat = [], []
+for a, b in pairs[:PROMPTS]:
+    plain.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+    question = f"What is {a} + {b}? Answer with the number alone."
+    chat.append({"prompt": [{"role": "user", "content": question}], "answer": f"{a}+{b}"})
+out.mkdir(parents=True, exist_ok=True)
+(out / "sums.txt").write_text("".join(lines), encoding="utf-8")
+for name, rows in (("sums", plain), ("chat", chat)):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+print(f"{out}: {LINES} lines of text, {PROMPTS} prompts")

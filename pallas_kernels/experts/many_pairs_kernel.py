@@ -1,0 +1,184 @@
+"""A grouped product of many pairs on Hopper: tiles of one expert's rows and some of its tokens.
+
+    out[p] = gate(x[p // fan] @ w[experts[p]].T * row + bias[experts[p]])  float32 until the store
+
+Contract.  x bfloat16.  w bfloat16, int8 and float8_e4m3fn by rows or groups, int4 with or without
+zeros, MXFP4 or NVFP4, ``[E, N, K]``.  64 divides K, a group has a multiple of 64 columns (float4:
+32 or 16), and 64 divides N.  The gate is SwiGLU, GELU's by tanh, ``ClampedGate`` or none.
+
+    before   pairs by expert -> parts of up to ``tokens`` pairs of one expert (``sort_kernel``, XLA
+             above 8192 pairs); x in this order
+    feeder   a part's rows of x | its expert's rows of w: of gate and of up side by side
+    others   codes -> bfloat16 in registers | wgmma over K | * row + bias, gate -> its pair's result
+
+The program is the dense product's (``matmul.many_rows.weight``): w is wgmma's register operand, and
+tokens are its N.  Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads
+eight rows apart, so the gate needs no exchange.  Consecutive tiles have one part, so that L2 still
+has its rows of x, and a part's weight is read once.
+
+A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
+expert's end are another's too, and are not stored either.
+
+Numerics: a weight is rounded once to bfloat16, as in the dense product.  Sums are float32; their
+order depends on K alone, so a pair's result does not depend on its place.
+
+Results: ``docs/lab/experts.md``.  Command: ``python -m benchmarks.kernels.experts``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.experts import sort_kernel
+from pallas_kernels.experts.blocks import parts_of_pairs
+from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_plan import PairsScheme
+from pallas_kernels.experts.many_pairs_program import UNIT, Finish, PairsBlock
+from pallas_kernels.launch import Views
+from pallas_kernels.matmul.few_rows.kernel import parts_of
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
+from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.qtensor import FLOAT4, QTensor
+
+_BOX = 256  # elements of an axis of a copy, at most
+
+
+@functools.partial(jax.jit, static_argnames=("fan", "gate", "tile", "out_dtype"))
+def grouped_tiles(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    experts: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    fan: int,
+    gate: Gate | None,
+    tile: WeightTile,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """The products of all pairs.
+
+    Parameters
+    ----------
+    x : bfloat16 [P / fan, K]
+        Pair p reads row p // fan.
+    w : Array or QTensor [E, N, K]
+        See the module's docstring.
+    experts : int32 [P]
+        In [0, E).
+    bias : float [E, N], optional
+        Added before the gate.
+    fan : int
+        Pairs of a row of x.
+    gate : "silu", "gelu_tanh", ClampedGate or None
+        N is gate, then up.
+    tile : WeightTile
+        Of the plan.
+    out_dtype : dtype
+        float32 or bfloat16.
+
+    Returns
+    -------
+    Array [P, N] in out_dtype, with a gate [P, N / 2]
+    """
+    n_experts, n, k = w.shape
+    n_pairs = experts.shape[0]
+    is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
+    by_expert = sort_kernel.parts_of_pairs if is_small else parts_of_pairs
+    parts = by_expert(experts, n_experts, tile.tokens)
+    scheme = PairsScheme.of(w, gate is not None)
+    held, row = parts_of(w), _row_scale(w)
+    flat = held["w"].reshape(n_experts * n, k)
+    operands = {
+        "x": x[parts.order // fan],
+        "w": flat,
+        "scale": _boxed(held["scale"]) if scheme.group else None,
+        "zero": _boxed(held["zero"]) if scheme.values == "int4" else None,
+        "row": None if row is None else row.astype(jnp.float32).reshape(-1),
+        "bias": None if bias is None else bias.astype(jnp.float32).reshape(-1),
+        "pairs": parts.order,
+        "work": parts.work,
+    }
+    n_out = n if gate is None else n // 2
+    finish = Finish(
+        scaled=row is not None,
+        gate=gate,
+        rest=FLOAT4_REST if scheme.values in ("e8m0", "e4m3") else 1.0,
+        bytes=jnp.dtype(out_dtype).itemsize,
+    )
+    facts = {"tile": tile, "scheme": scheme, "finish": finish, "shape": (n, k)}
+    (out,) = launch_persistent(
+        functools.partial(_run, **facts),
+        operands,
+        {"out": jax.ShapeDtypeStruct((n_pairs, n_out), out_dtype)},
+        name=f"grouped_matmul_{scheme.values}",
+        scratch=_scratch(operands, held, scheme, tile),
+        tile=tile,
+        computing=tile.rows // 64,
+    )
+    return out
+
+
+def _run(gmem, smem, barrier, **facts) -> None:
+    PairsBlock(gmem, smem, barrier, **facts).run()
+
+
+def _row_scale(w: jax.Array | QTensor) -> jax.Array | None:
+    """The factor of an expert's row ``[E, N, 1]`` that multiplies sums."""
+    if not isinstance(w, QTensor):
+        return None
+    if w.dtype == FLOAT4:
+        return w.unit
+    return None if PairsScheme.of(w, False).group else w.scale
+
+
+def _boxed(v: jax.Array | None) -> jax.Array | None:
+    """``[E, N, groups]`` as ``[E N / 32, a, b]``: the vectors of 32 rows are one copy."""
+    if v is None:
+        return None
+    return v.reshape(-1, *box_of(v.shape[-1], v.dtype))
+
+
+def box_of(groups: int, dtype: DTypeLike) -> tuple[int, int]:
+    """(a, b) with a * b values of 32 rows; b values are a multiple of 16 bytes."""
+    least = 16 // jnp.dtype(dtype).itemsize
+    count = UNIT * groups // least
+    most = next(f for f in range(_BOX // least, 0, -1) if count % f == 0)
+    return count // most, most * least
+
+
+def _scratch(operands, held, scheme: PairsScheme, tile: WeightTile) -> dict:
+    """Shared memory of a block, and its barriers."""
+    across, sets = tile.rows // 64, 1 + scheme.gated
+    n_rows = scheme.rows_in_memory(tile)
+    unused = plgpu.SMEM((32,), jnp.float32)
+    of_tile = [name for name in ("scale", "zero") if operands[name] is not None]
+
+    def vectors(name):
+        v = operands[name]
+        if v is None:
+            return unused
+        boxes = 2, n_rows // UNIT, *v.shape[1:]
+        rows = 2, n_rows, held[name].shape[-1]
+        return Views(boxes=plgpu.SMEM(boxes, v.dtype), rows=plgpu.SMEM(rows, v.dtype))
+
+    w, row_bytes = operands["w"], BLOCK_K * scheme.bits // 8
+    shape = tile.stages, n_rows
+    return {
+        "x": pipeline.rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), operands["x"].dtype),
+        "w": Views(
+            tiles=plgpu.SMEM((*shape, BLOCK_K), w.dtype, transforms=tiled(w.dtype, row_bytes)),
+            bytes=plgpu.SMEM((*shape, row_bytes), jnp.int8),
+        ),
+        "scale": vectors("scale"),
+        "zero": vectors("zero"),
+        **ring_barriers(tile.stages, 1 + sets, across),
+        "vectors_full": plgpu.Barrier(num_arrivals=max(1, sets * len(of_tile)), num_barriers=2),
+        "vectors_empty": plgpu.Barrier(num_arrivals=across, num_barriers=2),
+    }

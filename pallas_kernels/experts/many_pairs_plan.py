@@ -1,0 +1,178 @@
+"""How the kernel of many pairs computes a grouped product: arithmetic only.
+
+The tile is the one that gives the busiest block the least work, by the measured time of a slot of
+64 columns.  Pairs fall on experts unevenly, so an expert's last part is counted as half full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.device import gpu, lacking
+from pallas_kernels.dispatch import Predicted, Reason
+from pallas_kernels.experts.gate import ClampedGate, Gate
+from pallas_kernels.matmul.few_rows.plan import is_format
+from pallas_kernels.matmul.many_rows.plan import BARRIER_BYTES, BLOCK_K, WeightTile
+from pallas_kernels.qtensor import FLOAT4, QTensor
+
+Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
+_LEAST_STAGES = 3
+_tile = functools.partial(WeightTile, unroll=1, stored=True)
+# Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
+TILES = (
+    (_tile(16, 256, stages=10, cluster=1, unroll=2), 0.52),
+    (_tile(32, 256, stages=10, cluster=1, unroll=2), 0.55),
+    (_tile(64, 256, stages=8, cluster=1, unroll=2), 0.63),
+    (_tile(128, 192, stages=6, cluster=1), 0.60),
+    (_tile(192, 128, stages=5, cluster=2), 0.56),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedTilePlan(Predicted):
+    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs."""
+
+    kernel: ClassVar[str] = "grouped_matmul_tiles_mosaic"
+    tile: WeightTile
+
+
+@dataclasses.dataclass(frozen=True)
+class PairsScheme:
+    """How a weight's values become bfloat16.
+
+    values: "bfloat16", "int8", "int4", "float8_e4m3fn", or float4 by its scales, "e8m0" or "e4m3".
+    group: columns that share a scale; 0 where rows alone have one.
+    gated: whether an expert's rows are gate, then up, and a result is made of one of each.
+    """
+
+    values: str
+    group: int
+    gated: bool
+    scaled: ClassVar[bool] = False  # sums of a slot are not multiplied
+
+    @classmethod
+    def of(cls, w: Weight, gated: bool) -> PairsScheme:
+        if not isinstance(w, QTensor):
+            return cls("bfloat16", 0, gated)
+        if w.dtype == FLOAT4:
+            kind = "e8m0" if w.scale.dtype.name == "float8_e8m0fnu" else "e4m3"
+            return cls(kind, w.group_size, gated)
+        by_row = w.scale.shape[-1] == 1 and w.zero is None and w.dtype != jnp.int4
+        return cls(w.dtype.name, 0 if by_row else w.group_size, gated)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value of the weight."""
+        return {"bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}.get(self.values, 4)
+
+    @property
+    def groups_per_slot(self) -> int:
+        return max(1, BLOCK_K // self.group)
+
+    def group_of(self, j: jax.Array) -> jax.Array:
+        """The first group of slot j."""
+        slots = max(1, self.group // BLOCK_K)
+        return (j // slots) * self.groups_per_slot
+
+    def rows_in_memory(self, tile: WeightTile) -> int:
+        """Rows of w in a slot.  Those of gate fill a multiple of 64, or a copy of their scales
+        would be no multiple of 128 bytes."""
+        return tile.rows if not self.gated else 2 * (-(-tile.rows // 128) * 64)
+
+    def results(self, tile: WeightTile) -> int:
+        """Results of a pair in a tile."""
+        return tile.rows // 2 if self.gated else tile.rows
+
+
+def inner_gate(gated: Gate | None) -> Gate | None:
+    """The gate, if the kernel has it."""
+    return gated if isinstance(gated, ClampedGate) or gated in ("silu", "gelu_tanh") else None
+
+
+def tile_plan(
+    x: jax.Array, w: Weight, n_pairs: int, gated: Gate | None
+) -> GroupedTilePlan | Reason:
+    """The kernel's plan for ``x[..., K]`` and ``w[E, N, K]``, or why it has none."""
+    if reason := lacking("wgmma"):
+        return Reason(reason)
+    gated = inner_gate(gated)
+    if reason := _refusal(x, w, gated is not None):
+        return Reason(reason)
+    scheme = PairsScheme.of(w, gated is not None)
+    tile = shortest_tile(w, n_pairs, scheme)
+    if tile.stages < _LEAST_STAGES:
+        return Reason(f"{_row_bytes(w)} bytes of scales a row leave no room for {tile}")
+    return GroupedTilePlan(tile)
+
+
+def _refusal(x: jax.Array, w: Weight, gated: bool) -> str | None:
+    _, n, k = w.shape
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, the kernel of many pairs takes bfloat16"
+    if n % 64 or k % BLOCK_K:
+        return f"w has N = {n} and K = {k}, not multiples of 64"
+    if not isinstance(w, QTensor):
+        return None if w.dtype == jnp.bfloat16 else f"no kernel multiplies bfloat16 by {w.dtype}"
+    if w.dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn) and not is_format(w):
+        return f"no kernel of many pairs multiplies by w of {w.dtype} codes"
+    if not is_format(w) and w.group_size % BLOCK_K:
+        return f"w has group size {w.group_size}, not a multiple of {BLOCK_K}"
+    if w.zero is not None and w.dtype != jnp.int4:
+        return f"no kernel of many pairs takes zeros beside {w.dtype} codes"
+    for v in (w.scale, w.zero):
+        if gated and v is not None and 64 * v.shape[-1] * v.dtype.itemsize % 128:
+            return f"{v.shape[-1]} groups of gate are no multiple of 128 bytes for 64 rows"
+    return None
+
+
+def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> WeightTile:
+    """The tile with the least work, with as many stages as fit."""
+    row_bytes = _row_bytes(w) if scheme.group else 0
+    fitted = [(_fitted(tile, scheme, row_bytes), us) for tile, us in TILES]
+    found = [one for one in fitted if one[0].stages >= _LEAST_STAGES] or fitted[:1]
+    return min(found, key=lambda one: _busiest_us(*one, w, n_pairs, scheme))[0]
+
+
+def busiest_us(w: Weight, n_pairs: int, gated: bool) -> float:
+    """Microseconds that the busiest block computes, on the card that was measured."""
+    scheme = PairsScheme.of(w, gated)
+    tile = shortest_tile(w, n_pairs, scheme)
+    slot_us = next(us for one, us in TILES if (one.tokens, one.rows) == (tile.tokens, tile.rows))
+    return _busiest_us(tile, slot_us, w, n_pairs, scheme)
+
+
+def chosen_experts(n_experts: int, n_pairs: int) -> float:
+    """Experts that some pair has, if each is as likely."""
+    return n_experts * (1 - (1 - 1 / n_experts) ** n_pairs)
+
+
+def _busiest_us(
+    tile: WeightTile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme
+) -> float:
+    n_experts, n, k = w.shape
+    hit = chosen_experts(n_experts, n_pairs)
+    parts = max(hit, n_pairs / tile.tokens + hit / 2)
+    results = n // 2 if scheme.gated else n
+    across = math.ceil(results / (scheme.results(tile) * tile.cluster))
+    rounds = math.ceil(parts * across / (gpu().sms // tile.cluster))
+    return rounds * k / BLOCK_K * slot_us
+
+
+def _row_bytes(w: Weight) -> int:
+    """Bytes of a row's scales and zeros."""
+    if not isinstance(w, QTensor):
+        return 0
+    return sum(v.shape[-1] * v.dtype.itemsize for v in (w.scale, w.zero) if v is not None)
+
+
+def _fitted(tile: WeightTile, scheme: PairsScheme, row_bytes: int) -> WeightTile:
+    rows = scheme.rows_in_memory(tile)
+    slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
+    stages = (gpu().shared_bytes - BARRIER_BYTES - 2 * rows * row_bytes) // slot
+    return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)

@@ -1,0 +1,286 @@
+"""The program of a block of the grouped product of many pairs (``many_pairs_kernel``).
+
+``PairsBlock`` holds the facts that all of a block's warpgroups share.  The feeder and the
+multipliers are those of the dense product (``matmul.many_rows.weight_program``), which differ here
+in three places: a tile's rows of x and its expert come from a table, the rows of gate and up are
+copied side by side, and results go to their pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_plan import PairsScheme
+from pallas_kernels.fused_parts import gated, times_reciprocal
+from pallas_kernels.jax_internals import arith, llvm
+from pallas_kernels.matmul.many_rows import unpack
+from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.unpack import FragmentRows
+from pallas_kernels.matmul.many_rows.weight_program import Feeder, Multiplier
+from pallas_kernels.ptx import Value
+
+_LAYOUT = plgpu.Layout.WGMMA
+_SPLAT = plgpu.Layout.WG_SPLAT((128,))
+UNIT = 32  # rows of w whose scales or zeros are one copy
+WIDTHS = 16, 32, 64, 96
+_AT_ONCE = 4  # groups of eight tokens whose pairs are loaded together
+
+
+class PairsBlock:
+    """A block's memory, its place in the grid, and the tiles that it computes.
+
+    gmem.work: int32 ``[1 + N, 4]``.  Its first row begins with the number of parts.  The others are
+    a part's expert, first row of x and end of its rows.  A tile is a part and ``wide`` results.
+    """
+
+    def __init__(
+        self, gmem, smem, barrier, *, tile: WeightTile, scheme: PairsScheme, finish, shape
+    ):
+        self.gmem, self.smem, self.barrier = gmem, smem, barrier
+        self.tile, self.scheme, self.finish = tile, scheme, finish
+        self.n, self.k = shape
+        self.n_out = self.n // 2 if scheme.gated else self.n
+        self.warpgroup, self.pair = lax.axis_index("warpgroup"), lax.axis_index("pair")
+        self.n_clusters = tile.sms // tile.cluster
+        self.wide = scheme.results(tile)
+        self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
+        self.across = self.computing = tile.rows // 64  # warpgroups, side by side in w's rows
+        self.steps, self.first_step, self.k_part = self.k // BLOCK_K, 0, 0
+        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster)
+        self.vector_slots = 2
+        # Of the rows of x that are copied and multiplied: the least that has a part's.
+        self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
+        self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
+
+    def run(self) -> None:
+        plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
+        self.tiles = my_tiles(self.gmem.work[0, 0] * self.columns, self.n_clusters)
+        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles)
+        multiply = lambda: PairsMultiplier.started(self).compute_tiles()  # noqa: E731
+        pl.when(self.warpgroup < self.computing)(multiply)
+
+    def origin(self, t):
+        """The part and the first result of this block's t-th tile: neighbours share x."""
+        index = t * self.n_clusters + lax.axis_index("cluster")
+        ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
+        part = lax.div(index, jnp.asarray(self.columns, index.dtype))
+        return part, (ni * self.tile.cluster + self.pair) * self.wide
+
+    def by_width(self, part, body: Callable[[int], None]) -> None:
+        """Run ``body(width)`` for the least width that has the part's rows of x."""
+        rows = self.gmem.work[part + 1, 2] - self.gmem.work[part + 1, 1]
+        for below, width in itertools.pairwise([0, *self.widths]):
+            pl.when((rows > below) & (rows <= width))(functools.partial(body, width))
+
+
+class PairsFeeder(Feeder):
+    """The copies of a tile: its expert's rows of w, gate and up side by side, and its rows of x."""
+
+    def __init__(self, block: PairsBlock):
+        self.block, self.tile, self.barrier = block, block.tile, block.barrier
+        self.axes = "pair" if block.tile.cluster > 1 else None
+
+    def copy_tile(self, t, _) -> None:
+        block = self.block
+        part, n0 = block.origin(t)
+        expert, first = block.gmem.work[part + 1, 0], block.gmem.work[part + 1, 1]
+        begins = [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
+        if block.by_tile:
+            self.copy_vectors_of(t, begins)
+        at = ring_slot(t * block.steps, self.tile.stages)
+
+        def copy(width: int) -> None:
+            rows = pl.ds(first, width)
+            lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, rows, begins), at)
+
+        block.by_width(part, copy)
+
+    def copy_vectors_of(self, t, begins) -> None:
+        block = self.block
+        full, empty = self.barrier.vectors_full, self.barrier.vectors_empty
+        slot = lax.rem(t, block.vector_slots)
+        pl.when(t >= block.vector_slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        units = block.pitch // UNIT
+        for name in block.by_tile:
+            source, to = getattr(block.gmem, name), getattr(block.smem, name).boxes
+            for i, begin in enumerate(begins):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(begin // UNIT, units)],
+                    to.at[slot, pl.ds(i * units, units)],
+                    full.at[slot],
+                )
+
+    def copy_slot_of(self, t, tokens, begins, j, at):
+        """Copy the j-th step of K into slot ``at``, and return the next slot."""
+        block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
+        full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
+        is_used = t * block.steps + j >= tile.stages
+        pl.when(is_used)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
+        plgpu.copy_gmem_to_smem(
+            gmem.x.at[tokens, columns],
+            smem.x.rows.at[at, pl.ds(0, tokens.size)],
+            full,
+            collective_axes=self.axes,
+        )
+        for i, begin in enumerate(begins):
+            rows = pl.ds(i * block.pitch, block.wide)
+            source = gmem.w.at[pl.ds(begin, block.wide), columns]
+            plgpu.copy_gmem_to_smem(source, smem.w.tiles.at[at, rows], full)
+        return ring_next(at, 1, tile.stages)
+
+
+class PairsMultiplier(Multiplier):
+    """A warpgroup that multiplies 64 rows of w, or 32 of gate and 32 of up, by a tile's tokens."""
+
+    def __init__(self, block: PairsBlock):
+        super().__init__(block)
+        self.rows, self.where = pl.ds(64 * self.half, 64), FragmentRows()
+        if block.scheme.gated:  # the thread that has a row of gate also has that of up
+            self.rows = pl.ds(32 * self.half, block.pitch + 32)
+            self.where = FragmentRows(8, block.pitch)
+
+    def compute_tile(self, t, _) -> None:
+        block = self.block
+        part, n0 = block.origin(t)
+        slot = lax.rem(t, block.vector_slots)
+        if block.by_tile:
+            plgpu.barrier_wait(self.barrier.vectors_full.at[slot])
+        block.by_width(part, functools.partial(self.compute_width, t, part, n0))
+        if block.by_tile:
+            plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
+
+    def compute_width(self, t, part, n0, width: int) -> None:
+        """A tile of so many rows of x, of which the part has all or the first."""
+        self.width = width
+        ref = plgpu.ACC((64, width), self.sum_dtype)
+        self.finish(part, n0, pl.run_scoped(functools.partial(self.sum_of_products, t), ref))
+
+    def tokens_at(self, at):
+        return self.smem.x.tiles.at[at, pl.ds(0, self.width)]
+
+    def dequantized(self, t, j, at):
+        scheme, smem, block = self.scheme, self.smem, self.block
+        values, where = smem.w.bytes.at[at, self.rows], self.where
+        if scheme.values == "bfloat16":
+            return unpack.from_bfloat16(values, where)
+        slot = lax.rem(t, block.vector_slots)
+
+        def vector(name, g=0):
+            if getattr(block.gmem, name) is None:
+                return None
+            return getattr(smem, name).rows.at[slot, self.rows, scheme.group_of(j) + g]
+
+        if scheme.values == "int4":
+            return unpack.to_bfloat16(values, vector("scale"), vector("zero"), where)
+        if scheme.bits == 4:
+            scales = [vector("scale", g) for g in range(scheme.groups_per_slot)]
+            return unpack.float4_to_bfloat16(values, scales, scheme.values, where)
+        scale = vector("scale") if scheme.group else None
+        return unpack.bytes_to_bfloat16(values, scale, where, integers=scheme.values == "int8")
+
+    def finish(self, part, n0, acc) -> None:
+        """Store a tile's results at their pairs.  n0: the first result."""
+        gmem = self.gmem
+        column = plgpu.layout_cast(jnp.full((128,), n0, jnp.int32), _SPLAT)
+        vectors = [v for v in (gmem.row, gmem.bias) if v is not None]
+        refs = (plgpu.RefType(),) * (3 + len(vectors))
+        store = plgpu.inline_mgpu(arg_types=(*refs, _SPLAT, _LAYOUT))(self.stored)
+        store(gmem.out, gmem.pairs, gmem.work.at[part + 1], *vectors, column, acc)
+
+    def stored(self, ctx, out, pairs, part, *rest) -> None:
+        """The code of ``finish``: a thread's rows of w, by eight tokens at a time."""
+        del ctx
+        block, finish, gated = self.block, self.block.finish, self.scheme.gated
+        *vectors, column, acc = rest
+        expert, first, end, _ = p.load_global(p.address(part), 4)
+        thread = p.register("tid.x")
+        half = arith.remui(p.shift_right(thread, 7), p.ci(block.across))
+        row, _, quad = self.where.place()
+        own = p.add(column.registers.flat[0], p.mul(half, 32 if gated else 64), row)
+        columns = [own] if gated else [own, p.add(own, 8)]
+        inside = [p.less(c, block.n_out) for c in columns]
+        w_row = arith.muli(expert, p.ci(block.n))
+        w_rows = [p.add(w_row, p.minimum(c, block.n_out - 1)) for c in columns]
+        if gated:
+            w_rows.append(p.add(w_rows[0], block.n_out))
+
+        def vector(ref) -> list[Value]:
+            base = p.address(ref)
+            return [p.load_global(p.offset(base, r, 4), 1, kind="f32")[0] for r in w_rows]
+
+        held = [vector(ref) for ref in vectors]
+        scales = held.pop(0) if finish.scaled else None
+        biases = held.pop(0) if held else None
+        flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
+        size = finish.bytes
+
+        def value(i: int, e: int) -> Sequence[Value]:
+            """The results of token 8 i + 2 quad + e."""
+            sums = [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)]
+            return finish.results(sums, scales, biases)
+
+        last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
+        for c in range(0, eights, _AT_ONCE):
+            rows = [
+                (i, e, p.add(first, p.mul(quad, 2), 8 * i + e))
+                for i in range(c, min(c + _AT_ONCE, eights))
+                for e in range(2)
+            ]
+            places = [p.load_global(p.offset(at, p.smaller(r, last), 4), 1)[0] for *_, r in rows]
+            for (i, e, r), place in zip(rows, places, strict=True):
+                base = p.offset(to, place, block.n_out * size)
+                for c_out, ok, y in zip(columns, inside, value(i, e), strict=True):
+                    is_own = arith.andi(p.less(r, end), ok)
+                    finish.store(p.offset(base, c_out, size), y, is_own)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What follows a sum: the row's scale, the bias, the gate, and the store.
+
+    scaled: whether rows have a scale.  gate: None leaves sums as they are.
+    rest: a constant factor of all sums.  bytes: of a result, 4 or 2 (bfloat16).
+    """
+
+    scaled: bool
+    gate: Gate | None
+    rest: float
+    bytes: int
+
+    def results(
+        self, sums: Sequence[Value], scales: Sequence[Value] | None, biases: Sequence[Value] | None
+    ) -> Sequence[Value]:
+        values = list(sums)
+        if scales is not None:
+            values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
+        if self.rest != 1.0:
+            values = [arith.mulf(v, p.cf(self.rest)) for v in values]
+        if biases is not None:
+            values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
+        if self.gate is None:
+            return values
+        gate, up = values
+        return [gated(self.gate, gate, up, divide=times_reciprocal)]
+
+    def store(self, at: Value, value: Value, condition: Value) -> None:
+        is_own = arith.extui(p.i32(), condition)
+        if self.bytes == 4:
+            code = "{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.global.f32 [$0], $1; }"
+            p.ptx(code, at, value, is_own)
+            return
+        code = (
+            "{ .reg .pred q; .reg .b16 h; setp.ne.u32 q, $2, 0; cvt.rn.bf16.f32 h, $1; "
+            "@q st.global.b16 [$0], h; }"
+        )
+        p.ptx(code, at, value, is_own)

@@ -1,0 +1,98 @@
+"""Products of 17 to 256 rows by the warp's own instructions: ``mma.sync`` and ``cp.async``.
+
+    x int8          x  w int8           W8A8: int32 sums, exact
+    x bf16 | f16    x  w int4 | int8    weight-only, float32 sums
+    x bf16          x  w float8_e4m3fn | float4_e2m1fn         fp8-block, mxfp4, nvfp4
+
+It is for GPUs without wgmma: Ampere, Ada, Blackwell.  One design serves all three: a block has a
+tile of x's rows by w's rows, and a ring of steps of K in shared memory.  A warp has 32 rows of w
+and all rows of x in the tile, so that a block widens each code once.
+
+    all:    copies of the first steps | (wait for a step, barrier, copies of a later one, mma) ...
+    warp:   32 rows of w: codes -> registers, widened and scaled | for 16 rows of x: load, 16 mma
+    end:    warps that share K add up in shared memory | scales, bias, one rounding, store
+
+Where few rows of w would leave multiprocessors idle, blocks share K (``parts``).  Each writes its
+sums, and XLA adds, scales and rounds them.  int32 sums are added as such, so W8A8 stays exact.
+
+Scales that vary along K multiply the weights, rounded once to bfloat16, as in ``many_rows``.
+
+Floor: bytes of w once, or 2 M N K operations at the rate of mma.sync, whichever is longer.
+Command: ``python -m benchmarks.kernels.mid_rows``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.launch import launch
+from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.few_rows.kernel import parts_of
+from pallas_kernels.matmul.few_rows.scheme import KIND
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
+from pallas_kernels.matmul.mid_rows.mid_program import MidBlock
+from pallas_kernels.matmul.mid_rows.plan import MidTile, scheme_of
+from pallas_kernels.qtensor import QTensor
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tile"))
+def matmul(
+    x: jax.Array | QTensor,
+    w: QTensor,
+    bias: jax.Array | None,
+    out_dtype: jnp.dtype,
+    tile: MidTile,
+) -> jax.Array:
+    """Return the product [M, N] of x [M, K] and w [N, K]; ``plan`` has the conditions.
+
+    x is a QTensor of int8 with a scale a row, or in bfloat16 or float16.  bias: [N].
+    """
+    (m, k), n = x.shape, w.shape[0]
+    scheme = scheme_of(MatmulCall.of(x, w, out_dtype))
+    scale_x = x.scale.astype(jnp.float32) if isinstance(x, QTensor) else None
+    parts = parts_of(w)
+    inputs = {
+        "x": x.q if isinstance(x, QTensor) else x,
+        "w": parts["w"],
+        "scale": parts["scale"],
+        "zero": w.zero,
+        "unit": w.unit,
+        "scale_x": scale_x,
+        "bias": bias,
+    }
+    out = jax.ShapeDtypeStruct((m, n), out_dtype)
+    if tile.parts > 1:
+        out = jax.ShapeDtypeStruct((tile.parts, m, n), jnp.int32 if scheme.exact else jnp.float32)
+    kinds = {
+        name: KIND[v.dtype.name]
+        for name, v in {**inputs, "out": out}.items()
+        if v is not None and v.dtype.name in KIND
+    }
+
+    def body(gmem, smem):
+        MidBlock(tile, scheme, (m, n, k), kinds, gmem, smem).run()
+
+    (sums,) = launch(
+        body,
+        inputs,
+        {"out": out},
+        name=tile.kernel,
+        grid=tile.blocks(m, n),
+        warpgroups=tile.warps // 4,
+        scratch={"ring": tile.shared_bytes(scheme) // 4},
+        registers=True,
+    )
+    if tile.parts == 1:
+        return sums
+    total = functools.reduce(jnp.add, sums).astype(jnp.float32)
+    if scheme.w.float4:
+        total = total * (FLOAT4_REST if w.unit is None else w.unit[:, 0] * FLOAT4_REST)
+    elif not scheme.folds:
+        scale = w.scale[:, 0].astype(jnp.float32)
+        total = total * (scale if scale_x is None else scale_x * scale)
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    return total.astype(out_dtype)

@@ -1,0 +1,398 @@
+"""One block's program of ``mid_rows.kernel``: a tile of x's rows by w's rows, over a part of K.
+
+Everything it does is emitted while the kernel is traced.
+
+A unit is 64 bytes of a row of x: two steps of mma.  A quad's lane q has the unit's bytes 16 q to
+16 q + 15, which are neighbouring columns, and the codes of the same columns of w.  The order of
+columns within a unit does not matter to a sum, as long as both operands have the same one, so each
+load is of one word, two or four.  Only where w is multiplied as it is stored (int8 by int8) both
+operands come by ldmatrix, which brings each register from a row of its own.
+
+w is the A operand, whose registers alternate between two rows: the weights come from arithmetic, so
+no register is moved for it.  x is the B operand, whose registers are of one row, as loaded.
+
+Lane g of 8 has the rows 4 g to 4 g + 3 of the warp's 32, two in each of two tiles of A.  It ends
+with these 4 neighbouring outputs of a row of x, and the 8 lanes with 32.
+
+Pieces of 16 bytes lie in shared memory so that the lanes of a load are in different banks: a row's
+are XORed by bits of its number, and rows of 64 bytes change places.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
+from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidScheme, MidTile
+from pallas_kernels.matmul.mid_rows.widen_program import doubled, factor_of, neighbours
+from pallas_kernels.ptx import Value
+
+_PIECE = 16  # bytes of a copy
+_OWN = WARP_ROWS // 8  # rows of w of a lane
+_SIZE = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+class MidBlock:
+    """gmem: x, w, scale, zero, unit, scale_x, bias, out.  kinds: of those that hold floats."""
+
+    def __init__(
+        self,
+        tile: MidTile,
+        scheme: MidScheme,
+        shape: tuple[int, int, int],
+        kinds: dict[str, str],
+        gmem: SimpleNamespace,
+        smem: SimpleNamespace,
+    ):
+        self.tile, self.scheme, self.kinds = tile, scheme, kinds
+        self.m, self.n, self.k = shape
+        self.gmem = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
+        self.ring = p.shared_address(smem.ring)
+        self.steps = self.k // scheme.columns // tile.parts  # of this block
+        self.thread = p.register("tid.x")
+        lane = p.masked(self.thread, 31)
+        self.group, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
+        warp, across = p.shift_right(self.thread, 5), tile.rows // WARP_ROWS
+        self.warp_n, self.warp_k = arith.remui(warp, p.ci(across)), arith.divui(warp, p.ci(across))
+        self.lane = lane
+        block, down = p.register("ctaid.x"), -(-self.m // tile.tokens)
+        block, token = arith.divui(block, p.ci(down)), arith.remui(block, p.ci(down))
+        wide = -(-self.n // tile.rows)
+        self.part, row = arith.divui(block, p.ci(wide)), arith.remui(block, p.ci(wide))
+        self.first_token, self.first_row = p.mul(token, tile.tokens), p.mul(row, tile.rows)
+        # A warp behind the last row computes the last rows again, and stores nothing.
+        own = p.add(self.first_row, p.mul(self.warp_n, WARP_ROWS))
+        self.has_rows = p.less(own, self.n)
+        self.warp_row = p.smaller(own, p.ci(self.n - WARP_ROWS))
+
+    def run(self) -> None:
+        p.await_kernel()
+        tile, scheme = self.tile, self.scheme
+        begin = tile.tokens * scheme.x_pitch
+        self.pieces: list[tuple[Value, Value, Value, int]] = []
+        self.place_copies("x", tile.tokens, scheme.x_pitch, self.first_token, 8 * scheme.x_size, 0)
+        self.place_copies("w", tile.rows, scheme.w_pitch, self.first_row, scheme.w.bits, begin)
+        self.place_loads()
+        for step in range(tile.stages - 1):
+            if step < self.steps:
+                self.copy(p.ci(step), p.ci(step * tile.step_bytes(scheme)))
+            p.copies_commit()
+        zero = p.ci(0) if scheme.exact else p.cf(0.0)
+        first = self.load_scales(p.ci(0))
+        carry = p.loop(0, self.steps, 1, [zero] * tile.tokens + [p.ci(0), *first], self.step)
+        # Of 8 rows of x and 16 of w.
+        sums = [carry[i : i + 4] for i in range(0, tile.tokens, 4)]
+        if tile.k_warps > 1:
+            self.exchange(sums)
+        else:
+            self.store(sums)
+
+    # --- copies ---
+
+    def place_copies(self, name: str, rows: int, pitch: int, first: Value, bits: int, begin: int):
+        """The thread's pieces of a step of an operand: its address, bytes from there, place in the
+        ring.  begin: of the operand in a slot."""
+        across = pitch // _PIECE
+        place = p.shift_right(self.thread, across.bit_length() - 1)
+        chunk = p.masked(self.thread, across - 1)
+        row = self.exchanged(place) if pitch == 64 else place
+        k0 = p.mul(self.part, self.steps * self.scheme.columns)
+        column = p.add(arith.divui(p.mul(k0, bits), p.ci(8)), p.mul(chunk, _PIECE))
+        last = (self.m if name == "x" else self.n) - 1
+        apart = 32 * self.tile.warps // across  # rows between two pieces of a thread: 8 or more
+        for i in range(rows // apart):
+            here = p.add(row, i * apart)
+            group = here if name == "x" else arith.divui(here, p.ci(_OWN))
+            moved = arith.xori(chunk, self.swizzle(group, pitch))
+            to = p.add(
+                self.ring, p.mul(p.add(place, i * apart), pitch), p.mul(moved, _PIECE), begin
+            )
+            there = p.smaller(p.add(first, here), p.ci(last))
+            source = p.add(p.mul(there, self.k * bits // 8), column)
+            self.pieces.append((self.gmem[name], source, to, pitch))
+
+    def copy(self, step: Value, slot: Value) -> None:
+        """Start the copies of a step of K into the ring at byte ``slot``."""
+        for base, source, to, pitch in self.pieces:
+            at = p.offset(base, p.add(source, p.mul(step, pitch)))
+            p.copy_async(p.add(to, slot), at, 0, line=True)
+
+    def swizzle(self, group: Value, pitch: int) -> Value:
+        """What the pieces of a row are XORed with; group: of the lanes that load it."""
+        if self.scheme.exact:
+            return p.masked(group, 7)
+        if pitch > 64:
+            return p.shift_left(p.masked(group, 1), 2)
+        first, second = (p.masked(p.shift_right(group, i), 1) for i in (1, 2))
+        return p.add(p.shift_left(first, 1), second)
+
+    def exchanged(self, row: Value) -> Value:
+        """The number with bits 0 and 2 exchanged.  Lanes of a load have rows 4 apart, which thus
+        are beside one another."""
+        low, high = p.masked(row, 1), p.masked(p.shift_right(row, 2), 1)
+        rest = arith.xori(row, p.add(low, p.shift_left(high, 2)))
+        return p.add(rest, high, p.shift_left(low, 2))
+
+    # --- a step ---
+
+    def place_loads(self) -> None:
+        """The lane's places of each of the warp's units in the ring: of x and of w."""
+        scheme = self.scheme
+        share = scheme.units // self.tile.k_warps
+        units = [p.add(p.mul(self.warp_k, share), i) for i in range(share)]
+        eight = 16 // scheme.x_size
+        self.columns = [p.add(p.mul(u, scheme.unit), p.mul(self.quad, eight)) for u in units]
+        w_begin = p.add(self.ring, self.tile.tokens * scheme.x_pitch)
+        w_begin = p.add(w_begin, p.mul(self.warp_n, WARP_ROWS * scheme.w_pitch))
+        if scheme.exact:
+            self.place_matrices(units, w_begin)
+        else:
+            self.place_words(units, w_begin)
+
+    def place_words(self, units: list[Value], w_begin: Value) -> None:
+        scheme = self.scheme
+        # The first of the lane's rows; the others are a constant number of bytes behind it.
+        row = p.mul(self.group, _OWN)
+        self.row_places = [scheme.w_pitch * i for i in range(_OWN)]
+        if scheme.w_pitch == 64:
+            row, self.row_places = self.exchanged(row), [0, 4 * 64, 2 * 64, 6 * 64]
+        w_begin = p.add(w_begin, p.mul(row, scheme.w_pitch))
+        x_begin = p.add(self.ring, p.mul(self.group, scheme.x_pitch))
+        x_moved, w_moved = (self.swizzle(self.group, x) for x in (scheme.x_pitch, scheme.w_pitch))
+        self.words = scheme.w.bits // 4  # of the lane's codes of a unit
+        self.x_places, self.w_places = [], []
+        for unit in units:
+            piece = arith.xori(p.add(p.mul(unit, 4), self.quad), x_moved)
+            self.x_places.append(p.add(x_begin, p.mul(piece, _PIECE)))
+            at = p.mul(p.add(p.mul(unit, 4), self.quad), 4 * self.words)
+            piece = arith.xori(p.shift_right(at, 4), w_moved)
+            at = p.add(p.mul(piece, _PIECE), p.masked(at, _PIECE - 1))
+            self.w_places.append([p.add(w_begin, at)])
+
+    def place_matrices(self, units: list[Value], w_begin: Value) -> None:
+        """Of 8 rows of x the unit's four pieces; of 16 rows of w two, for each step of mma."""
+        scheme = self.scheme
+        row, matrix = p.masked(self.lane, 7), p.shift_right(self.lane, 3)
+        of_w = p.add(p.mul(row, _OWN), p.masked(matrix, 1))
+        w_begin = p.add(w_begin, p.mul(of_w, scheme.w_pitch))
+        x_begin = p.add(self.ring, p.mul(row, scheme.x_pitch))
+
+        def place(begin: Value, piece: Value) -> Value:
+            return p.add(begin, p.mul(arith.xori(piece, row), _PIECE))
+
+        upper = p.shift_right(matrix, 1)
+        self.x_places = [place(x_begin, p.add(p.mul(unit, 4), matrix)) for unit in units]
+        self.w_places = [
+            [place(w_begin, p.add(p.mul(unit, 4), upper, s)) for s in (0, 2)] for unit in units
+        ]
+
+    def step(self, index: Value, carry: list[Value]) -> list[Value]:
+        """Multiply a step that has arrived, and start the copies of one that is to come."""
+        tile, scheme = self.tile, self.scheme
+        slot, scales = carry[tile.tokens], carry[tile.tokens + 1 :]
+        acc = [carry[i : i + 4] for i in range(0, tile.tokens, 4)]
+        size = tile.step_bytes(scheme)
+        p.copies_wait(tile.stages - 2)
+        p.barrier()
+        later = p.add(index, tile.stages - 1)
+        # The slot before this one, which all warps have read.
+        behind = arith.select(
+            p.equal(slot, 0), p.ci((tile.stages - 1) * size), arith.subi(slot, p.ci(size))
+        )
+        p.when(p.less(later, self.steps), functools.partial(self.copy, later, behind))
+        p.copies_commit()
+        following = self.load_scales(p.smaller(p.add(index, 1), p.ci(self.steps - 1)))
+        per_unit = len(scales) // self.scale_sets if scales else 0
+        for i in range(len(self.x_places)):
+            held = i % self.scale_sets * per_unit if scales else 0
+            places = [p.add(place, slot) for place in self.w_places[i]]
+            left = self.weights(places, scales[held : held + per_unit])
+            place = p.add(self.x_places[i], slot)
+            for t in range(tile.tokens // 8):
+                right = self.load_x(place, 8 * t * scheme.x_pitch)
+                for s in range(2):
+                    for half in range(2):
+                        at = 2 * t + half
+                        acc[at] = self.multiply(acc[at], left[half][s], right[2 * s : 2 * s + 2])
+        moved = p.add(slot, size)
+        moved = arith.select(p.less(moved, tile.stages * size), moved, p.ci(0))
+        return [*(x for four in acc for x in four), moved, *following]
+
+    def load_x(self, place: Value, at: int) -> list[Value]:
+        """The lane's words of 8 rows of x in a unit, two for each step of mma."""
+        if self.scheme.exact:
+            return p.load_matrices(place, at)
+        return p.load_shared(place, 4, at)
+
+    def multiply(self, acc: list[Value], left: list[Value], right: list[Value]) -> list[Value]:
+        if self.scheme.exact:
+            return p.mma_int8(acc, left, right)
+        return p.mma(acc, left, right, self.scheme.w.kind)
+
+    # --- weights ---
+
+    @property
+    def is_one_group(self) -> bool:
+        """Whether the columns of a step have one scale."""
+        return self.scheme.w.group % self.scheme.columns == 0
+
+    @property
+    def scale_sets(self) -> int:
+        """Of a step: one for all of its units, or one for each unit of the warp."""
+        return 1 if self.is_one_group else self.scheme.units // self.tile.k_warps
+
+    def load_scales(self, step: Value) -> list[Value]:
+        """Scales and zeros of the lane's rows in a step as they are stored, set after set; none
+        where the sums are multiplied and no zeros are taken off."""
+        scheme, w = self.scheme, self.scheme.w
+        zeros = self.gmem["zero"] is not None
+        if not scheme.folds and not zeros:
+            return []
+        begin = p.mul(p.add(self.warp_row, p.mul(self.group, _OWN)), w.n_groups)
+        found = []
+        k0 = p.mul(p.add(p.mul(self.part, self.steps), step), scheme.columns)
+        for i in range(self.scale_sets):
+            column = k0 if self.is_one_group else p.add(k0, self.columns[i])
+            at = p.add(begin, arith.divui(column, p.ci(w.group)))
+            if scheme.folds:
+                found += self.load_four("scale", at)
+            if zeros:
+                found += self.load_four("zero", at)
+        return found
+
+    def load_four(self, name: str, at: Value) -> list[Value]:
+        """A scale or zero of each of the lane's rows: floats as they are stored, integers wide."""
+        kind = self.kinds.get(name)
+        size = 1 if kind is None else _SIZE[kind]
+        base, found = p.offset(self.gmem[name], at, size), []
+        for i in range(_OWN):
+            here = i * self.scheme.w.n_groups * size
+            if kind is None:
+                found.append(p.load_signed_byte(base, here))
+            elif kind == "f32":
+                found.append(p.load_global(base, 1, here, "f32")[0])
+            else:
+                found.append(p.load_half(base, here))
+        return found
+
+    def weights(self, places: list[Value], scales: list[Value]) -> list[list[list[Value]]]:
+        """The A operands of a unit: of both tiles of 16 rows, each for two steps of mma."""
+        if self.scheme.exact:
+            pitch = self.scheme.w_pitch
+            return [[p.load_matrices(at, 2 * i * pitch) for at in places] for i in range(2)]
+        (place,) = places
+        rows = [
+            self.row(p.load_shared(place, self.words, at), scales, i)
+            for i, at in enumerate(self.row_places)
+        ]
+        return [
+            [[low[s], high[s], low[s + 1], high[s + 1]] for s in (0, 2)]
+            for low, high in (rows[:2], rows[2:])
+        ]
+
+    def row(self, words: list[Value], scales: list[Value], i: int) -> list[Value]:
+        """The lane's four pairs of its i-th row in a unit, as they are multiplied."""
+        w, kinds = self.scheme.w, self.kinds
+        factors = scales[:_OWN] if self.scheme.folds else []
+        zeros = scales[len(factors) :]
+        zero = zeros[i] if w.zero == "int" else None
+        pairs = [pair for word in words for pair in neighbours(w, word, zero)]
+        if not factors:
+            return pairs
+        factor = factor_of(w, factors[i], kinds.get("scale"))
+        if w.zero == "float":
+            above = doubled(zeros[i], kinds["zero"], w.kind)
+            return [p.fma_pairs(pair, factor, above) for pair in pairs]
+        return [p.mul_pairs(pair, factor, w.kind) for pair in pairs]
+
+    # --- the end ---
+
+    def exchange(self, sums: list[list[Value]]) -> None:
+        """Add the sums of the warps that share columns, in their order; the first ones store."""
+        across = self.tile.rows // WARP_ROWS
+        size = 16 * 32  # bytes of four sums of a warp
+        own = p.add(self.ring, p.mul(self.warp_n, len(sums) * size), p.mul(self.lane, 16))
+        apart = across * len(sums) * size
+        p.copies_wait(0)
+        p.barrier()
+        to = p.add(own, p.mul(arith.subi(self.warp_k, p.ci(1)), apart))
+
+        def give() -> None:
+            for i, four in enumerate(sums):
+                p.store_shared(to, four, i * size)
+
+        p.when(p.less(p.ci(0), self.warp_k), give)
+        p.barrier()
+
+        def take() -> None:
+            kind, add = ("b32", arith.addi) if self.scheme.exact else ("f32", arith.addf)
+            total = []
+            for i, four in enumerate(sums):
+                for other in range(self.tile.k_warps - 1):
+                    more = p.load_shared(own, 4, i * size + other * apart, kind)
+                    four = [add(x, y) for x, y in zip(four, more, strict=True)]
+                total.append(four)
+            self.store(total)
+
+        p.when(p.equal(self.warp_k, 0), take)
+
+    def store(self, sums: list[list[Value]]) -> None:
+        """The lane's outputs of each of its rows of x, finished unless XLA adds parts."""
+        whole = self.tile.parts == 1
+        row = p.add(self.warp_row, p.mul(self.group, _OWN))
+        scale = self.row_scales(row) if whole else None
+        bias = self.load_own("bias", row) if whole else None
+        for t in range(self.tile.tokens // 8):
+            for i in range(2):
+                token = p.add(self.first_token, 8 * t, p.mul(self.quad, 2), i)
+                values = [four[2 * half + i] for four in sums[2 * t : 2 * t + 2] for half in (0, 1)]
+                is_here = arith.andi(self.has_rows, p.less(token, self.m))
+                body = functools.partial(self.store_own, token, row, values, scale, bias)
+                p.when(is_here, body)
+
+    def row_scales(self, row: Value) -> list[Value] | None:
+        """What the sums of the lane's rows of w are multiplied by, or None."""
+        if self.scheme.w.float4:
+            rest = p.cf(FLOAT4_REST)
+            units = self.load_own("unit", row)
+            return [rest] * _OWN if units is None else [arith.mulf(x, rest) for x in units]
+        return None if self.scheme.folds else self.load_own("scale", row)
+
+    def load_own(self, name: str, row: Value) -> list[Value] | None:
+        """The lane's rows' floats, or None if the call has no such operand."""
+        if self.gmem[name] is None:
+            return None
+        kind = self.kinds[name]
+        at = p.offset(self.gmem[name], row, _SIZE[kind])
+        if kind == "f32":
+            return p.load_global(at, 4, 0, "f32")
+        return floats(p.load_global(at, 2), kind)
+
+    def store_own(
+        self,
+        token: Value,
+        row: Value,
+        values: list[Value],
+        scale: list[Value] | None,
+        bias: list[Value] | None,
+    ) -> None:
+        if self.tile.parts > 1:
+            line = p.add(p.mul(self.part, self.m), token)
+            p.store_global(p.offset(self.gmem["out"], p.add(p.mul(line, self.n), row), 4), values)
+            return
+        if self.scheme.exact:
+            values = [p.to_float(x) for x in values]
+        if scale is not None:
+            if self.gmem["scale_x"] is not None:
+                of_token = p.load_global(p.offset(self.gmem["scale_x"], token, 4), 1, 0, "f32")[0]
+                scale = [arith.mulf(of_token, x) for x in scale]
+            values = [arith.mulf(x, y) for x, y in zip(values, scale, strict=True)]
+        if bias is not None:
+            values = [arith.addf(x, y) for x, y in zip(values, bias, strict=True)]
+        kind = self.kinds["out"]
+        at = p.offset(self.gmem["out"], p.add(p.mul(token, self.n), row), _SIZE[kind])
+        p.store_global(at, values if kind == "f32" else packed(values, kind))

@@ -1,0 +1,261 @@
+"""The products of 17 to 256 rows on GPUs without wgmma: which there are, and their tile.
+
+The tile comes from instruction rates, not from measurements: clocks of a multiprocessor for the
+tensor cores, for the integer units that widen codes, and for the copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from pallas_kernels.device import H200, Gpu, gpu
+from pallas_kernels.dispatch import Predicted, Reason
+from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
+from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.qtensor import QTensor
+
+MOST_ROWS = 256
+WARP_ROWS = 32  # rows of w of a warp
+UNIT_BYTES = 64  # of a row of x: two steps of mma, 16 bytes of each to a lane
+_KIB = 1024
+# Of a multiprocessor in a clock: multiply-adds of 16-bit floats, integer operations, bytes copied.
+_PRODUCTS, _INTEGERS, _COPIED = 1024, 64, 40
+_STEP_CLOCKS = 100  # of a step besides: a barrier, and the first loads behind it
+_LATE_CLOCKS = 300  # of a step besides where only one step is copied ahead
+# Share of the shorter works that the longest hides, with two warps to a scheduler and with one.
+_HIDDEN, _HIDDEN_BY_ONE = 0.75, 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class MidScheme:
+    """How x and w are stored.
+
+    w: w's codes, groups, scales and zeros.  exact: x has int8 codes, else 16-bit floats.
+    """
+
+    w: FewRowsScheme
+    exact: bool
+
+    @property
+    def family(self) -> str:
+        """Of the costs in the device's table."""
+        return f"mid int{self.w.bits}{' x 8 bits' if self.exact else ''}"
+
+    @property
+    def x_size(self) -> int:
+        """Bytes of an element of x."""
+        return 1 if self.exact else 2
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit."""
+        return UNIT_BYTES // self.x_size
+
+    @property
+    def units(self) -> int:
+        """Units of a step, which is 64 or 128 bytes of a row of w."""
+        return 4 if self.w.bits == 4 else 2
+
+    @property
+    def columns(self) -> int:
+        """Columns of a step."""
+        return self.units * self.unit
+
+    @property
+    def x_pitch(self) -> int:
+        """Bytes of a step of a row of x."""
+        return self.units * UNIT_BYTES
+
+    @property
+    def w_pitch(self) -> int:
+        """Bytes of a step of a row of w."""
+        return self.columns * self.w.bits // 8
+
+    @property
+    def folds(self) -> bool:
+        """Whether scales multiply the weights, because they vary along K, instead of the sums."""
+        return self.w.n_groups > 1 or self.w.zero == "float"
+
+    @property
+    def widening(self) -> float:
+        """Integer operations that bring a code to where it is multiplied."""
+        if self.exact:
+            return 0.0
+        if self.w.float4 or self.w.float8:
+            return 2.2
+        return 1.2 if self.w.bits == 4 else 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class MidTile(Predicted):
+    """One block's tile of the product.
+
+    tokens, rows: of x and of w.
+    k_warps: warps that share the columns of a step; their sums meet in shared memory.
+    parts: blocks that share K; each writes its sums, and XLA adds these.
+    stages: steps of K that are in shared memory.
+    """
+
+    kernel: ClassVar[str] = "quantized_matmul_mid"
+    tokens: int
+    rows: int
+    k_warps: int
+    parts: int
+    stages: int
+
+    @property
+    def warps(self) -> int:
+        return self.rows // WARP_ROWS * self.k_warps
+
+    def step_bytes(self, scheme: MidScheme) -> int:
+        return self.tokens * scheme.x_pitch + self.rows * scheme.w_pitch
+
+    def shared_bytes(self, scheme: MidScheme) -> int:
+        """Of the ring, in whose place the warps' sums are at the end."""
+        sums = (self.k_warps - 1) * self.tokens * self.rows * 4
+        return max(self.stages * self.step_bytes(scheme), sums)
+
+    def blocks(self, m: int, n: int) -> int:
+        return math.ceil(m / self.tokens) * math.ceil(n / self.rows) * self.parts
+
+    def clocks(self, m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> float:
+        """Return the clocks of the busiest multiprocessor."""
+        busiest = math.ceil(self.blocks(m, n) / device.sms)
+        at_once = min(busiest, self._resident(scheme, device))
+        return busiest * (k // scheme.columns // self.parts) * self._step_clocks(scheme, at_once)
+
+    def _resident(self, scheme: MidScheme, device: Gpu) -> int:
+        """Return the blocks that a multiprocessor holds."""
+        arch, registers = device.arch, 240 if self.tokens > 64 else 168
+        by_registers = arch.registers // (32 * self.warps * registers)
+        by_memory = arch.shared_per_sm // (self.shared_bytes(scheme) + _KIB)
+        return max(1, min(by_registers, by_memory))
+
+    def _step_clocks(self, scheme: MidScheme, at_once: int) -> float:
+        weights = self.rows * scheme.columns
+        works = (
+            weights * self.tokens / (_PRODUCTS * 2 // scheme.x_size),
+            weights * scheme.widening / _INTEGERS,
+            self.step_bytes(scheme) / _COPIED,
+        )
+        hidden = _HIDDEN if at_once * self.warps >= 8 else _HIDDEN_BY_ONE
+        late = _LATE_CLOCKS if self.stages == 2 else 0
+        rest = (1 - hidden) * (sum(works) - max(works))
+        return max(works) + rest + (_STEP_CLOCKS + late) / at_once
+
+
+def scheme_of(call: MatmulCall) -> MidScheme:
+    return MidScheme(
+        FewRowsScheme.of(call.codes, "s8" if call.quantized_x else KIND[call.x.name]),
+        call.quantized_x,
+    )
+
+
+def plan(call: MatmulCall) -> MidTile | Reason:
+    """Return the plan of a call, or why it has none."""
+    if gpu().arch.wgmma or not TOKENS < call.m <= MOST_ROWS or not call.alone or call.plain:
+        return Reason("")
+    reason = _codes_reason(call) if call.quantized_x else _floats_reason(call)
+    if reason is not None:
+        return Reason(reason)
+    scheme, n, k = scheme_of(call), call.n, call.k
+    if n % WARP_ROWS:
+        return Reason(f"w has N = {n}, not a multiple of {WARP_ROWS}")
+    if k % scheme.columns:
+        return Reason(f"w has K = {k}, not a multiple of {scheme.columns}")
+    if n * k * scheme.w.bits // 8 >= 1 << 32:
+        return Reason(f"w [{n}, {k}] has 4 GB or more")
+    found = _shortest(call.m, n, k, scheme, gpu())
+    return found or Reason("two steps of a tile need more than shared memory holds")
+
+
+@functools.lru_cache(maxsize=1024)
+def _shortest(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> MidTile | None:
+    """Return the tile with the shortest time, which layers that are alike ask for again."""
+
+    cost = device.costs[scheme.family]
+    second_launch, by_sums = cost.serial
+
+    def us(tile: MidTile) -> float:
+        launches, sums = sum_work(tile, m, n)
+        computed = cost.shared[1] * compute_work(tile, m, n, k, scheme, device)
+        return second_launch * launches + by_sums * sums + computed
+
+    return min(tiles(m, n, k, scheme, device), key=us, default=None)
+
+
+def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[MidTile]:
+    """Yield the tiles that fit a call and shared memory."""
+    steps = k // scheme.columns
+    # With 128 rows of x a thread has no registers left to widen 4-bit codes: it would spill.
+    widths = (32, 64) if scheme.w.bits == 4 else (32, 64, 128)
+    widths = [tokens for tokens in widths if tokens < 2 * m]
+    shapes = ((64, 2), (128, 1), (128, 2), (256, 1))
+    for tokens, (rows, k_warps), parts in itertools.product(widths, shapes, (1, 2, 3, 4, 6, 8)):
+        if steps % parts or rows > max(n, 64) or (parts > 1 and steps // parts < 4):
+            continue
+        if (tokens, rows, k_warps) == (128, 128, 1):  # 128 threads with 16 pieces to copy: spills
+            continue
+        for stages in (5, 4, 3, 2):
+            tile = MidTile(tokens, rows, k_warps, parts, stages)
+            if tile.shared_bytes(scheme) <= device.shared_bytes - _KIB:
+                yield tile
+
+
+def sum_work(tile: MidTile, m: int, n: int) -> tuple[float, float]:
+    """Return whether there is a second launch, and the millions of sums that pass through it."""
+    return (1.0, tile.parts * m * n / 1e6) if tile.parts > 1 else (0.0, 0.0)
+
+
+def compute_work(tile: MidTile, m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> float:
+    """Return thousands of clocks, in an H200's number of multiprocessors, by which a card's costs
+    are scaled (``device``)."""
+    return tile.clocks(m, n, k, scheme, device) * device.sms / H200.sms / 1e3
+
+
+def _floats_reason(call: MatmulCall) -> str | None:
+    """Why the kernel does not multiply floats of x by w, or None."""
+    w = call.codes
+    if call.x not in (jnp.bfloat16, jnp.float16):
+        return f"x is {call.x.name}, the kernel takes bfloat16 and float16"
+    if not is_format(w) and w.unit is not None:
+        return "w has scales in two levels"
+    if w.zero is not None and w.dtype != jnp.int4:
+        return f"w has {w.dtype.name} codes with zero points"
+    if not is_format(w) and (reason := _scales_reason(w)):
+        return reason
+    scheme = scheme_of(call)
+    if scheme.folds and call.x == jnp.float16:
+        return "w has groups or floating zeros where x is float16"
+    if scheme.folds and call.out == jnp.float32:
+        return "the output would be float32, the kernel rounds scaled weights to bfloat16"
+    return None
+
+
+def _scales_reason(w: QTensor) -> str | None:
+    if w.dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn):
+        return f"w has codes of {w.dtype.name}"
+    if jnp.dtype(w.scale.dtype).name not in KIND:
+        return f"w has scales of {w.scale.dtype}"
+    if w.zero is not None and w.zero.dtype not in (jnp.int8, w.scale.dtype):
+        return f"w.zero is {w.zero.dtype} where w.scale is {w.scale.dtype}"
+    # The lane's 8 columns of a unit have one scale.
+    return f"w has groups of {w.group_size}" if w.group_size % 8 else None
+
+
+def _codes_reason(call: MatmulCall) -> str | None:
+    """Why the kernel does not multiply codes of x by w, or None."""
+    w = call.codes
+    if call.x != jnp.int8 or w.dtype != jnp.int8:
+        return f"x has codes of {call.x.name} and w of {w.dtype.name}, the kernel takes int8"
+    if call.low_rank is not None:
+        return "a low-rank term"
+    return _scales_reason(w)

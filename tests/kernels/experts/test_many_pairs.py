@@ -1,0 +1,264 @@
+"""The Mosaic kernel of many pairs: sorting, plans, code for CUDA, and values on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from pallas_kernels import QTensor, grouped_matmul, quantize
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.experts import blocks, many_pairs_plan, sort_kernel
+from pallas_kernels.experts import plan as planning
+from pallas_kernels.experts.gate import ClampedGate
+from pallas_kernels.experts.many_pairs_plan import TILES, GroupedTilePlan, tile_plan
+from pallas_kernels.experts.op import Static, grouped_matmul_reference, planned
+from pallas_kernels.formats import FORMATS
+from pallas_kernels.qtensor import tree_bytes
+from tests.helpers.matmul_cases import activations, newest
+from tests.helpers.warp_emulator import emulated
+
+GATES = {"none": None, "silu": "silu", "gelu_tanh": "gelu_tanh", "clamped": ClampedGate()}
+SCHEMES = ["bfloat16", "int8", "int4", "zeros", "int4-64", *FORMATS]
+
+
+def stacked(scheme: str, n_experts: int, n: int, k: int):
+    """Random experts ``[E, N, K]`` whose values no code clips."""
+    keys = jax.random.split(jax.random.key(0), n_experts)
+    floats = [(jax.random.normal(key, (n, k)) * k**-0.5).astype(jnp.bfloat16) for key in keys]
+    if scheme == "bfloat16":
+        return jnp.stack(floats)
+    how = {"zeros": (128, False), "int4": (128, True), "int4-64": (64, True)}.get(scheme)
+    dtype = scheme if how is None else "int4"
+    options = {} if how is None else {"group_size": how[0], "symmetric": how[1]}
+    return jax.tree.map(lambda *v: jnp.stack(v), *(quantize(w, dtype, **options) for w in floats))
+
+
+def outline(scheme: str, n_experts: int, n: int, k: int):
+    return jax.eval_shape(functools.partial(stacked, scheme, n_experts, n, k))
+
+
+# --- pairs by expert ---
+
+
+SORTED = [(1, 5, 2), (4, 7, 16), (9, 70, 3)]  # experts, pairs, the most in a part
+parts = jax.jit(blocks.parts_of_pairs, static_argnums=(1, 2))
+
+
+@hypothesis.given(st.data(), st.sampled_from(SORTED))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_parts_hold_every_pair_once(data, sizes) -> None:
+    n_experts, n_pairs, size = sizes
+    drawn = st.lists(st.integers(0, n_experts), min_size=n_pairs, max_size=n_pairs)
+    experts = np.asarray(data.draw(drawn), np.int32)  # n_experts is none
+    found = parts(experts, n_experts, size)
+    order, work = np.asarray(found.order), np.asarray(found.work)
+    np.testing.assert_array_equal(order, np.argsort(experts, kind="stable"))
+    count, rows = work[0, 0], work[1:, :3]
+    assert count <= len(rows) == blocks.most_blocks(n_pairs, n_experts, size)
+    places = []
+    for expert, first, end in rows[:count]:
+        assert 0 < end - first <= size
+        assert (experts[order[first:end]] == expert).all()
+        places += range(first, end)
+    assert places == list(range((experts < n_experts).sum()))
+
+
+@newest
+@pytest.mark.parametrize(
+    "n_experts,n_pairs,size", [(5, 40, 4), (128, 96, 16), (1, 3, 2), (40, 1100, 32)]
+)
+def test_the_sort_s_code_on_numpy(n_experts, n_pairs, size) -> None:
+    """As XLA's form, but for the order of one expert's pairs."""
+    experts = np.random.default_rng(0).integers(0, n_experts + 1, n_pairs).astype(np.int32)
+    with emulated(sort_kernel):
+        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), n_experts, size)
+    check_parts(found, experts, n_experts, size)
+
+
+def check_parts(found, experts, n_experts: int, size: int) -> None:
+    order, work = np.asarray(found.order), np.asarray(found.work)
+    want = parts(experts, n_experts, size)
+    count = work[0, 0]
+    assert count == want.work[0, 0]
+    np.testing.assert_array_equal(work[1 : 1 + count, :3], want.work[1 : 1 + count, :3])
+    inside = np.flatnonzero(experts < n_experts)
+    order = order[: len(inside)]
+    np.testing.assert_array_equal(np.sort(order), inside)
+    np.testing.assert_array_equal(experts[order], np.sort(experts[inside]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "n_experts,n_pairs,size", [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16)]
+)
+def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
+    experts = np.random.default_rng(0).integers(0, n_experts + 1, n_pairs).astype(np.int32)
+    sort = jax.jit(sort_kernel.parts_of_pairs, static_argnums=(1, 2))
+    check_parts(sort(jnp.asarray(experts), n_experts, size), experts, n_experts, size)
+
+
+# --- plans ---
+
+
+@pytest.mark.parametrize(
+    "scheme,n,k,dtype,said",
+    [
+        ("bfloat16", 128, 128, jnp.float16, "x is float16"),
+        ("bfloat16", 96, 128, jnp.bfloat16, "N = 96"),
+        ("bfloat16", 128, 96, jnp.bfloat16, "K = 96"),
+        ("zeros", 128, 384, jnp.bfloat16, "3 groups of gate"),
+    ],
+)
+def test_why_there_is_no_plan(scheme, n, k, dtype, said) -> None:
+    x = jax.ShapeDtypeStruct((64, k), dtype)
+    found = tile_plan(x, outline(scheme, 4, n, k), 128, "silu")
+    assert isinstance(found, Reason) and said in found.text
+
+
+def test_a_longer_call_has_wider_tiles() -> None:
+    """By the pairs of an expert; gpt-oss-20b's gate and up."""
+    w, x = outline("mxfp4", 32, 256, 2880), jax.ShapeDtypeStruct((1, 2880), jnp.bfloat16)
+    tokens = [tile_plan(x, w, pairs, ClampedGate()).tile.tokens for pairs in (32, 2048, 1 << 17)]
+    assert tokens == sorted(tokens) and tokens[0] == 16 and tokens[-1] == 192
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_tile_fits_into_shared_memory(scheme) -> None:
+    """Every tile of the table, with gate and up of 2880 or 3072 columns."""
+    k = 3072 if "int4" in scheme or scheme == "zeros" else 2880
+    k = 2944 if scheme == "fp8-block" else k
+    w = outline(scheme, 2, 128, k)
+    made = many_pairs_plan.PairsScheme.of(w, True)
+    assert any(
+        many_pairs_plan._fitted(tile, made, many_pairs_plan._row_bytes(w)).stages >= 3
+        for tile, _ in TILES
+    )
+
+
+def test_the_choice_between_the_kernels() -> None:
+    """Few pairs by rows, many by tiles; ``explain`` has both times."""
+    w = outline("mxfp4", 32, 5760, 2880)
+    one, many = (
+        planning.plan(jax.ShapeDtypeStruct((t, 2880), jnp.bfloat16), w, 4 * t, ClampedGate())
+        for t in (1, 64)
+    )
+    assert isinstance(one, planning.GroupedRowPlan) and isinstance(many, GroupedTilePlan)
+    assert many.predicted_us < many.xla_us
+
+
+# --- the kernel ---
+
+
+def operands(scheme, n, k, tokens=37, n_experts=5, chosen=2):
+    w = stacked(scheme, n_experts, n, k)
+    rng = np.random.default_rng(0)
+    experts = rng.random((tokens, n_experts)).argsort(-1)[:, :chosen]
+    experts[experts == 1] = 0  # an expert that no pair has
+    bias = activations((n_experts, n), jnp.float32, 2)
+    return activations((tokens, k), jnp.bfloat16), w, jnp.asarray(experts, jnp.int32), bias
+
+
+def by_tile(tile, gated, x, w, experts, bias=None, weights=None):
+    fan = experts.size // (x.size // x.shape[-1])
+    static = Static(fan, gated, GroupedTilePlan(tile), x.dtype, w.shape[0], False)
+    return planned(static, x, w, experts, weights, bias)
+
+
+def fitted(tile, w, gated):
+    made = many_pairs_plan.PairsScheme.of(w, gated is not None)
+    row_bytes = many_pairs_plan._row_bytes(w) if made.group else 0
+    return many_pairs_plan._fitted(tile, made, row_bytes)
+
+
+@newest
+@pytest.mark.parametrize("scheme,gate", [("mxfp4", "clamped"), ("zeros", "none"), ("int8", "silu")])
+def test_lowers_for_cuda(scheme, gate) -> None:
+    x, w, experts, bias = operands(scheme, 128, 256)
+    weights = jnp.ones(experts.shape, jnp.float32)
+    f = functools.partial(by_tile, fitted(TILES[0][0], w, GATES[gate]), GATES[gate])
+    traced = jax.jit(f).trace(x, w, experts, bias, weights)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+
+
+# Every scheme with every tile, and every gate with every tile.
+CASES = [
+    (scheme, list(GATES)[(i + j) % len(GATES)], tile)
+    for i, scheme in enumerate(SCHEMES)
+    for j, (tile, _) in enumerate(TILES)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme,gate,tile", CASES)
+def test_values_on_the_gpu(scheme, gate, tile) -> None:
+    """Ragged experts, one without pairs, rows of w that fill no tile; with and without a bias."""
+    gated, n, k = GATES[gate], 320, 768
+    x, w, experts, bias = operands(scheme, n, k, tokens=150)
+    tile = fitted(tile, w, gated)
+    if tile.stages < 3:
+        pytest.skip("no room for three stages: no plan has this tile")
+    f = jax.jit(functools.partial(by_tile, tile, gated))
+    for added in (bias, None):
+        got = np.asarray(f(x, w, experts, added), np.float64)
+        want = grouped_matmul_reference(x, w, experts, bias=added, gated=gated)
+        want = np.asarray(want, np.float64)
+        assert np.sqrt(np.mean((got - want) ** 2)) <= 4e-3 * np.sqrt(np.mean(want**2))
+        assert np.abs(got - want).max() <= 2e-2 * np.abs(want).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bfloat16", "zeros", "mxfp4"])
+def test_a_pair_has_the_same_bits_in_any_place(scheme) -> None:
+    x, w, experts, bias = operands(scheme, 256, 512, tokens=150)
+    f = jax.jit(functools.partial(by_tile, fitted(TILES[2][0], w, "silu"), "silu"))
+    got = f(x, w, experts, bias)
+    order = np.random.default_rng(1).permutation(150)
+    assert (f(x[order], w, experts[order], bias) == got[order]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bfloat16", "mxfp4"])
+def test_a_nan_reaches_its_own_pairs_alone(scheme) -> None:
+    """In a token, and in the weight or scales of an expert."""
+    x, w, experts, _ = operands(scheme, 320, 512, tokens=150)
+    f = jax.jit(functools.partial(by_tile, fitted(TILES[1][0], w, None), None))
+    is_bad = np.asarray(f(x.at[7].set(jnp.nan), w, experts) != f(x, w, experts)).any((1, 2))
+    assert is_bad.nonzero()[0].tolist() == [7]
+    if isinstance(w, QTensor):
+        return
+    is_bad = ~np.isfinite(np.asarray(f(x, w.at[3].set(jnp.nan), experts), np.float32)).all(-1)
+    np.testing.assert_array_equal(is_bad, np.asarray(experts) == 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bfloat16", "mxfp4"])
+def test_the_weighted_sum_on_the_gpu(scheme) -> None:
+    """Down's product: a row for each pair, sums in float32."""
+    _, w, experts, bias = operands(scheme, 256, 512, tokens=150)
+    x = activations((150, 2, 512), jnp.bfloat16)
+    weights = jax.nn.softmax(activations((150, 2), jnp.float32, 5))
+    f = jax.jit(functools.partial(by_tile, fitted(TILES[2][0], w, None), None))
+    got = np.asarray(f(x, w, experts, bias, weights), np.float64)
+    want = grouped_matmul_reference(x, w, experts, bias=bias, weights=weights)
+    want = np.asarray(want, np.float64)
+    assert np.sqrt(np.mean((got - want) ** 2)) <= 4e-3 * np.sqrt(np.mean(want**2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 64, 512])
+def test_the_op_chooses_the_kernel(tokens) -> None:
+    """At gpt-oss-20b's size."""
+    n_experts, n, k = 32, 5760, 2880
+    x, w, experts, bias = operands("mxfp4", n, k, tokens, n_experts, 4)
+    f = functools.partial(grouped_matmul, gated=ClampedGate(), bias=bias)
+    got = np.asarray(jax.jit(f)(x, w, experts)[:8], np.float64)
+    want = grouped_matmul_reference(x[:8], w, experts[:8], gated=ClampedGate(), bias=bias)
+    want = np.asarray(want, np.float64)
+    assert np.sqrt(np.mean((got - want) ** 2)) <= 4e-3 * np.sqrt(np.mean(want**2))
+    assert tree_bytes(w) > 2**27
