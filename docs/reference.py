@@ -256,7 +256,7 @@ def http() -> str:
         server.application(
             stub, mock.MagicMock(), server.ServerSettings("model", 64, lora_slots=1), 1
         )
-    document = openapi.document(64, True, True)["paths"]
+    document = openapi.document(64, True, True, True)["paths"]
     rows = []
     for route in made[0]:
         methods = sorted(route.methods - {"HEAD"})

@@ -8,11 +8,20 @@ from __future__ import annotations
 from jaxllama.errors import JaxLlamaError
 
 EXTRAS = {
-    "serve": ("starlette", "uvicorn", "prometheus_client", "pydantic", "msgspec"),
+    "serve": (
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "pydantic",
+        "msgspec",
+        "python_multipart",
+    ),
     "bench": ("aiohttp",),
     "completion": ("shtab",),
+    "eval": ("lm_eval", "inspect_ai"),
     "experiment": ("matplotlib",),
     "grammar": ("llguidance",),
+    "otel": ("opentelemetry_sdk",),
     "ray": ("ray",),
     "train": ("orbax", "jsonschema"),
 }

@@ -4,18 +4,22 @@
 
 Keys are the options' names without dashes in front: ``max-slots = 8``. A list gives an option that
 may be repeated several times, ``true`` an option without a value. The file's options stand before
-those of the command line, which therefore have the last word.
+those of the command line, which therefore have the last word. ``[[model]]`` tables are models of a
+server of several (``serve_models``).
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 OPTION = "--config"
+MODEL_TABLE = "--model-table"  # a [[model]] table as JSON; the file alone writes it
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
@@ -48,11 +52,27 @@ def _words(path: Path) -> list[str]:
         raise JaxLlamaError(f"{OPTION}: {path}: {error.strerror}") from None
     except ValueError as error:
         raise JaxLlamaError(f"{OPTION}: {path}: no TOML: {error}") from None
+    models = table.get("model")
+    if isinstance(models, list) and all(isinstance(one, dict) for one in models):
+        del table["model"]
+        return [*words_of(table, f"{OPTION}: {path}"), *map(_model_word, models)]
+    return words_of(table, f"{OPTION}: {path}")
+
+
+def _model_word(table: JsonObject) -> str:
+    try:
+        return f"{MODEL_TABLE}={json.dumps(table)}"
+    except TypeError:
+        raise JaxLlamaError("[[model]]: expected texts, numbers and truth values") from None
+
+
+def words_of(table: JsonObject, where: str) -> list[str]:
+    """Return a table's keys as options. Raises JaxLlamaError beginning with ``where``."""
     words: list[str] = []
     for key, value in table.items():
         option = f"--{key.replace('_', '-')}"
         if option == OPTION:
-            raise JaxLlamaError(f"{OPTION}: {path}: {key}: a file names no other file")
+            raise JaxLlamaError(f"{where}: {key}: a file names no other file")
         for item in value if isinstance(value, list) else [value]:
             if item is True:
                 words.append(option)
@@ -60,5 +80,5 @@ def _words(path: Path) -> list[str]:
                 words.append(f"{option}={item}")
             elif item is not False:
                 kind = "a table" if isinstance(item, dict) else type(item).__name__
-                raise JaxLlamaError(f"{OPTION}: {path}: {key}: expected a value, not {kind}")
+                raise JaxLlamaError(f"{where}: {key}: expected a value, not {kind}")
     return words

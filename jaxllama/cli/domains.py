@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 import math
 import os
 import re
@@ -112,6 +113,7 @@ class Number:
 COUNT = Number(least=1)
 SEED = Number(least=-(2**63), most=2**64 - 1)
 SHARE = Number(float, 0, 1, above=True)
+POSITIVE = Number(float, 0, above=True)
 
 
 def refusing(check: Callable[[str], T]) -> Callable[[str], T]:
@@ -176,6 +178,24 @@ def texts_folder(text: str) -> Path:
     if not any(path.glob("*.txt")):
         raise Bad(f"= {text}: no .txt file in it")
     return path
+
+
+def json_table(text: str) -> dict[str, Any]:
+    """Return an object of JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise Bad(": expected an object of JSON")
+    return value
+
+
+def state_folder(text: str) -> Path:
+    """Return the path of a folder that is there."""
+    if not Path(text).is_dir():
+        raise Bad(f"= {text}: no such folder")
+    return Path(text)
 
 
 def out_folder(text: str) -> Path:

@@ -7,7 +7,16 @@ import math
 import sys
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, filled, text_input, texts_folder
+from jaxllama.cli.domains import (
+    COUNT,
+    Number,
+    OutFile,
+    Parser,
+    filled,
+    state_folder,
+    text_input,
+    texts_folder,
+)
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject, Options
 
@@ -22,6 +31,20 @@ def options(sub: Parser) -> None:
         type=texts_folder,
         metavar="DIR",
         help="folder of .txt files; prints a line for each",
+    )
+    source.add_argument(
+        "--replay",
+        type=state_folder,
+        metavar="DIR",
+        help="state folder of an evaluation by lm-eval or inspect-ai: its answers, made again",
+    )
+    sub.add_argument(
+        "--id",
+        action="append",
+        type=filled,
+        default=[],
+        metavar="ID",
+        help="with --replay: only this answer; may be given again",
     )
     sub.add_argument(
         "--report",
@@ -64,6 +87,10 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError(f"--stride = {args.stride}: must be below --window, {args.window}")
     if args.report and (args.texts is None or args.reference is None):
         raise JaxLlamaError("--report needs --texts and --reference")
+    if args.id and args.replay is None:
+        raise JaxLlamaError("--id needs --replay")
+    if args.replay is not None:
+        return _replay(args)
     from jaxllama.evaluation import damage
     from jaxllama.evaluation.perplexity import BATCH, perplexity
     from jaxllama.evaluation.provenance import provenance
@@ -106,6 +133,22 @@ def run(args: argparse.Namespace) -> None:
             f"KL {report['kl']:.4f} nats, "
             f"top-1 {100 * report['top1']:.1f}%"
         )
+
+
+def _replay(args: argparse.Namespace) -> None:
+    from jaxllama.harnesses.replay import replay
+
+    for name in ("window", "stride", "reference", "kv_dtype"):
+        if getattr(args, name) is not None:
+            raise JaxLlamaError(f"--{name.replace('_', '-')}: has no use beside --replay")
+    report = replay(common.load(args), args.replay, args.id)
+    if args.json:
+        return common.print_json(report.to_json())
+    origin = "the same" if report.digest == report.recorded else f"recorded {report.recorded}"
+    print(f"digest {report.digest} ({origin})")
+    print(f"{report.same} answers are the same, {len(report.different)} differ")
+    for id in report.different:
+        print(id)
 
 
 def _said(origin: JsonObject) -> str:

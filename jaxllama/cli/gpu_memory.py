@@ -26,6 +26,16 @@ def gpu_share() -> float:
     return min(map(_share, run.stdout.splitlines()), default=GPU_SHARE)
 
 
+def gpu_total() -> int | None:
+    """Return the bytes of the smallest GPU, None without one."""
+    try:
+        run = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    totals = [line.split(",")[1].strip() for line in run.stdout.splitlines()]
+    return min((int(total) * 2**20 for total in totals if total.isdigit()), default=None)
+
+
 def _share(line: str) -> float:
     """line: free and total MiB, and whether a display is active or attached."""
     free, total, *display = (word.strip() for word in line.split(","))

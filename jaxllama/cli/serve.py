@@ -9,14 +9,16 @@ import os
 from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
-from jaxllama.cli.config_file import OPTION
+from jaxllama.cli.config_file import MODEL_TABLE, OPTION
 from jaxllama.cli.domains import (
     COUNT,
+    POSITIVE,
     SHARE,
     Number,
     Parser,
     api_key,
     filled,
+    json_table,
     out_folder,
     text_file,
 )
@@ -152,7 +154,26 @@ def hosts_option(sub: Parser) -> None:
 def options(sub: Parser) -> None:
     # ``config_file`` puts the file's options into its place before the words are parsed.
     sub.add_argument(
-        OPTION, type=text_file, metavar="TOML", help="these options from a file, by their names"
+        OPTION,
+        type=text_file,
+        metavar="TOML",
+        help="these options from a file, by their names; [[model]] tables for several models",
+    )
+    sub.add_argument(
+        MODEL_TABLE, action="append", type=json_table, default=[], help=argparse.SUPPRESS
+    )
+    sub.add_argument(
+        "--memory-gb",
+        type=POSITIVE,
+        metavar="GB",
+        help="with several models: memory of those that run at once; the least used one ends "
+        "(default: no bound on a CPU, the GPU's memory)",
+    )
+    sub.add_argument(
+        "--unload-after",
+        type=POSITIVE,
+        metavar="SECONDS",
+        help="with several models: end a model that was not used for so long (default never)",
     )
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
     sub.add_argument(
@@ -249,6 +270,12 @@ def options(sub: Parser) -> None:
         help="its private key (PEM), without password",
     )
     sub.add_argument(
+        "--otlp-traces-endpoint",
+        type=filled,
+        metavar="URL",
+        help="OpenTelemetry collector that gets a trace of each request (OTLP over HTTP)",
+    )
+    sub.add_argument(
         "--lora-slots",
         type=Number(int, 0, 64),
         metavar="N",
@@ -316,6 +343,14 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--max-replicas needs --ray: the cluster that has them")
     if args.hosts_per_replica > 1 and (args.ray is None or args.policy is not None):
         raise JaxLlamaError("--hosts-per-replica needs --ray and --mesh, without --policy")
+    if args.model_table:
+        from jaxllama.cli import serve_models
+
+        return serve_models.run(args)
+    for name in ("memory_gb", "unload_after"):
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise JaxLlamaError(f"--{option}: needs [[model]] tables in the file of --config")
     if args.replicas > 1 and args.policy is not None:
         raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
     if args.replicas > 1 and args.mesh is not None and args.ray is None:
@@ -348,6 +383,7 @@ def run(args: argparse.Namespace) -> None:
         args.api_keys_file,
         args.ssl_certfile,
         args.ssl_keyfile,
+        args.otlp_traces_endpoint,
     )
     if args.ray is not None:
         _run_on_ray(args, options)

@@ -57,9 +57,13 @@ class JournalAnswer:
 
 
 class Journal:
-    """The journal in ``folder``. Raises JaxLlamaError when the folder cannot be used."""
+    """The journal in ``folder``. Raises JaxLlamaError when the folder cannot be used.
 
-    def __init__(self, folder: str | Path) -> None:
+    keeps_bodies: whether bodies and all answers stay, so that an answer can be made again.
+    """
+
+    def __init__(self, folder: str | Path, keeps_bodies: bool = False) -> None:
+        self._keeps_bodies, self.folder = keeps_bodies, str(folder)
         path = Path(folder) / FILE
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,12 +99,17 @@ class Journal:
             )
 
     def finish(self, id: str, answer: str) -> None:
-        """Store an answer and drop its body; the oldest answers beyond ``KEPT`` are deleted."""
+        """Store an answer and drop its body; the oldest answers beyond ``KEPT`` are deleted.
+
+        A journal that keeps bodies drops and deletes nothing.
+        """
         with _writing():
+            body = "" if self._keeps_bodies else ", body = ''"
             self._db.execute(
-                "UPDATE calls SET answer = ?, body = '' WHERE id = ? AND answer IS NULL",
-                (answer, id),
+                f"UPDATE calls SET answer = ?{body} WHERE id = ? AND answer IS NULL", (answer, id)
             )
+            if self._keeps_bodies:
+                return
             self._db.execute(
                 "DELETE FROM calls WHERE answer IS NOT NULL AND number <= "
                 "(SELECT max(number) FROM calls) - ?",
@@ -120,6 +129,15 @@ class Journal:
             "WHERE id IS NOT NULL AND answer IS NULL ORDER BY number"
         )
         return [Entry(*row) for row in self._db.execute(query)]
+
+    def answered(self) -> Generator[tuple[Entry, str]]:
+        """Yield the bodies that were kept with their answers, oldest first."""
+        query = (
+            "SELECT id, kind, created, body, owner, answer FROM calls "
+            "WHERE answer IS NOT NULL AND body != '' ORDER BY number"
+        )
+        for *entry, answer in self._db.execute(query):
+            yield Entry(*entry), answer
 
     def find(self, id: str) -> JournalAnswer | None:
         """Return the answer with this id; None for an unknown id."""

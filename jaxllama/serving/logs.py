@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from jaxllama import progress
 from jaxllama.typing import JsonObject
@@ -47,14 +47,15 @@ def progress_lines() -> Generator[None]:
         progress.write = write
 
 
-def configuration(level: str = "INFO") -> JsonObject:
+def configuration(
+    level: str = "INFO", loggers: Sequence[str] = ("jaxllama", "uvicorn")
+) -> JsonObject:
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"json": {"()": JsonLines}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
         "loggers": {
-            name: {"handlers": ["stderr"], "level": level, "propagate": False}
-            for name in ("jaxllama", "uvicorn")
+            name: {"handlers": ["stderr"], "level": level, "propagate": False} for name in loggers
         },
     }

@@ -37,6 +37,8 @@ BAD = {
     domains.text_input: "/",
     domains.texts_folder: "/nowhere",
     experiment.run_folder: "/nowhere",
+    domains.state_folder: "/nowhere",
+    domains.json_table: "[1]",
     domains.out_folder: "/dev/null/x",
     domains.new_folder: "/",
 }

@@ -17,6 +17,7 @@ import itertools
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -59,11 +60,14 @@ class Row:
     on_event: Callable[[Event], None]
     tokens: Iterator[int]
     written: int = 0
+    submitted: float = dataclasses.field(default_factory=time.monotonic)
+    first: float | None = None
 
     def step(self) -> Event:
         """Write a token, with logprobs that follow from it."""
         token, request = next(self.tokens), self.request
         self.written += 1
+        self.first = self.first or time.monotonic()
         stops = (*request.stop_token_ids, *(() if request.ignore_eos else (STOP,)))
         reason: FinishReason | None = None
         if token in stops and self.written > request.min_tokens:
@@ -77,9 +81,13 @@ class Row:
         )
 
     def event(self, reason: FinishReason | None, error: Exception | None = None) -> Event:
+        times = None
+        if reason is not None and self.first is not None:
+            times = self.submitted, self.submitted, self.first, time.monotonic()
         return Event(
             self.request.id,
             finish_reason=reason,
+            times=times,
             error=error,
             prompt_tokens=len(self.request.prompt),
             completion_tokens=self.written,

@@ -7,22 +7,38 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
-from jaxllama.serving.api import bodies, message_schemas, ranking, response_schemas, schemas
+from jaxllama.serving.api import (
+    batch_schemas,
+    bodies,
+    message_schemas,
+    ranking,
+    response_schemas,
+    schemas,
+)
 from jaxllama.serving.api.message_bodies import CountTokens, Messages
 from jaxllama.serving.api.response_bodies import Responses
 from jaxllama.typing import JsonObject
 
-_ANSWERS = {**vars(schemas), **vars(response_schemas), **vars(message_schemas), **vars(ranking)}
+_ANSWERS = {
+    **vars(schemas),
+    **vars(response_schemas),
+    **vars(message_schemas),
+    **vars(ranking),
+    **vars(batch_schemas),
+}
 _BODIES = {
     **vars(bodies),
     **vars(ranking),
     "Responses": Responses,
     "Messages": Messages,
     "CountTokens": CountTokens,
+    "CreateBatch": batch_schemas.CreateBatch,
 }
 _ERRORS = {
     "400": "A field is wrong, or the request is beyond a limit",
+    "403": "A page of another origin sent a file",
     "404": "There is no such model or answer",
+    "409": "It is in use, or has ended",
     "408": "The headers or the body did not arrive in time",
     "413": "The body is too large",
     "415": "The body is not application/json",
@@ -32,12 +48,16 @@ _ERRORS = {
     "503": "The server is stopping, or cannot write its journal",
 }
 
+_USUAL = tuple(status for status in _ERRORS if status not in ("403", "409"))
 
-def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
+
+def document(
+    max_len: int, keyed: bool, adapts: bool = False, has_files: bool = False
+) -> JsonObject:
     """Return the OpenAPI document.
 
     max_len: the context length in tokens, for the description. keyed: whether requests need an API
-    key. adapts: whether clients may load adapters.
+    key. adapts: whether clients may load adapters. has_files: whether it keeps files and batches.
     """
     from jaxllama import __version__
 
@@ -54,6 +74,7 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
         "Detokenize",
         "LoadAdapter",
         "UnloadAdapter",
+        "CreateBatch",
     )
     answers = (
         "CompletionObject",
@@ -74,6 +95,11 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
         "Health",
         "Version",
         "ErrorObject",
+        "FileObject",
+        "FileList",
+        "FileDeleted",
+        "BatchObject",
+        "BatchList",
     )
     refs, shared = TypeAdapter.json_schemas(
         [
@@ -104,7 +130,7 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
                 "summary": text,
                 "requestBody": {"required": True, "content": _json(schema[body])},
                 "responses": _responses(
-                    schema, _json(schema[answer]), streams, keyed, tuple(_ERRORS), error
+                    schema, _json(schema[answer]), streams, keyed, _USUAL, error
                 ),
             }
         }
@@ -115,7 +141,7 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
             "post": {
                 "summary": f"{name.capitalize()} a LoRA adapter while requests run",
                 "requestBody": {"required": True, "content": _json(body)},
-                "responses": _responses(schema, text, False, keyed, tuple(_ERRORS)),
+                "responses": _responses(schema, text, False, keyed, _USUAL),
             }
         }
     get = {
@@ -179,6 +205,8 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
                 ),
             }
         }
+    if has_files:
+        paths |= _files_and_batches(schema, keyed)
     components: JsonObject = {"schemas": shared["$defs"]}
     page: JsonObject = {
         "openapi": "3.1.0",
@@ -196,6 +224,62 @@ def document(max_len: int, keyed: bool, adapts: bool = False) -> JsonObject:
         for path in probes:
             paths[path]["get"]["security"] = []
     return page
+
+
+_PAGED = ("limit", "after")  # query parameters of a list
+# The operations of /v1/files and /v1/batches: path, method, summary, answer, errors, query.
+_STORED: tuple[tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("/v1/files", "get", "The files of this key", "FileList", ("400",), (*_PAGED, "order")),
+    ("/v1/files/{id}", "get", "A file's name and size", "FileObject", ("404",), ()),
+    ("/v1/files/{id}", "delete", "Delete a file", "FileDeleted", ("404", "409"), ()),
+    ("/v1/batches", "get", "The batches of this key", "BatchList", ("400",), _PAGED),
+    ("/v1/batches/{id}", "get", "How far a batch is", "BatchObject", ("404",), ()),
+    ("/v1/batches/{id}/cancel", "post", "End a batch", "BatchObject", ("404", "409"), ()),
+)
+
+
+def _files_and_batches(schema: JsonObject, keyed: bool) -> JsonObject:
+    """Return the paths of /v1/files and /v1/batches."""
+    paths: JsonObject = {}
+    for path, method, text, answer, errors, query in _STORED:
+        parameters = [_path_parameter("id")] if "{id}" in path else []
+        for name in query:
+            kind = {"type": "integer", "minimum": 1} if name == "limit" else {"type": "string"}
+            parameters.append({"name": name, "in": "query", "schema": kind})
+        paths.setdefault(path, {})[method] = {
+            "summary": text,
+            "parameters": parameters,
+            "responses": _responses(schema, _json(schema[answer]), False, keyed, errors),
+        }
+    file = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"const": "batch"},
+        },
+    }
+    paths["/v1/files"]["post"] = {
+        "summary": "Store a file of a batch's requests",
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": file}}},
+        "responses": _responses(
+            schema, _json(schema["FileObject"]), False, keyed, ("400", "403", "408", "413", "415")
+        ),
+    }
+    paths["/v1/batches"]["post"] = {
+        "summary": "Answer the requests of a file",
+        "requestBody": {"required": True, "content": _json(schema["CreateBatch"])},
+        "responses": _responses(schema, _json(schema["BatchObject"]), False, keyed, _USUAL),
+    }
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    paths["/v1/files/{id}/content"] = {
+        "get": {
+            "summary": "A file's contents",
+            "parameters": [_path_parameter("id")],
+            "responses": _responses(schema, content, False, keyed, ("404",)),
+        }
+    }
+    return paths
 
 
 def _json(schema: JsonObject) -> JsonObject:

@@ -2,6 +2,7 @@
 
     Reading(...)                     how to read an answer; follows from its body and prompt
     answer_reader(reading)           feed(text), close() -> Parts, as the text comes
+    PARSE_TIMES                      where a traced request's reader counts its time
 
 Reasoning is the text between a template's tags for it, at the beginning of an answer. Many
 templates write the first tag themselves, at the end of the prompt. Blanks around the reasoning are
@@ -11,6 +12,9 @@ dropped. In harmony (``tools.harmony``) an answer's channels say what is reasoni
 from __future__ import annotations
 
 import dataclasses
+import time
+from contextvars import ContextVar
+from typing import Protocol
 
 from jaxllama.serving.api.tools import Tools
 from jaxllama.serving.tools import harmony
@@ -61,7 +65,63 @@ def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
     return dataclasses.replace(PLAIN, tools=tools)
 
 
-def answer_reader(reading: Reading) -> MessageReader | harmony.ChannelReader:
+class ParseTimes:
+    """When the texts of an answer were read: begin and end in seconds of ``time.monotonic``.
+
+    busy: seconds of reading in between. count: number of texts.
+    """
+
+    __slots__ = ("begin", "busy", "count", "end")
+
+    def __init__(self) -> None:
+        self.begin = self.end = self.busy = 0.0
+        self.count = 0
+
+
+# Of the request that this task answers, if it is traced.
+PARSE_TIMES: ContextVar[ParseTimes | None] = ContextVar("parse times", default=None)
+
+
+class AnswerReader(Protocol):
+    """A reader of answers. calls: the number of calls that have begun."""
+
+    @property
+    def calls(self) -> int: ...
+    def feed(self, text: str) -> list[AnswerPart]: ...
+    def close(self) -> list[AnswerPart]: ...
+
+
+class TimedReader:
+    """A reader that counts its time."""
+
+    def __init__(self, reader: AnswerReader, times: ParseTimes) -> None:
+        self._reader, self._times = reader, times
+
+    @property
+    def calls(self) -> int:
+        return self._reader.calls
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        times, begin = self._times, time.monotonic()
+        parts = self._reader.feed(text)
+        times.end = time.monotonic()
+        times.busy += times.end - begin
+        if not times.count:
+            times.begin = begin
+        times.count += 1
+        return parts
+
+    def close(self) -> list[AnswerPart]:
+        return self._reader.close()
+
+
+def answer_reader(reading: Reading) -> AnswerReader:
+    """Return a reader of one answer; it counts its time if the request is traced and has tools."""
+    reader, times = _reader(reading), PARSE_TIMES.get()
+    return reader if times is None or reading.tools is None else TimedReader(reader, times)
+
+
+def _reader(reading: Reading) -> MessageReader | harmony.ChannelReader:
     """Return the reader of an answer's text."""
     if reading.opened is None:
         return MessageReader(reading)

@@ -29,6 +29,16 @@ from jaxllama.typing import JsonObject
 
 AGAIN_SECONDS = 0.05
 Line = tuple[str, str, JsonObject]  # custom_id, url, body
+# Fields that a line's body cannot have: what they ask for needs a client that waits.
+WITHOUT_USE = ("stream", "background")
+
+
+class InvalidLine(JaxLlamaError):
+    """A line that is no request of a batch. number: from 1 on. reason: without the file's name."""
+
+    def __init__(self, source: Path, number: int, reason: str) -> None:
+        super().__init__(f"{source}:{number}: {reason}")
+        self.number, self.reason = number, reason
 
 
 def run(
@@ -51,7 +61,7 @@ def run(
 
 def left(source: Path, target: Path) -> tuple[list[Line], int]:
     """Return (the lines without an answer in ``target``, the number of answers there)."""
-    done = _finished(target)
+    done = finished(target)
     return [line for line in read(source) if line[0] not in done], len(done)
 
 
@@ -75,7 +85,7 @@ class Answers:
 
     def add(self, status: int, line: str) -> None:
         """Write an answer with its HTTP status."""
-        self._out.write(line + "\n")
+        self._out.write(line)
         self._out.flush()
         self.counts["answered" if status == 200 else "failed"] += 1
         self._bar()
@@ -96,13 +106,19 @@ async def answer(app: ASGIApp, name: str, line: Line) -> tuple[int, str]:
         if status == 503:
             raise JaxLlamaError(reply["error"]["message"])
         await asyncio.sleep(AGAIN_SECONDS)
+    return status, output_line(custom_id, request_id, status, reply)
+
+
+def output_line(custom_id: str, request_id: str, status: int, answer: JsonObject) -> str:
+    """Return the line of an answer."""
+    response = {"status_code": status, "request_id": request_id, "body": answer}
     entry = {
         "id": f"batch_req_{request_id}",
         "custom_id": custom_id,
-        "response": {"status_code": status, "request_id": request_id, "body": reply},
+        "response": response,
         "error": None,
     }
-    return status, json.dumps(entry, ensure_ascii=False)
+    return json.dumps(entry, ensure_ascii=False) + "\n"
 
 
 async def _all(lines: list[Line], one: Callable[[Line], Awaitable[None]], at_once: int) -> None:
@@ -122,9 +138,12 @@ async def _all(lines: list[Line], one: Callable[[Line], Awaitable[None]], at_onc
 
 
 async def post(
-    app: ASGIApp, path: str, body: JsonObject, request_id: str
+    app: ASGIApp, path: str, body: JsonObject, request_id: str, state: JsonObject | None = None
 ) -> tuple[int, JsonObject]:
-    """Return the application's answer to one body: (status, JSON)."""
+    """Return the application's answer to one body: (status, JSON).
+
+    state: the ``state`` of the request's scope, for the application's middleware.
+    """
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     scope = {
@@ -140,6 +159,7 @@ async def post(
         "headers": headers,
         "client": None,
         "server": None,
+        "state": {} if state is None else state,
     }
     sent: list[Message] = []
     arrived = False
@@ -159,27 +179,30 @@ async def post(
 
 
 def read(source: Path) -> list[Line]:
-    """Return the lines of a batch file. Raises JaxLlamaError naming an invalid line."""
-    lines: list[Line] = []
+    """Return the lines of a batch file. Raises InvalidLine naming the first invalid line."""
+    return list(iterate(source))
+
+
+def iterate(source: Path) -> Iterator[Line]:
+    """Yield the lines of a batch file, checked one by one. Raises InvalidLine."""
     seen: set[str] = set()
     for number, text in _numbered(source):
-        where = f"{source}:{number}"
         try:
             entry = json.loads(text)
             custom_id, url, body = entry["custom_id"], entry["url"], entry["body"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise JaxLlamaError(f"{where}: needs custom_id, url and body") from None
+            raise InvalidLine(source, number, "needs custom_id, url and body") from None
         if not (isinstance(custom_id, str) and isinstance(url, str) and isinstance(body, dict)):
-            raise JaxLlamaError(f"{where}: custom_id and url are texts, body is an object")
+            raise InvalidLine(source, number, "custom_id and url are texts, body is an object")
         if entry.get("method", "POST") != "POST":
-            raise JaxLlamaError(f"{where}: method is POST")
+            raise InvalidLine(source, number, "method is POST")
         if custom_id in seen:
-            raise JaxLlamaError(f"{where}: custom_id {custom_id!r} is there twice")
-        if body.get("stream"):
-            raise JaxLlamaError(f"{where}: stream has no use in a batch")
+            raise InvalidLine(source, number, f"custom_id {custom_id!r} is there twice")
+        for field in WITHOUT_USE:
+            if body.get(field):
+                raise InvalidLine(source, number, f"{field} has no use in a batch")
         seen.add(custom_id)
-        lines.append((custom_id, url, body))
-    return lines
+        yield custom_id, url, body
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -192,19 +215,20 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
         raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
 
 
-def _finished(target: Path) -> set[str]:
+def finished(target: Path) -> set[str]:
     """Return the ids with an answer in ``target``, and remove an incomplete last line."""
     if not target.exists():
         return set()
-    data = target.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    done = set()
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            done.add(json.loads(line)["custom_id"])
-        except (ValueError, KeyError, TypeError):
-            raise JaxLlamaError(f"{target}:{number}: no answer of a batch: not mine") from None
-    if len(whole) < len(data):
-        with open(target, "r+b") as file:
-            file.truncate(len(whole))
+    done: set[str] = set()
+    with open(target, "r+b") as file:
+        end = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                done.add(json.loads(line)["custom_id"])
+            except (ValueError, KeyError, TypeError):
+                raise JaxLlamaError(f"{target}:{number}: no answer of a batch: not mine") from None
+            end += len(line)
+        file.truncate(end)
     return done

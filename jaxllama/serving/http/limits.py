@@ -30,6 +30,7 @@ from jaxllama.serving.api.schemas import ApiError, to_json
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
+UPLOAD_SECONDS = 600.0  # for a file, which /v1/files takes
 BODY_SECONDS = 35.0  # longer than the application waits, so that the application's answer is sent
 LINGER_SECONDS = 1.0  # in which a refused client may read the reason
 CLIENT_CONNECTIONS = 1024
@@ -177,7 +178,10 @@ class Limited(HttpToolsProtocol):
         now = self.loop.time()
         if self.is_answering:
             self._since = now
-        rest = self._since + (HEAD_SECONDS if self._in_head else BODY_SECONDS) - now
+        limit = HEAD_SECONDS if self._in_head else BODY_SECONDS
+        if not self._in_head and self.scope["path"] == "/v1/files":
+            limit = UPLOAD_SECONDS + BODY_SECONDS - HEAD_SECONDS
+        rest = self._since + limit - now
         if rest > 0:
             self._timer = self.loop.call_later(rest, self._look)
         elif not self._has_begun:

@@ -34,7 +34,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.message_schemas import message_error
 from jaxllama.serving.api.messages import ServedRequest
+from jaxllama.serving.api.reading import PARSE_TIMES
 from jaxllama.serving.api.schemas import ApiError, respond
+from jaxllama.serving.http.traces import Tracer
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.typing import JsonObject
 
@@ -52,6 +54,16 @@ PAGE = {
 }
 # paths without a key and without secrets
 OPEN = ("/health", "/live", "/ready", "/openapi.json", *PAGE)
+# Paths that probes ask all the time: without traces, and in the log only for debugging.
+UNTRACED = ("/health", "/live", "/ready", "/metrics")
+# The attributes of a request's span, by the field of the log.
+ATTRIBUTES = {
+    "id": "gen_ai.response.id",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "outcome": "jaxllama.outcome",
+    "key": "jaxllama.key",
+}
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -75,7 +87,7 @@ class Middleware:
     """The middleware of a server; the module docstring has its tasks.
 
     paths: the paths that metrics distinguish. hosts: names that a Host header may have beside the
-    local ones; None allows any.
+    local ones; None allows any. tracer: takes each request's times, None for no traces.
     """
 
     def __init__(
@@ -85,9 +97,11 @@ class Middleware:
         keys: Sequence[ApiKey],
         paths: Sequence[str],
         hosts: Sequence[str] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._app, self._link, self._paths = app, link, frozenset(paths)
         self._keys = tuple(keys)
+        self._tracer = tracer
         self._hosts = None if hosts is None else frozenset(map(_host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,9 +113,18 @@ class Middleware:
         own = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = own if _ID.fullmatch(own) else uuid.uuid4().hex
         fields: JsonObject = {}
-        state = {**scope.get("state", {}), "request_id": request_id, "fields": fields}
+        state: JsonObject = {
+            **scope.get("state", {}),
+            "request_id": request_id,
+            "fields": fields,
+        }
         scope["state"] = state
         status = CLIENT_GONE  # stays if nothing is ever sent
+        trace = None
+        if self._tracer is not None and scope["path"] in self._paths:
+            trace = self._tracer.begin(headers)
+            PARSE_TIMES.set(trace.parsing if trace.is_sampled else None)
+            fields["trace_id"] = trace.trace_id
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -109,13 +132,21 @@ class Middleware:
                 status = message["status"]
                 ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
                 extra = [*_HEADERS, *ids]
+                if trace is not None:
+                    extra.append((b"traceparent", trace.header))
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
+        # A line of a batch, which this server sends itself, has its owner and no headers.
+        owner: str | None = state.get("batch_owner")
+        state["is_batch"] = owner is not None
         try:
             try:
-                self._check_host(headers)
-                key = self._key(scope["path"], headers)
+                if owner is None:
+                    self._check_host(headers)
+                    key = self._key(scope["path"], headers)
+                else:
+                    key = self._key_of(owner)
                 state["owner"] = "" if key is None else key.owner
                 if key is not None and key.name is not None:
                     fields["key"] = key.name
@@ -138,11 +169,16 @@ class Middleware:
             tokens = fields.get("prompt_tokens", 0) + fields.get("completion_tokens", 0)
             owner = str(state.get("owner", ""))
             self._link.tell(ServedRequest(path, method, status, seconds, owner, tokens))
-            level = (
-                logging.DEBUG
-                if path in ("/health", "/live", "/ready", "/metrics")
-                else logging.INFO
-            )
+            if trace is not None and self._tracer is not None and path not in UNTRACED:
+                named = {ATTRIBUTES[key]: fields[key] for key in ATTRIBUTES if key in fields}
+                named |= {
+                    "http.request.method": method,
+                    "url.path": path,
+                    "http.response.status_code": status,
+                    "jaxllama.request_id": request_id,
+                }
+                self._tracer.end(trace, f"{method} {path}", seconds, times, status, named)
+            level = logging.DEBUG if path in UNTRACED else logging.INFO
             client = scope.get("client")
             line = {
                 "request_id": request_id,
@@ -182,6 +218,16 @@ class Middleware:
         if sent and found:
             return found[0]
         message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
+        raise ApiError(401, message, code="invalid_api_key")
+
+    def _key_of(self, owner: str) -> ApiKey | None:
+        """Return the API key of a batch's owner. Raises ApiError 401 if it is gone."""
+        if not self._keys and not owner:
+            return None
+        for key in self._keys:
+            if key.owner == owner:
+                return key
+        message = "the API key that the batch was created with is no longer valid"
         raise ApiError(401, message, code="invalid_api_key")
 
     async def _check_quota(self, key: ApiKey) -> None:

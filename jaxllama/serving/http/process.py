@@ -36,6 +36,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 from jaxllama import extras, progress
@@ -76,7 +77,7 @@ class ServeOptions:
     """Options of ``serve``.
 
     keys_file: API keys with names and limits (``api.keys``). certificate, private_key: PEM files
-    for HTTPS, both or none.
+    for HTTPS, both or none. traces: URL of the OpenTelemetry collector, None for no traces.
     engine: options of ``Engine``. names: names of the model for clients; by default the model's
     own. origins: origins of web pages that may send requests. hosts: names that a Host header may
     have beside the local ones; "*" allows any. Without hosts any name is allowed, except on a local
@@ -101,10 +102,13 @@ class ServeOptions:
     keys_file: Path | None = None
     certificate: Path | None = None
     private_key: Path | None = None
+    traces: str | None = None
     named_keys: tuple[ApiKey, ...] = dataclasses.field(init=False, default=())
 
     def __post_init__(self) -> None:
         self._check_tls()
+        if self.traces is not None and not _has_otel():
+            raise extras.missing("opentelemetry_sdk", "--otlp-traces-endpoint")
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
         if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
             raise JaxLlamaError(f"${KEY_VARIABLE}: must be printable ASCII, no spaces around it")
@@ -132,6 +136,10 @@ class ServeOptions:
             ) from None
 
     @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        return (*map(ApiKey, self.api_keys), *self.named_keys)
+
+    @property
     def is_keyed(self) -> bool:
         """Whether clients need an API key."""
         return bool(self.api_keys or self.named_keys)
@@ -144,12 +152,16 @@ class ServeOptions:
         return self.hosts
 
 
+def _has_otel() -> bool:
+    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
+
+
 def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
     """Run the server until SIGTERM or Ctrl-C; the module docstring has the details.
 
     load: returns the model; called after the port is bound.
     """
-    listener = _bind(options.host, options.port)
+    listener = bind(options.host, options.port)
     with listener, logs.progress_lines(), contextlib.ExitStack() as children:
         if not options.is_keyed and not is_local(options.host):
             warnings.warn(
@@ -188,6 +200,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             state=None if options.state is None else str(options.state),
             named_keys=options.named_keys,
             lora_slots=options.engine.get("lora_slots", 0),
+            traces=options.traces,
         )
         setup = front_end.FrontEndSetup(
             facts,
@@ -201,7 +214,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         waits, quotas = isinstance(engine, Replicas), Quotas(settings.keys)
         hub = Hub(engine, passes, metrics, journal, waits, quotas)
         is_tls = options.certificate is not None
-        banner = f"{name} on {url_of(options.host, listener.getsockname()[1], is_tls)}"
+        banner = f"{name} on {url(options.host, listener.getsockname()[1], is_tls)}"
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
         sampling = facts.sampling and str(facts.sampling)
         error = asyncio.run(server.run(front_ends, banner, sampling))
@@ -212,14 +225,21 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
 
 
 @contextlib.contextmanager
-def local_app(lm: LanguageModel, name: str, options: Options) -> Generator[tuple[ASGIApp, Engine]]:
-    """Yield the application over a running engine of its own, without a port."""
+def local_app(
+    lm: LanguageModel, name: str, options: Options, journal: Journal | None = None
+) -> Generator[tuple[ASGIApp, Engine]]:
+    """Yield the application over a running engine of its own, without a port.
+
+    journal: takes the bodies of completions and chats; the caller closes it.
+    """
     metrics = Metrics(name)
     engine = Engine(lm, observe=metrics.observe, **options)
     with progress.working("compiling (later starts take it from the cache)"):
         engine.start()
     try:
-        yield create_app(lm, engine, ServerSettings(name, engine.options.max_len), metrics), engine
+        state = None if journal is None else journal.folder
+        settings = ServerSettings(name, engine.options.max_len, state=state)
+        yield create_app(lm, engine, settings, metrics, journal), engine
     finally:
         engine.stop()
 
@@ -387,7 +407,8 @@ def model_name(model: str) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound. Raises JaxLlamaError naming the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -396,10 +417,11 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise JaxLlamaError(f"cannot listen on {url_of(host, port)}: {error.strerror}") from None
+        raise JaxLlamaError(f"cannot listen on {url(host, port)}: {error.strerror}") from None
     return listener
 
 
-def url_of(host: str, port: int, is_tls: bool = False) -> str:
+def url(host: str, port: int, is_tls: bool = False) -> str:
+    """Return the address of a server."""
     name = f"[{host}]" if ":" in host else host
     return f"{'https' if is_tls else 'http'}://{name}:{port}"

@@ -9,6 +9,7 @@
     POST /v1/messages, /v1/messages/count_tokens  Anthropic's API (``messages``)
     POST /v1/embeddings, /v1/rerank, /v1/score    (``vector_routes``)
     POST /api/chat, /api/generate; GET /api/tags, /api/version    ollama's API (``ollama``)
+    /v1/files, /v1/batches                        (``batch_routes``, with a state folder)
     POST /tokenize, /detokenize
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     (``adapter_routes``, with lora_slots)
     GET  /v1/models, /version, /health, /live, /ready, /metrics, /openapi.json, / (a chat page)
@@ -21,8 +22,7 @@ in the engine's process (``hub``).
 
 ``middleware`` has keys, ids, logs and errors, ``calls`` the meaning of bodies, ``runs`` a call's
 way to its answer, ``answers`` the answers. With a state folder a body is stored before its answer
-begins (``journal``), and after a kill the next server answers the stored bodies. Left out:
-stored files and batches.
+begins (``journal``), and after a kill the next server answers the stored bodies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.resources
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -74,6 +73,8 @@ from jaxllama.serving.api.schemas import (
     to_json,
 )
 from jaxllama.serving.http.adapter_routes import AdapterRoutes
+from jaxllama.serving.http.batch_routes import BatchRoutes
+from jaxllama.serving.http.file_store import Bounds
 from jaxllama.serving.http.messages import MessageRoutes
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
@@ -86,14 +87,17 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.http.ollama import OllamaRoutes
+from jaxllama.serving.http.page_files import page_file
 from jaxllama.serving.http.response_routes import ResponseRoutes
 from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
+from jaxllama.serving.http.traces import Tracer
 from jaxllama.serving.http.vector_routes import VectorRoutes
 from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub, Passes, Served, forward_passes
 from jaxllama.serving.ipc.link import EngineClient
 
 MAX_CHOICES = 128  # prompts times n of one body
+BATCH_SHARE = 4  # the lines of batches take one part in so many of the engine's queue
 SMALL_BODY = 2048  # bytes of a body that is tokenized sooner than a thread is woken
 
 
@@ -106,6 +110,8 @@ class ServerSettings:
     None for none. origins: origins of web pages that may send requests, "*" for all. hosts: names
     that a Host header may have beside the local ones; None allows any. named_keys: API keys with
     names and limits, beside ``api_keys``. lora_slots: adapters that clients may load at run time.
+    files: largest sizes of files and batches. traces: URL of the OpenTelemetry collector, None for
+    no traces.
     """
 
     name: str
@@ -118,6 +124,8 @@ class ServerSettings:
     hosts: tuple[str, ...] | None = None
     named_keys: tuple[ApiKey, ...] = ()
     lora_slots: int = 0
+    files: Bounds = Bounds()
+    traces: str | None = None
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -125,10 +133,18 @@ class ServerSettings:
 
 
 def create_app(
-    lm: LanguageModel, engine: Served, settings: ServerSettings, metrics: Metrics
+    lm: LanguageModel,
+    engine: Served,
+    settings: ServerSettings,
+    metrics: Metrics,
+    journal: Journal | None = None,
 ) -> ASGIApp:
-    """Return the application. ``engine`` is running; the application does not stop it."""
-    journal = None if settings.state is None else Journal(settings.state)
+    """Return the application. ``engine`` is running; the application does not stop it.
+
+    journal: of the state folder; by default it is opened here.
+    """
+    if journal is None and settings.state is not None:
+        journal = Journal(settings.state)
     hub = Hub(engine, _passes(lm, engine), metrics, journal, quotas=Quotas(settings.keys))
     own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
     return application(lm, own, settings, engine.options.max_queue, hub.close)
@@ -150,7 +166,12 @@ def application(
     max_queue: the engine's. ended: called after the last request.
     """
     server = _Server(model, link, settings, max_queue, ended)
-    document = openapi.document(settings.max_len, bool(settings.keys), settings.lora_slots > 0)
+    document = openapi.document(
+        settings.max_len,
+        bool(settings.keys),
+        settings.lora_slots > 0,
+        settings.state is not None,
+    )
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
@@ -169,16 +190,18 @@ def application(
         *server.responses.routes(),
         *server.messages.routes(),
         *server.vectors.routes(),
+        *server.batches.routes(),
         *server.ollama.routes(),
         *(server.adapters.routes() if settings.lora_slots else ()),
-        *(Route(path, _file(name, kind)) for path, (name, kind) in PAGE.items()),
+        *(Route(path, page_file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
     errors = dict.fromkeys(
         (ApiError, EngineFailed, JaxLlamaError, HTTPException, Exception), _answer_error
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
-    app = Middleware(app, link, settings.keys, paths, settings.hosts)
+    app = Middleware(app, link, settings.keys, paths, settings.hosts, server.tracer)
+    server.app = app
     if not settings.origins:
         return app
     # Outermost, because a browser's preflight request has no key.
@@ -193,11 +216,6 @@ def application(
 
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     return answer_error(error, http.url.path)
-
-
-def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
-    content = (importlib.resources.files("jaxllama.serving.http") / "page" / name).read_bytes()
-    return lambda _: Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 class _Server:
@@ -226,6 +244,17 @@ class _Server:
         self.responses = ResponseRoutes(self._prompts, link, settings.max_body)
         self.messages = MessageRoutes(self._prompts, link, settings.max_body)
         self.vectors = VectorRoutes(self._prompts, link, settings.max_body)
+        self.batches = BatchRoutes(
+            link,
+            settings.state,
+            settings.name,
+            max(1, max_queue // BATCH_SHARE),
+            settings.max_body,
+            settings.origins,
+            settings.files,
+        )
+        self.tracer = None if settings.traces is None else Tracer(settings.traces, settings.name)
+        self.app: ASGIApp | None = None  # with the middleware, for batches
         self._scoring = 0
         self._max_queue = max_queue
         self._created = int(time.time())
@@ -237,12 +266,16 @@ class _Server:
         owed = await self._link.ask("owed") if self._is_kept else []
         tasks = [asyncio.create_task(self._resume(Entry(*entry))) for entry in owed]
         try:
-            yield
+            assert self.app is not None
+            async with self.batches.running(self.app):
+                yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.responses.close()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
             self._ended()
 
     # Completions and chat
@@ -265,14 +298,14 @@ class _Server:
                 call = await unless_disconnected(http.receive, self._scored(call))
             except ClientGone:
                 return Response(status_code=CLIENT_GONE)
-        entry = None
-        if self._is_kept:
+        entry, is_kept = None, self._is_kept and not http.state.is_batch
+        if is_kept:
             seeded = body.model_copy(update={"seed": call.seed})
             text = seeded.model_dump_json(exclude_none=True, by_alias=True)
             entry = Accepted(kind, call.created, text, owner)
         call, stream = await submit(self._link, call, entry)
-        kept = self._is_kept or not body.stream
-        run = CallRun(kind, call, stream, http.state.fields, self._finish, kept)
+        finish = self._finish if is_kept else (lambda id, answer: None)
+        run = CallRun(kind, call, stream, http.state.fields, finish, is_kept or not body.stream)
         if body.stream:
             return ChunkStream(run, body)
         try:

@@ -176,6 +176,11 @@ class EngineClient:
                 return f"the engine's process has given no sign of life for {seconds:.0f} s"
         return self.failure or self.trouble
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine's process has ended, whatever the reason."""
+        return self._is_lost
+
     def know(self, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._eos = tokenizer, tuple(eos_ids)
 

@@ -26,7 +26,7 @@ from ray import serve as ray_serve
 from jaxllama import progress
 from jaxllama.engine.options import EngineOptions
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.http.process import ServeOptions, model_name, url_of
+from jaxllama.serving.http.process import ServeOptions, model_name, url
 from jaxllama.serving.http.server import ServerSettings
 from jaxllama.serving.ray.app import ReplicaPool, application_of
 from jaxllama.serving.ray.cluster import connect, resources_of
@@ -71,7 +71,7 @@ def serve(
     if options.certificate is not None and options.private_key is not None:
         files = {"ssl_certfile": options.certificate, "ssl_keyfile": options.private_key}
         proxy |= {key: str(path.resolve()) for key, path in files.items()}
-    url = url_of(options.host, port, options.certificate is not None)
+    address = url(options.host, port, options.certificate is not None)
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: ended.append(number))
@@ -80,9 +80,9 @@ def serve(
             ray_serve.start(proxy_location="HeadOnly", http_options=proxy)
             application = application_of(settings, pool, start)
             ray_serve.run(application, name=NAME, route_prefix="/", blocking=False)
-            _check(url)
+            _check(address)
         if not ended:
-            print(f"jaxllama serves {name} on {url}", flush=True)
+            print(f"jaxllama serves {name} on {address}", flush=True)
         while not ended:
             time.sleep(0.2)
     except RuntimeError as error:  # Serve's, for an application that does not start
@@ -123,7 +123,7 @@ def _check(url: str) -> None:
         except (urllib.error.URLError, OSError) as error:
             if time.monotonic() > end:
                 raise JaxLlamaError(
-                    f"nothing answers on {url} ({error}): if Ray Serve ran before, it keeps its "
+                    f"nothing answers on {address} ({error}): if Ray Serve ran before, it keeps its "
                     "address; end it with serve shutdown"
                 ) from None
             time.sleep(0.2)

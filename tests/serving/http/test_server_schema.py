@@ -54,6 +54,15 @@ OPERATIONS = [
     ("/v1/responses/{id}", "DELETE"),
     ("/v1/responses/{id}/input_items", "GET"),
     ("/v1/responses/{id}/cancel", "POST"),
+    ("/v1/files", "POST"),
+    ("/v1/files", "GET"),
+    ("/v1/files/{id}", "GET"),
+    ("/v1/files/{id}", "DELETE"),
+    ("/v1/files/{id}/content", "GET"),
+    ("/v1/batches", "POST"),
+    ("/v1/batches", "GET"),
+    ("/v1/batches/{id}", "GET"),
+    ("/v1/batches/{id}/cancel", "POST"),
 ]
 
 

@@ -1,0 +1,322 @@
+"""One port for several models, which ``model_pool`` starts and ends.
+
+    serve_models(options, pool)       blocks until SIGTERM or Ctrl-C
+
+A request goes to the server of the model that its body names, as it is; the answer comes back as it
+is made. A body without ``model`` goes to the first model. Keys, hosts, sizes and the log line are
+this process's too, so that no stranger starts a model. A request by an id (a response, a stored
+completion) is tried at each model that runs. ``/metrics`` counts the models, and
+``/metrics?model=NAME`` is a running model's own page.
+
+Left out: files and batches, adapters loaded at run time, ``/openapi.json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jaxllama import __version__
+from jaxllama.serving import logs
+from jaxllama.serving.api.keys import ApiKey
+from jaxllama.serving.api.schemas import ApiError, Health, Version, respond
+from jaxllama.serving.http import limits
+from jaxllama.serving.http.middleware import (
+    CLIENT_GONE,
+    PAGE,
+    ClientGone,
+    Middleware,
+    answer_error,
+    read_body,
+    unless_disconnected,
+)
+from jaxllama.serving.http.model_pool import ModelPool
+from jaxllama.serving.http.page_files import page_file
+from jaxllama.serving.ipc.link import EngineClient
+
+# Paths of POST whose body names a model.
+ROUTED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/api/chat",
+    "/api/generate",
+    "/tokenize",
+    "/detokenize",
+)
+# Paths of an id, which the model that made it knows.
+BY_ID = (
+    ("/v1/completions/{id}", ("GET",)),
+    ("/v1/chat/completions/{id}", ("GET",)),
+    ("/v1/responses/{id}", ("GET", "DELETE")),
+    ("/v1/responses/{id}/input_items", ("GET",)),
+    ("/v1/responses/{id}/cancel", ("POST",)),
+)
+# Headers that belong to one connection, or that this process writes itself.
+_OWN = frozenset(
+    (
+        "connection",
+        "content-security-policy",
+        "date",
+        "keep-alive",
+        "referrer-policy",
+        "request-id",
+        "server",
+        "transfer-encoding",
+        "x-content-type-options",
+        "x-request-id",
+    )
+)
+_SENT = ("authorization", "x-api-key", "content-type", "accept", "traceparent", "tracestate")
+
+
+class _Named(msgspec.Struct):
+    """The part of a body that chooses a model."""
+
+    model: str | None = None
+
+
+class _NoEngine(EngineClient):
+    """The link of a process without an engine: nothing is counted here."""
+
+    def tell(self, message: Any) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterSettings:
+    """Settings of the port; as those of ``ServerSettings``."""
+
+    keys: tuple[ApiKey, ...] = ()
+    max_body: int = 4 * 2**20
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+
+
+class Router:
+    def __init__(self, pool: ModelPool, settings: RouterSettings) -> None:
+        self._pool, self._settings = pool, settings
+        self._created = int(time.time())
+        self._session: aiohttp.ClientSession | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncGenerator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        # A model closes idle connections, perhaps just when one would be used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=connector, auto_decompress=False
+        ) as self._session:
+            try:
+                yield
+            finally:
+                await self._pool.close()
+
+    async def routed(self, http: HttpRequest) -> Response:
+        data = await read_body(http, self._settings.max_body)
+        try:
+            named = msgspec.json.decode(data, type=_Named)
+        except msgspec.DecodeError:
+            raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+        name = self._pool.resolve(named.model)
+        http.state.fields["model"] = name
+        stack = contextlib.AsyncExitStack()
+
+        async def connect() -> aiohttp.ClientResponse:
+            url = await stack.enter_async_context(self._pool.use(name))
+            return await stack.enter_async_context(self._ask(http, url, bytes(data)))
+
+        try:
+            reply = await unless_disconnected(http.receive, connect())
+        except ClientGone:
+            await stack.aclose()
+            return Response(status_code=CLIENT_GONE)
+        except BaseException:
+            await stack.aclose()
+            raise
+
+        async def body() -> AsyncGenerator[bytes]:
+            async with stack:  # a client that leaves ends the model's request too
+                async for part in reply.content.iter_any():
+                    yield part
+
+        return StreamingResponse(body(), reply.status, _headers(reply))
+
+    def _ask(self, http: HttpRequest, url: str, data: bytes | None) -> Any:
+        assert self._session is not None
+        headers = {name: value for name in _SENT if (value := http.headers.get(name)) is not None}
+        headers["x-request-id"] = http.state.request_id
+        path = http.url.path + (f"?{http.url.query}" if http.url.query else "")
+        return self._connected(http.method, f"{url}{path}", headers, data)
+
+    @contextlib.asynccontextmanager
+    async def _connected(
+        self, method: str, url: str, headers: dict[str, str], data: bytes | None
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        assert self._session is not None
+        try:
+            async with self._session.request(method, url, headers=headers, data=data) as reply:
+                yield reply
+        except aiohttp.ClientError:
+            message = "the model's process has ended: send the request again"
+            raise ApiError(503, message, code="model_failed", retry_after=1) from None
+
+    async def by_id(self, http: HttpRequest) -> Response:
+        for url in self._pool.urls():
+            async with self._ask(http, url, None) as reply:
+                if reply.status != 404:
+                    return Response(await reply.read(), reply.status, _headers(reply))
+        id = http.path_params["id"]
+        message = f"id: no running model knows {id[:100]!r}"
+        raise ApiError(404, message, param="id", code="not_found")
+
+    def _model(self, name: str) -> dict[str, Any]:
+        loaded = self._pool.resolve(name) in self._pool.loaded
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxllama",
+            "loaded": loaded,
+        }
+
+    async def models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [*map(self._model, self._pool.specs)]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        name = http.path_params["model"]
+        self._pool.resolve(name)
+        return JSONResponse(self._model(name))
+
+    async def tags(self, _: HttpRequest) -> Response:
+        return JSONResponse({"models": [{"name": n, "model": n} for n in self._pool.specs]})
+
+    async def ollama_version(self, _: HttpRequest) -> Response:
+        return respond(Version(__version__))
+
+    async def health(self, _: HttpRequest) -> Response:
+        return respond(Health("ok"))
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        name = http.query_params.get("model")
+        if name is None:
+            registry = CollectorRegistry()
+            registry.register(_Counts(self._pool))
+            return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+        name = self._pool.resolve(name)
+        if name not in self._pool.loaded:
+            raise ApiError(404, f"model: {name} does not run", param="model", code="not_found")
+        async with self._pool.use(name) as url, self._ask(http, url, None) as reply:
+            return Response(await reply.read(), reply.status, _headers(reply))
+
+
+class _Counts:
+    """The metrics of a pool."""
+
+    def __init__(self, pool: ModelPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        loaded, starts = self._pool.loaded, self._pool.starts
+        texts = {
+            "jaxllama_model_loaded": "Whether a model runs",
+            "jaxllama_model_memory_bytes": "Bytes that a running model takes of the budget",
+            "jaxllama_model_starts": "How often a model was started",
+        }
+        families = [GaugeMetricFamily(name, text, labels=["model"]) for name, text in texts.items()]
+        for name in self._pool.specs:
+            values = float(name in loaded), loaded.get(name, 0), starts[name]
+            for family, value in zip(families, values, strict=True):
+                family.add_metric([name], value)
+        return families
+
+
+def _headers(reply: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.lower() not in _OWN}
+
+
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    return answer_error(error, http.url.path)
+
+
+def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
+    """Return the application of the port."""
+    router = Router(pool, settings)
+    routes = [
+        *(Route(path, router.routed, methods=["POST"]) for path in ROUTED),
+        *(Route(path, router.by_id, methods=[*methods]) for path, methods in BY_ID),
+        Route("/v1/models", router.models),
+        Route("/v1/models/{model:path}", router.model),
+        Route("/api/tags", router.tags),
+        Route("/api/version", router.ollama_version),
+        Route("/version", router.ollama_version),
+        *(Route(path, router.health) for path in ("/health", "/live", "/ready")),
+        Route("/metrics", router.metrics),
+        *(Route(path, page_file(name, kind)) for path, (name, kind) in PAGE.items()),
+    ]
+    errors = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
+    app: ASGIApp = Starlette(routes=routes, lifespan=router.lifespan, exception_handlers=errors)
+    paths = [route.path for route in routes if "{" not in route.path]
+    # The models count for the keys' limits.
+    keys = [ApiKey(key.key, key.name) for key in settings.keys]
+    app = Middleware(app, _NoEngine(), keys, paths, settings.hosts)
+    if not settings.origins:
+        return app
+    return CORSMiddleware(
+        app,
+        settings.origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "Retry-After"),
+    )
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, banner: str) -> None:
+        super().__init__(config)
+        self._banner = banner
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        print(f"jaxllama serves {self._banner}", flush=True)
+
+
+def serve_models(app: ASGIApp, listener: Any, banner: str, drain_timeout: int, **tls: Any) -> None:
+    """Serve the application on a bound socket until SIGTERM or Ctrl-C."""
+    limits.raise_descriptors()
+    config = uvicorn.Config(
+        app,
+        http=limits.protocol(),
+        lifespan="on",
+        ws="none",
+        log_config=logs.configuration(),
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_timeout,
+        **tls,
+    )
+    server = _Server(config, banner)
+    with listener, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(server.serve([listener]))

@@ -1,0 +1,319 @@
+"""/v1/files and /v1/batches with OpenAI's own client: answered, cancelled, refused, continued."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("python_multipart")
+
+import openai
+
+from jaxllama.serving.http import batch_worker
+from jaxllama.serving.http.file_store import Bounds, FileStore
+from tests.helpers.collector import Collector
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http_server import (
+    NAME,
+    client,
+    error_of,
+    serve,
+    serving,
+    talking,
+    tiny_checkpoint,
+    wait_until,
+)
+
+URL = "/v1/chat/completions"
+SMALL = Bounds(file_bytes=4000, total_bytes=12_000, files=6, lines=12, open_batches=2)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(batch_worker, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(batch_worker, "LOOK_SECONDS", 0.02)
+
+
+def line(number: int, **body) -> str:
+    chat = {"messages": [{"role": "user", "content": f"n{number}"}], "max_tokens": 4, "seed": 1}
+    entry = {"custom_id": f"c{number}", "method": "POST", "url": URL, "body": {**chat, **body}}
+    return json.dumps(entry) + "\n"
+
+
+def upload(api: openai.OpenAI, text: str):
+    return api.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+
+
+def start(api: openai.OpenAI, text: str, **more):
+    file = upload(api, text)
+    return api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h", **more)
+
+
+def ended(api: openai.OpenAI, id: str):
+    final = ("completed", "failed", "cancelled", "expired")
+    wait_until(lambda: api.batches.retrieve(id).status in final)
+    return api.batches.retrieve(id)
+
+
+def lines_of(api: openai.OpenAI, id: str) -> dict[str, dict]:
+    entries = [json.loads(text) for text in api.files.content(id).text.splitlines()]
+    assert len({entry["custom_id"] for entry in entries}) == len(entries)
+    return {entry["custom_id"]: entry for entry in entries}
+
+
+def test_a_batch_is_answered_as_requests_are(lm, tmp_path):
+    text = "".join(map(line, range(6))) + line(6, temperature=9) + line(7, priority=3)
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        batch = start(api, text, metadata={"run": "one"})
+        assert batch.status == "validating" and batch.object == "batch"
+        batch = ended(api, batch.id)
+        counts = batch.request_counts
+        assert (batch.status, counts.total, counts.completed, counts.failed) == (
+            "completed",
+            8,
+            7,
+            1,
+        )
+        assert batch.metadata == {"run": "one"} and batch.completed_at >= batch.in_progress_at
+        answers, errors = lines_of(api, batch.output_file_id), lines_of(api, batch.error_file_id)
+        assert errors.keys() == {"c6"} and answers.keys() == {
+            f"c{n}" for n in (0, 1, 2, 3, 4, 5, 7)
+        }
+        assert errors["c6"]["response"]["status_code"] == 400
+        want = api.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "n3"}], max_tokens=4, seed=1
+        )
+        got = answers["c3"]["response"]["body"]["choices"][0]["message"]["content"]
+        assert got == want.choices[0].message.content
+        assert {r.priority for r in engine.requests if r.max_new_tokens == 4} == {-1, 0, 3}
+        # An answer of a batch is no answer of the journal.
+        with pytest.raises(openai.NotFoundError):
+            api.get(f"{URL}/{answers['c3']['response']['body']['id']}", cast_to=object)
+        assert [item.id for item in api.batches.list()] == [batch.id]
+        files = api.files.list(order="asc").data
+        assert [file.purpose for file in files] == ["batch", "batch_output", "batch_output"]
+        assert api.files.retrieve(files[1].id).bytes == len(api.files.content(files[1].id).content)
+        assert [file.id for file in api.files.list(purpose="batch")] == [files[0].id]
+        assert api.files.list(limit=1, after=files[2].id).data[0].id == files[1].id
+        assert api.files.delete(files[0].id).deleted
+        with pytest.raises(openai.NotFoundError):
+            api.files.content(files[0].id)
+    assert not [path for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077]
+
+
+@pytest.mark.core
+def test_a_batch_survives_its_server(lm, tmp_path):
+    text = "".join(map(line, range(20)))
+    state = {"state": str(tmp_path)}
+    with FakeEngine() as engine:
+        with talking(lm, engine, **state) as api:
+            engine._go(18)  # then rows stand still: two lines are in flight
+            id = start(api, text).id
+            wait_until(lambda: api.batches.retrieve(id).request_counts.completed >= 4)
+            engine.wait_for(lambda: len(engine.live) == 2)
+            done = api.batches.retrieve(id).request_counts.completed
+            assert 4 <= done < 20
+    store = FileStore(tmp_path)
+    [stored] = [store.batch(open) for open in store.open()]
+    path = store.path(stored.output_id)
+    store.close()
+    path.write_bytes(path.read_bytes()[:-7])  # as if it had been killed while it wrote
+    with FakeEngine() as engine, talking(lm, engine, **state) as api:
+        batch = ended(api, id)
+        assert batch.status == "completed" and batch.request_counts.completed == 20
+        assert lines_of(api, batch.output_file_id).keys() == {f"c{n}" for n in range(20)}
+        assert len(engine.requests) <= 20 - done + 1, "no answered line is sent again"
+
+
+def test_a_line_that_fails_the_engine_is_not_tried_for_ever(lm, tmp_path):
+    def broken(request):
+        raise RuntimeError("as asked")
+        yield
+
+    state = {"state": str(tmp_path)}
+    with FakeEngine(answer=broken) as engine, talking(lm, engine, **state) as api:
+        id = start(api, "".join(map(line, range(9)))).id
+        wait_until(lambda: api.batches.retrieve(id).request_counts.failed)
+        wait_until(lambda: not engine.live)
+        failed = api.batches.retrieve(id).request_counts.failed
+        assert 1 <= failed <= 2, "those that were in flight"
+    with FakeEngine() as engine, talking(lm, engine, **state) as api:
+        batch = ended(api, id)
+        assert batch.request_counts.completed == 9 - batch.request_counts.failed >= 7
+        errors = lines_of(api, batch.error_file_id).values()
+        assert {e["response"]["body"]["error"]["code"] for e in errors} == {"engine_failed"}
+
+
+def test_a_cancelled_batch_keeps_its_answers(lm, tmp_path):
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        file = upload(api, "".join(map(line, range(12))))
+        with engine.held(20):
+            batch = api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
+            wait_until(lambda: api.batches.retrieve(batch.id).request_counts.completed >= 2)
+            engine.wait_for(lambda: len(engine.live) == 2)
+            with pytest.raises(openai.ConflictError, match="reads this file"):
+                api.files.delete(file.id)
+            assert api.batches.cancel(batch.id).status == "cancelling"
+            batch = ended(api, batch.id)
+        assert batch.status == "cancelled" and batch.error_file_id is None
+        counts = batch.request_counts
+        assert 2 <= counts.completed < 12 == counts.total
+        assert len(lines_of(api, batch.output_file_id)) == counts.completed
+        assert engine.wait_for(lambda: not engine.live), "its lines in flight were cancelled"
+        with pytest.raises(openai.ConflictError, match="is cancelled"):
+            api.batches.cancel(batch.id)
+
+
+INVALID = [
+    (line(0) + "\n{\n", 3, "needs custom_id"),
+    (line(0) + line(0), 2, "there twice"),
+    (line(0, stream=True), 1, "stream has no use"),
+    (line(0, background=True), 1, "background has no use"),
+    (line(0).replace(URL, "/v1/embeddings"), 1, "not the batch's endpoint"),
+    ("".join(map(line, range(13))), 13, "at most 12 lines"),
+    ("\n", None, "no lines"),
+]
+
+
+def test_an_invalid_file_fails_its_batch_by_line_and_the_rest_expires(lm, tmp_path, monkeypatch):
+    with FakeEngine() as engine:
+        with talking(lm, engine, state=str(tmp_path), files=SMALL) as api:
+            for text, number, reason in INVALID:
+                batch = ended(api, start(api, text).id)
+                api.files.delete(batch.input_file_id)
+                [error] = batch.errors.data
+                assert batch.status == "failed" and error.line == number and reason in error.message
+                assert str(tmp_path) not in error.message and not engine.requests
+            monkeypatch.setattr("jaxllama.serving.http.file_store.WINDOW_SECONDS", 0)
+            batch = ended(api, start(api, line(0) + line(1)).id)
+            assert batch.status == "expired" and batch.output_file_id is None
+            errors = lines_of(api, batch.error_file_id)
+            assert {e["error"]["code"] for e in errors.values()} == {"batch_expired"}
+            assert errors.keys() == {"c0", "c1"} and not engine.requests
+
+
+def test_sizes_are_bounded(lm, tmp_path):
+    with FakeEngine() as engine:
+        with talking(lm, engine, state=str(tmp_path), files=SMALL, max_body=500) as api:
+            with pytest.raises(openai.APIStatusError, match="larger than 4000 bytes"):
+                upload(api, "x" * 4001)
+            with pytest.raises(openai.APIStatusError, match="larger than 4000 bytes"):
+                upload(api, "x" * 2_000_000)
+            kept = [upload(api, "x" * 4000) for _ in range(3)]
+            with pytest.raises(openai.APIStatusError, match="room for files is used up"):
+                upload(api, "x")
+            api.files.delete(kept[0].id)
+            upload(api, line(0))
+            file = upload(api, line(1))
+            with engine.held():
+                for _ in range(2):
+                    api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
+                with pytest.raises(openai.RateLimitError, match="have not ended"):
+                    api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
+    folder = tmp_path / "files"
+    parts = [path for path in folder.iterdir() if path.name.startswith("part-")]
+    assert not parts, "refused files leave nothing"
+
+
+def test_a_key_sees_its_own_and_its_limits_hold(lm, tmp_path):
+    with (
+        FakeEngine() as engine,
+        serving(lm, engine, state=str(tmp_path), api_keys=("one", "two")) as url,
+    ):
+        one, two = (
+            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            for key in ("one", "two")
+        )
+        with one, two:
+            batch = ended(one, start(one, line(0)).id)
+            assert batch.request_counts.completed == 1
+            for find in (
+                lambda: two.batches.retrieve(batch.id),
+                lambda: two.batches.cancel(batch.id),
+                lambda: two.files.retrieve(batch.input_file_id),
+                lambda: two.files.content(batch.output_file_id),
+                lambda: two.files.delete(batch.output_file_id),
+                lambda: two.batches.create(
+                    input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h"
+                ),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    find()
+            assert two.files.list().data == [] and two.batches.list().data == []
+            id = batch.id
+    with (
+        FakeEngine() as engine,
+        serving(lm, engine, state=str(tmp_path), api_keys=("two",)) as url,
+        client(url) as http,
+    ):
+        assert http.get(f"/v1/batches/{id}", headers={"x-api-key": "one"}).status_code == 401
+
+
+def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
+    file = {"file": ("in.jsonl", io.BytesIO(line(0).encode()))}
+    with FakeEngine() as engine:
+        with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
+            reply = http.post(
+                "/v1/files",
+                data={"purpose": "batch"},
+                files=file,
+                headers={"origin": "https://elsewhere.example"},
+            )
+            assert reply.status_code == 403 and error_of(reply)["code"] == "unknown_origin"
+            reply = http.post(
+                "/v1/files", data={"purpose": "batch"}, files=file, headers={"origin": url}
+            )
+            assert reply.status_code == 200
+            for form, param in (
+                ({"purpose": "fine-tune"}, "purpose"),
+                ({"purpose": "batch", "expires_after[seconds]": "9"}, "expires_after[seconds]"),
+            ):
+                reply = http.post("/v1/files", data=form, files=file)
+                assert reply.status_code == 400 and error_of(reply)["param"] == param
+            reply = http.post("/v1/files", data={"purpose": "batch"}, files={"a": b""})
+            assert error_of(reply)["param"] == "file"
+            assert http.post("/v1/files", json={}).status_code == 415
+            broken = http.post(
+                "/v1/files",
+                content=b"--x\r\nnonsense",
+                headers={"content-type": "multipart/form-data; boundary=x"},
+            )
+            assert broken.status_code == 400
+        with serving(lm, engine) as url, client(url) as http:
+            for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1"):
+                reply = http.get(path)
+                assert reply.status_code == 400 and "--state" in error_of(reply)["message"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_of_two_front_ends(tmp_path):
+    """A batch of 300 lines over real processes: killed in the middle, every line is there once."""
+    pytest.importorskip("opentelemetry.exporter")
+    folder = tiny_checkpoint(tmp_path)
+    flags = ["--state", str(tmp_path / "state"), "--api-servers", "2", "--max-slots", "2"]
+    flags += ["--max-len", "96", "--max-queue", "8"]
+    with Collector() as collector:
+        flags += ["--otlp-traces-endpoint", collector.url]
+        with serve(folder, *flags) as (process, url, _):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=2) as api:
+                id = start(api, "".join(line(n, max_tokens=40) for n in range(300))).id
+                wait_until(lambda: api.batches.retrieve(id).request_counts.completed >= 10)
+                process.kill()
+                process.wait()
+        with serve(folder, *flags) as (process, url, log):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=2) as api:
+                batch = ended(api, id)
+                assert batch.status == "completed" and batch.request_counts.completed == 300
+                answers = lines_of(api, batch.output_file_id)
+                assert answers.keys() == {f"c{n}" for n in range(300)}
+            process.terminate()
+            assert process.wait(60) == 0
+        text = log.read_text()
+        again = text.count('"path": "/v1/chat/completions"')
+        assert 0 < again <= 292, "answered lines were not sent again"
+        names = {span.name for span in collector.spans}
+    assert {"POST /v1/chat/completions", "queue", "prefill", "decode"} <= names
