@@ -123,7 +123,7 @@ def _check(url: str) -> None:
         except (urllib.error.URLError, OSError) as error:
             if time.monotonic() > end:
                 raise JaxLlamaError(
-                    f"nothing answers on {address} ({error}): if Ray Serve ran before, it keeps its "
+                    f"nothing answers on {url} ({error}): if Ray Serve ran before, it keeps its "
                     "address; end it with serve shutdown"
                 ) from None
             time.sleep(0.2)
