@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,20 +20,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints import saving
 from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
-from jaxllama.decoding import drafts
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.sampling import Sampling, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
 from jaxllama.executors.batches import GenerateCall, OnPrompt, Steps, generations
+from jaxllama.executors.drafting import draft_source
 from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.lora import for_rows
+from jaxllama.model.summary import summary
 from jaxllama.text.rows import (
     Generation,
     check_rows,
@@ -45,14 +43,8 @@ from jaxllama.text.rows import (
     token_batch,
 )
 from jaxllama.text.tokenizer import Tokenizer
-from jaxllama.typing import Leaf, Params
-from pallas_kernels.brief import brief, size_text
-from pallas_kernels.cpu import CpuWeight, restore_tree
-from pallas_kernels.qtensor import QTensor, RowBlocks
-
-_QUANTIZED = QTensor | RowBlocks | CpuWeight
-SAVE_FORMATS = ("floats", *packed.FORMATS)
-_SCREEN = 20  # lines of parameters that ``repr`` shows
+from jaxllama.typing import Params
+from pallas_kernels.cpu import restore_tree
 
 OnText = Callable[[int, str], None]
 
@@ -131,7 +123,13 @@ class LanguageModel:
         return self.executor.mesh
 
     def __repr__(self) -> str:
-        return _described(self)
+        return summary(
+            type(self).__name__,
+            self.config,
+            self.params,
+            "no tokenizer" if self.tokenizer is None else None,
+            None if self.sampling is None else f"sampling: {self.sampling}",
+        )
 
     def generate(
         self,
@@ -362,29 +360,22 @@ class LanguageModel:
             If the path cannot be written, the format cannot hold a weight, or transformers has no
             class for an option of the config. The message names it.
         """
-        if format not in (None, *SAVE_FORMATS):
-            raise JaxLlamaError(f"format = {format!r}: is not one of {', '.join(SAVE_FORMATS)}")
+        saving.check_format(format)
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         params = restore_tree(self.executor.whole(self.config, self.params))
-        is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
-        format = format or ("native" if is_packed else "floats")
-        cfg, sampling = self.config, self.sampling
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
-            if format != "floats":
-                return packed.save(
-                    directory,
-                    cfg,
-                    params,
-                    files,
-                    format=format,
-                    sampling=sampling,
-                    progress=progress,
-                )
-            params = packed.in_floats(params, self.dtype) if is_packed else params
-            cfg = cfg.with_head_of(params)
-            return hf.save(directory, cfg, params, files, sampling=sampling, progress=progress)
+            return saving.save(
+                directory,
+                self.config,
+                params,
+                files,
+                format=format,
+                dtype=self.dtype,
+                sampling=self.sampling,
+                progress=progress,
+            )
 
     def _steps(
         self,
@@ -504,46 +495,11 @@ class LanguageModel:
         JaxLlamaError
             If this model cannot use the draft.
         """
-        if draft is None:
-            if draft_tokens:
-                raise JaxLlamaError(f"draft_tokens = {draft_tokens!r} needs a draft")
-            return None
-        vocab_size, params = self.config.vocab_size, None
-        if isinstance(draft, LanguageModel):
-            self._check_draft(draft)
-            own, params = drafts.ModelDraft(draft.config, vocab_size), draft.params
-        elif draft == "ngram":
-            own = drafts.NGram(unsure=not draft_tokens)
-        elif draft == "mtp":
-            self._check_mtp()
-            own = MTPDraft(self.config)
-        else:
-            raise JaxLlamaError(
-                f'draft = {short(draft)}: expected "ngram", "mtp" or a LanguageModel'
-            )
-        plan = drafts.DraftPlan.of(own, draft_tokens, self.deterministic)
-        self.executor.check_drafts(self.deterministic)
-        return DraftSource(plan, params)
-
-    def _check_mtp(self) -> None:
-        if not self.config.mtp_layers or "mtp" not in self.params:
-            raise JaxLlamaError(
-                f'draft = "mtp": {self.config.name} has no head for multi-token prediction'
-            )
-
-    def _check_draft(self, draft: LanguageModel) -> None:
-        name = draft.config.name
-        if not draft.executor.on_device:
-            raise JaxLlamaError(f"draft: {name} is offloaded, and a draft lies on the device")
-        if draft.mesh != self.mesh:
-            raise JaxLlamaError(f"draft: {name} is not on the mesh of {self.config.name}")
-        own, other = self.tokenizer, draft.tokenizer
-        if own is None or other is None:
-            is_same = draft.config.vocab_size == self.config.vocab_size
-        else:
-            is_same = own.has_ids_of(other)
-        if not is_same:
-            raise JaxLlamaError(f"draft: {name} has another tokenizer than {self.config.name}")
+        if draft is not None:
+            return draft_source(self, draft, draft_tokens)
+        if draft_tokens:
+            raise JaxLlamaError(f"draft_tokens = {draft_tokens!r} needs a draft")
+        return None
 
     def first_layers(self, count: int) -> LanguageModel:
         """Return the model of the first layers, with this model's norm and head.
@@ -661,36 +617,3 @@ class LanguageModel:
                 f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
             )
         return self.tokenizer.encode_chat(messages)
-
-
-def _weights(params: Params) -> list[Leaf]:
-    """Return every parameter; a quantized parameter is one leaf."""
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
-
-
-def _described(lm: LanguageModel) -> str:
-    """Return the text of ``repr``: facts, then one line for every kind of parameter."""
-    kinds: dict[tuple[str, str], int] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(
-        lm.params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED)
-    )
-    for path, leaf in leaves:
-        name = ".".join(str(getattr(entry, "key", entry)) for entry in path)
-        kind = re.sub(r"layer_\d+", "layer_*", name), brief(leaf)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    facts = [
-        lm.config.name,
-        f"{lm.config.n_layers} layers",
-        f"vocabulary {lm.config.vocab_size}",
-        f"context {lm.config.max_position}",
-        size_text(lm.params),
-        "no tokenizer" if lm.tokenizer is None else None,
-        None if lm.sampling is None else f"sampling: {lm.sampling}",
-    ]
-    lines = [
-        f"  {count} x {name} {text}" if count > 1 else f"  {name} {text}"
-        for (name, text), count in kinds.items()
-    ]
-    if len(lines) > _SCREEN:
-        lines[_SCREEN:] = [f"  and {len(lines) - _SCREEN} more kinds of parameters"]
-    return "\n".join([f"{type(lm).__name__}({', '.join(filter(None, facts))})", *lines])

@@ -63,7 +63,7 @@ CANDIDATES = [
     # The model
     Fault(
         "attention sees one key beyond the window",
-        K + "attention/blockwise.py",
+        K + "attention/plain.py",
         "visible & (k_pos > q_pos - window)",
         "visible & (k_pos >= q_pos - window)",
         f"tests/kernels/attention {MODEL}",
@@ -71,7 +71,7 @@ CANDIDATES = [
     ),
     Fault(
         "RoPE turns the second half the wrong way",
-        K + "attention/rope_cache.py",
+        K + "attention/plain.py",
         "second * c + first * s",
         "second * c - first * s",
         f"tests/kernels/attention {MODEL}",
@@ -79,7 +79,7 @@ CANDIDATES = [
     ),
     Fault(
         "a query sees its successor",
-        K + "attention/blockwise.py",
+        K + "attention/plain.py",
         "visible = k_pos <= q_pos\n",
         "visible = k_pos <= q_pos + 1\n",
         f"tests/kernels/attention {MODEL}",

@@ -33,7 +33,7 @@ from jaxllama.generation import decode_step, prefill
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
-from jaxllama.model.mixers.attention.mix import has_cudnn
+from jaxllama.model.mixers.attention.chunk import has_cudnn
 from jaxllama.typing import JsonObject, LocalDevice, Params, Tree
 from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.cpu import CpuWeight, jit, unavailable

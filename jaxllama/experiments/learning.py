@@ -36,11 +36,10 @@ from jaxllama.experiments.settings import LearnSettings
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import head, softcap
 from jaxllama.model.flops import parameters
-from jaxllama.model.stacked import stack_layers
+from jaxllama.model.stacked import hidden_states, stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.data import TokenFile
-from jaxllama.training.forward import hidden_states
 from jaxllama.training.optimizer import learning_rate, optimizer
 from jaxllama.typing import JsonObject, Params, Tree
 
@@ -250,7 +249,7 @@ def first_state(params: Params, rates: int) -> Tree:
 
 
 def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """Return ``training.forward.hidden_states`` with layers of one kind as one loop.
+    """Return ``model.stacked.hidden_states`` with layers of one kind as one loop.
 
     Small models take longer to compile than to train.
     """

@@ -2,6 +2,7 @@
 
     stacked = stack_layers(cfg, params)      layer_0 .. layer_79 become one entry, layers_0_80_1
     params  = unstack_layers(stacked)        the inverse, to the bit
+    x       = hidden_states(cfg, params, tokens, dtype)    the model of training, of either form
 
 The entry ``layers_{start}_{stop}_{step}`` holds the layers of ``range(start, stop, step)``.  Its
 leaves have a leading axis of that many layers.  A layer that no neighbour repeats stays
@@ -10,6 +11,9 @@ the entries ``layers_0_48_4`` to ``layers_3_48_4`` and one loop of twelve turns.
 
 The compiler sees each repeated layer once.  A loop has no cache, because it would slice every
 layer's out of one array and back; decoding takes the per-layer tree.
+
+In training, parameters are float32 (the master weights), and every matmul casts its own to the
+activations' dtype.
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ from jax import lax
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.decoder import block, layer_config
+from jaxllama.model.decoder import block, embed_tokens, final_norm, layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Path
-from jaxllama.model.records import At
+from jaxllama.model.records import At, whole_rows
 from jaxllama.typing import Params, ParamsDict, Tree
 
 PREFIX = "layers_"
@@ -259,3 +263,36 @@ def recomputed_block(
     """Run ``decoder.block``; for the backward pass only the layer's input is kept."""
     layer = jax.checkpoint(lambda params, stream: block(cfg, kind, params, stream, None, at)[0])
     return layer(params, stream), state
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    remat: bool = False,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
+
+    Rows are whole: without padding or a cache.
+    params: per layer, or stacked: then layers that are alike are one loop.
+    remat: for the backward pass, keep only each layer's input.
+    segments: int32 ``[B, T]`` where several sequences lie in a row.
+    """
+    stream, at = embed(cfg, params, tokens, dtype, segments)
+    stream = walk(cfg, params, stream, at, recomputed_block if remat else block)
+    return final_norm(cfg, params, stream)
+
+
+def embed(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    segments: jax.Array | None = None,
+) -> tuple[Stream, At]:
+    """Return the arguments of the first layer for whole rows; see ``hidden_states``."""
+    batch, length = tokens.shape
+    stream = Stream(embed_tokens(cfg, params, tokens, dtype))
+    return stream, whole_rows(cfg, batch, length, segments)

@@ -48,8 +48,7 @@ from jaxllama.model.rope import rope_tables
 from jaxllama.quantization.sites import Layer, get, sites
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
-from pallas_kernels.attention.blockwise import attention_scores, is_visible
-from pallas_kernels.attention.rope_cache import rotate
+from pallas_kernels.attention.plain import attention_scores, is_visible, rotate
 from pallas_kernels.qtensor import QTensor, dequantize
 
 DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"

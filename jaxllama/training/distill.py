@@ -32,8 +32,8 @@ from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.model.observer import Observer
 from jaxllama.model.records import At, whole_rows
+from jaxllama.model.stacked import embed
 from jaxllama.quantization.random_params import random_params
-from jaxllama.training.forward import embed
 from jaxllama.typing import Params, Tree
 
 # Gate biases of a head's channels, evenly spaced. A decay of sigmoid(bias) ** (1 / 16) a token is a

@@ -14,7 +14,7 @@ parameters and changes.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from jaxllama.training.config import TrainConfig
 from jaxllama.typing import Params, Tree
 from pallas_kernels.fake_quantize import RANGES
 
+Multipliers = Mapping[Path, np.ndarray]
+
 
 def learning_rate(config: TrainConfig, update: ArrayLike) -> jax.Array:
     """Return the learning rate of update number ``update``, from 0; the first is above zero."""
@@ -42,15 +44,14 @@ def learning_rate(config: TrainConfig, update: ArrayLike) -> jax.Array:
     return jnp.float32(config.learning_rate) * jnp.where(at < warmup, rising, falling)
 
 
-def times_multipliers(cfg: ModelConfig, tree: Tree, power: int = 1) -> Tree:
+def times_multipliers(multipliers: Multipliers, tree: Tree, power: int = 1) -> Tree:
     """Return ``tree`` with each row of a folded parameter times its multiplier to the ``power``.
 
-    tree: shaped as the parameters. Let m be the multiplier and ``ours = m * own + constant``, with
-    the family's parameter ``own``. Power 1 turns a gradient with respect to ours into one with
-    respect to own, and a change of own into one of ours. Power -1 turns ours into own, up to the
-    constant (of norms, which do not decay).
+    multipliers: ``multipliers_of`` the model. tree: shaped as the parameters. Let m be the
+    multiplier and ``ours = m * own + constant``, with the family's parameter ``own``. Power 1 turns
+    a gradient with respect to ours into one with respect to own, and a change of own into one of
+    ours. Power -1 turns ours into own, up to the constant (of norms, which do not decay).
     """
-    multipliers = _multipliers(cfg)
 
     def one(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
         path, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
@@ -62,8 +63,7 @@ def times_multipliers(cfg: ModelConfig, tree: Tree, power: int = 1) -> Tree:
     return jax.tree_util.tree_map_with_path(one, tree) if multipliers else tree
 
 
-@functools.cache
-def _multipliers(cfg: ModelConfig) -> dict[Path, np.ndarray]:
+def multipliers_of(cfg: ModelConfig) -> Multipliers:
     """Return the multipliers of each folded parameter, float32 ``[rows]``."""
     return {
         path: np.concatenate(

@@ -21,6 +21,7 @@ from jaxllama.training.adapters import first_adapters, with_magnitudes
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
+from jaxllama.training.optimizer import Multipliers, multipliers_of
 from jaxllama.training.packing import Conversations
 from jaxllama.training.prompts import PromptFile
 from jaxllama.typing import Params, Tree
@@ -40,11 +41,18 @@ def open_data(config: TrainConfig) -> Data:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSetup:
-    """The static arguments of the compiled step; hashable."""
+    """The static arguments of the compiled step; hashable.
+
+    multipliers: of the model's folded parameters (``training.optimizer``).
+    """
 
     config: TrainConfig
     model: ModelConfig
     teacher: ModelConfig | None = None
+    multipliers: Multipliers = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "multipliers", multipliers_of(self.model))
 
 
 def begin(

@@ -20,11 +20,10 @@ import optax
 from jax import lax
 
 from jaxllama.model.decoder import head
-from jaxllama.model.stacked import stack_layers, unstack_layers
+from jaxllama.model.stacked import hidden_states, stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
 from jaxllama.training import adapters, distill, preference
 from jaxllama.training.batch import Batch
-from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation, token_logprobs, token_scores
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
@@ -68,19 +67,19 @@ def update(
     Returns (state, metrics). The metrics are float32 scalars: "loss", its parts, "grad_norm" before
     clipping, "learning_rate".
     """
-    cfg, params = setup.model, state["params"]
+    multipliers, params = setup.multipliers, state["params"]
     # The rows are the leading axis, which the devices of a mesh share.
     gradient = data_parallel(functools.partial(_gradient, setup))
     rows = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), Batch.of(batch))
     grads, metrics = gradient(params, fixed, rows)
-    grads = times_multipliers(cfg, grads)
+    grads = times_multipliers(multipliers, grads)
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
     metrics["learning_rate"] = learning_rate(setup.config, state["step"])
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        own = times_multipliers(cfg, params, -1)
+        own = times_multipliers(multipliers, params, -1)
         changes, moments = _rule(setup, params).update(grads, state["moments"], own)
-    params = optax.apply_updates(params, times_multipliers(cfg, changes))
+    params = optax.apply_updates(params, times_multipliers(multipliers, changes))
     return {"params": params, "moments": moments, "step": state["step"] + 1}, metrics
 
 

@@ -20,6 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.attention.plain import (
+    attention_scores,
+    by_head,
+    is_visible,
+    weighted_values,
+)
 from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.qtensor import QTensor, dequantize
 
@@ -109,67 +115,6 @@ def blockwise_attention(
         _, total, out = lax.fori_loop(first, stop, step, zero)
     total = jnp.transpose(total, (0, 3, 1, 2)).reshape(batch, n_new, n, 1)
     return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
-
-
-def attention_scores(
-    q: jax.Array, k: jax.Array, scale: float | None = None, softcap: float | None = None
-) -> jax.Array:
-    """Scaled dot products of ``q [B, T, N, H]`` and ``k [B, S, K, H]`` in float32,
-    ``[B, K, G, T, S]``."""
-    batch, n_new, n, h = q.shape
-    scale = h**-0.5 if scale is None else scale
-    grouped = q.reshape(batch, n_new, k.shape[2], n // k.shape[2], h)
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts",
-        grouped * jnp.asarray(scale, q.dtype),
-        k,
-        preferred_element_type=jnp.float32,
-        precision=precision(q),
-    )
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-
-
-def by_head(sinks: jax.Array, n_kv: int) -> jax.Array:
-    """``sinks [N]`` beside scores ``[B, K, G, T]``: float32 ``[1, K, G, 1]``."""
-    return sinks.astype(jnp.float32).reshape(1, n_kv, -1, 1)
-
-
-def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """The softmax of ``scores [B, K, G, T, S]`` over S, float32.
-
-    sinks: ``[N]``, a further logit of each head, whose own weight is left out of the result.
-    """
-    if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
-    sink = by_head(sinks, scores.shape[1])[..., None]
-    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
-    weights = jnp.exp(scores - top)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))
-
-
-def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """``weights[B, K, G, T, S]`` times ``v[B, S, K, H]`` -> float32 ``[B, T, N, H]``."""
-    batch, n_kv, group, n_new, _ = weights.shape
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh",
-        weights.astype(v.dtype),
-        v,
-        preferred_element_type=jnp.float32,
-        precision=precision(v),
-    )
-    return out.reshape(batch, n_new, n_kv * group, v.shape[-1])
-
-
-def precision(x: jax.Array) -> lax.Precision | None:
-    # Without this, float32 products on a GPU may run in TF32.
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
-def is_visible(q_positions: jax.Array, k_positions: jax.Array, window: int | None) -> jax.Array:
-    """Boolean ``[B, T, S]``: may the query at each position see the key at each position."""
-    q_pos, k_pos = q_positions[:, :, None], k_positions[:, None, :]
-    visible = k_pos <= q_pos
-    return visible if window is None else visible & (k_pos > q_pos - window)
 
 
 def load(

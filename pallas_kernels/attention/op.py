@@ -28,9 +28,9 @@ from jax import lax
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     blockwise_attention,
-    is_visible,
     load,
 )
+from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import (
     PAGED,
     WIDTHS,

@@ -6,9 +6,6 @@ Contract: the cache is returned updated, in place where the caller donates it; a
 [0, S) writes nothing, which is how idle rows are kept out.  A quantized cache gets the codes and
 scales that ``quantize_kv`` would give.
 
-RoPE is the "rotate half" form: feature i of the first half of a head turns with feature i of the
-second (RoFormer, arXiv 2104.09864).
-
 An int4 cache holds k and v in another basis (``to_cache_basis``), because four bits do not survive
 outlier channels: q comes out in it too.  ``decode_attention`` brings its result back; what
 ``attention.blockwise`` gives, ``from_cache_basis`` does.
@@ -25,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.hadamard import hadamard
+from pallas_kernels.attention.plain import rotate
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
@@ -232,13 +230,6 @@ def plan(qkv: jax.Array, k: Cached) -> RopeCachePlan | Reason:
     if not isinstance(k, QTensor) and k.dtype != qkv.dtype:
         return Reason(f"k and v are {k.dtype.name} where qkv is {qkv.dtype.name}")
     return RopeCachePlan()
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate ``x[B, T, heads, H]`` by tables ``[B, T, H / 2]``; float32 inside, x's dtype out."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    c, s = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate((first * c - second * s, second * c + first * s), -1).astype(x.dtype)
 
 
 def to_cache_basis(kv: Cached, *heads: jax.Array) -> tuple[jax.Array, ...]:

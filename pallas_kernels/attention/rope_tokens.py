@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
-from pallas_kernels.attention.rope_cache import PAGED, Cached, rotate, store, to_cache_basis
+from pallas_kernels.attention.plain import rotate
+from pallas_kernels.attention.rope_cache import PAGED, Cached, store, to_cache_basis
 from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize

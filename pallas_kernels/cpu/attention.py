@@ -34,10 +34,9 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.cache import LANES, CacheForm, Stored, form_of
+from pallas_kernels.cpu.cache import LANES, CacheForm, Stored, attributes, form_of
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.parts import VALUES, CallRows, Join, KeyPart, Write, ahead
 from pallas_kernels.cpu.scores import KEYS
@@ -139,7 +138,7 @@ def decode_attention(
     operands = [rows, lengths.reshape(-1), *jax.tree.leaves((k, v, table)), *_floats(sinks)]
     results = _results(plan.program, rows.shape[0], k, table)
     call = jax.ffi.ffi_call(jit.register(plan.program), results)
-    out, _ = call(*operands, **fixed(window, scale))
+    out, _ = call(*operands, **attributes(window, scale))
     return out.astype(q.dtype).reshape(q.shape)
 
 
@@ -175,18 +174,12 @@ def rope_and_attend(
     aliases = {2 + i: first + i for i in range(len(caches))}
     call = jax.ffi.ffi_call(jit.register(program), made, input_output_aliases=aliases)
     rest = *caches, *jax.tree.leaves(table), *turns, *_floats((weights, sinks))
-    out, *made = call(qkv, slots, *rest, **fixed(window, scale, eps))
+    out, *made = call(qkv, slots, *rest, **attributes(window, scale, eps))
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 
 def _floats(operands: object) -> list[jax.Array]:
     return [x.astype(jnp.float32) for x in jax.tree.leaves(operands)]
-
-
-def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, np.generic]:
-    """The attributes (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
-    seen = np.int32(2**31 - 1 if window is None else window)
-    return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
 def _results(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.cpu.frame import CallFrame
 from pallas_kernels.dispatch import Reason
@@ -97,6 +98,12 @@ class AttendForm(Protocol):
     def heads(self) -> int: ...
     @property
     def arguments(self) -> int: ...
+
+
+def attributes(window: int | None, scale: float, eps: float = 0.0) -> dict[str, np.generic]:
+    """Return the attributes of an ``AttendForm``'s call (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
+    seen = np.int32(2**31 - 1 if window is None else window)
+    return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
 class CachePlaces:

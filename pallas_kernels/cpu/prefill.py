@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu import attention, jit
-from pallas_kernels.cpu.attention import FLOATS, STACK, Cached, fixed
-from pallas_kernels.cpu.cache import LANES, CacheForm, form
+from pallas_kernels.cpu.attention import FLOATS, STACK, Cached
+from pallas_kernels.cpu.cache import LANES, CacheForm, attributes, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.parts import SCALE, CallRows, Write
 from pallas_kernels.cpu.scores import columns_of
@@ -118,7 +118,7 @@ def attend(
     operands = [rows, positions.reshape(-1) + 1, *jax.tree.leaves((k, v, table, sinks))]
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.float32)]
     call = jax.ffi.ffi_call(jit.register(plan.program), results)
-    (out,) = call(*operands, **fixed(window, scale))
+    (out,) = call(*operands, **attributes(window, scale))
     return out.astype(q.dtype).reshape(q.shape)
 
 

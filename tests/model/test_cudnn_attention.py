@@ -18,12 +18,8 @@ from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from jaxllama.model.mixers.attention import mix as attention
 from jaxllama.model.mixers.attention.state import KVCache, write
-from pallas_kernels.attention.blockwise import (
-    attention_scores,
-    blockwise_attention,
-    floats,
-    weighted_values,
-)
+from pallas_kernels.attention.blockwise import blockwise_attention, floats
+from pallas_kernels.attention.plain import attention_scores, weighted_values
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.attention.rope_tokens import as_stored
 from tests.helpers.arrays import as_jax

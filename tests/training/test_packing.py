@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllama.config import GLAConfig
-from jaxllama.training.forward import hidden_states
+from jaxllama.model.stacked import hidden_states
 from tests.helpers.models import DELTA, LLAMA, relative_error
 from tests.helpers.seeded import seeded_params
 from tests.helpers.training_cases import rows_of

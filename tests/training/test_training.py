@@ -24,12 +24,11 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import head
 from jaxllama.model.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.model.params import param_table
-from jaxllama.model.stacked import is_stacked
+from jaxllama.model.stacked import hidden_states, is_stacked
 from jaxllama.training import loop, passes, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.data import TokenFile
 from jaxllama.training.estimate import estimate
-from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import (
@@ -264,6 +263,20 @@ def test_twenty_steps_of_each_family_are_transformers_and_torch_s_adamw(
     assert want.keys() == tensors.keys()
     for tensor, weight in want.items():
         assert relative_error(sampled(tensors[tensor]), weight) < 1e-5, tensor
+
+
+def test_equal_setups_are_one_static_argument(folder):
+    """A setup has its model's multipliers, and is hashed and compared without them."""
+    cfg, config, _ = family_case("granite", folder)
+    setup, again = TrainingSetup(config, cfg), TrainingSetup(config, cfg)
+    assert setup == again and hash(setup) == hash(again)
+    folded = {path: set(rows.tolist()) for path, rows in setup.multipliers.items()}
+    sources = {
+        path: {float(np.float32(source.scale)) for source in spec.sources}
+        for path, spec in param_table(cfg).items()
+    }
+    assert folded == {path: found for path, found in sources.items() if found != {1.0}}
+    assert folded and not TrainingSetup(config, byte_model("gqa")).multipliers
 
 
 # Layers that are alike as one loop

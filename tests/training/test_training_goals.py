@@ -15,6 +15,7 @@ from jaxllama import generation
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import block, layer_config
+from jaxllama.model.stacked import embed
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.training import loop, train
 from jaxllama.training.config import QuantizeConfig
@@ -26,7 +27,6 @@ from jaxllama.training.distill import (
     student_config,
     student_params,
 )
-from jaxllama.training.forward import embed
 from jaxllama.training.quantization_aware import GridWeight, prepare, quantized, rounded
 from jaxllama.training.start import TrainingSetup, begin
 from jaxllama.training.step import init_state, loss

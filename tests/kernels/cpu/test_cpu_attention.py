@@ -16,7 +16,7 @@ from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.cpu import attention, frame, jit
 from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
-from pallas_kernels.cpu.cache import CacheForm
+from pallas_kernels.cpu.cache import CacheForm, attributes
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import cache_of, heads_of, in_pages, poisoned, same, values_of
@@ -78,9 +78,7 @@ def by_hand(q, k, v, lengths, table=None, window=None, threads=1, on=None, place
     arrays = [place(stored(x)) for x in jax.tree.leaves((q, lengths, k, v, table))]
     shapes = attention._results(program, q.shape[0], k, table)
     out, parts = (place(np.full(s.shape, np.nan, np.float32)) for s in shapes)
-    fixed = {
-        name: np.asarray(x) for name, x in attention.fixed(window, q.shape[-1] ** -0.5).items()
-    }
+    fixed = {name: np.asarray(x) for name, x in attributes(window, q.shape[-1] ** -0.5).items()}
     address = jit.compiled(program, on or jit.host()).address
     frame.call(address, arrays, [out, parts], fixed, threads=threads)
     return in_own_basis(v, np.array(out))

@@ -11,8 +11,8 @@ import pytest
 
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache
-from pallas_kernels.cpu import attention, frame, jit, prefill
-from pallas_kernels.cpu.cache import CacheForm
+from pallas_kernels.cpu import frame, jit, prefill
+from pallas_kernels.cpu.cache import CacheForm, attributes
 from pallas_kernels.cpu.prefill import CpuPlan, Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
@@ -55,7 +55,7 @@ def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, pla
     rows = np.asarray(q).reshape(-1, *q.shape[2:]), np.asarray(positions).reshape(-1) + 1
     arrays = [place(stored(x)) for x in jax.tree.leaves((*rows, k, v, table))]
     out = place(np.full(rows[0].shape, np.nan, np.float32))
-    fixed = attention.fixed(window, q.shape[-1] ** -0.5)
+    fixed = attributes(window, q.shape[-1] ** -0.5)
     address = jit.compiled(found.program, on or jit.host()).address
     fixed = {name: np.asarray(x) for name, x in fixed.items()}
     frame.call(address, arrays, [out], fixed, threads=threads)

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.model.mixers.attention.cudnn import causal, has_cudnn
+from jaxllama.model.mixers.attention.cudnn import causal
 from jaxllama.model.mixers.attention.state import KVCache
-from pallas_kernels.attention.blockwise import (
+from pallas_kernels.attention.blockwise import blockwise_attention
+from pallas_kernels.attention.plain import (
     attention_scores,
-    blockwise_attention,
     is_visible,
     softmax,
     weighted_values,
@@ -33,6 +33,15 @@ from pallas_kernels.transform import XLA, Op, chosen
 
 _Static = tuple[int | None, float | None, Plan | None]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
+
+
+def has_cudnn(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Return whether cuDNN's fused attention takes these heads on this machine.
+
+    It takes 16-bit heads of up to 128 features, in eights.
+    """
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
 
 
 def attend(

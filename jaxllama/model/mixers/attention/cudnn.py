@@ -22,7 +22,7 @@ With the tokens in reverse order too, that is the causal mask.
 A head's sink is one more key, whose value is zero.  It scales the result by
 sigmoid(log-sum-exp - sink), in float32 and before the only cast.
 
-Left out: capped scores (Gemma 2).
+Left out: capped scores (Gemma 2).  ``attention.chunk.has_cudnn`` says which heads cuDNN takes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention import past
-from pallas_kernels.attention.blockwise import floats, is_visible, part_of
+from pallas_kernels.attention.blockwise import floats, part_of
+from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import capacity_of, place
 from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.jax_internals import cudnn_attention
@@ -44,12 +45,6 @@ from pallas_kernels.transform import Op, chosen
 PAST_TOKENS = 32768
 
 _KV = tuple[jax.Array | QTensor, jax.Array | QTensor]  # the cached keys and values
-
-
-def has_cudnn(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """cuDNN's fused attention takes 16-bit heads of up to 128 features, in eights."""
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
 
 
 def causal(

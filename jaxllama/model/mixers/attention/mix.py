@@ -32,8 +32,13 @@ from jax import lax
 
 from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.model.linear import linear
-from jaxllama.model.mixers.attention.chunk import attend, attend_cached, without_padding
-from jaxllama.model.mixers.attention.cudnn import extend, has_cudnn
+from jaxllama.model.mixers.attention.chunk import (
+    attend,
+    attend_cached,
+    has_cudnn,
+    without_padding,
+)
+from jaxllama.model.mixers.attention.cudnn import extend
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
@@ -45,13 +50,13 @@ from pallas_kernels.attention.blockwise import (
     joined,
 )
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
+from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
 from pallas_kernels.attention.rope_cache import (
     capacity_of,
     from_cache_basis,
     norm_heads,
     rope_and_write,
-    rotate,
 )
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.operands import Columns

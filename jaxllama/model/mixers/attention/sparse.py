@@ -13,7 +13,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama.model.mixers.attention.state import KVCache
-from pallas_kernels.attention.blockwise import attention_scores, floats, is_visible, load
+from pallas_kernels.attention.blockwise import floats, load
+from pallas_kernels.attention.plain import attention_scores, is_visible
 from pallas_kernels.qtensor import QTensor
 
 SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
