@@ -26,7 +26,8 @@ KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are field
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"]
+UNGATED = ("relu2", "relu", "xielu")  # activations that no feed-forward with a gate has
 FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "silu", "gelu_tanh"]
 
 
@@ -37,8 +38,9 @@ class RopeConfig:
     original_max_position: context length of the training before scaling, in tokens.
     low_freq_factor, high_freq_factor: for llama3. beta_*, mscale*: for yarn (arXiv 2309.00071).
     short_factor, long_factor: for longrope (2402.13753), one number for each pair of features.
-    attention_factor: for both. rotary_dim: number of a head's features that rotate; None for all, 0
-    for none (a layer without positions).
+    attention_factor: for both. query_beta: q at position p is multiplied by ``1 + query_beta *
+    log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3). rotary_dim: number of a
+    head's features that rotate; None for all, 0 for none (a layer without positions).
     """
 
     theta: float
@@ -56,9 +58,16 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     rotary_dim: int | None = None
+    query_beta: float = 0.0
 
     def __post_init__(self) -> None:
         _check_literals(self)
+        _require(
+            self.query_beta == 0 or self.original_max_position is not None,
+            "rope.original_max_position",
+            None,
+            "is needed by query_beta",
+        )
         turning = self.rotary_dim or 0
         _require(
             turning >= 0 and turning % 2 == 0,
@@ -316,20 +325,26 @@ class ModelConfig:
     weights that decode keeps (FlexGen, arXiv 2303.06865, section 5). embedding_scale: whether
     embeddings are multiplied by sqrt(d_model).
 
-    norm: RMSNorm or LayerNorm, with a bias if ``norm_bias``. pre_norms: norms before a layer's two
-    sublayers. post_norms: norms after them, before their outputs are added to the stream (OLMo 2,
-    Gemma 2). qk_norm: RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once
-    ("full", OLMo 2). parallel_block: whether both sublayers read the stream before either output is
-    added (Cohere). attn_softcap, logit_softcap: x becomes cap tanh(x / cap). attn_gate: whether
-    attention's heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).
-    attn_sinks: whether each head has a learned logit in its softmax's denominator (gpt-oss).
-    latent: keys and values come from latents (Kimi-Linear); the cache keeps them whole. experts: a
-    mixture of experts, in all or some layers, in place of the feed-forward of width d_ff. mixers:
-    options of other kinds of layers, ``{kind: {option: value}}`` in TOML (``options_of``).
-    mtp_layers: 1 with a head for multi-token prediction (``model.mtp``), which drafts; else 0.
-    gated_mlp: whether the feed-forward is down(activation(gate) * up), or down(activation(up)) as
-    Nemotron's; the activations "relu2" and "relu" need the second. bare_layers: indices of layers
-    without a feed-forward (Mamba-2).
+    norm: RMSNorm or LayerNorm, with a bias if ``norm_bias`` and without a weight if not
+    ``norm_weight`` (OLMo). pre_norms: norms before a layer's two sublayers. post_norms: norms
+    after them, before their outputs are added to the stream (OLMo 2, Gemma 2). post_norm_layers:
+    indices of layers that have norms after their sublayers and none before, where the others have
+    them before (OLMo Hybrid). qk_norm: RMSNorm of each head of q and k ("head", Qwen3), or of all
+    heads at once ("full", OLMo 2). qk_norm_last: whether it follows RoPE (HunYuan).
+    parallel_block: whether both sublayers read the stream before either output is added (Cohere);
+    parallel_norms: whether each has a norm of its own there (GPT-NeoX). learned_positions: offset
+    of the first position in a learned table that is added to the embeddings (0: GPT-2, 2: OPT),
+    None for no table.
+    attn_softcap, logit_softcap: x becomes cap tanh(x / cap). attn_gate: whether attention's heads
+    are multiplied by the sigmoid of a product of its input (Qwen3-Next). attn_sinks: whether each
+    head has a learned logit in its softmax's denominator (gpt-oss). latent: keys and values come
+    from latents (Kimi-Linear); the cache keeps them whole. experts: a mixture of experts, in all or
+    some layers, in place of the feed-forward of width d_ff. mixers: options of other kinds of
+    layers, ``{kind: {option: value}}`` in TOML (``options_of``). mtp_layers: 1 with a head for
+    multi-token prediction (``model.mtp``), which drafts; else 0. gated_mlp: whether the
+    feed-forward is down(activation(gate) * up), or down(activation(up)) as Nemotron's; the
+    activations "relu2", "relu" and "xielu" need the second. bare_layers: indices of layers without
+    a feed-forward (Mamba-2).
     """
 
     name: str
@@ -376,6 +391,11 @@ class ModelConfig:
     mtp_layers: int = 0
     gated_mlp: bool = True
     bare_layers: tuple[int, ...] = ()
+    norm_weight: bool = True
+    post_norm_layers: tuple[int, ...] = ()
+    qk_norm_last: bool = False
+    parallel_norms: bool = False
+    learned_positions: int | None = None
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
@@ -447,8 +467,49 @@ class ModelConfig:
             f"must be below n_layers ({self.n_layers})",
         )
         object.__setattr__(self, "bare_layers", bare)
+        after = tuple(sorted(set(self.post_norm_layers)))
         _require(
-            not (self.gated_mlp and self.activation in ("relu2", "relu")),
+            set(after) <= set(range(self.n_layers)),
+            "post_norm_layers",
+            after,
+            f"must be below n_layers ({self.n_layers})",
+        )
+        object.__setattr__(self, "post_norm_layers", after)
+        _require(
+            not after or (self.pre_norms and not self.post_norms and not self.parallel_block),
+            "post_norm_layers",
+            after,
+            "needs pre_norms, without post_norms and parallel_block",
+        )
+        _require(
+            not after or self.stored.residual == 1.0,
+            "stored.residual",
+            self.stored.residual,
+            "must be 1 with post_norm_layers",
+        )
+        _require(self.norm_weight or not self.norm_bias, "norm_bias", True, "needs norm_weight")
+        _require(
+            self.parallel_block or not self.parallel_norms,
+            "parallel_norms",
+            True,
+            "needs parallel_block",
+        )
+        _require(
+            self.qk_norm == "head" or not self.qk_norm_last,
+            "qk_norm_last",
+            True,
+            "needs qk_norm = 'head'",
+        )
+        _require(
+            self.qk_norm == "none" or not self.rope.query_beta,
+            "rope.query_beta",
+            self.rope.query_beta,
+            "needs qk_norm = 'none'",
+        )
+        offset = self.learned_positions
+        _require(offset is None or offset >= 0, "learned_positions", offset, "must not be negative")
+        _require(
+            not (self.gated_mlp and self.activation in UNGATED),
             "gated_mlp",
             True,
             f"must be false with activation {self.activation!r}",
@@ -553,6 +614,12 @@ class ModelConfig:
             return None
         return self.experts.of_a_layer
 
+    def norms_of(self, layer: int) -> tuple[bool, bool]:
+        """Return whether one layer has norms before its sublayers, and whether after them."""
+        if layer in self.post_norm_layers:
+            return False, True
+        return self.pre_norms, self.post_norms
+
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the RoPE of one layer."""
         if layer in self.nope_layers:
@@ -565,6 +632,11 @@ class ModelConfig:
         """The distinct RoPEs of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
+
+    @property
+    def product_scale(self) -> float:
+        """Multiplier of the products that write the stream; a norm after them has it instead."""
+        return 1.0 if self.post_norms else self.stored.residual
 
     @property
     def has_states(self) -> bool:
@@ -616,6 +688,7 @@ class ModelConfig:
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
             bare_layers=tuple(i for i in self.bare_layers if i < count),
+            post_norm_layers=tuple(i for i in self.post_norm_layers if i < count),
             experts=experts if sparse else None,
             mtp_layers=0,
         )
@@ -631,6 +704,8 @@ class ModelConfig:
             window_rope=None,
             nope_layers=(),
             bare_layers=(),
+            post_norm_layers=(),
+            learned_positions=None,
             experts=self.experts and dataclasses.replace(self.experts, layers=()),
             attn_sparsity=1.0,
             mtp_layers=0,

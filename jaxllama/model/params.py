@@ -26,7 +26,15 @@ from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
 from jaxllama.model.mixers.ssm import parameters as ssm
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, fused, one, written
+from jaxllama.model.param import (
+    Param,
+    Path,
+    TensorSource,
+    fused,
+    one,
+    transposed,
+    written,
+)
 from jaxllama.typing import ParamsDict
 
 LLAMA = Names()
@@ -61,6 +69,63 @@ _MAMBA = Names(
     mixer_norm="norm",
     norm="backbone.norm_f",
     mixers={"ssm": ssm.SSMNames(mixer="mixer.")},
+)
+_LFM2 = Names(
+    mixer_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    mlp="feed_forward.",
+    norm="model.embedding_norm",
+    q_norm="q_layernorm",
+    k_norm="k_layernorm",
+    o="out_proj",
+    gate_up=("w1", "w3"),
+    down="w2",
+)
+_GPT2 = Names(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}",
+    mixer_norm="ln_1",
+    mixer="attn.",
+    mlp_norm="ln_2",
+    norm="transformer.ln_f",
+    qkv=("c_attn",),
+    o="c_proj",
+    gate_up=("c_fc",),
+    down="c_proj",
+    is_transposed=True,
+)
+_GPTJ = dataclasses.replace(
+    _GPT2,
+    qkv=Names.qkv,
+    o="out_proj",
+    gate_up=("fc_in",),
+    down="fc_out",
+    is_transposed=False,
+)
+_NEOX = Names(
+    embed="gpt_neox.embed_in",
+    layer="gpt_neox.layers.{}",
+    mixer="attention.",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    qkv=("query_key_value",),
+    o="dense",
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+    is_by_head=True,
+)
+_OPT = Names(
+    embed="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layer="model.decoder.layers.{}",
+    mixer_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    mlp="",
+    norm="model.decoder.final_layer_norm",
+    o="out_proj",
+    gate_up=("fc1",),
+    down="fc2",
 )
 _GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
@@ -114,6 +179,55 @@ FAMILIES = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "gemma2": _GEMMA,
+    "vaultgemma": Names(mlp_norm="pre_feedforward_layernorm"),
+    "exaone4": _OLMO,
+    "olmo_hybrid": dataclasses.replace(
+        _OLMO, mixers={"delta": dataclasses.replace(delta.FLA, mixer="linear_attn.")}
+    ),
+    "hyperclovax": Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
+    "starcoder2": Names(gate_up=("c_fc",), down="c_proj"),
+    "apertus": Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
+    "hunyuan_v1_dense": Names(q_norm="query_layernorm", k_norm="key_layernorm"),
+    "exaone": Names(
+        embed="transformer.wte",
+        layer="transformer.h.{}",
+        mixer_norm="ln_1",
+        mixer="attn.attention.",
+        mlp_norm="ln_2",
+        norm="transformer.ln_f",
+        gate_up=("c_fc_0", "c_fc_1"),
+        down="c_proj",
+        o="out_proj",
+    ),
+    "lfm2": _LFM2,
+    "gpt2": _GPT2,
+    "gpt-sw3": _GPT2,
+    "gpt_bigcode": dataclasses.replace(_GPT2, is_transposed=False, is_by_head=True),
+    "gpt_neo": dataclasses.replace(
+        _GPT2, mixer="attn.attention.", qkv=Names.qkv, o="out_proj", is_transposed=False
+    ),
+    "gptj": _GPTJ,
+    "codegen": dataclasses.replace(_GPTJ, qkv=("qkv_proj",), n_blocks=4),
+    "gpt_neox": _NEOX,
+    "opt": _OPT,
+    "biogpt": dataclasses.replace(
+        _OPT,
+        embed="biogpt.embed_tokens",
+        positions="biogpt.embed_positions",
+        layer="biogpt.layers.{}",
+        norm="biogpt.layer_norm",
+        head="output_projection",
+    ),
+    "phi": Names(o="dense", gate_up=("fc1",), down="fc2", norm="model.final_layernorm"),
+    "falcon": dataclasses.replace(
+        _NEOX,
+        embed="transformer.word_embeddings",
+        layer="transformer.h.{}",
+        mixer="self_attention.",
+        norm="transformer.ln_f",
+        head="lm_head",
+        parallel_norms=("ln_attn", "ln_mlp"),
+    ),
     "gemma3_text": _GEMMA,
 }
 
@@ -129,6 +243,9 @@ def param_table(
     """
     if names is None:
         names = FAMILIES.get(cfg.stored.family, FLA if "gla" in cfg.layer_types else LLAMA)
+    if cfg.parallel_norms and names.parallel_norms is not None:
+        first, second = names.parallel_norms
+        names = dataclasses.replace(names, mixer_norm=first, mlp_norm=second)
     d, stored = cfg.d_model, cfg.stored
     table: dict[Path, Param] = {
         ("embed", "weight"): one(
@@ -140,7 +257,7 @@ def param_table(
         mixer = MIXERS[kind].parameters.table(cfg, f"{prefix}.", names, present)
         is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
         mlp_prefix = names.other_mlp if is_other else names.mlp
-        mlp: dict[Path, Param] = {}
+        (pre_norms, post_norms), mlp = cfg.norms_of(index), dict[Path, Param]()
         if index not in cfg.bare_layers:
             mlp = (
                 _mlp(cfg, f"{feed}.{mlp_prefix}", names, present)
@@ -148,16 +265,20 @@ def param_table(
                 else experts.table(cfg, f"{feed}.", names, present)
             )
         norm = functools.partial(_norm, cfg)
-        if cfg.pre_norms:
+        after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
+        if index == 0 and cfg.learned_positions is not None:
+            places = cfg.max_position + cfg.learned_positions
+            table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
+        if pre_norms:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
-        if cfg.post_norms:
-            table |= norm((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
-        if mlp and cfg.pre_norms and not cfg.parallel_block:
+        if post_norms:
+            table |= after((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
+        if mlp and pre_norms and (cfg.parallel_norms or not cfg.parallel_block):
             table |= norm((layer, "mlp_norm"), f"{feed}.{names.mlp_norm}")
         table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
-        if mlp and cfg.post_norms:
-            table |= norm((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
+        if mlp and post_norms:
+            table |= after((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
     table |= _norm(cfg, ("norm",), names.norm, scale)
@@ -194,6 +315,8 @@ def _mtp(cfg: ModelConfig, names: Names, present: Collection[str]) -> dict[Path,
 
 def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[Path, Param]:
     """A norm of the stream; the checkpoint's weight w stands for ``scale * (w + norm_offset)``."""
+    if not cfg.norm_weight:
+        return {(*path, "weight"): Param((), (cfg.d_model,), mean=scale, std=0.0)}
     fold = {"scale": scale, "offset": scale * cfg.stored.norm_offset}
     weight = one(f"{name}.weight", cfg.d_model, mean=1.0, std=0.0, fold=fold)
     table = {(*path, "weight"): weight}
@@ -208,11 +331,16 @@ def _mlp(
 ) -> dict[Path, Param]:
     """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
     one tensor, too."""
-    down, residual = f"{prefix}{names.down}", cfg.stored.residual
-    last = written("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
+    down, residual, d = f"{prefix}{names.down}", cfg.product_scale, cfg.d_model
+    last = written("down", down, d, cfg.d_ff, cfg.mlp_bias, residual, names.is_transposed)
     if not cfg.gated_mlp:
-        up = (f"{prefix}{names.gate_up[-1]}", cfg.d_ff, {})
-        return fused("up", [up], cfg.d_model, cfg.mlp_bias) | last
+        order = transposed(cfg.d_ff) if names.is_transposed else {}
+        up = fused("up", [(f"{prefix}{names.gate_up[-1]}", cfg.d_ff, order)], d, cfg.mlp_bias)
+        if cfg.activation == "xielu":
+            shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+            scalars = (TensorSource(f"{prefix}act_fn.{key}", one) for key, one in shapes.items())
+            up["xielu", "weight"] = Param(tuple(scalars), (4,), mean=0.2)
+        return up | last
     gate_up = [f"{prefix}{name}" for name in names.gate_up]
     if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
         gate_up = gate_up[:1]

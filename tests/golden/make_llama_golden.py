@@ -2,6 +2,7 @@
 beside them.
 
     python tests/golden/make_llama_golden.py        (torch 2.13.0 CPU, transformers 5.23.0)
+    python tests/golden/make_llama_golden.py NAME..  these cases only; the others stay as they are
 
 The file holds logits at a few positions and greedy tokens only; weights and inputs are made anew
 from seeds by the tests.  The table is that of ``docs/rooms/checkpoints.md``: the largest error
@@ -21,8 +22,11 @@ from tests.model.test_parity import ours, relative_error  # noqa: E402
 
 
 def main() -> None:
-    arrays = {}
-    for name in CASES:
+    arrays, names = {}, sys.argv[1:]
+    if names:
+        with np.load(GOLDEN) as before:
+            arrays = dict(before)
+    for name in names or CASES:
         answer = reference(name)
         arrays[f"{name}/logits"] = answer.logits[SCORED]
         arrays[f"{name}/greedy"] = answer.greedy.astype(np.uint8)
