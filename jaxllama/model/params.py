@@ -127,6 +127,15 @@ _OPT = Names(
     gate_up=("fc1",),
     down="fc2",
 )
+_GRANITE_SHARED = Names(
+    gate_up=("input_linear",),
+    down="output_linear",
+    mixers={"experts": dataclasses.replace(_GRANITE, shared="shared_mlp.", is_beside=True)},
+)
+_SHARED = ExpertNames(shared="shared_experts.")
+_LFM2_EXPERTS = ExpertNames(
+    "feed_forward.", gate_up=("w1", "w3"), down="w2", choice_bias="expert_bias"
+)
 _GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
@@ -153,7 +162,7 @@ FAMILIES = {
     "kimi_linear": Names(
         mixers={"delta": _KIMI, "experts": _KIMI_EXPERTS}, other_mlp="block_sparse_moe."
     ),
-    "glm4_moe": Names(mixers={"experts": ExpertNames(shared="shared_experts.")}),
+    "glm4_moe": Names(mixers={"experts": _SHARED}),
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
@@ -200,6 +209,42 @@ FAMILIES = {
         o="out_proj",
     ),
     "lfm2": _LFM2,
+    "lfm2_moe": dataclasses.replace(_LFM2, mixers={"experts": _LFM2_EXPERTS}),
+    **dict.fromkeys(("dots1", "solar_open"), Names(mixers={"experts": _SHARED})),
+    "exaone_moe": Names(
+        mixers={"experts": dataclasses.replace(_SHARED, choice_bias="e_score_correction_bias")}
+    ),
+    "sarvam_moe": Names(
+        embed="model.word_embeddings",
+        mixer="attention.",
+        qkv=("query_key_value",),
+        q_norm="query_layernorm",
+        k_norm="key_layernorm",
+        o="dense",
+        mixers={"experts": dataclasses.replace(_SHARED, choice_bias="gate.expert_bias")},
+    ),
+    "flex_olmo": _OLMO,
+    "granitemoeshared": _GRANITE_SHARED,
+    "granitemoe_swa": dataclasses.replace(
+        _GRANITE_SHARED,
+        mixers={
+            "experts": ExpertNames(
+                "block_sparse_moe.",
+                router="router",
+                is_fused=True,
+                shared="shared_mlp.",
+                is_beside=True,
+            )
+        },
+    ),
+    "hunyuan_v1_moe": Names(
+        q_norm="query_layernorm",
+        k_norm="key_layernorm",
+        mixers={"experts": ExpertNames(router="gate.wg", shared="shared_mlp.")},
+    ),
+    "minimax_m2": Names(
+        mixers={"experts": dataclasses.replace(_MIXTRAL, choice_bias="e_score_correction_bias")}
+    ),
     "gpt2": _GPT2,
     "gpt-sw3": _GPT2,
     "gpt_bigcode": dataclasses.replace(_GPT2, is_transposed=False, is_by_head=True),

@@ -399,7 +399,7 @@ KINDS = sorted(set(FAMILIES) - {"internlm3", "nemotron_h"})
 
 
 # Types whose config has a class of its own, and whose model is another type's.
-MODEL_OF = {"exaone": "llama", "iquestcoder": "llama", "gpt-sw3": "gpt2"}
+MODEL_OF = {"exaone": "llama", "iquestcoder": "llama", "gpt-sw3": "gpt2", "sarvam_moe": "glm4_moe"}
 
 
 def transformers_reads(kind: str) -> dict[str, Any]:
@@ -411,6 +411,7 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         "qwen3_next": {"num_experts": 0},
         "kimi_linear": {"first_k_dense_replace": 99},
         "glm4_moe": {"head_dim": 128},
+        "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     }
     config = transformers.AutoConfig.for_model(kind, **given.get(kind, {})).to_dict()
     config.pop("transformers_version")

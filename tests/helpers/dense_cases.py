@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 EPS = {
-    **dict.fromkeys(("nemotron", "lfm2"), "norm_eps"),
+    **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
     **dict.fromkeys(("jais2", "phi", "gpt_neox"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
@@ -26,6 +26,11 @@ DEFAULT = (
     "ministral3",
     "gpt_neo",
 )  # one of each mechanism that no other case has
+_SIGMOID = {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
 _MHA = {"head_dim": 8, "num_key_value_heads": 4}
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -151,6 +156,71 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "falcon",
         "new-one-norm",
         {**_DIVIDED, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    (
+        "dots1",
+        "",
+        {
+            **_SIGMOID,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    (
+        "exaone_moe",
+        "",
+        {**_SIGMOID, "num_experts": 8, "sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    ("flex_olmo", "", {"num_experts": 6, "num_experts_per_tok": 3, **_DIVIDED}),
+    ("solar_open", "", {**_SIGMOID, "n_routed_experts": 8, "norm_topk_prob": False}),
+    ("sarvam_moe", "", {**_SIGMOID, "num_experts": 8, "num_shared_experts": 2}),
+    ("sarvam_moe", "plain", {**_SIGMOID, "num_experts": 8, "use_qk_norm": False}),
+    (
+        "granitemoeshared",
+        "",
+        {**_GRANITE, **_DIVIDED, "num_local_experts": 6, "shared_intermediate_size": 40},
+    ),
+    (
+        "granitemoe_swa",
+        "",
+        {
+            **_GRANITE,
+            **_DIVIDED,
+            "num_local_experts": 6,
+            "shared_intermediate_size": 0,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("hunyuan_v1_moe", "", {"num_experts": 6, "moe_topk": [3, 3]}),
+    (
+        "lfm2_moe",
+        "",
+        {
+            **_SIGMOID,
+            **_DIVIDED,
+            "num_experts": 8,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "minimax_m2",
+        "",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "head_dim": 16,
+            "rotary_dim": 8,
+        },
     ),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.

@@ -14,6 +14,7 @@ from jaxllama.engine.request import Request
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor
+from tests.helpers import dense_cases
 from tests.helpers.cases import slow
 from tests.helpers.parity_cases import CASES, params_of, tokens_of
 
@@ -32,7 +33,8 @@ REST = (
     "phi3",
     "glm4",
 )
-EACH = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+LATER = tuple(dict.fromkeys(kind for kind, case, _ in dense_cases.FAMILY_CASES if not case))
+EACH = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in (*REST, *LATER))]
 
 
 def prompts_of(name: str) -> list[list[int]]:

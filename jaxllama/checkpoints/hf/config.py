@@ -28,6 +28,7 @@ from jaxllama.checkpoints.hf.fla import (
     model_of,
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
+from jaxllama.checkpoints.hf.refused import REFUSED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNGATED, CheckpointForm, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
@@ -395,9 +396,11 @@ def _why_not(config: JsonMapping, kind: str) -> str:
     supported = tuple({**FAMILIES, **MODELS})
     what, architectures = "not supported", config.get("architectures") or ()
     is_decoder = all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    if _has_experts(config, kind):
+    if kind in REFUSED:
+        what = f"not supported: {REFUSED[kind]}"
+    elif _has_experts(config, kind):
         what = "a mixture of experts, which is not supported"
-    elif config.get("is_encoder_decoder") or not is_decoder:
+    if config.get("is_encoder_decoder") or not is_decoder:
         what = "no decoder-only language model"
     if any(config[key] and key.endswith(("vision_config", "audio_config")) for key in config):
         what = "a multimodal model whose text model is not supported"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import dense, gpt, hybrid, mamba
+from jaxllama.checkpoints.hf import dense, gpt, hybrid, mamba, sparse
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -944,6 +944,7 @@ FAMILIES: dict[str, Family] = {
     **dense.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
+    **sparse.FAMILIES,
 }
 
 
