@@ -289,7 +289,7 @@ class ExpertsConfig:
 class CheckpointForm:
     """The differences between a checkpoint's tensors and the parameters, which loading folds.
 
-    family: family of the tensors' names (``model.params.FAMILIES``) and of their class in
+    family: family of the tensors' names (``model.family_names``) and of their class in
     transformers. embed: multiplier of the embedding. query: of q (or its norm's weight). residual:
     of the outputs that o and down add to the stream. logits: of the last norm's weight.
     norm_offset: added to the weights of norms (Gemma's 1 + w). interleaved: whether RoPE rotates

@@ -30,6 +30,7 @@ class Names:
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
     positions: the table of learned positions.
+    other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
     n_blocks: they are ordered by so many blocks of heads, each with q, v, k (CodeGen).
     parallel_norms: names of the two norms of a parallel block, where they are its own (Falcon).
@@ -57,6 +58,7 @@ class Names:
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     positions: str = ""
+    other_norms: Params = dataclasses.field(default_factory=ParamsDict)
     is_by_head: bool = False
     n_blocks: int = 0
     is_transposed: bool = False

@@ -222,6 +222,20 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "rotary_dim": 8,
         },
     ),
+    (
+        "hy_v3",
+        "",
+        {
+            "moe_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "router_scaling_factor": 1.5,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "attention_bias": True,
+        },
+    ),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)

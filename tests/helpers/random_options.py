@@ -143,6 +143,15 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "sliding_window": [3, 9],
     },
     "hunyuan_v1_moe": {**_BIAS, "num_experts": [4, 6], "moe_topk": [1, 2, 3]},
+    "hy_v3": {
+        **_BIAS,
+        **_EXPERTS,
+        "moe_intermediate_size": [16, 24],
+        "router_scaling_factor": [1.0, 1.5],
+        "num_experts": [8],
+        "num_shared_experts": [1, 2],
+        "num_hidden_layers": [2, 3],
+    },
     "lfm2_moe": {**_CONV, **_SIGMOID, "num_experts": [8], "num_dense_layers": [1, 2]},
     "minimax_m2": {
         **_EXPERTS,

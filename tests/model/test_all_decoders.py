@@ -13,7 +13,7 @@ from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
-LOADED = 80  # of transformers' types; more is better
+LOADED = 81  # of transformers' types; more is better
 OWN_CLASS = ("internlm3",)  # written as Llama, tested as Llama
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}

@@ -16,7 +16,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.config import config_from_hf
+from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.config import ModelConfig
 from tests.helpers import dense_cases, random_options
 from tests.helpers.seeded import seeded_params
@@ -228,6 +228,14 @@ def check(family: str, seed: int, folder) -> None:
     got = np.asarray(jl.logits(cfg, jax.device_put(params), whole, lengths))
     assert np.abs(got - want).max() <= BOUND * np.abs(want).max()
     assert got[:, PROMPT - 1 : -1].argmax(-1).tolist() == whole[:, PROMPT:].tolist()
+
+
+@pytest.mark.parametrize("family", random_options.FAMILIES)
+def test_the_config_of_a_draw_goes_there_and_back(family):
+    for seed in range(3):
+        cfg = drawn(family, seed)
+        again = config_from_hf(config_to_hf(cfg), "tiny")
+        assert again.replace(stored=cfg.stored) == cfg
 
 
 @pytest.mark.slow

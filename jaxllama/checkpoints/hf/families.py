@@ -2,7 +2,7 @@
 
 A family has the defaults of missing keys in transformers, the keys that change the computation, and
 their translation to fields of ModelConfig and back. ``hf.config`` reads the keys that all families
-share (sizes, RoPE, token ids). ``model.params.FAMILIES`` has the names of tensors.
+share (sizes, RoPE, token ids). ``model.family_names`` has the names of tensors.
 
 To add a family: an entry here, its tensor names there if they differ, and a case in the parity
 test.
@@ -951,3 +951,5 @@ FAMILIES: dict[str, Family] = {
 # Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
 # are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
+# Families that transformers writes as another one.
+WRITTEN_AS = {"gpt-sw3": "gpt2"}

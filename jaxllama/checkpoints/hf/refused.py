@@ -71,7 +71,7 @@ _REASONS: dict[str, str] = {
     "norms: without a weight, of q and k behind RoPE": "nanochat",
     "norms: inside of the sublayers, before their last product": "bitnet",
     "a mixture of experts with a router of its own": """
-        afmoe cohere2_moe dbrx flint hy_v3 kolibri1 lara_mini mellum
+        afmoe cohere2_moe dbrx flint kolibri1 lara_mini mellum
         """,
 }
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}

@@ -50,6 +50,17 @@ _LFM2_EXPERTS = SigmoidMixture(32, 4, width=1792, names={"count": ("num_experts"
 _MINIMAX_EXPERTS = SigmoidMixture(
     256, 8, width=1536, names={"count": ("num_local_experts", "num_experts")}
 )
+_HY_EXPERTS = SigmoidMixture(
+    192,
+    8,
+    width=1536,
+    scale=2.826,
+    names={
+        "count": ("num_experts", "num_local_experts"),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+    has_types=True,
+)
 _NO_DENSE = {"first_k_dense_replace": 0}
 _NO_SHARED = {"n_shared_experts": 0}
 
@@ -232,6 +243,26 @@ FAMILIES: dict[str, Family] = {
         to_hf=_HUNYUAN_EXPERTS.to_hf,
         facts={"qk_norm": "head", "qk_norm_last": True},
         names={"num_experts_per_tok": "moe_topk"},
+    ),
+    "hy_v3": Family(
+        ("HYV3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=("enable_moe_fp32_combine", *_HY_EXPERTS.keys),
+        same=BIAS,
+        fields=_HY_EXPERTS.fields,
+        to_hf=_HY_EXPERTS.to_hf,
+        fixed={"mlp_bias": (False, None)},
+        facts={"qk_norm": "head"},
+        names={"routed_scaling_factor": "router_scaling_factor"},
+        unused=("model.layers.{n_layers}.",),
     ),
     "lfm2_moe": Family(
         ("Lfm2MoeForCausalLM",),
