@@ -220,7 +220,10 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({**LLAMA, "model_type": "rwkv"}, "model_type = 'rwkv': not supported; supported: llama"),
+        (
+            {**LLAMA, "model_type": "rwkv"},
+            "model_type = 'rwkv': not supported: mixer: RWKV-4's time mixing; supported: llama",
+        ),
         ({**LLAMA, "architectures": ["LlamaForTokenClassification"]}, "architectures = "),
         ({}, "model_type = None"),
         ({**LLAMA, "hidden_size": None}, "missing key 'hidden_size'"),
@@ -281,12 +284,18 @@ _EXPERTS = "a mixture of experts, which is not supported"
     [
         ({"model_type": "gpt_oss", "num_local_experts": 8}, _EXPERTS),
         ({"model_type": "ernie4_5_moe"}, _EXPERTS),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, _EXPERTS),
-        ({"model_type": "doge", "is_moe": True, "num_experts": 16384}, _EXPERTS),
-        ({"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
+        ({"model_type": "unknown", "n_routed_experts": 256}, _EXPERTS),
+        ({"model_type": "unknown", "is_moe": True, "num_experts": 16384}, _EXPERTS),
+        ({"model_type": "unknown", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
+        # Types whose reason is known
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 256},
+            "not supported: mixer: attention from latents with RoPE",
+        ),
+        ({"model_type": "dbrx"}, "not supported: a mixture of experts with a router of its own"),
         # Dense models with the keys of experts
         (
-            {"model_type": "gemma4_text", "enable_moe_block": False, "num_experts": None},
+            {"model_type": "unknown", "enable_moe_block": False, "num_experts": None},
             "not supported",
         ),
         (
@@ -295,7 +304,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
         ),
         (
             {
-                "model_type": "doge",
+                "model_type": "unknown",
                 "is_moe": False,
                 "num_experts": 16384,
                 "num_experts_per_tok": 64,
