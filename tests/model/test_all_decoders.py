@@ -15,8 +15,15 @@ from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
 LOADED = 81  # of transformers' types; more is better
 OWN_CLASS = ("internlm3",)  # written as Llama, tested as Llama
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.slow
@@ -45,7 +52,7 @@ def test_a_refusal_says_what_the_model_would_need():
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_the_text_decoder_of_a_model_with_image_input_is_read(kind):
+def test_the_text_decoder_of_a_model_with_image_input_is_read(kind: str) -> None:
     text = {**SIZES, "model_type": WRAPPERS[kind], "num_experts": 4, "num_experts_per_tok": 2}
     text |= {"head_dim": 16, "sliding_window": 8}
     text = {key: value for key, value in text.items() if "gemma" not in kind or "exp" not in key}
