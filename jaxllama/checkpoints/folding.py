@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 def fold(source: TensorSource, value: Tree) -> Tree:
     """Return a tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
-    if isinstance(source.turned, Stacked):
+    if isinstance(source.turned, Stacked) and isinstance(value, np.ndarray):
         return _stacked(source, value, inverse=False)
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 
 def unfold(source: TensorSource, value: Tree) -> Tree:
     """The inverse of ``fold``."""
-    if isinstance(source.turned, Stacked):
+    if isinstance(source.turned, Stacked) and isinstance(value, np.ndarray):
         return _stacked(source, value, inverse=True)
     order = source.row_order(inverse=True)
     return _moved(value, order, 1.0 / source.scale, -source.offset / source.scale)

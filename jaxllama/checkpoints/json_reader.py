@@ -20,7 +20,8 @@ _MISSING: Any = object()
 # into generation_config.json. Keys that begin with "_" are ignored too.
 _INERT = frozenset(
     """
-    attention_dropout embd_pdrop resid_pdrop residual_dropout hidden_dropout attn_implementation
+    attention_dropout attn_pdrop classifier_dropout embd_pdrop resid_pdrop residual_dropout
+    hidden_dropout attn_implementation
     dtype finetuning_task id2label initializer_range is_decoder is_llama_config label2id
     name_or_path num_labels output_attentions
     output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id

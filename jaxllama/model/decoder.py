@@ -91,9 +91,18 @@ def mix_half(
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
     mixer, own = MIXERS[kind].mix, p["mixer"]
+    if cfg.learned_positions is not None:
+        stream = _placed(cfg, p["positions"]["weight"], stream, at)
     y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
     return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
+
+
+def _placed(cfg: ModelConfig, table: jax.Array, stream: Stream, at: At) -> Stream:
+    """The embeddings with the learned vectors of their positions, which the first layer adds."""
+    assert cfg.learned_positions is not None
+    places = jnp.clip(at.positions + cfg.learned_positions, 0, table.shape[0] - 1)
+    return Stream(stream.total + table[places].astype(stream.x.dtype))
 
 
 def feed_half(
@@ -113,7 +122,8 @@ def feed_half(
     if cfg.experts is not None:
         return feed_experts(cfg, p, stream, ops, before)
     if before is not None:
-        y, _ = inner(cfg, p["mlp"], before, p.get("mixer_norm"), ops)
+        own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
+        y, _ = inner(cfg, p["mlp"], before, own, ops)
     else:
         y, stream = inner(cfg, p["mlp"], stream, p.get("mlp_norm"), ops)
     return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
@@ -126,7 +136,8 @@ def inner(
     if cfg.gated_mlp:
         return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
     y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
-    return activated(y, cfg.activation), stream
+    scalars = p["xielu"]["weight"] if cfg.activation == "xielu" else None
+    return activated(y, cfg.activation, scalars), stream
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,6 +149,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
     if not 0 <= index < cfg.n_layers:
         raise JaxLlamaError(f"index = {index}: {cfg.name} has layers 0 to {cfg.n_layers - 1}")
     kind = cfg.layer_types[index]
+    pre_norms, post_norms = cfg.norms_of(index)
     one = cfg.replace(
         sliding_window=cfg.window_of(index),
         rope=cfg.rope_of(index),
@@ -147,6 +159,10 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         window_layers=(),
         window_rope=None,
         nope_layers=(),
+        pre_norms=pre_norms,
+        post_norms=post_norms,
+        post_norm_layers=(),
+        learned_positions=None if index else cfg.learned_positions,
         bare_layers=(0,) if index in cfg.bare_layers else (),
     )
     return one, kind

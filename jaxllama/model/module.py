@@ -164,7 +164,13 @@ class DecoderLayer(nn.Module):
         feed = SwiGLU if cfg.experts is None else MixtureOfExperts
         modules = {"mixer": MIXERS[kind].module.MIXER, "mlp": feed}
         names = table_of(cfg)["layer_0"]
-        return {name: modules.get(name, norm)(cfg, name=name).tree() for name in names}
+        found = {}
+        for name, table in names.items():
+            if name == "positions":
+                found[name] = ParameterTree(table, name=name).tree()
+            else:
+                found[name] = modules.get(name, norm)(cfg, name=name).tree()
+        return found
 
     def __call__(
         self,

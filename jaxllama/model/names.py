@@ -29,6 +29,12 @@ class Names:
     mixer, mlp: prefixes of their tensors' names.  other_mlp: a prefix that files may have instead
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
+    positions: the table of learned positions.
+    other_norms: names of norms that files may have instead, by the usual name.
+    is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
+    n_blocks: they are ordered by so many blocks of heads, each with q, v, k (CodeGen).
+    parallel_norms: names of the two norms of a parallel block, where they are its own (Falcon).
+    is_transposed: weights of products are [in, out] (GPT-2).
     is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
     mixers: the own names of each kind of mixer, in a type of that mixer.
     """
@@ -49,6 +55,14 @@ class Names:
     o: str = "o_proj"
     sinks: str = "sinks"
     down: str = "down_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    positions: str = ""
+    other_norms: Params = dataclasses.field(default_factory=ParamsDict)
+    is_by_head: bool = False
+    n_blocks: int = 0
+    is_transposed: bool = False
+    parallel_norms: tuple[str, str] | None = None
     is_halved: bool = False
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()

@@ -53,6 +53,34 @@ class Turned:
 
 
 @dataclasses.dataclass(frozen=True)
+class ByHead:
+    """Rows of a fused q|k|v that a checkpoint orders by heads, and we by part.
+
+    Theirs are, for each of ``n_blocks`` blocks, ``n_q`` q heads, then ``n_kv`` of k and of v, or of
+    v and of k; ours are all q, all k, all v.  heads: the order of the rows of a head that RoPE
+    turns.
+    """
+
+    n_blocks: int
+    n_q: int
+    heads: Turned
+    n_kv: int = 1
+    v_first: bool = False
+
+    @property
+    def block(self) -> int:
+        return self.n_blocks * (self.n_q + 2 * self.n_kv) * self.heads.head_dim
+
+    def rows(self) -> np.ndarray:
+        """For each of our rows the checkpoint's."""
+        theirs = np.arange(self.block).reshape(self.n_blocks, self.n_q + 2 * self.n_kv, -1)
+        q, k, v = np.split(theirs, (self.n_q, self.n_q + self.n_kv), axis=1)
+        k, v = (v, k) if self.v_first else (k, v)
+        order = dataclasses.replace(self.heads, heads=1).rows()
+        return np.concatenate([q[..., order].reshape(-1), k[..., order].reshape(-1), v.reshape(-1)])
+
+
+@dataclasses.dataclass(frozen=True)
 class Grouped:
     """Rows that a checkpoint orders by group and we order by part.
 
@@ -128,7 +156,7 @@ class TensorSource:
     shape: Shape
     scale: float = 1.0
     offset: float = 0.0
-    turned: Turned | Grouped | Tiled | Stacked | None = None
+    turned: Turned | ByHead | Grouped | Tiled | Stacked | None = None
     columns: Tiled | None = None
     is_rate: bool = False
 
@@ -173,6 +201,7 @@ class Param:
 
     mean, std: of the normal distribution that it is drawn from.  is_float32: a file's values are
     kept in float32 whatever the weights' dtype, because rounding them would change a choice.
+    Without sources it is a constant ``mean`` that no file has.
     """
 
     sources: tuple[TensorSource, ...]
@@ -182,7 +211,13 @@ class Param:
     is_float32: bool = False
 
     def __post_init__(self) -> None:
-        assert sum(source.size for source in self.sources) == math.prod(self.shape), self
+        size = sum(source.size for source in self.sources)
+        assert not self.sources or size == math.prod(self.shape), self
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no file has it."""
+        return not self.sources
 
     @property
     def size(self) -> int:
@@ -216,18 +251,39 @@ def fused(
         (name, "weight"): rows([TensorSource(f"{n}.weight", (r, width), **f) for n, r, f in parts])
     }
     if bias:
+        of_bias = [{key: x for key, x in f.items() if not _is_transposed(x)} for *_, f in parts]
         table[name, "bias"] = rows(
-            [TensorSource(f"{n}.bias", (r,), **f) for n, r, f in parts], std=0.0
+            [
+                TensorSource(f"{n}.bias", (r,), **f)
+                for (n, r, _), f in zip(parts, of_bias, strict=True)
+            ],
+            std=0.0,
         )
     return table
 
 
+def _is_transposed(order: object) -> bool:
+    return isinstance(order, Stacked) and order.transposed
+
+
+def transposed(rows: int) -> Options:
+    """Return the ``TensorSource`` field of a matrix of so many rows that a file has transposed."""
+    return {"turned": Stacked(1, rows, transposed=True)}
+
+
 def written(
-    name: str, source: str, d: int, width: int, bias: bool, scale: float = 1.0
+    name: str,
+    source: str,
+    d: int,
+    width: int,
+    bias: bool,
+    scale: float = 1.0,
+    is_transposed: bool = False,
 ) -> dict[Path, Param]:
     """A product that writes it; its bias is added once, to the sum."""
-    fold = {"scale": scale}
-    table = {(name, "weight"): one(f"{source}.weight", d, width, fold=fold)}
+    fold: Options = {"scale": scale}
+    order = transposed(d) if is_transposed else {}
+    table = {(name, "weight"): one(f"{source}.weight", d, width, fold={**fold, **order})}
     if bias:
         table[name, "bias"] = one(f"{source}.bias", d, std=0.0, fold=fold)
     return table

@@ -20,102 +20,19 @@ from collections.abc import Collection, Mapping
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.experts import parameters as experts
-from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.family_names import FAMILIES, FLA, LLAMA
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.mixers.delta import parameters as delta
-from jaxllama.model.mixers.gla import parameters as gla
-from jaxllama.model.mixers.ssm import parameters as ssm
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, fused, one, written
+from jaxllama.model.param import (
+    Param,
+    Path,
+    TensorSource,
+    fused,
+    one,
+    transposed,
+    written,
+)
 from jaxllama.typing import ParamsDict
-
-LLAMA = Names()
-FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
-_OLMO = Names(mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
-_GEMMA = dataclasses.replace(_OLMO, mlp_norm="pre_feedforward_layernorm")
-_QWEN_NEXT = delta.DeltaNames(
-    inputs=(("in_proj_qkvz", 4),),
-    gates=(("in_proj_ba", 2),),
-    grouped=("in_proj_qkvz", "in_proj_ba"),
-)
-_KIMI = dataclasses.replace(
-    delta.FLA,
-    mixer="self_attn.",
-    low_rank=(("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj")),
-    rate=(1, 1, -1, 1),
-)
-_MIXTRAL = ExpertNames("block_sparse_moe.", gate_up=("w1", "w3"), down="w2")
-_KIMI_EXPERTS = dataclasses.replace(_MIXTRAL, shared="shared_experts.")
-_GRANITE = ExpertNames(
-    "block_sparse_moe.",
-    router="router.layer",
-    fused=("input_linear.weight", "output_linear.weight"),
-    is_fused=True,
-)
-_ERNIE = ExpertNames(
-    shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
-)
-_MAMBA = Names(
-    embed="backbone.embeddings",
-    layer="backbone.layers.{}",
-    mixer_norm="norm",
-    norm="backbone.norm_f",
-    mixers={"ssm": ssm.SSMNames(mixer="mixer.")},
-)
-_GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
-# By ``cfg.stored.family``; LLAMA for those that are not here.
-FAMILIES = {
-    "gla": FLA,
-    "simple_gla": FLA,
-    "linear_attn": dataclasses.replace(FLA, mixers={"gla": gla.GLANames(norms=("norm",))}),
-    "gla_paper": Names(
-        embed="transformer.wte",
-        layer="transformer.h.{}",
-        mixer_norm="ln_1",
-        mixer="attn.",
-        mlp_norm="ln_2",
-        mlp="",
-        norm="transformer.ln_f",
-        gate_up=("w1", "w3"),
-        down="w2",
-        o="out_proj",
-        mixers={"gla": gla.GLANames(decay="k_gate")},
-    ),
-    **dict.fromkeys(
-        ("gated_deltanet", "kda", "delta_net"),
-        dataclasses.replace(FLA, mixers={"delta": delta.FLA}),
-    ),
-    "kimi_linear": Names(
-        mixers={"delta": _KIMI, "experts": _KIMI_EXPERTS}, other_mlp="block_sparse_moe."
-    ),
-    "glm4_moe": Names(mixers={"experts": ExpertNames(shared="shared_experts.")}),
-    "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
-    "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
-    "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
-    "mamba2": _MAMBA,
-    "nemotron_h": dataclasses.replace(
-        _MAMBA, mlp_norm="norm", mlp="mixer.", is_halved=True, mixer="mixer."
-    ),
-    "bamba": Names(mlp_norm="pre_ff_layernorm", mlp="feed_forward.", norm="model.final_layernorm"),
-    "granitemoehybrid": Names(
-        mlp="shared_mlp.",
-        gate_up=("input_linear",),
-        down="output_linear",
-        mixers={"experts": dataclasses.replace(_GRANITE, shared="shared_mlp.", is_beside=True)},
-    ),
-    "phimoe": Names(mixers={"experts": _MIXTRAL}),
-    "ernie4_5_moe": Names(mixers={"experts": _ERNIE}),
-    "mixtral": Names(mixers={"experts": _MIXTRAL}),
-    "granitemoe": Names(mixers={"experts": _GRANITE}),
-    "gpt_oss": Names(mixers={"experts": _GPT_OSS}),
-    "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
-    "glm": Names(gate_up=("gate_up_proj",)),
-    "glm4": Names(gate_up=("gate_up_proj",)),
-    "olmo2": _OLMO,
-    "olmo3": _OLMO,
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-}
 
 
 def param_table(
@@ -129,6 +46,9 @@ def param_table(
     """
     if names is None:
         names = FAMILIES.get(cfg.stored.family, FLA if "gla" in cfg.layer_types else LLAMA)
+    if cfg.parallel_norms and names.parallel_norms is not None:
+        first, second = names.parallel_norms
+        names = dataclasses.replace(names, mixer_norm=first, mlp_norm=second)
     d, stored = cfg.d_model, cfg.stored
     table: dict[Path, Param] = {
         ("embed", "weight"): one(
@@ -140,24 +60,28 @@ def param_table(
         mixer = MIXERS[kind].parameters.table(cfg, f"{prefix}.", names, present)
         is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
         mlp_prefix = names.other_mlp if is_other else names.mlp
-        mlp: dict[Path, Param] = {}
+        (pre_norms, post_norms), mlp = cfg.norms_of(index), dict[Path, Param]()
         if index not in cfg.bare_layers:
             mlp = (
                 _mlp(cfg, f"{feed}.{mlp_prefix}", names, present)
                 if cfg.experts_of(index) is None
                 else experts.table(cfg, f"{feed}.", names, present)
             )
-        norm = functools.partial(_norm, cfg)
-        if cfg.pre_norms:
+        norm = functools.partial(_layer_norm, cfg, names, present)
+        after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
+        if index == 0 and cfg.learned_positions is not None:
+            places = cfg.max_position + cfg.learned_positions
+            table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
+        if pre_norms:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
-        if cfg.post_norms:
-            table |= norm((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
-        if mlp and cfg.pre_norms and not cfg.parallel_block:
+        if post_norms:
+            table |= after((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
+        if mlp and pre_norms and (cfg.parallel_norms or not cfg.parallel_block):
             table |= norm((layer, "mlp_norm"), f"{feed}.{names.mlp_norm}")
         table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
-        if mlp and cfg.post_norms:
-            table |= norm((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
+        if mlp and post_norms:
+            table |= after((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
     table |= _norm(cfg, ("norm",), names.norm, scale)
@@ -192,8 +116,25 @@ def _mtp(cfg: ModelConfig, names: Names, present: Collection[str]) -> dict[Path,
     return table | {("mtp", *path): param for path, param in layer.items()}
 
 
+def _layer_norm(
+    cfg: ModelConfig,
+    names: Names,
+    present: Collection[str],
+    path: Path,
+    name: str,
+    scale: float = 1.0,
+) -> dict[Path, Param]:
+    """A layer's norm, under the name that a file has."""
+    layer, _, last = name.rpartition(".")
+    other = f"{layer}.{names.other_norms.get(last, last)}"
+    is_other = f"{name}.weight" not in present and f"{other}.weight" in present
+    return _norm(cfg, path, other if is_other else name, scale)
+
+
 def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[Path, Param]:
     """A norm of the stream; the checkpoint's weight w stands for ``scale * (w + norm_offset)``."""
+    if not cfg.norm_weight:
+        return {(*path, "weight"): Param((), (cfg.d_model,), mean=scale, std=0.0)}
     fold = {"scale": scale, "offset": scale * cfg.stored.norm_offset}
     weight = one(f"{name}.weight", cfg.d_model, mean=1.0, std=0.0, fold=fold)
     table = {(*path, "weight"): weight}
@@ -208,11 +149,16 @@ def _mlp(
 ) -> dict[Path, Param]:
     """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
     one tensor, too."""
-    down, residual = f"{prefix}{names.down}", cfg.stored.residual
-    last = written("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
+    down, residual, d = f"{prefix}{names.down}", cfg.product_scale, cfg.d_model
+    last = written("down", down, d, cfg.d_ff, cfg.mlp_bias, residual, names.is_transposed)
     if not cfg.gated_mlp:
-        up = (f"{prefix}{names.gate_up[-1]}", cfg.d_ff, {})
-        return fused("up", [up], cfg.d_model, cfg.mlp_bias) | last
+        order = transposed(cfg.d_ff) if names.is_transposed else {}
+        up = fused("up", [(f"{prefix}{names.gate_up[-1]}", cfg.d_ff, order)], d, cfg.mlp_bias)
+        if cfg.activation == "xielu":
+            shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+            scalars = (TensorSource(f"{prefix}act_fn.{key}", one) for key, one in shapes.items())
+            up["xielu", "weight"] = Param(tuple(scalars), (4,), mean=0.2)
+        return up | last
     gate_up = [f"{prefix}{name}" for name in names.gate_up]
     if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
         gate_up = gate_up[:1]

@@ -17,7 +17,7 @@ from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 _HALVES = {
-    "mix": ("mixer_norm", "mixer", "mixer_out_norm"),
+    "mix": ("positions", "mixer_norm", "mixer", "mixer_out_norm"),
     "feed": ("mlp_norm", "mlp", "mlp_out_norm"),
 }
 

@@ -74,20 +74,20 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     """Return the sites of a block of ``kind`` (one of ``MIXERS``), or of the "head"."""
     model = np.arange(cfg.d_model)
     if kind == "head":
-        return (Site("head", ("head",), "norm", None, model),)
-    before = "mixer_norm" if cfg.pre_norms else ""
+        return (Site("head", ("head",), "norm" if cfg.norm_weight else "", None, model),)
+    before, mlp_norm = "", ""
+    if cfg.pre_norms and cfg.norm_weight:  # a norm without a weight takes no scale
+        before, mlp_norm = "mixer_norm", "mlp_norm"
     if cfg.bare_layers:  # a layer without a feed-forward
         return _mixer_sites(cfg, kind, before, (), model)
     first = "mlp/gate_up" if cfg.gated_mlp else "mlp/up"
     beside, gate_up = (), (first,)
-    if cfg.parallel_block:  # one norm for both sublayers
+    if cfg.parallel_block and not cfg.parallel_norms:  # one norm for both sublayers
         beside, gate_up = gate_up, ()
     if cfg.experts is not None:
         mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model))
         return (*_mixer_sites(cfg, kind, before, (), model), *mlp)
-    mlp = tuple(
-        Site(first, gate_up, "mlp_norm" if cfg.pre_norms else "", None, model) for _ in gate_up
-    ) + (
+    mlp = tuple(Site(first, gate_up, mlp_norm, None, model) for _ in gate_up) + (
         Site(
             "mlp/down",
             ("mlp/down",),
@@ -106,7 +106,7 @@ def _mixer_sites(
     mixer = MIXERS[kind].parameters.sites(cfg)
     readers = tuple(f"mixer/{name}" for name in mixer.readers)
     source = f"mixer/{mixer.source}" if mixer.source else ""
-    if cfg.parallel_block and cfg.experts is not None:
+    if cfg.parallel_block and not cfg.parallel_norms and cfg.experts is not None:
         before = ""  # the router reads the same norm
     return (
         Site(readers[0], readers + beside, before, None, model),

@@ -16,6 +16,7 @@ import numpy as np
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.config import ModelConfig, RopeConfig
+from tests.helpers import dense_cases
 from tests.helpers.seeded import seeded_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama.npz"
@@ -47,6 +48,7 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
 _EPS = {
     **dict.fromkeys(("stablelm", "cohere", "cohere2"), "layer_norm_eps"),
     **dict.fromkeys(("mamba2", "nemotron_h"), "layer_norm_epsilon"),
+    **dense_cases.EPS,
 }
 
 
@@ -525,10 +527,8 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "num_hidden_layers": 5,
         },
     ),
-    ("gemma", "", {"tie_word_embeddings": True, "hidden_act": "gelu"}),
-    ("gemma", "bias", {"attention_bias": True}),
+    *dense_cases.FAMILY_CASES,
 )
-
 
 CASES: dict[str, ModelConfig] = {
     "llama-mha": _BASE.replace(n_kv_heads=4, norm_eps=1e-6),

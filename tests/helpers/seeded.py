@@ -30,6 +30,8 @@ def seeded_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:
             values = 1 + np.float32(0.3) * values
         elif leaf == "weight" and rooms[-1] not in ("embed", "head"):
             values = values * np.float32((3.0 / spec.shape[-1]) ** 0.5)
+        if spec.is_constant:
+            values = np.full(spec.shape, spec.mean, np.float32)
         room = params
         for key in rooms:
             room = room.setdefault(key, {})

@@ -21,6 +21,7 @@ from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import CheckpointForm, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from tests.helpers import dense_cases
 from tests.helpers.arrays import as_jax
 from tests.helpers.parity_cases import (
     CASES,
@@ -147,6 +148,7 @@ ALSO = (
     "gemma",
     "gemma-bias",
 )
+ALSO += tuple(name for name in dense_cases.NAMES if name not in dense_cases.DEFAULT)
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 
 
@@ -233,6 +235,7 @@ WRITTEN = (
     "granitemoehybrid",
     "granitemoehybrid-experts",
     "nemotron_h",
+    *(name for name in dense_cases.NAMES if name not in dense_cases.UNWRITTEN),
 )
 
 

@@ -1,4 +1,5 @@
-"""Mixtures of experts with options drawn at random, beside transformers live.
+"""Models with options drawn at random, beside transformers live: mixtures of experts, and the
+families of ``dense_cases``.
 
 Bound: 1e-4 of the largest logit in float32; 64 greedy tokens are the same.  A draw whose answer
 has two nearly equal best logits is drawn again: there the order of additions decides.
@@ -15,8 +16,9 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.config import config_from_hf
+from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.config import ModelConfig
+from tests.helpers import dense_cases, random_options
 from tests.helpers.seeded import seeded_params
 
 torch = pytest.importorskip("torch")
@@ -176,7 +178,9 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
 }
 
-DIVIDED = ("olmoe", "qwen2_moe", "granitemoe")  # transformers' classes know no other head's width
+FAMILIES |= random_options.FAMILIES
+# Classes of transformers that know no other width of a head.
+DIVIDED = ("olmoe", "qwen2_moe", "granitemoe", *random_options.DIVIDED)
 
 
 def drawn(family: str, seed: int) -> ModelConfig:
@@ -186,6 +190,9 @@ def drawn(family: str, seed: int) -> ModelConfig:
     config = {key: draw.choice(values) for key, values in options.items()}
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = 1
+    if family in random_options.UNGROUPED:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    config[dense_cases.EPS.get(family, "rms_norm_eps")] = config.pop("rms_norm_eps")
     if family in DIVIDED:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config_from_hf({"model_type": family, **config}, "tiny")
@@ -221,6 +228,14 @@ def check(family: str, seed: int, folder) -> None:
     got = np.asarray(jl.logits(cfg, jax.device_put(params), whole, lengths))
     assert np.abs(got - want).max() <= BOUND * np.abs(want).max()
     assert got[:, PROMPT - 1 : -1].argmax(-1).tolist() == whole[:, PROMPT:].tolist()
+
+
+@pytest.mark.parametrize("family", random_options.FAMILIES)
+def test_the_config_of_a_draw_goes_there_and_back(family):
+    for seed in range(3):
+        cfg = drawn(family, seed)
+        again = config_from_hf(config_to_hf(cfg), "tiny")
+        assert again.replace(stored=cfg.stored) == cfg
 
 
 @pytest.mark.slow

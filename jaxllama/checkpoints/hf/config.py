@@ -18,7 +18,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family
+from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, WRITTEN_AS
+from jaxllama.checkpoints.hf.family import ACTIVATIONS, Family
 from jaxllama.checkpoints.hf.fla import (
     MODELS,
     PAPER,
@@ -27,8 +28,9 @@ from jaxllama.checkpoints.hf.fla import (
     model_of,
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
+from jaxllama.checkpoints.hf.refused import REFUSED
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import CheckpointForm, ModelConfig, RopeConfig
+from jaxllama.config import UNGATED, CheckpointForm, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
 
 _ARCHITECTURES = {
-    name: kind for kind, family in FAMILIES.items() for name in family.architectures
+    name: kind for kind, family in reversed(FAMILIES.items()) for name in family.architectures
 } | {model.architecture: kind for kind, model in MODELS.items()}
 CLASSIFIER = "ForSequenceClassification"
 # Defaults of transformers for missing keys, unless the family has its own.
@@ -106,6 +108,7 @@ def config_from_hf(
     if kind == PAPER:
         return config_from_paper(config, name)
     family = FAMILIES[kind]
+    config = family.shared(config)
     windowed = () if family.window == "none" else ("sliding_window", "layer_types")
     windowed += ("use_sliding_window", "max_window_layers") if family.window == "use" else ()
     known = (
@@ -120,6 +123,9 @@ def config_from_hf(
     JsonReader(config).check_keys(name, kind, known, {**_FIXED, **family.fixed})
     given = {k: v for k, v in config.items() if v is not None or k in _NULLABLE}
     read = JsonReader({**COMMON, **family.defaults, **given})
+    if family.derived is not None:
+        missing = {k: v for k, v in family.derived(read).items() if read.config.get(k) is None}
+        read = JsonReader({**read.config, **missing})
     d_model = read.size("hidden_size")
     n_heads = read.size("num_attention_heads")
     n_layers = read.size("num_hidden_layers", limit=_MAX_LAYERS)
@@ -128,7 +134,7 @@ def config_from_hf(
     head_dim = read.size("head_dim", d_model // n_heads)
     activation = read.text(family.activation, "silu")
     is_gated = family.facts.get("gated_mlp", True)
-    known_ones = [name for name in ACTIVATIONS if not (is_gated and name in ("relu", "relu2"))]
+    known_ones = [name for name in ACTIVATIONS if not (is_gated and name in UNGATED)]
     if activation not in known_ones:
         raise read.error(family.activation, f"not supported; supported: {', '.join(known_ones)}")
     max_position = read.size("max_position_embeddings")
@@ -171,7 +177,7 @@ def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mappin
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
-    name = "llama" if family in ALIKE else family
+    name = "llama" if family in ALIKE else WRITTEN_AS.get(family, family)
     return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
 
 
@@ -251,7 +257,14 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         result["max_window_layers"] = min(cfg.window_layers, default=0)
     if len(cfg.nope_layers) == cfg.n_layers:
         del result["rope_theta"], result["rope_scaling"]
+    if kind == "ministral3":  # whose default is another one
+        result["rope_parameters"] = {
+            "rope_type": "default",
+            **(result.pop("rope_scaling") or {}),
+            "rope_theta": result.pop("rope_theta"),
+        }
     result |= {} if family.to_hf is None else family.to_hf(cfg)
+    result = family.own(result)
     _check_way_back(cfg, result, kind)
     return result if dtype is None else {**result, "torch_dtype": dtype}
 
@@ -357,7 +370,7 @@ def _model_type(config: JsonMapping) -> str:
         raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
     if kind is None and architectures:
         kind = _ARCHITECTURES[str(names[0])]
-    if kind is None or kind not in _ARCHITECTURES.values():
+    if kind is None or kind not in {**FAMILIES, **MODELS}:
         raise JsonReader({"model_type": kind}).error("model_type", _why_not(config, str(kind)))
     return kind
 
@@ -380,12 +393,14 @@ def has_no_head(config: JsonMapping) -> bool:
 
 def _why_not(config: JsonMapping, kind: str) -> str:
     """Return why a model is not supported, with the nearest supported ones."""
-    supported = tuple(dict.fromkeys(_ARCHITECTURES.values()))
+    supported = tuple({**FAMILIES, **MODELS})
     what, architectures = "not supported", config.get("architectures") or ()
     is_decoder = all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    if _has_experts(config, kind):
+    if kind in REFUSED:
+        what = f"not supported: {REFUSED[kind]}"
+    elif _has_experts(config, kind):
         what = "a mixture of experts, which is not supported"
-    elif config.get("is_encoder_decoder") or not is_decoder:
+    if config.get("is_encoder_decoder") or not is_decoder:
         what = "no decoder-only language model"
     if any(config[key] and key.endswith(("vision_config", "audio_config")) for key in config):
         what = "a multimodal model whose text model is not supported"
@@ -494,7 +509,10 @@ def _rope(
         raise said_by.error(
             "partial_rotary_factor", f"must leave 2 to {head_dim} features, in twos"
         )
-    build = functools.partial(RopeConfig, theta, rotary_dim=None if share == 1 else turning)
+    beta = read.number("llama_4_scaling_beta", 0.0)
+    build = functools.partial(
+        RopeConfig, theta, rotary_dim=None if share == 1 else turning, query_beta=beta
+    )
     type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
     kind = read.text(type_key, "default")
     if family == "phi3" and kind in ("su", "yarn"):  # older names
@@ -503,6 +521,9 @@ def _rope(
         return build()
     if kind == "linear":
         return build("linear", read.positive("factor"))
+    if kind == "dynamic" and scaling.get("alpha") is not None:  # HunYuan's static form
+        alpha = read.positive("alpha") ** (head_dim / (head_dim - 2))
+        return RopeConfig(theta * alpha, rotary_dim=None if share == 1 else turning)
     if kind == "dynamic":
         return build("dynamic", read.positive("factor"), max_position)
     if kind not in ("llama3", "yarn", "longrope"):
@@ -582,6 +603,7 @@ def _rope_scaling(rope: RopeConfig) -> JsonObject | None:
         values = {key: getattr(rope, key) for key in keys}
         result |= {key: value for key, value in values.items() if value is not None}
         result |= {} if rope.truncate else {"truncate": False}
+        result |= {"llama_4_scaling_beta": rope.query_beta} if rope.query_beta else {}
     return result
 
 

@@ -2,7 +2,7 @@
 
 A family has the defaults of missing keys in transformers, the keys that change the computation, and
 their translation to fields of ModelConfig and back. ``hf.config`` reads the keys that all families
-share (sizes, RoPE, token ids). ``model.params.FAMILIES`` has the names of tensors.
+share (sizes, RoPE, token ids). ``model.family_names`` has the names of tensors.
 
 To add a family: an entry here, its tensor names there if they differ, and a case in the parity
 test.
@@ -11,98 +11,28 @@ test.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import mamba
+from jaxllama.checkpoints.hf import dense, gpt, hybrid, mamba, sparse
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.family import (
+    BIAS,
+    GRANITE_SCALES,
+    MLP_BIAS,
+    QKV_BIAS,
+    Family,
+    Fields,
+    every,
+    gemma,
+    gemma_to_hf,
+    granite,
+    granite_to_hf,
+)
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.typing import JsonMapping, JsonObject
 
-Fields = JsonObject
 MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
-# The names of activations in config.json, and ours.
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu2": "relu2",
-    "relu": "relu",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A family of models.
-
-    architectures: names in config.json, the present one first. defaults: meaning of a missing key,
-    if it differs from ``hf.config.COMMON``. keys: the keys that are read besides the common ones.
-    same: (key, path of the field, default) of values that are copied unchanged in both directions.
-    fields, to_hf: translate all other values. fixed: keys that change the computation, with the
-    supported values. facts: fields that are constant in the family.
-
-    window: "none"; "all" (every layer, if ``sliding_window`` is set); "use" (if also
-    ``use_sliding_window``, from layer ``max_window_layers`` on); or a function that replaces a
-    missing ``layer_types``, by a layer's index. is_local: whether sliding layers have
-    rope_parameters of their own. is_nope: (index, config, slides) -> whether that layer has no
-    positions. unused: prefixes of tensors that a file may have and the model does not use;
-    ``{n_layers}`` in them becomes the number of layers.
-    """
-
-    architectures: tuple[str, ...]
-    defaults: JsonMapping = dataclasses.field(default_factory=dict)
-    keys: tuple[str, ...] = ()
-    same: tuple[tuple[str, str, Any], ...] = ()
-    fields: Callable[[JsonReader], Fields] | None = None
-    to_hf: Callable[[ModelConfig], Fields] | None = None
-    fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
-    facts: JsonMapping = dataclasses.field(default_factory=dict)
-    stored: JsonMapping = dataclasses.field(default_factory=dict)
-    eps: str = "rms_norm_eps"
-    activation: str = "hidden_act"
-    window: str | Callable[[int, JsonReader], bool] = "none"
-    is_local: bool = False
-    is_nope: Callable[[int, JsonReader, bool], bool] | None = None
-    unused: tuple[str, ...] = ()
-
-
-_BIAS = ("attention_bias", "qkv_bias", False), ("attention_bias", "o_bias", False)
-_MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
-_QKV_BIAS = ("attention_bias", "qkv_bias", False)
-
-
-def _head_scale(read: JsonReader, key: str, default: float) -> float:
-    """Return the multiplier of q that turns scores over sqrt(head_dim) into ``key`` times q k."""
-    head_dim = read.config.get("head_dim")
-    if head_dim is None:
-        head_dim = read.size("hidden_size") // read.size("num_attention_heads")
-    return read.number(key, default) * head_dim**0.5
-
-
-def _granite(read: JsonReader) -> Fields:
-    return {
-        "stored.query": _head_scale(read, "attention_multiplier", 1.0),
-        "stored.logits": 1.0 / read.positive("logits_scaling", 1.0),
-    }
-
-
-def _granite_to_hf(cfg: ModelConfig) -> Fields:
-    return {
-        "attention_multiplier": cfg.stored.query / cfg.head_dim**0.5,
-        "logits_scaling": 1.0 / cfg.stored.logits,
-    }
-
-
-def _gemma(read: JsonReader) -> Fields:
-    scalar = read.size("query_pre_attn_scalar", 256)
-    return {"stored.query": (read.size("head_dim") / scalar) ** 0.5}
-
-
-def _gemma_to_hf(cfg: ModelConfig) -> Fields:
-    return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}
 
 
 def _mamba2(read: JsonReader) -> Fields:
@@ -127,7 +57,7 @@ def _granite_hybrid(read: JsonReader) -> Fields:
     else:
         experts["experts"] = dataclasses.replace(experts["experts"], shared=shared)
     kinds = mamba.mamba_layers(read)
-    return {**_granite(read), **_MAMBA.fields(read), **experts, "layer_types": kinds}
+    return {**granite(read), **_MAMBA.fields(read), **experts, "layer_types": kinds}
 
 
 def _granite_hybrid_to_hf(cfg: ModelConfig) -> Fields:
@@ -137,7 +67,7 @@ def _granite_hybrid_to_hf(cfg: ModelConfig) -> Fields:
         keys.pop(name, None)
     return {
         **keys,
-        **_granite_to_hf(cfg),
+        **granite_to_hf(cfg),
         **_MAMBA.to_hf(cfg),
         "shared_intermediate_size": cfg.d_ff if experts is None else experts.shared,
         "layer_types": mamba.kinds_to_hf(cfg),
@@ -159,11 +89,6 @@ def _phimoe_to_hf(cfg: ModelConfig) -> Fields:
         }
         keys["original_max_position_embeddings"] = rope.original_max_position
     return keys
-
-
-def _every(n: int) -> Callable[[int, JsonReader], bool]:
-    """Return a pattern in which all layers slide except each n-th."""
-    return lambda i, read: bool((i + 1) % read.size("sliding_window_pattern", n))
 
 
 def _smollm3_nope(index: int, read: JsonReader, slides: bool = False) -> bool:
@@ -336,7 +261,7 @@ _QWEN_DELTA = Family(
         "linear_conv_kernel_dim",
         _MTP_LAYERS,
     ),
-    same=_BIAS,
+    same=BIAS,
     fields=_qwen_delta,
     to_hf=_qwen_delta_to_hf,
     fixed={"attn_output_gate": (True, None)},
@@ -393,11 +318,6 @@ _NEMOTRON_H = dataclasses.replace(
     least=("time_step_min", 0.001),
 )
 _HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
-_GRANITE_SCALES = (
-    *_BIAS,
-    ("embedding_multiplier", "stored.embed", 1.0),
-    ("residual_multiplier", "stored.residual", 1.0),
-)
 _GLM = Family(
     architectures=("GlmForCausalLM",),
     defaults={
@@ -410,14 +330,14 @@ _GLM = Family(
         "eos_token_id": [151329, 151336, 151338],
         "attention_bias": True,
     },
-    same=(_QKV_BIAS,),
+    same=(QKV_BIAS,),
     stored={"interleaved": True},
 )
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
-        same=(*_BIAS, *_MLP_BIAS),
+        same=(*BIAS, *MLP_BIAS),
     ),
     "mistral": Family(
         ("MistralForCausalLM",),
@@ -459,7 +379,7 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": None,
             "eos_token_id": None,
         },
-        same=_BIAS,
+        same=BIAS,
         window="use",
         facts={"qk_norm": "head"},
     ),
@@ -485,7 +405,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50279,
         },
         keys=_OLMOE_EXPERTS.keys,
-        same=_BIAS,
+        same=BIAS,
         fields=_OLMOE_EXPERTS.fields,
         to_hf=_OLMOE_EXPERTS.to_hf,
         fixed={"clip_qkv": (None,), "sliding_window": (None,)},
@@ -523,7 +443,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": None,
         },
         keys=(*_QWEN3_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
-        same=_BIAS,
+        same=BIAS,
         fields=_QWEN3_EXPERTS.fields,
         to_hf=lambda cfg: {
             **_QWEN3_EXPERTS.to_hf(cfg),
@@ -617,7 +537,7 @@ FAMILIES: dict[str, Family] = {
                 "rope_type": "llama3",
             },
         },
-        same=_MLP_BIAS,
+        same=MLP_BIAS,
         window=lambda i, read: bool(i % 4),
     ),
     "smollm3": Family(
@@ -631,7 +551,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
         keys=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
-        same=(*_BIAS, *_MLP_BIAS),
+        same=(*BIAS, *MLP_BIAS),
         window=lambda i, read: read.flag("use_sliding_window", False) and _smollm3_nope(i, read),
         to_hf=lambda cfg: {
             "no_rope_layers": [int(i not in cfg.nope_layers) for i in range(cfg.n_layers)],
@@ -642,16 +562,16 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(
         ("GraniteForCausalLM",),
         keys=("attention_multiplier", "logits_scaling"),
-        same=(*_GRANITE_SCALES, *_MLP_BIAS),
-        fields=_granite,
-        to_hf=_granite_to_hf,
+        same=(*GRANITE_SCALES, *MLP_BIAS),
+        fields=granite,
+        to_hf=granite_to_hf,
     ),
     "granitemoe": Family(
         ("GraniteMoeForCausalLM",),
         keys=("attention_multiplier", "logits_scaling", *_GRANITE_EXPERTS.keys),
-        same=_GRANITE_SCALES,
-        fields=lambda read: {**_granite(read), **_GRANITE_EXPERTS.fields(read)},
-        to_hf=lambda cfg: {**_granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
+        same=GRANITE_SCALES,
+        fields=lambda read: {**granite(read), **_GRANITE_EXPERTS.fields(read)},
+        to_hf=lambda cfg: {**granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),
@@ -684,7 +604,7 @@ FAMILIES: dict[str, Family] = {
             "layer_types",
             "layers_block_type",
         ),
-        same=(*_BIAS, *_MLP_BIAS),
+        same=(*BIAS, *MLP_BIAS),
         fields=lambda read: {**_MAMBA.fields(read), "layer_types": mamba.indexed_layers(read)},
         to_hf=lambda cfg: {
             **_MAMBA.to_hf(cfg),
@@ -705,7 +625,7 @@ FAMILIES: dict[str, Family] = {
             *_MAMBA.keys,
             *_HYBRID_EXPERTS.keys,
         ),
-        same=_GRANITE_SCALES,
+        same=GRANITE_SCALES,
         fields=_granite_hybrid,
         to_hf=_granite_hybrid_to_hf,
         fixed={"mamba_proj_bias": (False, None)},
@@ -740,7 +660,7 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor",
             "topk_group",
         ),
-        same=_MLP_BIAS,
+        same=MLP_BIAS,
         fields=lambda read: {**_NEMOTRON_H.fields(read), **mamba.nemotron_layers(read)},
         to_hf=lambda cfg: {**_NEMOTRON_H.to_hf(cfg), **mamba.nemotron_to_hf(cfg)},
         # transformers reads attention_bias, and has no biases
@@ -776,7 +696,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         keys=("initial_context_length", "experts_per_token", *_GPT_OSS_EXPERTS.keys),
-        same=_BIAS,
+        same=BIAS,
         fields=_GPT_OSS_EXPERTS.fields,
         to_hf=_GPT_OSS_EXPERTS.to_hf,
         facts={"attn_sinks": True},
@@ -791,7 +711,7 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 0,
             "attention_bias": True,
         },
-        same=(_QKV_BIAS, ("attention_out_bias", "o_bias", False), *_MLP_BIAS),
+        same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS),
     ),
     "ernie4_5": Family(
         ("Ernie4_5ForCausalLM",),
@@ -830,7 +750,7 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1_000_000.0,
         },
         keys=("input_jitter_noise", *_PHI_EXPERTS.keys),
-        same=(*_BIAS, ("lm_head_bias", "head_bias", False)),
+        same=(*BIAS, ("lm_head_bias", "head_bias", False)),
         fields=_PHI_EXPERTS.fields,
         to_hf=_phimoe_to_hf,
         window="all",
@@ -845,13 +765,13 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-8,
             "rope_theta": 100_000.0,
         },
-        same=(_QKV_BIAS, *_MLP_BIAS),
+        same=(QKV_BIAS, *MLP_BIAS),
         stored={"interleaved": True},
     ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),
         defaults={"rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279},
-        same=_BIAS,
+        same=BIAS,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
     ),
     "olmo3": Family(
@@ -863,33 +783,10 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50279,
             "sliding_window": 4096,
         },
-        same=_BIAS,
+        same=BIAS,
         window=lambda i, read: bool((i + 1) % 4),
         is_local=True,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
-    ),
-    "gemma": Family(
-        ("GemmaForCausalLM",),
-        defaults={
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "tie_word_embeddings": True,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-        same=_BIAS,
-        fixed={
-            "hidden_activation": (None, "gelu_pytorch_tanh"),
-            "use_bidirectional_attention": (None, False),
-        },
-        # Google's files say "gelu" and mean the tanh form.
-        fields=lambda read: (
-            {"activation": "gelu_tanh"} if read.text("hidden_act", "") == "gelu" else {}
-        ),
-        facts={"embedding_scale": True},
-        stored={"norm_offset": 1.0},
     ),
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
@@ -906,9 +803,9 @@ FAMILIES: dict[str, Family] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
         keys=("query_pre_attn_scalar", "hidden_act"),
-        same=(*_BIAS, ("attn_logit_softcapping", "attn_softcap", None), _LOGIT_CAP),
-        fields=_gemma,
-        to_hf=_gemma_to_hf,
+        same=(*BIAS, ("attn_logit_softcapping", "attn_softcap", None), _LOGIT_CAP),
+        fields=gemma,
+        to_hf=gemma_to_hf,
         fixed={"use_bidirectional_attention": (None, False)},
         facts=_GEMMA,
         stored={"norm_offset": 1.0},
@@ -930,14 +827,14 @@ FAMILIES: dict[str, Family] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
         keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
-        same=(*_BIAS, _LOGIT_CAP),  # transformers reads attn_logit_softcapping, and caps nothing
-        fields=_gemma,
-        to_hf=_gemma_to_hf,
+        same=(*BIAS, _LOGIT_CAP),  # transformers reads attn_logit_softcapping, and caps nothing
+        fields=gemma,
+        to_hf=gemma_to_hf,
         fixed={"use_bidirectional_attention": (None, False)},
         facts={**_GEMMA, "qk_norm": "head"},
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
-        window=_every(6),
+        window=every(6),
         is_local=True,
     ),
     "glm": _GLM,
@@ -960,7 +857,7 @@ FAMILIES: dict[str, Family] = {
             "num_mtp_layers",
             *_GLM_EXPERTS.keys,
         ),
-        same=(_QKV_BIAS,),
+        same=(QKV_BIAS,),
         fields=lambda read: {
             "qk_norm": "head" if read.flag("use_qk_norm", False) else "none",
             **_GLM_EXPERTS.fields(read),
@@ -996,7 +893,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 255001,
             "tie_word_embeddings": True,
         },
-        same=(*_BIAS, ("logit_scale", "stored.logits", 0.0625)),
+        same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fixed={"use_qk_norm": (False, None)},
         facts=_COHERE,
         stored={"interleaved": True},
@@ -1022,12 +919,12 @@ FAMILIES: dict[str, Family] = {
             "use_parallel_embedding",
             "position_embedding_type",
         ),
-        same=(*_BIAS, ("logit_scale", "stored.logits", 0.0625)),
+        same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fixed={"use_qk_norm": (False, None)},
         facts=_COHERE,
         stored={"interleaved": True},
         eps="layer_norm_eps",
-        window=_every(4),
+        window=every(4),
         is_nope=lambda i, read, slides: not slides,
     ),
     "internlm3": Family(
@@ -1044,9 +941,15 @@ FAMILIES: dict[str, Family] = {
             ("bias", "mlp_bias", False),
         ),
     ),
+    **dense.FAMILIES,
+    **gpt.FAMILIES,
+    **hybrid.FAMILIES,
+    **sparse.FAMILIES,
 }
 
 
 # Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
 # are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
+# Families that transformers writes as another one.
+WRITTEN_AS = {"gpt-sw3": "gpt2"}

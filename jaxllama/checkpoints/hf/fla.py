@@ -66,6 +66,11 @@ PLAIN = (
     ("attn_gate", False),
     ("gated_mlp", True),
     ("bare_layers", ()),
+    ("norm_weight", True),
+    ("post_norm_layers", ()),
+    ("qk_norm_last", False),
+    ("parallel_norms", False),
+    ("learned_positions", None),
 )
 # Options that change the computation, with the only supported value.
 _FIXED: dict[str, tuple[object, ...]] = {

@@ -251,6 +251,8 @@ def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitSta
         if "embed_tokens.weight" in files:  # a bare decoder's names have no "model."
             is_decoder = {name: not name.startswith("lm_head.") for name in files}
             files = {f"model.{name}" if is_decoder[name] else name: files[name] for name in files}
+        if "wte.weight" in files:  # as GPT-2's own file has them
+            files = {f"transformer.{name}": at for name, at in files.items()}
         return files
     for base, head in _TEXT_PARTS:
         if f"{base}.embed_tokens.weight" in files:
@@ -282,6 +284,8 @@ def _tied_if_headless(directory: Path, cfg: ModelConfig, files: Tensors) -> Mode
 def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     """Return the tensors that the family's models use; one warning counts the others."""
     family = FAMILIES.get(cfg.stored.family)
+    if family is not None and family.unused_endings:
+        files = {name: files[name] for name in files if not name.endswith(family.unused_endings)}
     unused = () if family is None or cfg.mtp_layers else family.unused
     prefixes = tuple(prefix.format(n_layers=cfg.n_layers) for prefix in unused)
     unused = {name: None for name in files if name.startswith(prefixes)}
@@ -491,6 +495,8 @@ def _read_part(
 ) -> None:
     """Read the parameter's elements from ``start`` on into the flat ``out``."""
     at = 0
+    if spec.is_constant:
+        out[...] = spec.mean
     for source in spec.sources:
         file, info = files[source.name]
         begin, end = max(start, at), min(start + out.size, at + source.size)

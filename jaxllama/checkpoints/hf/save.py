@@ -191,6 +191,8 @@ def flatten(tree: Params, at: tensors.Path = ()) -> dict[tensors.Path, Tree]:
 def floats_unit(spec: Param, value: Tree) -> SaveUnit:
     """Return the checkpoint's tensors of a parameter, which comes to the host once and is split."""
     dtype = np.dtype(value.dtype)
+    if spec.is_constant and not np.all(np.asarray(value) == dtype.type(spec.mean)):
+        raise JaxLlamaError(f"params: a norm without a weight has one that is not {spec.mean:g}")
 
     def values() -> Iterator[np.ndarray]:
         flat = np.ascontiguousarray(value).reshape(-1)

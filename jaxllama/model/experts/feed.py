@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.experts.route import route, router_logits
 from jaxllama.model.layer_ops import LayerOps
@@ -31,7 +31,8 @@ def feed_experts(
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
     if before is not None:
-        normed, _ = linear.norm(before, p.get("mixer_norm"), cfg)
+        own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
+        normed, _ = linear.norm(before, own, cfg)
         stream = Stream(stream.total)
     else:
         normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
@@ -61,7 +62,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
     """Return the experts' gated activation."""
     if options.gate_limit is None:
-        assert cfg.activation not in ("relu2", "relu")  # no family gates experts by them
+        assert cfg.activation not in UNGATED  # no family gates experts by them
         return cfg.activation
     return ClampedGate(options.gate_limit, options.gate_alpha)
 

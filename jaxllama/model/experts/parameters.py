@@ -65,7 +65,7 @@ def table(
     """Return the parameters of a layer with experts, in the order of the forward pass."""
     assert cfg.experts is not None
     own, options, d = names.of("experts", ExpertNames()), cfg.experts, cfg.d_model
-    prefix, residual = f"{layer}{own.prefix}", cfg.stored.residual
+    prefix, residual = f"{layer}{own.prefix}", cfg.product_scale
     n = options.n_experts
     rows: dict[Path, Param] = {("router", "weight"): one(f"{prefix}{own.router}.weight", n, d)}
     if options.router_bias:

@@ -78,11 +78,40 @@ def mix(
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
     ``[B, T, N H]``, cache)."""
     gate, qkv = unpacked(cfg, p, projected)
+    if cfg.rope.query_beta:
+        qkv = _scaled_queries(cfg, qkv, at.positions)
+    if cfg.qk_norm_last:
+        cfg, qkv, at = _normed_last(cfg, p, qkv, at)
     if cache is not None and at.rope is not None and cache.k.shape[-1] != cfg.head_dim:
         heads, cache = _in_wide_heads(cfg, p, qkv, cache, at, at.rope)
     else:
         heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
     return finished(cfg, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
+
+
+def _scaled_queries(cfg: ModelConfig, qkv: jax.Array, positions: jax.Array) -> jax.Array:
+    """``qkv [B, T, (N + 2K) H]`` with q multiplied by a function of its position (Llama 4)."""
+    assert cfg.rope.original_max_position is not None
+    steps = (positions // cfg.rope.original_max_position).astype(jnp.float32)
+    factor = 1.0 + cfg.rope.query_beta * jnp.log1p(steps)
+    q, kv = jnp.split(qkv, (cfg.n_heads * cfg.head_dim,), axis=-1)
+    q = (q.astype(jnp.float32) * factor[..., None]).astype(q.dtype)
+    return jnp.concatenate([q, kv], axis=-1)
+
+
+def _normed_last(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, at: At
+) -> tuple[ModelConfig, jax.Array, At]:
+    """RoPE, then the norms of q and k; what follows has neither: its tables turn by nothing."""
+    assert at.rope is not None
+    cos, sin = at.rope.of(cfg.rope)
+    heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.head_dim)
+    qk, v = jnp.split(heads, (cfg.n_heads + cfg.n_kv_heads,), axis=2)
+    heads = jnp.concatenate([rotate(qk, cos, sin), v], axis=2)
+    heads = norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, False)
+    still = Ropes((cfg.rope,), ((jnp.ones_like(cos), jnp.zeros_like(sin)),))
+    plain = cfg.replace(qk_norm="none", qk_norm_last=False)
+    return plain, heads.reshape(qkv.shape), dataclasses.replace(at, rope=still)
 
 
 def _in_wide_heads(

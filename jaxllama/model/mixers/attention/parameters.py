@@ -12,9 +12,10 @@ from collections.abc import Collection
 import numpy as np
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, Turned, fused, one, written
+from jaxllama.model.param import ByHead, Param, Path, Turned, fused, one, transposed, written
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
@@ -43,10 +44,21 @@ def table(
     if len(names.qkv) == 1:
         assert scales[0] == 1.0, "a multiplier of q, which is one tensor with k and v"
         n_rows, heads = (sum(n_rows),), (cfg.n_heads + cfg.n_kv_heads,)
-    folds = [
+    folds: list[Options] = [
         {"scale": scale, "turned": turned(count) if moves and count else None}
         for scale, count in zip(scales, heads, strict=False)
     ]
+    if names.is_by_head:
+        folds = [{"turned": ByHead(cfg.n_kv_heads, cfg.group_size, turned(1))}]
+    if names.n_blocks:
+        if cfg.n_heads % names.n_blocks or cfg.n_kv_heads != cfg.n_heads:
+            raise JaxLlamaError(f"n_heads = {cfg.n_heads}: must be n {names.n_blocks} = n_kv_heads")
+        per_block = cfg.n_heads // names.n_blocks
+        order = ByHead(names.n_blocks, per_block, turned(1), per_block, v_first=True)
+        folds = [{"turned": order}]
+    if names.is_transposed:
+        assert not moves
+        folds = [transposed(count) for count in n_rows]
     if cfg.attn_gate:
         assert scales[0] == 1.0 and len(names.qkv) == 3, (
             "a gate that is multiplied, or with k and v"
@@ -56,6 +68,7 @@ def table(
     parts = list(zip(sources, n_rows, folds, strict=False))
     table = fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
     if cfg.qk_norm != "none":
+        own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
         for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
             width = h if cfg.qk_norm == "head" else width
             fold = {
@@ -64,11 +77,12 @@ def table(
                 "turned": turned(width // h) if moves else None,
             }
             table[name, "weight"] = one(
-                f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
+                f"{prefix}{own_names[name]}.weight", width, mean=1.0, std=0.0, fold=fold
             )
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
-    o = written("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
+    source, scale = f"{prefix}{names.o}", cfg.product_scale
+    o = written("o", source, cfg.d_model, q, cfg.o_bias, scale, names.is_transposed)
     return table | o
 
 

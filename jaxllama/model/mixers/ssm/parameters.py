@@ -116,7 +116,7 @@ def table(
     found["decay", "skip"] = one(f"{prefix}D", heads, mean=1.0, std=0.0)
     if ssm.norm != "none":
         found["y_norm", "weight"] = one(f"{prefix}{own.norm}.weight", ssm.width, mean=1.0, std=0.0)
-    return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.bias, cfg.stored.residual)
+    return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.bias, cfg.product_scale)
 
 
 def heads(cfg: ModelConfig) -> int:

@@ -1,0 +1,318 @@
+"""Families of dense decoders that differ from Llama by norms, activations, biases and multipliers.
+
+``hf.families`` adds ``FAMILIES`` to its own table.  ``hf.gpt`` has the families of GPT-2's and
+GPT-NeoX's line, ``hf.hybrid`` those with several kinds of layers, ``hf.sparse`` those with experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxllama.checkpoints.hf.family import (
+    BIAS,
+    GRANITE_SCALES,
+    MLP_BIAS,
+    Family,
+    Fields,
+    every,
+    gemma,
+    gemma_to_hf,
+    granite,
+    granite_to_hf,
+    head_scale,
+)
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import ModelConfig
+
+_LAYER_NORM = {"norm": "layer", "norm_bias": True}
+_OLMO_NORMS = {"pre_norms": False, "post_norms": True}
+_USE_BIAS = tuple(("use_bias", field, True) for field in ("qkv_bias", "o_bias", "mlp_bias"))
+
+
+def _first_gemma(read: JsonReader) -> Fields:
+    """Return the activation: "gelu" means the tanh form in Gemma's first files."""
+    return {"activation": "gelu_tanh"} if read.config.get("hidden_act") == "gelu" else {}
+
+
+def has_nope(index: int, read: JsonReader, slides: bool) -> bool:
+    """Return whether an EXAONE 4 layer has no positions: a full one beside sliding ones."""
+    del index
+    return read.config.get("sliding_window") is not None and not slides
+
+
+def _hyperclovax(read: JsonReader) -> Fields:
+    is_default = read.config.get("attention_multiplier") is None
+    return {
+        "stored.query": 1.0 if is_default else head_scale(read, "attention_multiplier", 1.0),
+        "stored.logits": read.positive("logits_scaling", 1.0),
+        "post_norms": read.flag("use_post_norm", True),
+    }
+
+
+def _hyperclovax_to_hf(cfg: ModelConfig) -> Fields:
+    return {
+        "attention_multiplier": cfg.stored.query / cfg.head_dim**0.5,
+        "logits_scaling": cfg.stored.logits,
+        "use_post_norm": cfg.post_norms,
+    }
+
+
+def granite_nope(index: int, read: JsonReader, slides: bool) -> bool:
+    """Return whether a layer's theta is 0 or null, which means no positions.
+
+    Raises JaxLlamaError where layers have different thetas.
+    """
+    del slides
+    thetas = read.config.get("layer_rope_theta")
+    if thetas is None:
+        return False
+    n = read.size("num_hidden_layers")
+    if not isinstance(thetas, list) or len(thetas) != n:
+        raise read.error("layer_rope_theta", f"must be {n} entries")
+    scaling = read.config.get("rope_parameters")
+    theta = scaling.get("rope_theta") if isinstance(scaling, Mapping) else None
+    theta = read.number("rope_theta") if theta is None else theta
+    if any(one and one != theta for one in thetas):
+        raise read.error("layer_rope_theta", f"a theta other than {theta} is not supported")
+    return not thetas[index]
+
+
+def granite_thetas(cfg: ModelConfig) -> Fields:
+    """Return the key that ``granite_nope`` reads."""
+    thetas = [0.0 if i in cfg.nope_layers else cfg.rope.theta for i in range(cfg.n_layers)]
+    return {"layer_rope_theta": thetas, "rope_theta": cfg.rope.theta, "rope_scaling": None}
+
+
+_GEMMA2 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+FAMILIES: dict[str, Family] = {
+    "gemma": Family(
+        ("GemmaForCausalLM",),
+        defaults={
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "tie_word_embeddings": True,
+        },
+        keys=("hidden_activation",),
+        same=BIAS,
+        fields=_first_gemma,
+        fixed={"use_bidirectional_attention": (None, False)},
+        facts={"embedding_scale": True},
+        stored={"norm_offset": 1.0},
+    ),
+    "vaultgemma": Family(
+        ("VaultGemmaForCausalLM",),
+        defaults=_GEMMA2,
+        keys=("query_pre_attn_scalar", "hidden_act"),
+        same=(
+            *BIAS,
+            ("attn_logit_softcapping", "attn_softcap", None),
+            ("final_logit_softcapping", "logit_softcap", None),
+        ),
+        fields=gemma,
+        to_hf=gemma_to_hf,
+        facts={"embedding_scale": True},
+        stored={"norm_offset": 1.0},
+        activation="hidden_activation",
+        window=lambda i, read: bool((i + 1) % 2),
+    ),
+    "arcee": Family(
+        ("ArceeForCausalLM",),
+        defaults={
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        same=(*BIAS, *MLP_BIAS),
+        facts={"gated_mlp": False},
+    ),
+    "nemotron": Family(
+        ("NemotronForCausalLM",),
+        defaults={
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+            "partial_rotary_factor": 0.5,
+        },
+        same=(*BIAS, *MLP_BIAS),
+        facts={**_LAYER_NORM, "gated_mlp": False},
+        stored={"norm_offset": 1.0},
+        eps="norm_eps",
+    ),
+    "jais2": Family(
+        ("Jais2ForCausalLM",),
+        defaults={
+            "hidden_act": "relu2",
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 150024,
+        },
+        same=(
+            ("attention_bias", "qkv_bias", True),
+            ("attention_bias", "o_bias", True),
+            ("mlp_bias", "mlp_bias", True),
+        ),
+        facts={**_LAYER_NORM, "gated_mlp": False},
+        eps="layer_norm_eps",
+    ),
+    "starcoder2": Family(
+        ("Starcoder2ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+            "tie_word_embeddings": True,
+        },
+        keys=("embedding_dropout", "activation_function", "layer_norm_epsilon", "mlp_type"),
+        same=_USE_BIAS,
+        fixed={"norm_type": ("layer_norm", None)},
+        facts={**_LAYER_NORM, "gated_mlp": False},
+        eps="norm_epsilon",
+        window="all",
+    ),
+    "apertus": Family(
+        ("ApertusForCausalLM",),
+        defaults={
+            "hidden_act": "xielu",
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12_000_000.0,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12_000_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+        keys=("qk_norm", "post_norm", "mlp_bias"),
+        same=BIAS,
+        facts={"gated_mlp": False, "qk_norm": "head"},
+    ),
+    "hunyuan_v1_dense": Family(
+        ("HunYuanDenseV1ForCausalLM",),
+        defaults={"rms_norm_eps": 1e-5},
+        keys=("use_qk_norm", "eod_token_id"),
+        same=BIAS,
+        facts={"qk_norm": "head", "qk_norm_last": True},
+    ),
+    "ministral3": Family(
+        ("Ministral3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        window="all",
+    ),
+    "exaone": Family(
+        ("ExaoneForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "eos_token_id": 361,
+        },
+        same=(*BIAS, *MLP_BIAS),
+        names={
+            "num_hidden_layers": "num_layers",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+    ),
+    "exaone4": Family(
+        ("Exaone4ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "sliding_window": 4096,
+        },
+        keys=("sliding_window_pattern",),
+        facts={**_OLMO_NORMS, "qk_norm": "head"},
+        window=every(4),
+        is_nope=has_nope,
+    ),
+    "iquestcoder": Family(
+        ("IQuestCoderForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+        },
+        same=(*BIAS, *MLP_BIAS),
+        fixed={"clip_qkv": (None,), "use_sliding_window": (False, None)},
+    ),
+    "hyperclovax": Family(
+        ("HyperCLOVAXForCausalLM",),
+        keys=("attention_multiplier", "logits_scaling", "use_post_norm"),
+        same=(*GRANITE_SCALES, *MLP_BIAS),
+        fields=_hyperclovax,
+        to_hf=_hyperclovax_to_hf,
+    ),
+    "granite_swa": Family(
+        ("GraniteSWAForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 100257,
+            "eos_token_id": 100257,
+            "tie_word_embeddings": True,
+            "sliding_window": 128,
+        },
+        keys=("attention_multiplier", "logits_scaling", "layer_rope_theta"),
+        same=(*GRANITE_SCALES, *MLP_BIAS),
+        fields=granite,
+        to_hf=lambda cfg: {**granite_to_hf(cfg), **granite_thetas(cfg)},
+        facts={"attn_sinks": True},
+        window=lambda i, read: i % 4 != 0,
+        is_nope=granite_nope,
+    ),
+    "olmo": Family(
+        ("OlmoForCausalLM",),
+        defaults={"bos_token_id": None, "eos_token_id": 50279},
+        same=BIAS,
+        fixed={"clip_qkv": (None,)},
+        facts={"norm": "layer", "norm_weight": False, "norm_eps": 1e-5},
+    ),
+}

@@ -1,0 +1,135 @@
+"""The type of an entry of the table of families, and the keys that several families share.
+
+``hf.families`` has the table, and this file imports none of its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import ModelConfig
+from jaxllama.typing import JsonMapping, JsonObject
+
+Fields = JsonObject
+# The names of activations in config.json, and ours.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+    "relu": "relu",
+    "xielu": "xielu",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    architectures: names in config.json, the present one first. defaults: meaning of a missing key,
+    if it differs from ``hf.config.COMMON``. keys: the keys that are read besides the common ones.
+    same: (key, path of the field, default) of values that are copied unchanged in both directions.
+    fields, to_hf: translate all other values. fixed: keys that change the computation, with the
+    supported values. facts: fields that are constant in the family.
+
+    window: "none"; "all" (every layer, if ``sliding_window`` is set); "use" (if also
+    ``use_sliding_window``, from layer ``max_window_layers`` on); or a function that replaces a
+    missing ``layer_types``, by a layer's index. is_local: whether sliding layers have
+    rope_parameters of their own. is_nope: (index, config, slides) -> whether that layer has no
+    positions. names: the family's own names of keys that all families share, by the shared name; a
+    file may have either, and is written with its own. others: other names of keys in files, with
+    the shared name. derived: shared keys that a file may leave out, computed from the others.
+    absent: shared keys that the family's class in transformers does not take. unused_endings: of
+    tensors that follow from the config. unused: prefixes of tensors that a file may have and the
+    model does not use; ``{n_layers}`` in them becomes the number of layers.
+    """
+
+    architectures: tuple[str, ...]
+    defaults: JsonMapping = dataclasses.field(default_factory=dict)
+    keys: tuple[str, ...] = ()
+    same: tuple[tuple[str, str, Any], ...] = ()
+    fields: Callable[[JsonReader], Fields] | None = None
+    to_hf: Callable[[ModelConfig], Fields] | None = None
+    fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
+    facts: JsonMapping = dataclasses.field(default_factory=dict)
+    stored: JsonMapping = dataclasses.field(default_factory=dict)
+    eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    window: str | Callable[[int, JsonReader], bool] = "none"
+    is_local: bool = False
+    is_nope: Callable[[int, JsonReader, bool], bool] | None = None
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    derived: Callable[[JsonReader], Fields] | None = None
+    absent: tuple[str, ...] = ()
+    unused_endings: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def shared(self, config: JsonMapping) -> JsonMapping:
+        """Return a config.json under the shared names of its keys."""
+        shared = {own: name for name, own in self.names.items()} | dict(self.others)
+        return {shared.get(key, key): value for key, value in config.items()}
+
+    def own(self, config: JsonMapping) -> JsonObject:
+        """Return a config.json under the family's own names: the inverse of ``shared``."""
+        return {
+            self.names.get(key, key): value
+            for key, value in config.items()
+            if key not in self.absent
+        }
+
+
+BIAS = ("attention_bias", "qkv_bias", False), ("attention_bias", "o_bias", False)
+MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
+QKV_BIAS = ("attention_bias", "qkv_bias", False)
+GRANITE_SCALES = (
+    *BIAS,
+    ("embedding_multiplier", "stored.embed", 1.0),
+    ("residual_multiplier", "stored.residual", 1.0),
+)
+
+
+def every(n: int) -> Callable[[int, JsonReader], bool]:
+    """Return a pattern in which all layers slide except each n-th."""
+    return lambda i, read: bool((i + 1) % read.size("sliding_window_pattern", n))
+
+
+def head_scale(read: JsonReader, key: str, default: float) -> float:
+    """Return the multiplier of q that turns scores over sqrt(head_dim) into ``key`` times q k."""
+    head_dim = read.config.get("head_dim")
+    if head_dim is None:
+        head_dim = read.size("hidden_size") // read.size("num_attention_heads")
+    return read.number(key, default) * head_dim**0.5
+
+
+def granite(read: JsonReader) -> Fields:
+    """Return the multipliers of Granite's q and logits."""
+    return {
+        "stored.query": head_scale(read, "attention_multiplier", 1.0),
+        "stored.logits": 1.0 / read.positive("logits_scaling", 1.0),
+    }
+
+
+def granite_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of Granite's multipliers."""
+    return {
+        "attention_multiplier": cfg.stored.query / cfg.head_dim**0.5,
+        "logits_scaling": 1.0 / cfg.stored.logits,
+    }
+
+
+def gemma(read: JsonReader) -> Fields:
+    """Return the multiplier of Gemma's q."""
+    scalar = read.size("query_pre_attn_scalar", 256)
+    return {"stored.query": (read.size("head_dim") / scalar) ** 0.5}
+
+
+def gemma_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the key of Gemma's multiplier."""
+    return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}

@@ -1,0 +1,175 @@
+"""Families whose layers are of several kinds: OLMo Hybrid and LFM2.
+
+``hf.families`` adds ``FAMILIES`` to its own table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
+
+
+def _has_no_theta(index: int, read: JsonReader, slides: bool) -> bool:
+    """Return whether a file says that no layer has positions (OLMo Hybrid)."""
+    del index, slides
+    scaling = read.config.get("rope_parameters")
+    return isinstance(scaling, Mapping) and scaling.get("rope_theta") is None
+
+
+def _olmo_hybrid(read: JsonReader) -> Fields:
+    n, kinds = read.size("num_hidden_layers"), ("linear_attention", "full_attention")
+    types = read.config.get("layer_types")
+    if types is None:
+        types = [kinds[i % 4 == 3] for i in range(n)]
+        types = types if kinds[1] in types else [*types[:-1], kinds[1]]
+    if not isinstance(types, list) or len(types) != n or not set(types) <= set(kinds):
+        raise read.error("layer_types", f"must be {n} entries of {kinds}")
+    heads = read.size("num_attention_heads")
+    n_k_heads = read.size("linear_num_key_heads", heads)
+    d_k = read.size("linear_key_head_dim", int(0.75 * read.size("hidden_size") / n_k_heads))
+    delta = DeltaConfig(
+        n_heads=read.size("linear_num_value_heads", heads),
+        n_k_heads=n_k_heads,
+        d_k=d_k,
+        d_v=read.size("linear_value_head_dim", 2 * d_k),
+        norm_eps=1e-5,
+        conv_size=read.size("linear_conv_kernel_dim", 4),
+        beta_max=2.0 if read.flag("linear_allow_neg_eigval", True) else 1.0,
+    )
+    return {
+        "layer_types": tuple("attention" if kind == kinds[1] else "delta" for kind in types),
+        "post_norm_layers": tuple(i for i, kind in enumerate(types) if kind == kinds[1]),
+        "delta": delta,
+    }
+
+
+def _olmo_hybrid_to_hf(cfg: ModelConfig) -> Fields:
+    delta = cfg.delta
+    if delta is None:
+        raise JaxLlamaError("delta = None: this family's layers have it")
+    kinds = {"attention": "full_attention", "delta": "linear_attention"}
+    keys: Fields = {
+        "layer_types": [kinds[kind] for kind in cfg.layer_types],
+        "linear_num_value_heads": delta.n_heads,
+        "linear_num_key_heads": delta.n_k_heads,
+        "linear_key_head_dim": delta.d_k,
+        "linear_value_head_dim": delta.d_v,
+        "linear_conv_kernel_dim": delta.conv_size,
+        "linear_allow_neg_eigval": delta.beta_max == 2.0,
+    }
+    if len(cfg.nope_layers) == cfg.n_layers:
+        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
+    return keys
+
+
+def _inner_width(read: JsonReader) -> int:
+    """Return the feed-forward's width of LFM2, which is computed from the file's."""
+    width = read.size("intermediate_size")
+    if not read.flag("block_auto_adjust_ff_dim", True):
+        return width
+    width, factor = int(2 * width / 3), read.number("block_ffn_dim_multiplier", None)
+    if factor is None:
+        return width
+    step = read.size("block_multiple_of", 256)
+    return step * -(-int(factor * width) // step)
+
+
+def conv_layers(read: JsonReader) -> Fields:
+    """Return the fields of LFM2's layers: attention, and short convolutions."""
+    n, types = read.size("num_hidden_layers"), read.config.get("layer_types")
+    if types is None:
+        full = read.config.get("full_attn_idxs")
+        full = range(n) if full is None else full
+        if not isinstance(full, list | range):
+            raise read.error("full_attn_idxs", "must be a list of layers")
+        types = ["full_attention" if i in full else "conv" for i in range(n)]
+    kinds = {"full_attention": "attention", "conv": "short_conv"}
+    if not isinstance(types, list) or len(types) != n or not set(types) <= set(kinds):
+        raise read.error("layer_types", f"must be {n} entries of {tuple(kinds)}")
+    options = {"width": read.size("hidden_size"), "taps": read.size("conv_L_cache", 3)}
+    return {
+        "layer_types": tuple(kinds[kind] for kind in types),
+        "mixers": {"short_conv": options},
+    }
+
+
+def conv_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of LFM2's layers.  Raises JaxLlamaError where there is no convolution."""
+    if "short_conv" not in dict(cfg.mixers):
+        raise JaxLlamaError("mixers.short_conv: this family's layers have it")
+    kinds = {"attention": "full_attention", "short_conv": "conv"}
+    return {
+        "layer_types": [kinds[kind] for kind in cfg.layer_types],
+        "conv_L_cache": cfg.options_of("short_conv")["taps"],
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "olmo_hybrid": Family(
+        ("OlmoHybridForCausalLM",),
+        defaults={
+            "max_position_embeddings": 65536,
+            "bos_token_id": None,
+            "eos_token_id": 100257,
+        },
+        keys=(
+            "layer_types",
+            "linear_num_value_heads",
+            "linear_num_key_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+            "linear_allow_neg_eigval",
+            "linear_a_log_min",
+            "linear_a_log_max",
+            "linear_dt_min",
+            "linear_dt_max",
+            "linear_dt_init_floor",
+        ),
+        same=BIAS,
+        fields=_olmo_hybrid,
+        to_hf=_olmo_hybrid_to_hf,
+        fixed={"linear_use_gate": (True, None)},
+        facts={"qk_norm": "full"},
+        is_nope=_has_no_theta,
+    ),
+    "lfm2": Family(
+        ("Lfm2ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+        },
+        keys=(
+            "layer_types",
+            "full_attn_idxs",
+            "conv_L_cache",
+            "block_auto_adjust_ff_dim",
+            "block_ffn_dim_multiplier",
+            "block_multiple_of",
+            "block_dim",
+            "block_mlp_init_scale",
+            "block_norm_eps",
+            "block_out_init_scale",
+            "block_use_swiglu",
+            "block_use_xavier_init",
+            "conv_dim",
+            "conv_dim_out",
+            "conv_use_xavier_init",
+            "use_pos_enc",
+            "num_heads",
+        ),
+        fields=lambda read: {**conv_layers(read), "d_ff": _inner_width(read)},
+        to_hf=lambda cfg: {**conv_to_hf(cfg), "block_auto_adjust_ff_dim": False},
+        fixed={"conv_bias": (False, None)},
+        facts={"qk_norm": "head"},
+        eps="norm_eps",
+        others={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+    ),
+}

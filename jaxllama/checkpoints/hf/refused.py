@@ -1,0 +1,77 @@
+"""The causal language models of transformers that are refused, with what each would need.
+
+``REFUSED[model_type]`` is the reason, which the error of ``hf.config`` gives.  ``WRAPPERS`` are the
+types with image or audio input whose text decoder, a family of ``hf.families``, is read.  The guide
+shows both tables.  A test goes through every type of transformers: each is loaded or stands here.
+"""
+
+from __future__ import annotations
+
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+_REASONS: dict[str, str] = {
+    "the decoder of an encoder-decoder": """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
+        """,
+    "an encoder, whose norms follow the sum with the residual": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert
+        roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
+        modernbert-decoder
+        """,
+    "image input": """
+        aria_text cohere_compass_text emu3 fuyu git got_ocr2 llama4 mllama trocr phi4_multimodal
+        apertus1p5_text minimax_m3_vl_text dots3_note dots3_note_text gemma3n gemma4 gemma4_unified
+        """,
+    "audio input or output": """
+        moshi moss_transcribe_diarize musicgen musicgen_melody whisper
+        """,
+    "mixer: attention from latents with RoPE (DeepSeek's MLA)": """
+        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu
+        """,
+    "mixer: sparse attention by an indexer": """
+        axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
+        """,
+    "mixer: linear attention beside attention from latents with RoPE": "bailing_hybrid",
+    "mixer: attention with linear biases (ALiBi)": "bloom mpt",
+    "mixer: Mamba-1, whose decay is one number a feature and state": """
+        falcon_mamba jamba mamba zamba
+        """,
+    "mixer: attention and Mamba-2 in one layer": "falcon_h1",
+    "mixer: attention blocks that layers share, beside Mamba-2": "zamba2",
+    "mixer: a gated linear recurrence (RG-LRU)": "recurrent_gemma",
+    "mixer: RWKV-4's time mixing": "rwkv",
+    "mixer: xLSTM": "xlstm",
+    "mixer: lightning attention": "minimax",
+    "mixer: differential attention": "diffllama",
+    "mixer: attention with a mask that depends on values": "doge",
+    "mixer: attention over hashed or local blocks": "reformer",
+    "mixer: attention in chunks, with positions in some layers": "llama4_text",
+    "mixer: convolutions of q, k and v before attention": "zaya",
+    "mixer: attention with relative position logits and short convolutions": """
+        inkling_text inkling2_text inkling2_loop_text
+        """,
+    "mixer: attention whose heads experts choose": "jetmoe",
+    "mixer: attention whose gate has biases or scales of its own": "beam dory",
+    "mixer: attention with a gate of softplus": "laguna",
+    "mixer: attention with keys wider than values, and two sizes of heads": "mimo_v2_flash",
+    "mixer: attention with layers of two head widths and shared keys": """
+        gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text
+        """,
+    "mixer: short convolutions beside gated attention": "lfm3",
+    "mixer: byte patches and cross attention between them": "blt",
+    "mixer: a loop over the layers": "hrm_text",
+    "positions: a table of sines that no file has": "ctrl xglm",
+    "mixer: attention with relative position biases": "cpmant",
+    "norms: LayerNorm of each head of q and k": "persimmon",
+    "norms: after the sum with the residual": "openai-gpt",
+    "biases: of attention in the last layer only": "gpt_neox_japanese",
+    "norms: without a weight, of q and k behind RoPE": "nanochat",
+    "norms: inside of the sublayers, before their last product": "bitnet",
+    "a mixture of experts with a router of its own": """
+        afmoe cohere2_moe dbrx flint kolibri1 lara_mini mellum
+        """,
+}
+REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}

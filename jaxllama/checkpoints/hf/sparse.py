@@ -1,0 +1,307 @@
+"""Families with experts beside those of ``hf.families``, which adds ``FAMILIES`` to its table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllama.checkpoints.hf.dense import granite_nope, granite_thetas, has_nope
+from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.family import (
+    BIAS,
+    GRANITE_SCALES,
+    QKV_BIAS,
+    Family,
+    Fields,
+    every,
+    granite,
+    granite_to_hf,
+)
+from jaxllama.checkpoints.hf.hybrid import conv_layers, conv_to_hf
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import ModelConfig
+
+_GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
+_FLEX_EXPERTS = Mixture(7, 5, width_key="intermediate_size", normalize=False, has_norm_key=True)
+_HUNYUAN_EXPERTS = Mixture(1, 1, width_key="intermediate_size")
+_DOTS_EXPERTS = SigmoidMixture(128, 6, width=1408)
+_SOLAR_EXPERTS = SigmoidMixture(128, 8, width=1280)
+_SARVAM_EXPERTS = SigmoidMixture(
+    128,
+    6,
+    width=1024,
+    scale=2.5,
+    names={
+        "count": ("num_experts", "n_routed_experts", "num_local_experts"),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+)
+_EXAONE_EXPERTS = SigmoidMixture(
+    64,
+    8,
+    width=1024,
+    scale=2.5,
+    names={
+        "count": ("num_experts", "num_local_experts"),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+    has_types=True,
+)
+_LFM2_EXPERTS = SigmoidMixture(32, 4, width=1792, names={"count": ("num_experts",)})
+_MINIMAX_EXPERTS = SigmoidMixture(
+    256, 8, width=1536, names={"count": ("num_local_experts", "num_experts")}
+)
+_HY_EXPERTS = SigmoidMixture(
+    192,
+    8,
+    width=1536,
+    scale=2.826,
+    names={
+        "count": ("num_experts", "num_local_experts"),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+    has_types=True,
+)
+_NO_DENSE = {"first_k_dense_replace": 0}
+_NO_SHARED = {"n_shared_experts": 0}
+
+
+def _granite_shared(read: JsonReader) -> Fields:
+    """Return Granite's fields with the expert of every token, which has no gate."""
+    experts = _GRANITE_EXPERTS.fields(read)["experts"]
+    shared = read.natural("shared_intermediate_size", 0)
+    return {**granite(read), "experts": dataclasses.replace(experts, shared=shared)}
+
+
+def _granite_shared_to_hf(cfg: ModelConfig) -> Fields:
+    keys = {**granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)}
+    assert cfg.experts is not None  # to_hf raises an error
+    return {**keys, "shared_intermediate_size": cfg.experts.shared}
+
+
+def _hunyuan(read: JsonReader) -> Fields:
+    """Return the fields.  Published files have a number for each layer, which must be one."""
+    config = dict(read.config)
+    for key in ("num_experts", "num_experts_per_tok"):
+        values = config.get(key)
+        if isinstance(values, list):
+            if not values or any(value != values[0] for value in values):
+                raise read.error(key, "numbers that differ between layers are not supported")
+            config[key] = values[0]
+    experts = _HUNYUAN_EXPERTS.fields(JsonReader(config, read.prefix))["experts"]
+    return {"experts": dataclasses.replace(experts, shared=experts.d_ff)}
+
+
+def _of_experts(mixture: SigmoidMixture, read: JsonReader) -> Fields:
+    """Return the fields of a family without a dense layer: no other width exists."""
+    experts = mixture.fields(read)
+    return {**experts, "d_ff": experts["experts"].d_ff}
+
+
+def _moe_width(read: JsonReader) -> Fields:
+    return {"intermediate_size": read.size("moe_intermediate_size", 1280)}
+
+
+def _minimax_derived(read: JsonReader) -> Fields:
+    share = read.size("rotary_dim", read.size("head_dim")) / read.size("head_dim")
+    return {**_moe_width(read), "partial_rotary_factor": share}
+
+
+FAMILIES: dict[str, Family] = {
+    "dots1": Family(
+        ("Dots1ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 32,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "sliding_window": 4096,
+            "norm_topk_prob": False,
+            **_NO_DENSE,
+        },
+        keys=("max_window_layers", *_DOTS_EXPERTS.keys),
+        same=BIAS,
+        fields=_DOTS_EXPERTS.fields,
+        to_hf=_DOTS_EXPERTS.to_hf,
+        facts={"qk_norm": "head"},
+        window=lambda i, read: i >= read.natural("max_window_layers", 62),
+    ),
+    "exaone_moe": Family(
+        ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 53,
+            "sliding_window": 4096,
+        },
+        keys=("sliding_window_pattern", "num_nextn_predict_layers", *_EXAONE_EXPERTS.keys),
+        fields=_EXAONE_EXPERTS.fields,
+        to_hf=_EXAONE_EXPERTS.to_hf,
+        facts={"qk_norm": "head"},
+        window=every(4),
+        is_nope=has_nope,
+        unused=("mtp.",),
+    ),
+    "flex_olmo": Family(
+        ("FlexOlmoForCausalLM",),
+        defaults={
+            "max_position_embeddings": 4096,
+            "rope_theta": 500_000.0,
+            "bos_token_id": None,
+            "eos_token_id": 100257,
+        },
+        keys=_FLEX_EXPERTS.keys,
+        same=BIAS,
+        fields=_FLEX_EXPERTS.fields,
+        to_hf=_FLEX_EXPERTS.to_hf,
+        facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+    ),
+    "solar_open": Family(
+        ("SolarOpenForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "partial_rotary_factor": 1.0,
+            **_NO_DENSE,
+        },
+        keys=("use_qk_norm", *_SOLAR_EXPERTS.keys),
+        same=(QKV_BIAS,),
+        fields=lambda read: _of_experts(_SOLAR_EXPERTS, read),
+        to_hf=_SOLAR_EXPERTS.to_hf,
+        derived=_moe_width,
+    ),
+    "sarvam_moe": Family(
+        ("SarvamMoEForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_theta": 8_000_000.0,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "partial_rotary_factor": 1.0,
+        },
+        keys=(
+            "use_qk_norm",
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            *_SARVAM_EXPERTS.keys,
+        ),
+        same=(QKV_BIAS,),
+        fields=lambda read: {
+            "qk_norm": "head" if read.flag("use_qk_norm", True) else "none",
+            **_SARVAM_EXPERTS.fields(read),
+        },
+        to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_SARVAM_EXPERTS.to_hf(cfg)},
+        others={"use_qkv_bias": "attention_bias"},
+    ),
+    "granitemoeshared": Family(
+        ("GraniteMoeSharedForCausalLM",),
+        keys=(
+            "attention_multiplier",
+            "logits_scaling",
+            "shared_intermediate_size",
+            *_GRANITE_EXPERTS.keys,
+        ),
+        same=GRANITE_SCALES,
+        fields=_granite_shared,
+        to_hf=_granite_shared_to_hf,
+    ),
+    "granitemoe_swa": Family(
+        ("GraniteMoeSWAForCausalLM",),
+        defaults={"sliding_window": 128},
+        keys=(
+            "attention_multiplier",
+            "logits_scaling",
+            "shared_intermediate_size",
+            "layer_rope_theta",
+            *_GRANITE_EXPERTS.keys,
+        ),
+        same=GRANITE_SCALES,
+        fields=_granite_shared,
+        to_hf=lambda cfg: {**_granite_shared_to_hf(cfg), **granite_thetas(cfg)},
+        facts={"attn_sinks": True},
+        window=lambda i, read: i % 4 != 0,
+        is_nope=granite_nope,
+    ),
+    "hunyuan_v1_moe": Family(
+        ("HunYuanMoEV1ForCausalLM",),
+        defaults={"rms_norm_eps": 1e-5},
+        keys=(
+            "eod_token_id",
+            "moe_intermediate_size",
+            "num_shared_expert",
+            "use_mixed_mlp_moe",
+            "use_qk_norm",
+            *_HUNYUAN_EXPERTS.keys,
+        ),
+        same=BIAS,
+        fields=_hunyuan,
+        to_hf=_HUNYUAN_EXPERTS.to_hf,
+        facts={"qk_norm": "head", "qk_norm_last": True},
+        names={"num_experts_per_tok": "moe_topk"},
+    ),
+    "hy_v3": Family(
+        ("HYV3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=("enable_moe_fp32_combine", *_HY_EXPERTS.keys),
+        same=BIAS,
+        fields=_HY_EXPERTS.fields,
+        to_hf=_HY_EXPERTS.to_hf,
+        fixed={"mlp_bias": (False, None)},
+        facts={"qk_norm": "head"},
+        names={"routed_scaling_factor": "router_scaling_factor"},
+        unused=("model.layers.{n_layers}.",),
+    ),
+    "lfm2_moe": Family(
+        ("Lfm2MoeForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+            "first_k_dense_replace": 2,
+            **_NO_SHARED,
+        },
+        keys=("layer_types", "conv_L_cache", *_LFM2_EXPERTS.keys),
+        fields=lambda read: {**conv_layers(read), **_LFM2_EXPERTS.fields(read)},
+        to_hf=lambda cfg: {**conv_to_hf(cfg), **_LFM2_EXPERTS.to_hf(cfg)},
+        fixed={"conv_bias": (False, None), "use_expert_bias": (True, None)},
+        facts={"qk_norm": "head"},
+        eps="norm_eps",
+        names={"first_k_dense_replace": "num_dense_layers"},
+        others={"tie_embedding": "tie_word_embeddings"},
+    ),
+    "minimax_m2": Family(
+        ("MiniMaxM2ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5_000_000.0,
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
+            "partial_rotary_factor": None,  # which ``_minimax_derived`` computes
+            **_NO_DENSE,
+            **_NO_SHARED,
+        },
+        keys=("rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func", *_MINIMAX_EXPERTS.keys),
+        fields=lambda read: _of_experts(_MINIMAX_EXPERTS, read),
+        to_hf=_MINIMAX_EXPERTS.to_hf,
+        facts={"qk_norm": "full"},
+        names={"moe_intermediate_size": "intermediate_size"},
+        derived=_minimax_derived,
+    ),
+}

@@ -1,0 +1,242 @@
+"""Tiny models of the families of ``hf.dense``, ``hf.hybrid``, ``hf.gpt`` and ``hf.sparse``.
+
+``parity_cases`` adds them to its own: (model type, case, what its config.json says besides sizes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+EPS = {
+    **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
+    **dict.fromkeys(("jais2", "phi", "gpt_neox"), "layer_norm_eps"),
+    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
+    **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
+    "starcoder2": "norm_epsilon",
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+}
+_DIVIDED = {"head_dim": 8}  # the classes know no other width than hidden_size / heads
+DEFAULT = (
+    "hunyuan_v1_dense",
+    "ministral3",
+    "gpt_neo",
+)  # one of each mechanism that no other case has
+_SIGMOID = {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
+_MHA = {"head_dim": 8, "num_key_value_heads": 4}
+FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
+    ("gemma", "gelu", {"hidden_act": "gelu", "attention_bias": True}),
+    (
+        "vaultgemma",
+        "",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    ("arcee", "", {}),
+    ("arcee", "bias", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("nemotron", "", {}),
+    ("nemotron", "bias", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    ("jais2", "", {}),
+    ("starcoder2", "", {"sliding_window": 9, **_DIVIDED}),
+    ("starcoder2", "no-bias", {"use_bias": False, "tie_word_embeddings": True, **_DIVIDED}),
+    ("apertus", "", {"attention_bias": True}),
+    ("hunyuan_v1_dense", "", {}),
+    (
+        "hunyuan_v1_dense",
+        "alpha",
+        {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}, "head_dim": 16},
+    ),
+    (
+        "ministral3",
+        "",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            }
+        },
+    ),
+    ("exaone", "", {"attention_bias": True}),
+    ("exaone4", "", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    ("exaone4", "full", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("iquestcoder", "", {}),
+    ("hyperclovax", "", {**_GRANITE, **_DIVIDED}),
+    ("hyperclovax", "no-post-norm", {"use_post_norm": False, "mlp_bias": True, **_DIVIDED}),
+    (
+        "granite_swa",
+        "",
+        {**_GRANITE, "sliding_window": 9, "layer_rope_theta": [0.0, 10000.0], **_DIVIDED},
+    ),
+    ("olmo", "", {}),
+    (
+        "olmo_hybrid",
+        "",
+        {
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **_DIVIDED,
+        },
+    ),
+    (
+        "olmo_hybrid",
+        "no-positions",
+        {
+            "num_hidden_layers": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            **_DIVIDED,
+        },
+    ),
+    (
+        "lfm2",
+        "",
+        {
+            "num_hidden_layers": 3,
+            "block_multiple_of": 16,
+            "layer_types": ["conv", "full_attention", "conv"],
+            **_DIVIDED,
+        },
+    ),
+    ("gpt2", "", _MHA),
+    ("gpt-sw3", "", {**_MHA, "activation_function": "gelu", "tie_word_embeddings": True}),
+    ("gpt_bigcode", "", {**_DIVIDED, "num_key_value_heads": 1}),
+    ("gpt_bigcode", "heads", {**_MHA, "multi_query": False}),
+    ("gpt_neo", "", {**_MHA, "window_size": 9}),
+    ("opt", "", {**_MHA, "tie_word_embeddings": True}),
+    ("opt", "no-bias", {**_MHA, "enable_bias": False, "activation_function": "gelu"}),
+    ("biogpt", "", {**_MHA, "tie_word_embeddings": True}),
+    ("biogpt", "unscaled", {**_MHA, "scale_embedding": False}),
+    ("gptj", "", {**_MHA, "rotary_dim": 4}),
+    ("codegen", "", {**_MHA, "rotary_dim": 8}),
+    ("gpt_neox", "", {**_MHA, "rotary_pct": 0.5}),
+    (
+        "gpt_neox",
+        "serial",
+        {
+            **_MHA,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "rotary_pct": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("phi", "", {}),
+    ("falcon", "", {**_DIVIDED}),
+    ("falcon", "heads", {**_MHA, "multi_query": False, "parallel_attn": False, "bias": True}),
+    (
+        "falcon",
+        "new",
+        {**_DIVIDED, "new_decoder_architecture": True, "tie_word_embeddings": True},
+    ),
+    (
+        "falcon",
+        "new-one-norm",
+        {**_DIVIDED, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    (
+        "dots1",
+        "",
+        {
+            **_SIGMOID,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    (
+        "exaone_moe",
+        "",
+        {**_SIGMOID, "num_experts": 8, "sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    ("flex_olmo", "", {"num_experts": 6, "num_experts_per_tok": 3, **_DIVIDED}),
+    ("solar_open", "", {**_SIGMOID, "n_routed_experts": 8, "norm_topk_prob": False}),
+    ("sarvam_moe", "", {**_SIGMOID, "num_experts": 8, "num_shared_experts": 2}),
+    ("sarvam_moe", "plain", {**_SIGMOID, "num_experts": 8, "use_qk_norm": False}),
+    (
+        "granitemoeshared",
+        "",
+        {**_GRANITE, **_DIVIDED, "num_local_experts": 6, "shared_intermediate_size": 40},
+    ),
+    (
+        "granitemoe_swa",
+        "",
+        {
+            **_GRANITE,
+            **_DIVIDED,
+            "num_local_experts": 6,
+            "shared_intermediate_size": 0,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("hunyuan_v1_moe", "", {"num_experts": 6, "moe_topk": [3, 3]}),
+    (
+        "lfm2_moe",
+        "",
+        {
+            **_SIGMOID,
+            **_DIVIDED,
+            "num_experts": 8,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "minimax_m2",
+        "",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "head_dim": 16,
+            "rotary_dim": 8,
+        },
+    ),
+    (
+        "hy_v3",
+        "",
+        {
+            "moe_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "router_scaling_factor": 1.5,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "attention_bias": True,
+        },
+    ),
+)
+# transformers writes its convolutions in three equal parts, which are not q, k and v.
+UNWRITTEN = ("olmo_hybrid",)
+NAMES = tuple(f"{kind}{f'-{case}' if case else ''}" for kind, case, _ in FAMILY_CASES)

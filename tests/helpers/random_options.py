@@ -1,0 +1,188 @@
+"""Options of the families of ``dense_cases`` to draw at random: a list is one key's values.
+
+``test_parity_random`` draws them beside the sizes that all families share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FLAG = [True, False]
+_BIAS = {"attention_bias": _FLAG}
+_BIASES = {**_BIAS, "mlp_bias": _FLAG}
+_SCALES = {
+    "embedding_multiplier": [1.0, 12.0],
+    "logits_scaling": [1.0, 8.0],
+    "residual_multiplier": [1.0, 0.22],
+    "attention_multiplier": [0.0625, 0.3],
+}
+_EXPERTS = {"num_experts_per_tok": [1, 2, 3]}
+_SIGMOID = {
+    **_EXPERTS,
+    "moe_intermediate_size": [16, 24],
+    "routed_scaling_factor": [1.0, 1.5],
+    "norm_topk_prob": _FLAG,
+}
+_LEARNED = {"rope_theta": [10000.0]}  # which no layer reads
+_GPT2 = {**_LEARNED, "activation_function": ["gelu_new", "gelu", "relu"]}
+_THETAS = {"num_hidden_layers": [2], "layer_rope_theta": [None, [0.0, 1e4]], "rope_theta": [1e4]}
+_CONV = {
+    "num_hidden_layers": [3],
+    "conv_L_cache": [2, 3, 4],
+    "layer_types": [["conv", "full_attention", "conv"], ["full_attention", "conv", "conv"]],
+}
+FAMILIES: dict[str, dict[str, list[Any]]] = {
+    "gemma": {**_BIAS, "hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
+    "vaultgemma": {
+        **_BIAS,
+        "sliding_window": [3, 9],
+        "query_pre_attn_scalar": [8, 16],
+        "attn_logit_softcapping": [None, 2.0],
+        "final_logit_softcapping": [None, 3.0],
+    },
+    "arcee": {**_BIASES, "hidden_act": ["relu2", "silu", "gelu"]},
+    "nemotron": {**_BIASES, "partial_rotary_factor": [0.25, 0.5, 1.0], "head_dim": [8, 16]},
+    "jais2": _BIASES,
+    "starcoder2": {"use_bias": _FLAG, "sliding_window": [None, 3, 9]},
+    "apertus": {**_BIAS, "hidden_act": ["xielu", "relu2"]},
+    "hunyuan_v1_dense": _BIAS,
+    "ministral3": {
+        "sliding_window": [None, 9],
+        "rope_parameters": [
+            {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": factor,
+                "original_max_position_embeddings": first,
+                "llama_4_scaling_beta": beta,
+            }
+            for factor, first, beta in ((4.0, 16, 0.3), (8.0, 16, 0.1), (2.0, 40, 0.5))
+        ],
+    },
+    "exaone": _BIASES,
+    "exaone4": {"sliding_window": [3, 9], "sliding_window_pattern": [2, 3]},
+    "iquestcoder": _BIASES,
+    "hyperclovax": {**_SCALES, "mlp_bias": _FLAG, "use_post_norm": _FLAG},
+    "granite_swa": {**_SCALES, **_THETAS, **_BIASES, "sliding_window": [3, 9]},
+    "olmo": _BIAS,
+    "olmo_hybrid": {
+        "num_hidden_layers": [3],
+        "num_attention_heads": [4],
+        "num_key_value_heads": [2, 4],
+        "linear_num_value_heads": [4],
+        "linear_num_key_heads": [4],
+        "linear_key_head_dim": [8],
+        "linear_value_head_dim": [8, 12],
+        "linear_allow_neg_eigval": _FLAG,
+        "layer_types": [
+            ["linear_attention", "full_attention", "linear_attention"],
+            ["full_attention", "linear_attention", "full_attention"],
+        ],
+    },
+    "lfm2": {**_CONV, "block_auto_adjust_ff_dim": _FLAG, "block_multiple_of": [8, 16]},
+    "gpt2": _GPT2,
+    "gpt-sw3": _GPT2,
+    "gpt_bigcode": {**_GPT2, "multi_query": _FLAG},
+    "gpt_neo": {**_GPT2, "window_size": [3, 9], "num_hidden_layers": [2, 4]},
+    "opt": {**_LEARNED, "enable_bias": _FLAG, "activation_function": ["relu", "gelu"]},
+    "biogpt": {**_LEARNED, "scale_embedding": _FLAG, "hidden_act": ["gelu", "relu"]},
+    "gptj": {
+        "rotary_dim": [2, 4],
+        "tie_word_embeddings": [False],
+        "rope_theta": [10000.0],
+        "activation_function": ["gelu_new", "relu"],
+    },
+    "codegen": {
+        "rotary_dim": [2, 4],
+        "tie_word_embeddings": [False],
+        "rope_theta": [10000.0],
+        "activation_function": ["gelu_new", "relu"],
+    },
+    "gpt_neox": {
+        "rotary_pct": [0.5, 1.0],
+        "use_parallel_residual": _FLAG,
+        "attention_bias": _FLAG,
+        "hidden_act": ["gelu", "gelu_fast", "relu"],
+    },
+    "phi": {"tie_word_embeddings": [False], "partial_rotary_factor": [0.5, 1.0]},
+    "falcon": {
+        "bias": _FLAG,
+        "new_decoder_architecture": _FLAG,
+        "multi_query": _FLAG,
+        "activation": ["gelu", "relu"],
+    },
+    "dots1": {
+        **_BIAS,
+        **_SIGMOID,
+        "n_routed_experts": [8],
+        "n_shared_experts": [1, 2],
+        "first_k_dense_replace": [0, 1],
+        "sliding_window": [None, 9],
+        "max_window_layers": [0, 1],
+    },
+    "exaone_moe": {
+        **_SIGMOID,
+        "num_experts": [8],
+        "sliding_window": [3, 9],
+        "sliding_window_pattern": [2, 3],
+    },
+    "flex_olmo": {**_BIAS, **_EXPERTS, "num_experts": [4, 6], "norm_topk_prob": _FLAG},
+    "solar_open": {**_BIAS, **_SIGMOID, "n_routed_experts": [8], "n_shared_experts": [1, 2]},
+    "sarvam_moe": {**_BIAS, **_SIGMOID, "num_experts": [8], "use_qk_norm": _FLAG},
+    "granitemoeshared": {
+        **_SCALES,
+        **_BIAS,
+        "num_local_experts": [4, 6],
+        "shared_intermediate_size": [0, 40],
+    },
+    "granitemoe_swa": {
+        **_SCALES,
+        **_THETAS,
+        "num_local_experts": [4, 6],
+        "shared_intermediate_size": [0, 40],
+        "sliding_window": [3, 9],
+    },
+    "hunyuan_v1_moe": {**_BIAS, "num_experts": [4, 6], "moe_topk": [1, 2, 3]},
+    "hy_v3": {
+        **_BIAS,
+        **_EXPERTS,
+        "moe_intermediate_size": [16, 24],
+        "router_scaling_factor": [1.0, 1.5],
+        "num_experts": [8],
+        "num_shared_experts": [1, 2],
+        "num_hidden_layers": [2, 3],
+    },
+    "lfm2_moe": {**_CONV, **_SIGMOID, "num_experts": [8], "num_dense_layers": [1, 2]},
+    "minimax_m2": {
+        **_EXPERTS,
+        "num_local_experts": [8],
+        "head_dim": [16],
+        "rotary_dim": [8, 16],
+    },
+}
+# Families whose classes know no other width of a head than hidden_size / num_attention_heads.
+DIVIDED = (
+    "starcoder2",
+    "hyperclovax",
+    "granite_swa",
+    "olmo_hybrid",
+    "lfm2",
+    "gpt2",
+    "gpt-sw3",
+    "gpt_bigcode",
+    "gpt_neo",
+    "opt",
+    "biogpt",
+    "gptj",
+    "codegen",
+    "gpt_neox",
+    "falcon",
+    "flex_olmo",
+    "granitemoeshared",
+    "granitemoe_swa",
+    "lfm2_moe",
+    "olmo",
+    "phi",
+)
+# Families without groups of q heads that share k and v.
+UNGROUPED = ("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox")
