@@ -195,6 +195,17 @@ ROWS = {
         {"TensorRT-LLM 128 / 128": 27_911, "TensorRT-LLM 1000 / 1000": 17_744},
         _TENSORRT,
     ),
+    "engine-gpt-oss": Row(
+        "serving gpt-oss-20b in the engine, MXFP4, int8 cache, 512 in flight",
+        {
+            "1000 / 1000": "python -m benchmarks.engine --model gpt-oss-20b --quantize mxfp4 "
+            "--prompt 1000 --new 1000"
+        },
+        "tokens_per_second",
+        "tokens/s",
+        {"TensorRT-LLM 1000 / 1000": 13_858},
+        "TensorRT-LLM, MXFP4, one H200, as published",
+    ),
     "engine-long-prompts": Row(
         "serving Llama-3.1-8B in the engine, W8A8, int8 cache, 256 in flight",
         {"2048 / 128": f"{_ENGINE} --prompt 2048 --new 128 --in-flight 256"},
