@@ -27,6 +27,14 @@ def fold(source: TensorSource, value: Tree) -> Tree:
     return _moved(value, source.row_order(), source.scale, source.offset)
 
 
+def fold_rows(source: TensorSource, value: np.ndarray) -> np.ndarray:
+    """``fold`` of an array that has a value or a row for each row of the tensor, as an adapter's
+    second factor ``[out, r]`` has."""
+    moved = _moved(value, source.row_order(), source.scale, 0.0)
+    assert isinstance(moved, np.ndarray)
+    return moved
+
+
 def unfold(source: TensorSource, value: Tree) -> Tree:
     """The inverse of ``fold``."""
     if isinstance(source.turned, Stacked) and isinstance(value, np.ndarray):

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllama.checkpoints.folding import fold
+from jaxllama.checkpoints.folding import fold_rows
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json, write
 from jaxllama.config import ModelConfig
@@ -153,14 +153,14 @@ def _factors(
             f"model want {[rank, width]} and {[out, rank]}"
         )
     with np.errstate(over="ignore", invalid="ignore"):
-        b = fold(source, b * np.float32(scale))
+        b = fold_rows(source, b * np.float32(scale))
     more: tuple[np.ndarray, ...] = ()
     if has_magnitudes:
         if pair["m"].shape != (out,):
             raise file.error(
                 f"{module}: lora_magnitude_vector {list(pair['m'].shape)}, not {[out]}"
             )
-        more = (fold(source, pair["m"]),)
+        more = (fold_rows(source, pair["m"]),)
     if not all(np.isfinite(part).all() for part in (a, b, *more)):
         raise file.error(f"{module}: numbers that are NaN or infinite")
     return a, b, *more

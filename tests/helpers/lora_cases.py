@@ -62,14 +62,21 @@ def write(path: Path, factors: dict[str, np.ndarray], **config: Any) -> Path:
 
 
 def merged(
-    checkpoint: dict[str, np.ndarray], factors: dict[str, np.ndarray], scale: float
+    cfg: ModelConfig,
+    checkpoint: dict[str, np.ndarray],
+    factors: dict[str, np.ndarray],
+    scale: float,
 ) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors with ``scale * B @ A`` added, in float64."""
+    """The checkpoint's tensors with ``scale * B @ A`` added, in float64; transposed as they are
+    (GPT-2's)."""
+    sources = [source for param in param_table(cfg).values() for source in param.sources]
+    turned = {source.name for source in sources if source.is_transposed}
     out = dict(checkpoint)
     for name in factors:
         if name.endswith("lora_A.weight"):
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = factors[name.replace("lora_A", "lora_B")]
             added = scale * b.astype(np.float64) @ factors[name].astype(np.float64)
+            added = added.T if f"{module}.weight" in turned else added
             out[f"{module}.weight"] = (out[f"{module}.weight"] + added).astype(np.float32)
     return out

@@ -76,7 +76,7 @@ def test_costs_are_scaled_to_a_card(monkeypatch):
     assert scaled.start == own.start and scaled.serial == own.serial
     np.testing.assert_allclose(scaled.shared[0], 4800 / 2039 / 4.3)  # a copy's microseconds a MB
     np.testing.assert_allclose(scaled.shared[1] / own.shared[1], 132 / 108)
-    assert gpu().costs["experts mosaic int4"].serial == (1.52,)
+    assert gpu().costs["experts mosaic int4"].serial == (1.49,)
 
 
 def test_an_unknown_card_is_the_nearest_below():
