@@ -35,6 +35,13 @@ def fold_rows(source: TensorSource, value: np.ndarray) -> np.ndarray:
     return moved
 
 
+def unfold_rows(source: TensorSource, value: np.ndarray) -> np.ndarray:
+    """The inverse of ``fold_rows``."""
+    moved = _moved(value, source.row_order(inverse=True), 1.0 / source.scale, 0.0)
+    assert isinstance(moved, np.ndarray)
+    return moved
+
+
 def unfold(source: TensorSource, value: Tree) -> Tree:
     """The inverse of ``fold``."""
     if isinstance(source.turned, Stacked) and isinstance(value, np.ndarray):

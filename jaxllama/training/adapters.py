@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxllama.checkpoints import peft
-from jaxllama.checkpoints.folding import unfold
+from jaxllama.checkpoints.folding import unfold_rows
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.lora import Lora, row_norms
@@ -211,6 +211,6 @@ def save(
     """
     modules = {}
     for tensor, a, *ours in _pairs(cfg, lora, adapters):
-        theirs = (unfold(tensor, one * np.float32(tensor.scale)) for one in ours)
+        theirs = (unfold_rows(tensor, one * np.float32(tensor.scale)) for one in ours)
         modules[tensor.name.removesuffix(".weight")] = a, *map(np.ascontiguousarray, theirs)
     peft.save(directory, modules, lora.rank, lora.alpha, source)

@@ -80,7 +80,7 @@ def grouped_tiles(
         N is gate, then up.
     tile : WeightTile
         Of the plan.
-    out_dtype : dtype
+    out_dtype : data-type
         float32 or bfloat16.
 
     Returns

@@ -98,7 +98,7 @@ def grouped_matmul(
     first : int32 scalar, optional
         w holds the experts from ``first`` on, a device's share.  The product of a pair with another
         expert is zero, its bias too, and the kernels do not compute it.
-    out_dtype : dtype, optional
+    out_dtype : data-type, optional
         Of the result; default: x's.
     implementation : "xla", "mosaic", "cpu" or None
         See ``pallas_kernels.dispatch``.

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jaxllama as jl
 from jaxllama import generation
 from jaxllama.checkpoints import peft as adapter_files
+from jaxllama.checkpoints.folding import fold_rows, unfold_rows
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
@@ -25,6 +26,7 @@ from jaxllama.model import linear
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import Adapted, attach, chosen, factors, for_rows, with_rows
 from jaxllama.model.mixers.gla import mix as gla
+from jaxllama.model.params import param_table
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rows.swiglu import swiglu
@@ -108,6 +110,16 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
             for got in (merged[layer][room][name]["weight"], beside):
                 np.testing.assert_allclose(got, product["weight"], rtol=0, atol=2e-6)
             assert relative_error(beside, plain[layer][room][name]["weight"]) > 0.1, index
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "cohere"])
+def test_the_rows_of_a_factor_go_there_and_back(name):
+    """In the order of RoPE's rows, and of a matrix that the file has transposed."""
+    for param in param_table(CASES[name]).values():
+        for source in param.sources:
+            if len(source.shape) == 2:
+                b = np.arange(2.0 * source.n_rows).reshape(-1, 2)
+                np.testing.assert_allclose(unfold_rows(source, fold_rows(source, b)), b)
 
 
 @pytest.mark.core
