@@ -258,7 +258,15 @@ class Prompts:
         texts = [] if is_cut else [message["content"] for message in plain]
         if any(tokenizer.exceeds(text, self.max_len) for text in texts):
             raise self._too_long("messages")
-        template = tokenizer.template_for(bool(tools)) or ""
+        template = tokenizer.template_for(bool(tools))
+        if template is None:  # the tokenizer's own error names the file
+            raise ApiError(
+                400,
+                "messages: the model has no chat template: send a prompt to /v1/completions, or add "
+                "a chat_template.jinja to the model's directory",
+                param="messages",
+                code="no_chat_template",
+            )
         if harmony.MARK in template:  # whose templates have another name of it
             for message in plain:
                 if thought := message.get("reasoning_content"):

@@ -148,6 +148,14 @@ def test_the_logprobs_of_a_chunk_are_those_of_the_schema(spells):
     assert to_json(said) == b'{"content":[%b],"refusal":null}' % chat_entries(call, 0, piece)
 
 
+def test_a_base_model_s_refusal_names_no_file():
+    tokenizer = Tokenizer(Tokenizer.byte_level()._backend, "/secret/tokenizer.json")
+    prompts = Prompts(ModelFacts(CFG, tokenizer, None, ()), NAME, MAX_LEN, 8)
+    with pytest.raises(ApiError, match="the model has no chat template") as refused:
+        prompts.chat(Chat(**CHAT), "chatcmpl-1")
+    assert "/secret" not in str(refused.value) and refused.value.status == 400
+
+
 @pytest.mark.core
 def test_stop_ends_before_the_text_and_counts_the_stop_token(http):
     long = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 60}).json()
