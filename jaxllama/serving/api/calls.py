@@ -262,8 +262,8 @@ class Prompts:
         if template is None:  # the tokenizer's own error names the file
             raise ApiError(
                 400,
-                "messages: the model has no chat template: send a prompt to /v1/completions, or add "
-                "a chat_template.jinja to the model's directory",
+                "messages: the model has no chat template: send a prompt to /v1/completions, or "
+                "add a chat_template.jinja to the model's directory",
                 param="messages",
                 code="no_chat_template",
             )
