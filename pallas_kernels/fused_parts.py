@@ -60,13 +60,16 @@ def gated(
         x = arith.mulf(u, p.cf(math.sqrt(8 / math.pi)))
     else:
         x = gate
-    power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
-    return arith.mulf((divide or p.divide)(gate, arith.addf(power, p.cf(1.0))), up)
+    return arith.mulf(_times_logistic(gate, x, divide or p.divide), up)
 
 
 def silu(gate: Value) -> Value:
-    power = p.exp2(arith.mulf(gate, p.cf(-LOG2E)))
-    return p.divide(gate, arith.addf(power, p.cf(1.0)))
+    return _times_logistic(gate, gate, p.divide)
+
+
+def _times_logistic(gate: Value, x: Value, divide: Callable[[Value, Value], Value]) -> Value:
+    power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
+    return divide(gate, arith.addf(power, p.cf(1.0)))
 
 
 def times_reciprocal(a: Value, b: Value) -> Value:

@@ -84,7 +84,7 @@ def of_plan(plan: Any, gated: str | None) -> Callable[..., jax.Array]:
 
     def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
         fan = experts.size // (x.size // x.shape[-1])
-        static = op.Static(fan, gated, plan, x.dtype, w.shape[0], False)
+        static = op.GroupedStatic(fan, gated, plan, x.dtype, w.shape[0], False)
         return op.planned(static, x, w, experts)
 
     return run

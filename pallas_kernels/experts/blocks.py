@@ -29,22 +29,37 @@ def most_blocks(n_pairs: int, n_experts: int, size: int) -> int:
     return min(n_pairs, (n_pairs + hit * (size - 1)) // size)
 
 
+def by_expert(experts: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
+    """(the pairs by expert int32 ``[P]``, where each expert's begin there int32 ``[E + 1]``).
+
+    experts: int32 ``[P]`` in [0, n_experts]; pairs of the last, which is none, come last.
+    """
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    before = experts[:, None] < jnp.arange(n_experts + 1)
+    return order, jnp.sum(before, axis=0, dtype=jnp.int32)
+
+
+def _divided(starts: jax.Array, size: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each expert's rows in pieces of up to ``size``: (the first piece of each expert ``[E]``, the
+    number of pieces, the expert of each of ``most`` pieces)."""
+    counts = (jnp.diff(starts) + (size - 1)) // size
+    ends = jnp.cumsum(counts)
+    owner = jnp.sum(ends[None, :] <= jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
+    return ends - counts, ends[-1], jnp.minimum(owner, len(counts) - 1)
+
+
 def blocks_of(experts: jax.Array, n_experts: int, size: int) -> Blocks:
     """The blocks of pairs whose experts are ``experts[P]``, in [0, n_experts)."""
     (n_pairs,) = experts.shape
     count = most_blocks(n_pairs, n_experts, size)
-    order = jnp.argsort(experts, stable=True)
+    order, starts = by_expert(experts, n_experts)
+    first_block, _, owner = _divided(starts, size, count)
     ranked = experts[order]
-    rows = jnp.sum(experts[:, None] == jnp.arange(n_experts), axis=0, dtype=jnp.int32)
-    blocks = (rows + (size - 1)) // size
-    ends = jnp.cumsum(blocks)
-    first_block, first_pair = ends - blocks, jnp.cumsum(rows) - rows
-    within = jnp.arange(n_pairs, dtype=jnp.int32) - first_pair[ranked]
+    within = jnp.arange(n_pairs, dtype=jnp.int32) - starts[ranked]
     place = first_block[ranked] * size + within
-    pairs = jnp.full((count * size,), n_pairs, jnp.int32).at[place].set(order.astype(jnp.int32))
+    pairs = jnp.full((count * size,), n_pairs, jnp.int32).at[place].set(order)
     places = jnp.zeros((n_pairs,), jnp.int32).at[order].set(place)
-    owner = jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
-    return Blocks(jnp.minimum(owner, n_experts - 1), pairs.reshape(count, size), places)
+    return Blocks(owner, pairs.reshape(count, size), places)
 
 
 class Parts(NamedTuple):
@@ -60,19 +75,11 @@ def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
 
     experts: int32 ``[P]`` in [0, n_experts]; the last is none, and its pairs are in no part.
     """
-    (n_pairs,) = experts.shape
-    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    own = jnp.arange(n_experts, dtype=jnp.int32)
-    # An expert's end and the parts of it and of those before it.
-    ends = jnp.sum(experts[None, :] <= own[:, None], axis=1, dtype=jnp.int32)
-    begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    count = (ends - begins + (size - 1)) // size
-    last = jnp.cumsum(count, dtype=jnp.int32)
-    part = jnp.arange(most_blocks(n_pairs, n_experts, size), dtype=jnp.int32)
-    owner = jnp.sum(last[None, :] <= part[:, None], axis=1, dtype=jnp.int32)
-    owner = jnp.minimum(owner, n_experts - 1)
-    first = begins[owner] + (part - (last - count)[owner]) * size
-    end = jnp.minimum(first + size, ends[owner])
+    part = jnp.arange(most_blocks(experts.shape[0], n_experts, size), dtype=jnp.int32)
+    order, starts = by_expert(experts, n_experts)
+    first_part, count, owner = _divided(starts, size, len(part))
+    first = starts[owner] + (part - first_part[owner]) * size
+    end = jnp.minimum(first + size, starts[owner + 1])
     rows = jnp.stack([owner, first, end, jnp.zeros_like(owner)], axis=1)
-    head = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(last[-1])
+    head = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(count)
     return Parts(order, jnp.concatenate([head, rows]))

@@ -38,7 +38,7 @@ from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import PairsScheme
-from pallas_kernels.experts.many_pairs_program import UNIT, Finish, PairsBlock
+from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock, PairsFinish
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
@@ -106,7 +106,7 @@ def grouped_tiles(
         "work": parts.work,
     }
     n_out = n if gate is None else n // 2
-    finish = Finish(
+    finish = PairsFinish(
         scaled=row is not None,
         gate=gate,
         rest=FLOAT4_REST if scheme.values in ("e8m0", "e4m3") else 1.0,

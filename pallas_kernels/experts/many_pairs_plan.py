@@ -18,12 +18,12 @@ from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.matmul.few_rows.plan import is_format
-from pallas_kernels.matmul.many_rows.plan import BARRIER_BYTES, BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BARRIER_BYTES, BLOCK_K, SlotGroups, WeightTile
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
-_LEAST_STAGES = 3
-_tile = functools.partial(WeightTile, unroll=1, stored=True)
+LEAST_STAGES = 3
+_tile = functools.partial(WeightTile, unroll=1)
 # Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
 TILES = (
     (_tile(16, 256, stages=10, cluster=1, unroll=2), 0.52),
@@ -43,42 +43,36 @@ class GroupedTilePlan(Predicted):
 
 
 @dataclasses.dataclass(frozen=True)
-class PairsScheme:
+class PairsScheme(SlotGroups):
     """How a weight's values become bfloat16.
 
     values: "bfloat16", "int8", "int4", "float8_e4m3fn", or float4 by its scales, "e8m0" or "e4m3".
-    group: columns that share a scale; 0 where rows alone have one.
+    group: 0 where rows alone have a scale.
     gated: whether an expert's rows are gate, then up, and a result is made of one of each.
+    row_bytes: of a row's scales and zeros of groups.
     """
 
     values: str
-    group: int
     gated: bool
-    scaled: ClassVar[bool] = False  # sums of a slot are not multiplied
+    row_bytes: int
 
     @classmethod
     def of(cls, w: Weight, gated: bool) -> PairsScheme:
         if not isinstance(w, QTensor):
-            return cls("bfloat16", 0, gated)
+            return cls(0, BLOCK_K, "bfloat16", gated, 0)
+        if w.scale.shape[-1] == 1 and w.zero is None and w.dtype not in (jnp.int4, FLOAT4):
+            return cls(0, BLOCK_K, w.dtype.name, gated, 0)
+        values = w.dtype.name
         if w.dtype == FLOAT4:
-            kind = "e8m0" if w.scale.dtype.name == "float8_e8m0fnu" else "e4m3"
-            return cls(kind, w.group_size, gated)
-        by_row = w.scale.shape[-1] == 1 and w.zero is None and w.dtype != jnp.int4
-        return cls(w.dtype.name, 0 if by_row else w.group_size, gated)
+            values = "e8m0" if w.scale.dtype.name == "float8_e8m0fnu" else "e4m3"
+        of_groups = [v for v in (w.scale, w.zero) if v is not None]
+        row_bytes = sum(v.shape[-1] * v.dtype.itemsize for v in of_groups)
+        return cls(w.group_size, BLOCK_K, values, gated, row_bytes)
 
     @property
     def bits(self) -> int:
         """Bits of a value of the weight."""
         return {"bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}.get(self.values, 4)
-
-    @property
-    def groups_per_slot(self) -> int:
-        return max(1, BLOCK_K // self.group)
-
-    def group_of(self, j: jax.Array) -> jax.Array:
-        """The first group of slot j."""
-        slots = max(1, self.group // BLOCK_K)
-        return (j // slots) * self.groups_per_slot
 
     def rows_in_memory(self, tile: WeightTile) -> int:
         """Rows of w in a slot.  Those of gate fill a multiple of 64, or a copy of their scales
@@ -105,9 +99,9 @@ def tile_plan(
     if reason := _refusal(x, w, gated is not None):
         return Reason(reason)
     scheme = PairsScheme.of(w, gated is not None)
-    tile = shortest_tile(w, n_pairs, scheme)
-    if tile.stages < _LEAST_STAGES:
-        return Reason(f"{_row_bytes(w)} bytes of scales a row leave no room for {tile}")
+    tile, _ = shortest_tile(w, n_pairs, scheme)
+    if tile.stages < LEAST_STAGES:
+        return Reason(f"{scheme.row_bytes} bytes of scales a row leave no room for {tile}")
     return GroupedTilePlan(tile)
 
 
@@ -131,20 +125,13 @@ def _refusal(x: jax.Array, w: Weight, gated: bool) -> str | None:
     return None
 
 
-def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> WeightTile:
-    """The tile with the least work, with as many stages as fit."""
-    row_bytes = _row_bytes(w) if scheme.group else 0
-    fitted = [(_fitted(tile, scheme, row_bytes), us) for tile, us in TILES]
-    found = [one for one in fitted if one[0].stages >= _LEAST_STAGES] or fitted[:1]
-    return min(found, key=lambda one: _busiest_us(*one, w, n_pairs, scheme))[0]
-
-
-def busiest_us(w: Weight, n_pairs: int, gated: bool) -> float:
-    """Microseconds that the busiest block computes, on the card that was measured."""
-    scheme = PairsScheme.of(w, gated)
-    tile = shortest_tile(w, n_pairs, scheme)
-    slot_us = next(us for one, us in TILES if (one.tokens, one.rows) == (tile.tokens, tile.rows))
-    return _busiest_us(tile, slot_us, w, n_pairs, scheme)
+def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[WeightTile, float]:
+    """The tile with the least work, with as many stages as fit, and the microseconds that its
+    busiest block computes on the card that was measured."""
+    found = [(fitted(tile, scheme), us) for tile, us in TILES]
+    found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
+    timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
+    return min(timed, key=lambda one: one[1])
 
 
 def chosen_experts(n_experts: int, n_pairs: int) -> float:
@@ -164,15 +151,9 @@ def _busiest_us(
     return rounds * k / BLOCK_K * slot_us
 
 
-def _row_bytes(w: Weight) -> int:
-    """Bytes of a row's scales and zeros."""
-    if not isinstance(w, QTensor):
-        return 0
-    return sum(v.shape[-1] * v.dtype.itemsize for v in (w.scale, w.zero) if v is not None)
-
-
-def _fitted(tile: WeightTile, scheme: PairsScheme, row_bytes: int) -> WeightTile:
+def fitted(tile: WeightTile, scheme: PairsScheme) -> WeightTile:
+    """The tile with as many stages as fit."""
     rows = scheme.rows_in_memory(tile)
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
-    stages = (gpu().shared_bytes - BARRIER_BYTES - 2 * rows * row_bytes) // slot
+    stages = (gpu().shared_bytes - BARRIER_BYTES - 2 * rows * scheme.row_bytes) // slot
     return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)

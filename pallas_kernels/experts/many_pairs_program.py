@@ -56,7 +56,7 @@ class PairsBlock:
         self.wide = scheme.results(tile)
         self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
         self.across = self.computing = tile.rows // 64  # warpgroups, side by side in w's rows
-        self.steps, self.first_step, self.k_part = self.k // BLOCK_K, 0, 0
+        self.steps = self.k // BLOCK_K
         self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster)
         self.vector_slots = 2
         # Of the rows of x that are copied and multiplied: the least that has a part's.
@@ -246,8 +246,8 @@ class PairsMultiplier(Multiplier):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finish:
-    """What follows a sum: the row's scale, the bias, the gate, and the store.
+class PairsFinish:
+    """The steps behind a sum: the row's scale, the bias, the gate, and the store.
 
     scaled: whether rows have a scale.  gate: None leaves sums as they are.
     rest: a constant factor of all sums.  bytes: of a result, 4 or 2 (bfloat16).

@@ -35,6 +35,7 @@ from pallas_kernels.cpu import experts as cpu
 from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.experts import xla
+from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
 from pallas_kernels.operands import check
@@ -46,7 +47,7 @@ __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
 Weight = jax.Array | QTensor | CpuWeight
 
 
-class Static(NamedTuple):
+class GroupedStatic(NamedTuple):
     """fan: experts of a row of x.  out: the result's dtype.  partial: an index of ``n_experts`` is
     an expert that w has not."""
 
@@ -143,7 +144,7 @@ def grouped_matmul(
         own = experts - jnp.asarray(first, jnp.int32)
         experts = jnp.where((own >= 0) & (own < sizes["E"]), own, sizes["E"])
     fan = 1 if x.ndim == 3 else sizes["k"]
-    static = Static(fan, gated, plan, dtype, sizes["E"], first is not None)
+    static = GroupedStatic(fan, gated, plan, dtype, sizes["E"], first is not None)
     if plan is None and not isinstance(w, CpuWeight):
         return _composed(static, x, w, experts, weights, bias)
     return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
@@ -179,7 +180,7 @@ def _weight_only(op: str, w: Weight) -> Weight:
 
 
 def _composed(
-    static: Static,
+    static: GroupedStatic,
     x: jax.Array,
     w: jax.Array | QTensor,
     experts: jax.Array,
@@ -192,7 +193,7 @@ def _composed(
 
 
 def _finished(
-    static: Static,
+    static: GroupedStatic,
     y: jax.Array,
     gated: Gate | None,
     experts: jax.Array,
@@ -227,7 +228,7 @@ def grouped_matmul_reference(
     x32 = x.astype(jnp.float32)
     x32 = jnp.broadcast_to(x32[:, None], (*experts.shape, x.shape[-1])) if x.ndim == 2 else x32
     y = jnp.einsum("tki,tkoi->tko", x32, floats[experts], precision=jax.lax.Precision.HIGHEST)
-    static = Static(1, gated, None, jnp.dtype(jnp.float32), floats.shape[0], False)
+    static = GroupedStatic(1, gated, None, jnp.dtype(jnp.float32), floats.shape[0], False)
     return _finished(static, y, gated, experts, weights, bias)
 
 
@@ -249,7 +250,7 @@ _sums = Op("grouped_matmul", _sums_xla, backward=_sums_backward)
 
 
 def planned(
-    static: Static,
+    static: GroupedStatic,
     x: jax.Array,
     w: Any,
     experts: jax.Array,
@@ -275,8 +276,8 @@ def planned(
     return _finished(static, y, left, experts, weights, added)
 
 
-def _inside(static: Static, weights: jax.Array | None) -> dict[str, Any]:
-    """What a Mosaic kernel does besides the product: it rounds a result that is final."""
+def _inside(static: GroupedStatic, weights: jax.Array | None) -> dict[str, Any]:
+    """The arguments of a Mosaic kernel: it also rounds a result that is final."""
     is_final = weights is None and _left(static.gated) is None
     out_dtype = static.out if is_final and static.out == jnp.bfloat16 else jnp.float32
     return {"fan": static.fan, "gate": inner_gate(static.gated), "out_dtype": out_dtype}
@@ -294,16 +295,13 @@ def _handled(
 
     Pairs without an expert come last, and are not computed.
     """
-    n_experts = w.shape[0]
-    order = jnp.argsort(pairs, stable=True)
-    before = pairs[:, None] < jnp.arange(n_experts + 1)
-    starts = jnp.sum(before, axis=0, dtype=jnp.int32)
+    order, starts = by_expert(pairs, w.shape[0])
     y = cpu.run(plan, x[order // fan], w, starts)
     return jnp.zeros_like(y).at[order].set(y)
 
 
 def _planned_xla(
-    static: Static,
+    static: GroupedStatic,
     x: jax.Array,
     w: Any,
     experts: jax.Array,

@@ -27,8 +27,8 @@ MOST_PAIRS, MOST_EXPERTS = 8 * THREADS, THREADS - 1
 def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     """As ``blocks.parts_of_pairs``, but for the order of one expert's pairs.
 
-    experts: int32 ``[P]``, up to ``MOST_PAIRS``; up to ``MOST_EXPERTS`` experts.  What lies behind
-    the last part, in the table and in the order, may be anything.
+    experts: int32 ``[P]``, up to ``MOST_PAIRS``; up to ``MOST_EXPERTS`` experts.  The table
+    behind the last part, and the order there, may hold anything.
     """
     (n_pairs,) = experts.shape
     out = {

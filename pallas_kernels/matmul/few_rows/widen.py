@@ -21,8 +21,7 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     """The word's weights as pairs of floats: nibbles i, i + 4, or bytes i, i + 2.
 
     A nibble u = q + 8 below the exponent of 128 (bf16) or 1024 (f16) is the float 128 + u;
-    flipping its top bit on the way in makes q unsigned.  bf16's 7 bits hold no byte: its sign
-    is split off and taken from 128 or 256.
+    flipping its top bit on the way in makes q unsigned.
     """
     if scheme.plain:
         return [word]
@@ -33,13 +32,7 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
         low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
         flipped = (p.and_xor(w, mask, scheme.bias) for w in low)
         return [p.sub_pairs(w, bias, scheme.kind) for w in flipped]
-    out = []
-    for i in range(2):
-        w = p.shift_right(word, 8 * i)
-        low = p.and_xor(w, 0x007F007F, 0x43004300)
-        sign = p.and_xor(w, 0x00800080, 0x43004300)
-        out.append(p.sub_pairs(low, sign, scheme.kind))
-    return out
+    return [int8_pair(p.shift_right(word, 8 * i)) for i in range(2)]
 
 
 def float4_pairs(word: Value, factor: Value) -> list[Value]:
@@ -56,6 +49,21 @@ def float4_pairs(word: Value, factor: Value) -> list[Value]:
         sign = p.masked(p.shift_left(word, 12 - 4 * i) if i < 3 else word, 0x80008000)
         out.append(p.mul_pairs(p.select_bits(magnitude, 0x01C001C0, sign), factor))
     return out
+
+
+def float4_bits(pair: Value) -> Value:
+    """Return the codes at the low ends of two half words at bfloat16's places, times 2^-126."""
+    sign = p.masked(p.shift_left(pair, 12), 0x80008000)
+    return p.select_bits(p.shift_left(pair, 6), 0x01C001C0, sign)
+
+
+def int8_pair(word: Value) -> Value:
+    """Return the int8 in bytes 0 and 2 of a word as a pair of bfloat16, exactly.
+
+    bfloat16's 7 bits hold no byte: its sign is split off and taken from 128 or 256.
+    """
+    low = p.and_xor(word, 0x007F007F, 0x43004300)
+    return p.sub_pairs(low, p.and_xor(word, 0x00800080, 0x43004300))
 
 
 def float8_pair(word: Value, kind: str = "bf16") -> Value:

@@ -40,6 +40,29 @@ def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
 
 
 @dataclasses.dataclass(frozen=True)
+class SlotGroups:
+    """The groups of scales in the ring's slots.
+
+    group: columns that share a scale.  block: columns of a slot.
+    """
+
+    group: int
+    block: int
+
+    @property
+    def groups_per_slot(self) -> int:
+        return max(1, self.block // self.group)
+
+    @property
+    def slots_per_group(self) -> int:
+        return max(1, self.group // self.block)
+
+    def group_of(self, j: jax.Array) -> jax.Array:
+        """The first group of slot j."""
+        return (j // self.slots_per_group) * self.groups_per_slot
+
+
+@dataclasses.dataclass(frozen=True)
 class PairTile(Predicted):
     """One block's tile and pipeline.
 

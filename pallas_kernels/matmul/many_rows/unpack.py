@@ -55,7 +55,6 @@ E4M3_STEP = 2.0**-9  # what the byte 1 is as e4m3
 _PITCH = 64  # bytes of a row of codes
 Widen = Callable[[Value], Value]
 _PAIR = 0x000F000F
-_LOW_BITS, _TOP_BIT, _BELOW_BYTE = 0x007F007F, 0x00800080, 0x43004300
 _BIASED = 0x43084308  # bfloat16's 136, twice: 128 + (q ^ 8) is 136 + q
 
 
@@ -212,9 +211,7 @@ def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
 
 def float4_pair(byte: Value, factor: Value) -> Value:
     """The two float4_e2m1fn codes of a byte times ``factor``, a pair of ``few_rows.widen``."""
-    spread = p.mul(byte, 0x1001)
-    sign = p.masked(p.shift_left(spread, 12), 0x80008000)
-    return p.mul_pairs(p.select_bits(p.shift_left(spread, 6), 0x01C001C0, sign), factor)
+    return p.mul_pairs(few_rows.float4_bits(p.mul(byte, 0x1001)), factor)
 
 
 def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER) -> jax.Array:
@@ -276,18 +273,12 @@ def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) ->
                 for at in (0, 8):
                     both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
                     both = p.permute(both, p.ci(0), 0x4140)
-                    pair = byte_pair(both) if integers else few_rows.float8_pair(both)
+                    pair = few_rows.int8_pair(both) if integers else few_rows.float8_pair(both)
                     words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
             rows.append(words)
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
 
     return unpacked(*refs)
-
-
-def byte_pair(word: Value) -> Value:
-    """The int8 in bytes 0 and 2 of a word as a pair, exactly: the sign bit weighs -128."""
-    low = p.and_xor(word, _LOW_BITS, _BELOW_BYTE)
-    return p.sub_pairs(low, p.and_xor(word, _TOP_BIT, _BELOW_BYTE))
 
 
 def from_bfloat16(tile, where=_IN_ORDER) -> jax.Array:

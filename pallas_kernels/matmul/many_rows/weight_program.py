@@ -26,35 +26,21 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     ring_slot,
     tile_of,
 )
-from pallas_kernels.matmul.many_rows.plan import WeightTile
+from pallas_kernels.matmul.many_rows.plan import SlotGroups, WeightTile
 
 _LAYOUT = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightScheme:
+class WeightScheme(SlotGroups):
     """How codes become the operand that is multiplied."""
 
-    group: int  # columns that share a scale
-    block: int  # columns of a slot of the ring
     zero: str | None  # "int": subtracted before the scale; "float": added after it
     codes: bool  # x has 8 bits, and so have the weights that it is multiplied by
     scaled: bool  # scales multiply sums of 128 columns, not weights
     unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
     float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
     float8: bool = False  # the codes are float8_e4m3fn
-
-    @property
-    def groups_per_slot(self) -> int:
-        return max(1, self.block // self.group)
-
-    @property
-    def slots_per_group(self) -> int:
-        return max(1, self.group // self.block)
-
-    def group_of(self, j):
-        """The first group of slot j."""
-        return (j // self.slots_per_group) * self.groups_per_slot
 
 
 class WeightBlock:

@@ -122,7 +122,7 @@ class MidBlock:
             p.copy_async(p.add(to, slot), at, 0, line=True)
 
     def swizzle(self, group: Value, pitch: int) -> Value:
-        """What the pieces of a row are XORed with; group: of the lanes that load it."""
+        """The number that the pieces of a row are XORed with; group: of the lanes that load it."""
         if self.scheme.exact:
             return p.masked(group, 7)
         if pitch > 64:
@@ -174,7 +174,7 @@ class MidBlock:
             self.w_places.append([p.add(w_begin, at)])
 
     def place_matrices(self, units: list[Value], w_begin: Value) -> None:
-        """Of 8 rows of x the unit's four pieces; of 16 rows of w two, for each step of mma."""
+        """Place four pieces of 8 rows of x for a unit, and two of 16 rows of w for each mma."""
         scheme = self.scheme
         row, matrix = p.masked(self.lane, 7), p.shift_right(self.lane, 3)
         of_w = p.add(p.mul(row, _OWN), p.masked(matrix, 1))
@@ -242,7 +242,7 @@ class MidBlock:
 
     @property
     def scale_sets(self) -> int:
-        """Of a step: one for all of its units, or one for each unit of the warp."""
+        """The sets of scales of a step: one for all its units, or one for each unit of a warp."""
         return 1 if self.is_one_group else self.scheme.units // self.tile.k_warps
 
     def load_scales(self, step: Value) -> list[Value]:
@@ -355,7 +355,7 @@ class MidBlock:
                 p.when(is_here, body)
 
     def row_scales(self, row: Value) -> list[Value] | None:
-        """What the sums of the lane's rows of w are multiplied by, or None."""
+        """The factors of the sums of the lane's rows of w, or None."""
         if self.scheme.w.float4:
             rest = p.cf(FLOAT4_REST)
             units = self.load_own("unit", row)

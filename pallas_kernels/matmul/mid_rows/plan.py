@@ -46,7 +46,7 @@ class MidScheme:
 
     @property
     def family(self) -> str:
-        """Of the costs in the device's table."""
+        """The family of costs in the device's table."""
         return f"mid int{self.w.bits}{' x 8 bits' if self.exact else ''}"
 
     @property
@@ -119,7 +119,7 @@ class MidTile(Predicted):
         return self.tokens * scheme.x_pitch + self.rows * scheme.w_pitch
 
     def shared_bytes(self, scheme: MidScheme) -> int:
-        """Of the ring, in whose place the warps' sums are at the end."""
+        """Bytes of the ring; the warps' sums take its place at the end."""
         sums = (self.k_warps - 1) * self.tokens * self.rows * 4
         return max(self.stages * self.step_bytes(scheme), sums)
 

@@ -12,8 +12,6 @@ from pallas_kernels.matmul.few_rows import widen as few_rows
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
-_SIGN, _MAGNITUDE, _EXPONENT = 0x00800080, 0x007F007F, 0x43004300
-
 
 def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]:
     """Return the word's codes less zero: pairs, the word's lowest bits first.
@@ -23,16 +21,13 @@ def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]
     if w.float4:
         upper = p.shift_right(word, 4)
         spread = [p.permute(word, upper, 0x4400 + 0x1111 * i) for i in range(4)]
-        return [float4_bits(x) for x in spread]
+        return [few_rows.float4_bits(x) for x in spread]
     if w.float8:
         spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
         return [few_rows.float8_pair(x, w.kind) for x in spread]
     if w.bits == 8 and w.kind == "bf16":
-        # bfloat16's 7 bits hold no byte: its sign is taken off apart.
-        return [
-            p.sub_pairs(p.and_xor(x, _MAGNITUDE, _EXPONENT), p.and_xor(x, _SIGN, _EXPONENT))
-            for x in (p.permute(word, word, 0x1100), p.permute(word, word, 0x3322))
-        ]
+        spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
+        return [few_rows.int8_pair(x) for x in spread]
     if w.bits == 8:
         spread, mask = [p.permute(word, word, selector) for selector in (0x1100, 0x3322)], 0xFF
     else:
@@ -42,12 +37,6 @@ def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]
     if zero is not None:
         bias = p.add(bias, p.mul(zero, 0x00010001))
     return [p.sub_pairs(p.and_xor(x, mask * 0x00010001, w.bias), bias, w.kind) for x in spread]
-
-
-def float4_bits(pair: Value) -> Value:
-    """Return the codes at the low ends of two half words at bfloat16's places, times 2^-126."""
-    sign = p.masked(p.shift_left(pair, 12), 0x80008000)
-    return p.select_bits(p.shift_left(pair, 6), 0x01C001C0, sign)
 
 
 def factor_of(w: FewRowsScheme, scale: Value, kind: str | None) -> Value:

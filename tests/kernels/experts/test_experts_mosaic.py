@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.experts import kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.experts.op import Static, grouped_matmul_reference, planned
+from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.matmul.few_rows import operands, row, row_loops, widen
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest, weight
@@ -110,7 +110,7 @@ def test_values_on_the_gpu(name, n, k, activation) -> None:
     @jax.jit
     def run(x, w, experts):
         plan = planning.row_plan(x, w, experts.size, activation)
-        static = Static(2, activation, plan, x.dtype, w.shape[0], False)
+        static = GroupedStatic(2, activation, plan, x.dtype, w.shape[0], False)
         return planned(static, x, w, experts, bias=bias)
 
     got = run(x, w, experts)

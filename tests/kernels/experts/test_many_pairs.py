@@ -17,7 +17,7 @@ from pallas_kernels.experts import blocks, many_pairs_plan, sort_kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.many_pairs_plan import TILES, GroupedTilePlan, tile_plan
-from pallas_kernels.experts.op import Static, grouped_matmul_reference, planned
+from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
@@ -135,10 +135,7 @@ def test_a_tile_fits_into_shared_memory(scheme) -> None:
     k = 2944 if scheme == "fp8-block" else k
     w = outline(scheme, 2, 128, k)
     made = many_pairs_plan.PairsScheme.of(w, True)
-    assert any(
-        many_pairs_plan._fitted(tile, made, many_pairs_plan._row_bytes(w)).stages >= 3
-        for tile, _ in TILES
-    )
+    assert any(many_pairs_plan.fitted(tile, made).stages >= 3 for tile, _ in TILES)
 
 
 def test_the_choice_between_the_kernels() -> None:
@@ -166,14 +163,12 @@ def operands(scheme, n, k, tokens=37, n_experts=5, chosen=2):
 
 def by_tile(tile, gated, x, w, experts, bias=None, weights=None):
     fan = experts.size // (x.size // x.shape[-1])
-    static = Static(fan, gated, GroupedTilePlan(tile), x.dtype, w.shape[0], False)
+    static = GroupedStatic(fan, gated, GroupedTilePlan(tile), x.dtype, w.shape[0], False)
     return planned(static, x, w, experts, weights, bias)
 
 
 def fitted(tile, w, gated):
-    made = many_pairs_plan.PairsScheme.of(w, gated is not None)
-    row_bytes = many_pairs_plan._row_bytes(w) if made.group else 0
-    return many_pairs_plan._fitted(tile, made, row_bytes)
+    return many_pairs_plan.fitted(tile, many_pairs_plan.PairsScheme.of(w, gated is not None))
 
 
 @newest
