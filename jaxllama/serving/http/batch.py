@@ -50,7 +50,7 @@ def run(
     is answered, and for an engine that fails.
     """
     lines, kept = left(source, target)
-    with Answers(target, len(lines), kept, show) as answers:
+    with AnswerFile(target, len(lines), kept, show) as answers:
 
         async def one(line: Line) -> None:
             answers.add(*await answer(app, name, line))
@@ -65,14 +65,14 @@ def left(source: Path, target: Path) -> tuple[list[Line], int]:
     return [line for line in read(source) if line[0] not in done], len(done)
 
 
-class Answers:
+class AnswerFile:
     """Adds lines to the file of answers, and counts them."""
 
     def __init__(self, target: Path, total: int, kept: int, show: bool) -> None:
         self.counts = {"answered": 0, "failed": 0, "kept": kept}
         self._target, self._total, self._show = target, total, show
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> AnswerFile:
         with contextlib.ExitStack() as stack:
             self._out = stack.enter_context(open(self._target, "a", encoding="utf-8"))
             bar = progress.working("answering", self._total, self._show, unit="requests")
@@ -106,17 +106,24 @@ async def answer(app: ASGIApp, name: str, line: Line) -> tuple[int, str]:
         if status == 503:
             raise JaxLlamaError(reply["error"]["message"])
         await asyncio.sleep(AGAIN_SECONDS)
-    return status, output_line(custom_id, request_id, status, reply)
+    return status, answer_line(custom_id, request_id, status, reply)
 
 
-def output_line(custom_id: str, request_id: str, status: int, answer: JsonObject) -> str:
+def answer_line(custom_id: str, request_id: str, status: int, answer: JsonObject) -> str:
     """Return the line of an answer."""
-    response = {"status_code": status, "request_id": request_id, "body": answer}
+    response: JsonObject = {"status_code": status, "request_id": request_id, "body": answer}
+    return output_line(custom_id, request_id, response, None)
+
+
+def output_line(
+    custom_id: str, request_id: str, response: JsonObject | None, error: JsonObject | None
+) -> str:
+    """Return the line of a line of input: its answer, or the reason why there is none."""
     entry = {
         "id": f"batch_req_{request_id}",
         "custom_id": custom_id,
         "response": response,
-        "error": None,
+        "error": error,
     }
     return json.dumps(entry, ensure_ascii=False) + "\n"
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import sqlite3
@@ -239,7 +238,7 @@ class _Run:
             if status == 429 or (status == 503 and code != "engine_failed"):
                 await asyncio.sleep(AGAIN_SECONDS.get(code or "", 1.0))
             elif status:
-                return status, runner.output_line(custom_id, request_id, status, answer)
+                return status, runner.answer_line(custom_id, request_id, status, answer)
         return 0, ""
 
     async def _post(
@@ -315,14 +314,11 @@ def _expired(batch: BatchObject) -> None:
 
 
 def _expired_line(custom_id: str) -> str:
-    error = {"code": "batch_expired", "message": "the batch ended before this line began"}
-    entry = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": custom_id,
-        "response": None,
-        "error": error,
+    error: JsonObject = {
+        "code": "batch_expired",
+        "message": "the batch ended before this line began",
     }
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+    return runner.output_line(custom_id, uuid.uuid4().hex, None, error)
 
 
 def _now() -> int:

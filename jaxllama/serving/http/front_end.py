@@ -23,7 +23,6 @@ from typing import Any
 
 import uvicorn
 
-from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, application
@@ -98,18 +97,8 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
     setup = welcomed.result()
     link.know(setup.facts.tokenizer, setup.facts.config.eos_token_ids)
     app = application(setup.facts, link, setup.settings, setup.max_queue)
-    config = uvicorn.Config(
-        app,
-        http=limits.protocol(),
-        lifespan="on",
-        ws="none",
-        log_config=logs.configuration(),
-        access_log=False,
-        server_header=False,
-        ssl_certfile=setup.certificate,
-        ssl_keyfile=setup.private_key,
-        timeout_graceful_shutdown=setup.drain_timeout,
-    )
+    tls = {"ssl_certfile": setup.certificate, "ssl_keyfile": setup.private_key}
+    config = limits.uvicorn_config(app, setup.drain_timeout, **tls)
     server = _Server(config, link)
 
     async def tell() -> None:

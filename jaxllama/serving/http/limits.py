@@ -1,5 +1,6 @@
 """Limits of a connection before its request reaches the application, as a uvicorn protocol.
 
+    uvicorn_config(app, ...)             of a server with this protocol
     protocol(peers) -> class             for ``uvicorn.Config(http=...)``
     Peers(limit)                         the open connections of this process, by client address
     raise_descriptors()                  raises the limit of open files to the system's maximum
@@ -24,8 +25,11 @@ import os
 import resource
 from typing import Any
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jaxllama.serving import logs
 from jaxllama.serving.api.schemas import ApiError, to_json
 
 HEAD_BYTES = 64 * 1024
@@ -225,3 +229,21 @@ class Limited(HttpToolsProtocol):
 def protocol(peers: Peers | None = None) -> type[HttpToolsProtocol]:
     """Return the protocol of one server, whose connections ``peers`` counts."""
     return type("LimitedProtocol", (Limited,), {"peers": peers or Peers()})
+
+
+def uvicorn_config(app: ASGIApp, drain_timeout: int, **tls: Any) -> uvicorn.Config:
+    """Return the configuration of a server with these limits and our log.
+
+    drain_timeout: seconds from the signal to the end. tls: uvicorn's fields of a certificate.
+    """
+    return uvicorn.Config(
+        app,
+        http=protocol(),
+        lifespan="on",
+        ws="none",
+        log_config=logs.configuration(),
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_timeout,
+        **tls,
+    )

@@ -6,6 +6,7 @@ line. ``scope["state"]["owner"]`` names the key: a digest of it, "" if the serve
 module also has the connection helpers of the handlers:
 
     answer_error(error)                      OpenAI's error object for any exception
+    open_to(app, origins)                    the application for pages of other origins
     read_body(request, limit)                413 beyond the limit, 408 when it does not come
     unless_disconnected(receive, work)       the work's result, or ClientGone and the work cancelled
 """
@@ -24,6 +25,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -279,6 +281,22 @@ def api_error(error: Exception) -> ApiError:
         return error
     _log.error("an error of ours", exc_info=error)
     return ApiError(500, "internal error: the server's log has the reason")
+
+
+def open_to(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return the application with CORS for the origins of other pages.
+
+    It is outermost, because a browser's preflight request has no key.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "Retry-After"),
+    )
 
 
 def answer_error(error: Exception, path: str = "") -> Response:

@@ -27,14 +27,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama import __version__
-from jaxllama.serving import logs
 from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.schemas import ApiError, Health, Version, respond
 from jaxllama.serving.http import limits
@@ -44,6 +42,7 @@ from jaxllama.serving.http.middleware import (
     ClientGone,
     Middleware,
     answer_error,
+    open_to,
     read_body,
     unless_disconnected,
 )
@@ -282,15 +281,7 @@ def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
     # The models count for the keys' limits.
     keys = [ApiKey(key.key, key.name) for key in settings.keys]
     app = Middleware(app, _NoEngine(), keys, paths, settings.hosts)
-    if not settings.origins:
-        return app
-    return CORSMiddleware(
-        app,
-        settings.origins,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),
-        expose_headers=("X-Request-Id", "Retry-After"),
-    )
+    return open_to(app, settings.origins)
 
 
 class _Server(uvicorn.Server):
@@ -306,17 +297,6 @@ class _Server(uvicorn.Server):
 def serve_models(app: ASGIApp, listener: Any, banner: str, drain_timeout: int, **tls: Any) -> None:
     """Serve the application on a bound socket until SIGTERM or Ctrl-C."""
     limits.raise_descriptors()
-    config = uvicorn.Config(
-        app,
-        http=limits.protocol(),
-        lifespan="on",
-        ws="none",
-        log_config=logs.configuration(),
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_timeout,
-        **tls,
-    )
-    server = _Server(config, banner)
+    server = _Server(limits.uvicorn_config(app, drain_timeout, **tls), banner)
     with listener, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve([listener]))

@@ -35,7 +35,6 @@ from collections.abc import AsyncGenerator, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -83,6 +82,7 @@ from jaxllama.serving.http.middleware import (
     Middleware,
     answer_error,
     api_error,
+    open_to,
     read_body,
     unless_disconnected,
 )
@@ -202,16 +202,7 @@ def application(
     paths = [route.path for route in routes if "{" not in route.path]
     app = Middleware(app, link, settings.keys, paths, settings.hosts, server.tracer)
     server.app = app
-    if not settings.origins:
-        return app
-    # Outermost, because a browser's preflight request has no key.
-    return CORSMiddleware(
-        app,
-        settings.origins,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),
-        expose_headers=("X-Request-Id", "Retry-After"),
-    )
+    return open_to(app, settings.origins)
 
 
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
