@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +41,9 @@ SERVER = (
     "unload_after",
     "model_table",
 )
-# A model's process: ``child`` with the words of its spec.
-PROGRAM = (sys.executable, "-P", "-c", f"from {__name__} import child; child()")
+# A model's process, with the words of its spec.
+PROGRAM = (sys.executable, "-P", "-m", "jaxllama.cli.model_process")
 _OWN = ("run", "top", "inner")
-
-
-def child() -> None:
-    """Run ``jaxllama serve`` with this process's arguments until its standard input ends.
-
-    That is a pipe from the server, which ends with it.
-    """
-
-    def follow() -> None:
-        while os.read(0, 1024):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, daemon=True).start()
-    from jaxllama.cli.main import main
-
-    sys.exit(main(["serve", *sys.argv[1:]]))
 
 
 def run(args: argparse.Namespace) -> None:
