@@ -666,28 +666,17 @@ class ModelConfig:
                 kind,
                 "must be 'attention', 'gla', 'delta' or a key of mixers",
             )
-        _require(
-            set(self.nope_layers) <= set(range(self.n_layers)),
-            "nope_layers",
-            self.nope_layers,
-            f"must be below n_layers ({self.n_layers})",
-        )
-        bare = tuple(sorted(set(self.bare_layers)))
-        _require(
-            set(bare) <= set(range(self.n_layers)),
-            "bare_layers",
-            bare,
-            f"must be below n_layers ({self.n_layers})",
-        )
-        object.__setattr__(self, "bare_layers", bare)
-        after = tuple(sorted(set(self.post_norm_layers)))
-        _require(
-            set(after) <= set(range(self.n_layers)),
-            "post_norm_layers",
-            after,
-            f"must be below n_layers ({self.n_layers})",
-        )
-        object.__setattr__(self, "post_norm_layers", after)
+        for key in ("bare_layers", "post_norm_layers"):
+            object.__setattr__(self, key, tuple(sorted(set(getattr(self, key)))))
+        for key in ("nope_layers", "bare_layers", "post_norm_layers"):
+            found = getattr(self, key)
+            _require(
+                set(found) <= set(range(self.n_layers)),
+                key,
+                found,
+                f"must be below n_layers ({self.n_layers})",
+            )
+        after = self.post_norm_layers
         _require(
             not after or (self.pre_norms and not self.post_norms and not self.parallel_block),
             "post_norm_layers",

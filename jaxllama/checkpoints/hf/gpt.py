@@ -25,14 +25,17 @@ _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
     "intermediate_size": "n_inner",
 }
-# Options of classifiers, and dropout.
-_GPT2_INERT = (
+# Options of classifiers.
+_SUMMARY = (
     "summary_activation",
     "summary_first_dropout",
     "summary_last_dropout",
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
+)
+_GPT2_INERT = (
+    *_SUMMARY,
     "n_ctx",
     "reorder_and_upcast_attn",
     "gradient_checkpointing",
@@ -229,12 +232,7 @@ FAMILIES: dict[str, Family] = {
             "embed_dropout",
             "resid_dropout",
             "gradient_checkpointing",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_last_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
+            *_SUMMARY,
         ),
         fields=_gpt_neo_window,
         to_hf=_gpt_neo_to_hf,

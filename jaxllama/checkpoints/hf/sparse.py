@@ -35,15 +35,16 @@ _SARVAM_EXPERTS = SigmoidMixture(
         "shared": ("num_shared_experts", "n_shared_experts"),
     },
 )
+_COUNTS = {
+    "count": ("num_experts", "num_local_experts"),
+    "shared": ("num_shared_experts", "n_shared_experts"),
+}
 _EXAONE_EXPERTS = SigmoidMixture(
     64,
     8,
     width=1024,
     scale=2.5,
-    names={
-        "count": ("num_experts", "num_local_experts"),
-        "shared": ("num_shared_experts", "n_shared_experts"),
-    },
+    names=_COUNTS,
     has_types=True,
 )
 _LFM2_EXPERTS = SigmoidMixture(32, 4, width=1792, names={"count": ("num_experts",)})
@@ -55,10 +56,7 @@ _HY_EXPERTS = SigmoidMixture(
     8,
     width=1536,
     scale=2.826,
-    names={
-        "count": ("num_experts", "num_local_experts"),
-        "shared": ("num_shared_experts", "n_shared_experts"),
-    },
+    names=_COUNTS,
     has_types=True,
 )
 _NO_DENSE = {"first_k_dense_replace": 0}
