@@ -29,33 +29,12 @@ from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from tests.helpers.http_server import NAME, byte_tokenizer, serving
+from tests.helpers.lm_eval_tasks import CHOICE, WRITE
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
 CFG = LLAMA.replace(vocab_size=260)
 WORDS = ("red", "green", "blue", "yellow", "black", "white")
-CHOICE = """
-task: local_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-WRITE = """
-task: local_write
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 12, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
 
 
 def questions(count: int) -> list[dict]:
@@ -88,7 +67,7 @@ def main() -> None:
         data = Path(folder) / "questions.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         for name, text in (("choice", CHOICE), ("write", WRITE)):
-            (Path(folder) / f"{name}.yaml").write_text(text.format(data=data))
+            (Path(folder) / f"{name}.yaml").write_text(text.format(data=data, most=12))
         byte_tokenizer().save(folder)
         tasks = TaskManager(include_path=folder, include_defaults=False)
         common = {"model": NAME, "num_concurrent": 4, "max_retries": 1}

@@ -39,7 +39,7 @@ EPSILON = 1e-4
 
 
 class Answers(NamedTuple):
-    """What a loss reads beside the new log-probabilities; float32 ``[B, T]`` but for the rewards.
+    """A loss reads these beside the new log-probabilities; float32 ``[B, T]`` but for the rewards.
 
     is_answer : 1 where a token was sampled, else 0.
     old : log-probabilities before the first update with these answers.

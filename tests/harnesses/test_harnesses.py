@@ -25,6 +25,7 @@ from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, create_app
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, byte_tokenizer, tiny_checkpoint, tiny_model
+from tests.helpers.lm_eval_tasks import CHOICE, WRITE
 
 SIZES = {"max_slots": 2, "max_len": 96}
 BODY = {"prompt": "ab", "max_tokens": 5, "temperature": 1.0, "logprobs": 1}
@@ -85,28 +86,6 @@ def test_the_options_are_named():
 
 # lm-eval
 
-CHOICE = """
-task: local_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-WRITE = """
-task: local_write
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 6, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
 ROWS = [
     {"question": f"colour {n}?", "choices": ["red", "green", "blue"], "answer": n % 3}
     for n in range(6)
@@ -120,7 +99,7 @@ def tasks(tmp_path):
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, text in (("choice", CHOICE), ("write", WRITE)):
-        (folder / f"{name}.yaml").write_text(text.format(data=data))
+        (folder / f"{name}.yaml").write_text(text.format(data=data, most=6))
     return folder
 
 

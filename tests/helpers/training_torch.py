@@ -22,6 +22,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
+from jaxllama.training.optimizer import learning_rate
 from tests.helpers.seeded import seeded_params
 from tests.helpers.training_cases import (
     byte_model,
@@ -185,3 +186,32 @@ def _steps(name: str, folder: Path) -> dict[str, np.ndarray]:
     answer = {"held": np.float64(loss(model, batches[0]).item())}
     answer["losses"] = np.asarray(losses(config, model, leaves, batches))
     return answer | {name: sampled(leaf.detach().numpy()) for name, leaf in leaves.items()}
+
+
+def rule_of(net: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """The optimizer of a run, whose rate ``torch_step`` sets."""
+    own = config.optimizer
+    return torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad],
+        lr=1.0,
+        betas=(own.b1, own.b2),
+        eps=own.eps,
+        weight_decay=own.weight_decay,
+    )
+
+
+def torch_step(
+    net: torch.nn.Module,
+    rule: torch.optim.AdamW,
+    config: TrainConfig,
+    step: int,
+    value: torch.Tensor,
+) -> float:
+    """Step along the gradient of a loss by the run's schedule and clipping, and return the loss."""
+    rule.zero_grad()
+    value.backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), config.optimizer.clip_norm)
+    for group in rule.param_groups:
+        group["lr"] = float(learning_rate(config, step))
+    rule.step()
+    return float(value.detach())

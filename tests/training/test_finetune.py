@@ -19,7 +19,6 @@ from jaxllama.model.lora import attach, for_rows
 from jaxllama.training import train, train_config_from_dict
 from jaxllama.training.adapters import factors, first_adapters, joined, save, with_magnitudes
 from jaxllama.training.loop import TrainResult
-from jaxllama.training.optimizer import learning_rate
 from jaxllama.training.packing import Conversations
 from jaxllama.training.tuning import LoraConfig
 from tests.helpers.chat_cases import chat_file, chat_model
@@ -185,6 +184,8 @@ def test_fifty_steps_are_those_of_peft_in_torch(dora, tmp_path):
     folder = tmp_path
     torch = pytest.importorskip("torch")
     transformers, peft_library = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    from tests.helpers.training_torch import rule_of, torch_step
+
     torch.set_num_threads(1)  # tiny products; threads wait for one another
     table = {"rank": 4, "alpha": 8.0, "dora": dora}
     config = config_of(folder, steps=50, learning_rate=5e-3, lora=table, scan=dora)
@@ -193,13 +194,7 @@ def test_fifty_steps_are_those_of_peft_in_torch(dora, tmp_path):
     save(folder / "first", cfg, config.lora, begun(cfg, config.lora, base), None)
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     net = peft_library.PeftModel.from_pretrained(net, folder / "first", is_trainable=True)
-    rule = torch.optim.AdamW(
-        [p for p in net.parameters() if p.requires_grad],
-        lr=1.0,
-        betas=(config.optimizer.b1, config.optimizer.b2),
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-    )
+    rule = rule_of(net, config)
     rows, _ = Conversations.open(config).split(config.data.held_out)
     want = []
     for step in range(config.steps):
@@ -213,14 +208,7 @@ def test_fifty_steps_are_those_of_peft_in_torch(dora, tmp_path):
                 logp = torch.log_softmax(net(ids).logits[0, :-1], -1)
                 total = total - logp[torch.arange(len(mask)), ids[0, 1:]][mask].sum()
                 count += int(mask.sum())
-        value = total / count
-        rule.zero_grad()
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), config.optimizer.clip_norm)
-        for group in rule.param_groups:
-            group["lr"] = float(learning_rate(config, step))
-        rule.step()
-        want.append(float(value.detach()))
+        want.append(torch_step(net, rule, config, step, total / count))
     result = train(config, folder / "torch")
     got = [row["loss"] for row in result.metrics]
     assert got[-1] < got[0] - 2

@@ -14,7 +14,6 @@ import pytest
 from jaxllama.training import train, train_config_from_dict
 from jaxllama.training.adapters import first_adapters, save
 from jaxllama.training.batch import Batch
-from jaxllama.training.optimizer import learning_rate
 from jaxllama.training.packing import Conversations
 from jaxllama.training.policy import Answers, advantages, coefficients
 from jaxllama.training.prompts import PromptFile
@@ -72,27 +71,6 @@ def dataset(rows):
     return datasets.Dataset.from_list(rows)
 
 
-def rule_of(torch, net, config):
-    own = config.optimizer
-    return torch.optim.AdamW(
-        [p for p in net.parameters() if p.requires_grad],
-        lr=1.0,
-        betas=(own.b1, own.b2),
-        eps=own.eps,
-        weight_decay=own.weight_decay,
-    )
-
-
-def torch_step(torch, net, rule, config, step, value):
-    rule.zero_grad()
-    value.backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), config.optimizer.clip_norm)
-    for group in rule.param_groups:
-        group["lr"] = float(learning_rate(config, step))
-    rule.step()
-    return float(value.detach())
-
-
 def batches(config):
     rows, _ = Conversations.open(config).split(config.data.held_out)
     for step in range(config.steps):
@@ -119,6 +97,8 @@ def test_sft_with_lora(torch, tmp_path):
     from peft import PeftModel
     from trl import SFTConfig, SFTTrainer
 
+    from tests.helpers.training_torch import rule_of, torch_step
+
     config = chat_config(tmp_path, steps=STEPS, learning_rate=5e-3)
     _, cfg = chat_model(tmp_path)
     save(tmp_path / "first", cfg, config.lora, first_adapters(cfg, config.lora, 0), None)
@@ -130,7 +110,7 @@ def test_sft_with_lora(torch, tmp_path):
         train_dataset=dataset([{"text": "a"}]),
         processing_class=words,
     )
-    rule, want = rule_of(torch, trainer.model, config), []
+    rule, want = rule_of(trainer.model, config), []
     for step, batch in enumerate(batches(config)):
         parts = list(sequences(batch))
         longest = max(len(ids) for ids, _ in parts)
@@ -143,7 +123,7 @@ def test_sft_with_lora(torch, tmp_path):
             labels[row, :n] = torch.tensor(kept)
         inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask}
         value = trainer.compute_loss(trainer.model, inputs)
-        want.append(torch_step(torch, trainer.model, rule, config, step, value))
+        want.append(torch_step(trainer.model, rule, config, step, value))
     got = [row["loss"] for row in train(config, tmp_path / "run").metrics]
     compared(got, want, 2)
 
@@ -151,6 +131,8 @@ def test_sft_with_lora(torch, tmp_path):
 def test_dpo(torch, tmp_path):
     from trl import DPOConfig, DPOTrainer
     from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    from tests.helpers.training_torch import rule_of, torch_step
 
     model, _ = chat_model(tmp_path)
     config = train_config_from_dict(
@@ -175,7 +157,7 @@ def test_dpo(torch, tmp_path):
         train_dataset=dataset([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
         processing_class=words,
     )
-    rule, want, collate = rule_of(torch, trainer.model, config), [], DataCollatorForPreference(PAD)
+    rule, want, collate = rule_of(trainer.model, config), [], DataCollatorForPreference(PAD)
     for step, batch in enumerate(batches(config)):
         parts, examples = list(sequences(batch)), []
         for (chosen, own), (rejected, _) in zip(parts[::2], parts[1::2], strict=True):
@@ -183,7 +165,7 @@ def test_dpo(torch, tmp_path):
             pair = {"chosen_ids": chosen[n:], "rejected_ids": rejected[n:]}
             examples.append({"prompt_ids": chosen[:n], **pair})
         value = trainer._compute_loss(trainer.model, collate(examples), False)
-        want.append(torch_step(torch, trainer.model, rule, config, step, value))
+        want.append(torch_step(trainer.model, rule, config, step, value))
     got = [row["loss"] for row in train(config, tmp_path / "run").metrics]
     compared(got, want, 0.3)
 
@@ -199,6 +181,8 @@ def given_rollouts(rng, rows=8):
 
 def test_grpo_on_given_rollouts(torch, tmp_path):
     from trl import GRPOConfig, GRPOTrainer
+
+    from tests.helpers.training_torch import rule_of, torch_step
 
     goal = {"kind": "grpo", "beta": 0.04, "clip": 0.2}
     # Clipping is a step in the gradient; AdamW makes steps of rounding where gradients vanish.
@@ -218,7 +202,7 @@ def test_grpo_on_given_rollouts(torch, tmp_path):
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
-    rule, got, want = rule_of(torch, trainer.model, config), [], []
+    rule, got, want = rule_of(trainer.model, config), [], []
     for step in range(STEPS):
         pairs, rewards, noise = given_rollouts(np.random.default_rng(step % 4))
         tokens = np.zeros((8, 65), np.int32)
@@ -252,7 +236,7 @@ def test_grpo_on_given_rollouts(torch, tmp_path):
             "ref_per_token_logps": theirs[1],
         }
         value = trainer._compute_loss(trainer.model, inputs)
-        want.append(torch_step(torch, trainer.model, rule, config, step, value))
+        want.append(torch_step(trainer.model, rule, config, step, value))
 
         change, parts = coefficients(config.goal, 4, 0.0, jnp.asarray(new), answers)
         got.append(float(parts["loss"]))
