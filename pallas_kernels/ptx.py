@@ -401,10 +401,13 @@ def shuffle_up(x: Value, lanes: int) -> Value:
     return ptx(code, x, results=type_of(x), convergent=True)
 
 
-def shuffle_from(x: Value, lane: int) -> Value:
+def shuffle_from(x: Value, lane: Value | int) -> Value:
     """One lane's value."""
-    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;"
-    return ptx(code, x, results=type_of(x), convergent=True)
+    if isinstance(lane, int):
+        code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;"
+        return ptx(code, x, results=type_of(x), convergent=True)
+    code = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+    return ptx(code, x, lane, results=type_of(x), convergent=True)
 
 
 def any_lane(condition: Value) -> Value:
@@ -507,6 +510,12 @@ def load_shared(base: Value, n: int, at: int = 0, kind: str = "b32") -> list[Val
 def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
     """1, 2 or 4 words or floats."""
     _store("shared", base, values, at)
+
+
+def store_shared_if(condition: Value, base: Value, value: Value, at: int = 0) -> None:
+    """A float, in the threads where the condition holds, without a branch."""
+    code = f"{{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.shared.f32 [$0+{at}], $1; }}"
+    ptx(code, base, value, arith.extui(i32(), condition))
 
 
 def add_shared(base: Value, value: Value) -> Value:

@@ -51,14 +51,13 @@ def token_rows(
     shape = (plan.tokens, *(() if plan.joined else (plan.fan,)))
     shape += (plan.results // (1 if plan.joined else plan.fan),)
     out = jax.ShapeDtypeStruct(shape, out_dtype)
-    rows = {"w": plan.k // 2, "scale": scheme.scale_row, "zero": scheme.zero_row}
-    bytes_of = {name: (plan.n * size, size) for name, size in rows.items()}
+    row_bytes = {"w": plan.k // 2, "scale": scheme.scale_row, "zero": scheme.zero_row}
 
     def body(gmem, smem):
         memory = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
         kind = KIND[out.dtype.name]
         program = token_program.TokenProgram(
-            plan, scheme, memory, bytes_of, n_experts, gate, kind, smem
+            plan, scheme, memory, row_bytes, n_experts, gate, kind, smem
         )
         program.run()
 

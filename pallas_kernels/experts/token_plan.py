@@ -17,7 +17,6 @@ from pallas_kernels.qtensor import QTensor
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 SLOT = 128  # columns
-MOST_TOKENS = 64
 WARPS = 12, 16, 8  # of a block, the best first
 MOST_AHEAD = 8  # units whose codes a warp loads ahead
 
@@ -62,6 +61,21 @@ class TokenPlan(Predicted):
         return self.n // 2 * (1 if self.joined else self.fan)
 
     @property
+    def half(self) -> int:
+        """Units of an expert."""
+        return self.n // 2
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows from a unit's first to the next unit's."""
+        return 1 if self.is_gated else 2
+
+    @property
+    def apart(self) -> int:
+        """Rows from a unit's first to its second."""
+        return self.n // 2 if self.is_gated else 1
+
+    @property
     def results(self) -> int:
         """Of a token."""
         return self.units if self.is_gated else 2 * self.units
@@ -75,6 +89,11 @@ class TokenPlan(Predicted):
     def most_units(self) -> int:
         """Of a block."""
         return -(-self.units // self.blocks)
+
+    @property
+    def least_units(self) -> int:
+        """Of a block."""
+        return self.units // self.blocks
 
     @property
     def members(self) -> int:
@@ -130,13 +149,14 @@ def token_plan(
     if k % (SLOT if w.dtype == jnp.int4 else 32):
         return Reason(f"K = {k} is not a multiple of {SLOT if w.dtype == jnp.int4 else 32}")
     tokens = n_pairs // fan
-    if tokens > MOST_TOKENS:
-        return Reason(f"{tokens} tokens; the kernel of a token's experts takes {MOST_TOKENS}")
+    most = gpu().sms // fan
+    if tokens > most:
+        return Reason(f"{tokens} tokens; the kernel of a token's experts takes up to {most}")
     is_gated = inner_gate(gated) is not None
     if gated is not None and (joined or not is_gated):
         return Reason(f"the gate {gated} before a sum over experts, or one that no kernel has")
-    if n % 2:
-        return Reason(f"N = {n} is odd")
+    if n % 2 or fan > 32:
+        return Reason(f"N = {n} is odd, or {fan} experts a token are more than 32")
     plans = [
         TokenPlan(
             k, n, fan, tokens, joined, is_gated, partial, warps, MOST_AHEAD, gpu().sms

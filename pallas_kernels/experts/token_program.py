@@ -73,41 +73,47 @@ class Lane:
 class Codes:
     """A warp's codes of w, from device memory to sums of slots.
 
-    w, scale, zero: the lane's places in the first row of the first expert (joined: of its expert).
+    near, far: where the lane's part of unit 0 would be, by operand, if all units were in the expert
+    of the block's first unit, or in the next; joined: they are in the lane's expert.
+    boundary: the first unit of the next expert.
     x: 16 pairs.  x_sum: of the slot, for int4.
     """
 
     plan: TokenPlan
     scheme: FewRowsScheme
-    bytes_of: Mapping[str, tuple[int, int]]  # of an expert, of a row
-    places: Mapping[str, Value]
-    x: list[Value]
-    x_sum: Value | None
+    row_bytes: Mapping[str, int]
+    near: Mapping[str, Value]
+    far: Mapping[str, Value] | None
+    boundary: Value | None
     is_odd: Value
+    x: list[Value] = dataclasses.field(default_factory=list)
+    x_sum: Value | None = None
 
     @property
     def words(self) -> int:
         """Words of a unit in registers."""
-        return 2 * (4 + len(self.places) - 1)
+        return 2 * (4 + len(self.near) - 1)
 
-    def load(self, expert: Value, rows: list[Value]) -> list[Value]:
-        """The lane's words of two rows: 4 of codes each, its scale and its zero."""
-        out = []
-        for row in rows:
-            at = {
-                name: p.offset(p.offset(base, expert, of_expert), row, of_row)
-                for name, base in self.places.items()
-                for of_expert, of_row in [self.bytes_of[name]]
-            }
-            out += p.load_global(at["w"], 4, cache=_STREAMED)
+    def load(self, unit: Value) -> list[Value]:
+        """The lane's words of a unit's two rows: 4 of codes each, its scale and its zero."""
+        out, at = [], self.near
+        if self.far is not None:
+            assert self.boundary is not None
+            is_near = p.less(unit, self.boundary)
+            at = {name: arith.select(is_near, at[name], far) for name, far in self.far.items()}
+        rows = self.plan.unit_rows
+        at = {name: p.offset_rows(v, unit, rows * self.row_bytes[name]) for name, v in at.items()}
+        for row in (0, self.plan.apart):
+            start = {name: row * size for name, size in self.row_bytes.items()}
+            out += p.load_global(at["w"], 4, start["w"], cache=_STREAMED)
             if self.scheme.scale_kind == "f32":
-                out += [p.bits(v) for v in p.load_global(at["scale"], 1, 0, "f32")]
+                out += p.load_global(at["scale"], 1, start["scale"])
             elif self.scheme.scale_kind == "e8m0":
-                out.append(p.load_signed_byte(at["scale"]))
+                out.append(p.load_signed_byte(at["scale"], start["scale"]))
             else:
-                out.append(p.load_half(at["scale"]))
+                out.append(p.load_half(at["scale"], start["scale"]))
             if "zero" in at:
-                out.append(p.load_signed_byte(at["zero"]))
+                out.append(p.load_signed_byte(at["zero"], start["zero"]))
         return out
 
     def sums(self, words: list[Value]) -> list[Value]:
@@ -153,7 +159,7 @@ class TokenProgram:
     plan: TokenPlan
     scheme: FewRowsScheme
     memory: Mapping[str, Value | None]
-    bytes_of: Mapping[str, tuple[int, int]]  # of an expert, of a row
+    row_bytes: Mapping[str, int]
     n_experts: int
     gate: Gate | None
     out_kind: str
@@ -167,45 +173,48 @@ class TokenProgram:
         token, block = divided(p.register("ctaid.x"), plan.blocks)
         p.await_kernel()
         member, chunk = divided(warp, plan.chunks)
+        works = p.less(member, plan.members)
         first, end = (
             arith.divui(p.mul(at, plan.units), p.ci(plan.blocks)) for at in (block, p.add(block, 1))
         )
-        x = self.ask_x(token, chunk, lane)
         slot = p.add(p.mul(chunk, 8), p.shift_right(lane, 2))
         mine = Lane.of(plan, slot, p.mul(p.masked(lane, 3), 32))
-        codes = self.codes(token, mine, lane)
+        experts = self.ask_experts(token, mine, first)
+        x = self.ask_x(token, chunk, lane)
+        codes = self.codes(mine, lane, first, experts)
+        on_diagonal = p.equal(p.masked(lane, 3), p.shift_right(lane, 3))
+        sums_at = p.add(p.shared_address(self.smem.sums), p.mul(slot, 4))
 
         def unit_of(i: Value | int) -> Value:
             step = p.ci(i) if isinstance(i, int) else i
             return p.add(first, p.add(p.mul(step, plan.members), member))
 
-        def has(unit: Value) -> Value:
-            return arith.andi(p.less(unit, end), p.less(member, plan.members))
+        def has(i: Value | int, unit: Value) -> Value | None:
+            """Whether the warp has this unit; None if all have it."""
+            if isinstance(i, int) and (i + 1) * plan.members <= plan.least_units:
+                return None if plan.members * plan.chunks == plan.warps else works
+            return arith.andi(p.less(unit, end), works)
 
         def load(i: Value | int) -> list[Value]:
             unit = unit_of(i)
-
-            def body() -> list[Value]:
-                return codes.load(*self.place_of(token, unit))
-
-            return p.choose(has(unit), body, [p.ci(0)] * codes.words)
+            condition = has(i, unit)
+            if condition is None:
+                return codes.load(unit)
+            return p.choose(condition, lambda: codes.load(unit), [p.ci(0)] * codes.words)
 
         def multiply(i: Value | int, words: list[Value]) -> None:
             unit = unit_of(i)
+            condition = has(i, unit)
 
             def body() -> None:
-                on_diagonal = p.equal(p.masked(lane, 3), p.shift_right(lane, 3))
-                sums = codes.sums(words)
-                at = p.add(p.mul(arith.subi(unit, first), 2 * plan.pitch), slot)
-                at = p.add(p.shared_address(self.smem.sums), p.mul(at, 4))
+                at = p.add(sums_at, p.mul(arith.subi(unit, first), 8 * plan.pitch))
+                for r, value in enumerate(codes.sums(words)):
+                    p.store_shared_if(on_diagonal, at, value, 4 * plan.pitch * r)
 
-                def store() -> None:
-                    for r, value in enumerate(sums):
-                        p.store_shared(at, [value], 4 * plan.pitch * r)
-
-                p.when(on_diagonal, store)
-
-            p.when(has(unit), body)
+            if condition is None:
+                body()
+            else:
+                p.when(condition, body)
 
         ring = [load(i) for i in range(plan.ahead)]
         codes = self.with_x(codes, x, warp, lane)
@@ -240,6 +249,15 @@ class TokenProgram:
         at = p.add(p.mul(token, self.plan.fan), index)
         return p.load_global(p.offset(self.memory["experts"], at, 4), 1)[0]
 
+    def ask_experts(self, token: Value, mine: Lane, first: Value) -> list[Value]:
+        """The lane's expert, or those of the block's first unit and of the next expert's units."""
+        if self.plan.joined:
+            indices = [mine.expert]
+        else:
+            index = arith.divui(first, p.ci(self.plan.half))
+            indices = [index, p.minimum(p.add(index, 1), self.plan.fan - 1)]
+        return [self.clamped(self.expert_at(token, index)) for index in indices]
+
     def clamped(self, expert: Value) -> Value:
         """An expert that w has."""
         return p.smaller(p.larger(expert, p.ci(0)), p.ci(self.n_experts - 1))
@@ -256,8 +274,8 @@ class TokenProgram:
             out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
         return out
 
-    def codes(self, token: Value, mine: Lane, lane: Value) -> Codes:
-        scheme, memory = self.scheme, self.memory
+    def codes(self, mine: Lane, lane: Value, first: Value, experts: list[Value]) -> Codes:
+        plan, scheme = self.plan, self.scheme
         group = p.shift_right(mine.column, scheme.group.bit_length() - 1)
         starts = {
             "w": p.shift_right(mine.column, 1),
@@ -265,25 +283,34 @@ class TokenProgram:
             "zero": group,
         }
         names = ["w", "scale"] + (["zero"] if scheme.zero == "int" else [])
-        places = {name: p.offset(memory[name], starts[name]) for name in names}
-        if self.plan.joined:
-            expert = self.clamped(self.expert_at(token, mine.expert))
-            places = {
-                name: p.offset(at, expert, self.bytes_of[name][0]) for name, at in places.items()
-            }
-        is_odd = p.bit(lane, 2)
-        return Codes(self.plan, scheme, self.bytes_of, places, [], None, is_odd)
+        places = {name: p.offset(self.memory[name], starts[name]) for name in names}
+        near, *far = [
+            {name: p.offset_rows(at, e, plan.n * self.row_bytes[name]) for name, at in places.items()}
+            for e in experts
+        ]
+        is_odd, boundary = p.bit(lane, 2), None
+        if not plan.joined:
+            index = arith.divui(first, p.ci(plan.half))
+            boundary = p.mul(p.add(index, 1), plan.half)
+            moved = [self.moved(near, index), self.moved(far[0], p.add(index, 1))]
+            near, far = moved[0], moved[1:]
+        return Codes(
+            plan, scheme, self.row_bytes, near, far[0] if far else None, boundary, is_odd
+        )
 
-    def place_of(self, token: Value, unit: Value) -> tuple[Value, list[Value]]:
-        """(the expert of a unit, 0 where joined; its rows)."""
-        plan = self.plan
-        if plan.joined:
-            row = p.mul(unit, 2)
-            return p.ci(0), [row, p.add(row, 1)]
-        index, own = divided(unit, plan.units // plan.fan)
-        row = own if self.gate is not None else p.mul(own, 2)
-        other = plan.units // plan.fan if self.gate is not None else 1
-        return self.clamped(self.expert_at(token, index)), [row, p.add(row, other)]
+    def moved(self, places: Mapping[str, Value], index: Value) -> dict[str, Value]:
+        """Places of the expert ``index`` of a token, moved to where unit 0 would be."""
+        out = {}
+        for name, at in places.items():
+            before = arith.subi(at, at)
+            size = self.plan.half * self.plan.unit_rows * self.row_bytes[name]
+            out[name] = arith.subi(at, p.offset_rows(before, index, size))
+        return out
+
+    def index_of(self, unit: Value) -> tuple[Value, Value]:
+        """(the number of a unit's expert among the token's, its first row)."""
+        index, own = divided(unit, self.plan.half)
+        return index, p.mul(own, self.plan.unit_rows)
 
     def with_x(self, codes: Codes, words: list[Value], warp: Value, lane: Value) -> Codes:
         """x in the order of the codes: a lane's 32 columns."""
@@ -298,9 +325,11 @@ class TokenProgram:
         pairs = [pair for four in loaded for pair in widen.x_pairs(self.scheme, four)]
         if self.scheme.float4:
             return dataclasses.replace(codes, x=pairs)
-        total = functools.reduce(
-            arith.addf, (f(v) for v in pairs for f in (p.widen, p.widen_high))
-        )
+        parts = [f(v) for v in pairs for f in (p.widen, p.widen_high)]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [arith.addf(*two) for two in zip(parts[:half], parts[half:], strict=True)]
+        (total,) = parts
         for distance in (1, 2):
             total = arith.addf(total, p.shuffle_xor(total, distance))
         return dataclasses.replace(codes, x=pairs, x_sum=total)
@@ -322,7 +351,9 @@ class TokenProgram:
             rows = [arith.select(has_one, rows[0], p.mul(first, 2))]
             expert = self.expert_at(token, index)
         else:
-            expert, rows = self.place_of(token, unit)
+            index, row = self.index_of(unit)
+            rows = [row, p.add(row, plan.apart)]
+            expert = self.clamped(self.expert_at(token, index))
         found = SimpleNamespace(has_one=has_one, unit=unit, rows=rows, weight=None, is_own=None)
         if plan.joined:
             at = p.add(p.mul(token, plan.fan), index)
