@@ -410,6 +410,16 @@ def shuffle_from(x: Value, lane: Value | int) -> Value:
     return ptx(code, x, lane, results=type_of(x), convergent=True)
 
 
+def warp_largest(word: Value) -> Value:
+    """Return the largest of the warp's unsigned words, in each lane."""
+    return ptx("redux.sync.max.u32 $0, $1, -1;", word, results=i32(), convergent=True)
+
+
+def warp_smallest(word: Value) -> Value:
+    """Return the smallest of the warp's unsigned words, in each lane."""
+    return ptx("redux.sync.min.u32 $0, $1, -1;", word, results=i32(), convergent=True)
+
+
 def any_lane(condition: Value) -> Value:
     """Whether it holds in a lane of the warp."""
     word = ptx(
