@@ -231,8 +231,9 @@ class _Program:
             p.when(inside, store)
         p.barrier()
 
-    def load(self, task: Value, lane: Value, first: Value) -> list[tuple[Value, Value, list]]:
-        """A lane's words of a part of a row: (are they the row's, their place in it, the words)."""
+    def load(self, task: Value, lane: Value, first: Value) -> list[tuple]:
+        """A lane's words of a part of a row: (are they the row's, or None, if they must be; their
+        place in it; the words)."""
         plan = self.plan
         row, part = arith.divui(task, p.ci(plan.parts)), arith.remui(task, p.ci(plan.parts))
         expert = p.minimum(p.add(first, row), plan.n - 1)
@@ -242,7 +243,8 @@ class _Program:
             piece = p.add(begin, p.add(lane, 32 * i))
             at = p.minimum(piece, plan.pieces - 1)
             words = p.load_global(p.offset(w, at, 16), 4)
-            loaded.append((p.less(piece, plan.pieces), at, words))
+            is_whole = plan.pieces == 32 * plan.per_part * plan.parts
+            loaded.append((None if is_whole else p.less(piece, plan.pieces), at, words))
         return loaded
 
     def multiply(self, task: Value, lane: Value, first: Value, loaded: list) -> None:
@@ -251,7 +253,7 @@ class _Program:
         for inside, at, words in loaded:
             ys = p.load_shared(p.add(self.smem.y, p.mul(at, 16)), 4)
             for i, (a, b) in enumerate(zip(floats(ys), floats(words), strict=True)):
-                a = arith.select(inside, a, p.cf(0.0))
+                a = a if inside is None else arith.select(inside, a, p.cf(0.0))
                 sums[i % 4] = p.fma(a, b, sums[i % 4])
         total = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
         (total,) = over_lanes([total])
