@@ -8,10 +8,11 @@
 A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the router.
 
     all      the router's rows -> L2 | the kernel before has ended
-    all      the warp's first rows, x, gamma -> registers; squares; barrier; y -> shared memory (block 0: -> out); barrier
+    all      the warp's first rows, x, gamma -> registers; squares; barrier
+    all      y -> shared memory (block 0: -> device memory); barrier
     warp     a row, or a part of it, times y: its sum to shared memory; the cluster's barrier
-    warp 0 of block 0    the logits from all blocks' shared memory -> registers, k times the largest
-                         (two ``redux`` each); the softmax; the results
+    warp 0   (of block 0) the logits from all blocks' shared memory -> registers; k times the
+             largest, by two ``redux``; the softmax; the results
     all      the cluster's barrier: shared memory stays until it has been read
 
 Floor: one launch, a round trip to memory and one between blocks.

@@ -134,7 +134,6 @@ def token_plan(
     *,
     fan: int,
     joined: bool,
-    partial: bool = False,
 ) -> TokenPlan | Reason:
     """The plan for ``x[..., K]`` and ``w[E, N, K]``, or why there is none."""
     _, n, k = w.shape
@@ -158,9 +157,7 @@ def token_plan(
     if n % 2 or fan > 32:
         return Reason(f"N = {n} is odd, or {fan} experts a token are more than 32")
     plans = [
-        TokenPlan(
-            k, n, fan, tokens, joined, is_gated, partial, warps, MOST_AHEAD, gpu().sms
-        )
+        TokenPlan(k, n, fan, tokens, joined, is_gated, False, warps, MOST_AHEAD, gpu().sms)
         for warps in WARPS
     ]
     plans = [one for one in plans if one.chunks <= one.warps]

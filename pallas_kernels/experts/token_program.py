@@ -285,7 +285,10 @@ class TokenProgram:
         names = ["w", "scale"] + (["zero"] if scheme.zero == "int" else [])
         places = {name: p.offset(self.memory[name], starts[name]) for name in names}
         near, *far = [
-            {name: p.offset_rows(at, e, plan.n * self.row_bytes[name]) for name, at in places.items()}
+            {
+                name: p.offset_rows(at, e, plan.n * self.row_bytes[name])
+                for name, at in places.items()
+            }
             for e in experts
         ]
         is_odd, boundary = p.bit(lane, 2), None
@@ -294,9 +297,7 @@ class TokenProgram:
             boundary = p.mul(p.add(index, 1), plan.half)
             moved = [self.moved(near, index), self.moved(far[0], p.add(index, 1))]
             near, far = moved[0], moved[1:]
-        return Codes(
-            plan, scheme, self.row_bytes, near, far[0] if far else None, boundary, is_odd
-        )
+        return Codes(plan, scheme, self.row_bytes, near, far[0] if far else None, boundary, is_odd)
 
     def moved(self, places: Mapping[str, Value], index: Value) -> dict[str, Value]:
         """Places of the expert ``index`` of a token, moved to where unit 0 would be."""

@@ -60,7 +60,11 @@ EXPERTS = [[4, 0, 2], [1, 4, 3]]
 @pytest.mark.parametrize("most_ahead", [1, 3, 8])
 @pytest.mark.parametrize("name,n,k,gate,has_bias", CASES, ids=str)
 def test_emulated(name, n, k, gate, has_bias, most_ahead) -> None:
-    x, w, experts = activations((T, k), jnp.bfloat16), stacked(name, n, k), as_jax(EXPERTS, jnp.int32)
+    x, w, experts = (
+        activations((T, k), jnp.bfloat16),
+        stacked(name, n, k),
+        as_jax(EXPERTS, jnp.int32),
+    )
     bias = activations((E, n), jnp.float32, 2) if has_bias else None
     plan = planned(x, w, gate, False, most_ahead=most_ahead)
     with emulated(token_kernel, token_program, widen):
@@ -71,7 +75,11 @@ def test_emulated(name, n, k, gate, has_bias, most_ahead) -> None:
 @newest
 @pytest.mark.parametrize("name,n,k,has_bias", JOINED, ids=str)
 def test_emulated_sum(name, n, k, has_bias) -> None:
-    x, w, experts = activations((T, FAN, k), jnp.bfloat16), stacked(name, n, k), as_jax(EXPERTS, jnp.int32)
+    x, w, experts = (
+        activations((T, FAN, k), jnp.bfloat16),
+        stacked(name, n, k),
+        as_jax(EXPERTS, jnp.int32),
+    )
     bias = activations((E, n), jnp.float32, 2) if has_bias else None
     weights = activations((T, FAN), jnp.float32, 3)
     plan = planned(x, w, None, True)
