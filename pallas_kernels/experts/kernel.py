@@ -57,7 +57,6 @@ def grouped_rows(
     _, n, k = w.shape
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
-    bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
     n_out = n if gate is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)

@@ -38,7 +38,7 @@ from pallas_kernels.experts import xla
 from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
-from pallas_kernels.experts.token_plan import TokenPlan
+from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
@@ -273,8 +273,13 @@ def planned(
 ) -> jax.Array:
     """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
     gated, plan = static.gated, static.plan
-    if isinstance(plan, TokenPlan):
-        return _by_token(static, plan, x, w, experts, weights, bias)
+    if isinstance(plan, GroupedSumPlan):
+        from pallas_kernels.experts.summed_kernel import grouped_sum
+
+        assert weights is not None
+        out_dtype = static.out if static.out == jnp.bfloat16 else jnp.float32
+        y = grouped_sum(x, w, experts, weights, bias, plan=plan, out_dtype=out_dtype)
+        return y.astype(static.out)
     experts = _clipped(static, experts)
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
@@ -291,29 +296,6 @@ def planned(
         how, left, added = _inside(static, weights), _left(gated), None
         y = grouped_rows(rows, w, pairs, bias, plan=plan, **how)
     return _finished(static, y, left, experts, weights, added)
-
-
-def _by_token(
-    static: GroupedStatic,
-    plan: TokenPlan,
-    x: jax.Array,
-    w: QTensor,
-    experts: jax.Array,
-    weights: jax.Array | None,
-    bias: jax.Array | None,
-) -> jax.Array:
-    """The kernel of a token's experts, which clamps them and may sum over them."""
-    from pallas_kernels.experts.token_kernel import token_rows
-
-    how = _inside(static, None if plan.joined else weights)
-    gate, out_dtype = how["gate"], how["out_dtype"]
-    if plan.joined:
-        y = token_rows(x, w, experts, bias, weights, gate=gate, plan=plan, out_dtype=out_dtype)
-        return y.astype(static.out)
-    chosen = experts.reshape(plan.tokens, plan.fan)
-    rows = x.reshape(plan.tokens, -1)
-    y = token_rows(rows, w, chosen, bias, gate=gate, plan=plan, out_dtype=out_dtype)
-    return _finished(static, y, _left(static.gated), experts, weights, None)
 
 
 def _inside(static: GroupedStatic, weights: jax.Array | None) -> dict[str, Any]:

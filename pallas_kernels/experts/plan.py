@@ -2,7 +2,7 @@
 
 Each pair of a token and an expert is a product of one row. It is divided as ``few_rows`` divides
 that product, over its share of the multiprocessors.  ``many_pairs_plan`` plans the kernel of
-many pairs, and ``token_plan`` that of a token's experts.  The plan with the shortest predicted time (``predict``) is taken, if that is shorter
+many pairs, and ``summed_plan`` that of sums over experts.  The plan with the shortest predicted time (``predict``) is taken, if that is shorter
 than the time of XLA's shortest form.
 """
 
@@ -20,7 +20,7 @@ from pallas_kernels.dispatch import Predicted, Reason, named_plan, shortest
 from pallas_kernels.experts import predict
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate, tile_plan
-from pallas_kernels.experts.token_plan import TokenPlan, token_plan
+from pallas_kernels.experts.summed_plan import GroupedSumPlan, summed_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.few_rows.plan import row_plan as one_row_plan
@@ -37,11 +37,11 @@ class GroupedRowPlan(Predicted):
     pairs: int
 
 
-GroupedPlan = GroupedRowPlan | GroupedTilePlan | TokenPlan
+GroupedPlan = GroupedRowPlan | GroupedTilePlan | GroupedSumPlan
 _FORMS: dict[type, predict.Form] = {
     GroupedRowPlan: "mosaic",
     GroupedTilePlan: "tiles",
-    TokenPlan: "token",
+    GroupedSumPlan: "summed",
 }
 
 
@@ -61,20 +61,19 @@ def plan(
     n_rows = math.prod(x.shape[:-1])
     few = row_plan(x, w, n_pairs, gated)
     many = tile_plan(x, w, n_pairs, gated)
-    fan = joined or n_pairs // n_rows
-    token = token_plan(x, w, n_pairs, gated, fan=fan, joined=joined > 0)
+    plans = [few, many] + ([summed_plan(x, w, n_pairs, joined)] if joined else [])
     is_inside = inner_gate(gated) is not None
 
     def us(one: GroupedPlan) -> float:
         return predict.form_us(_FORMS[type(one)], w, n_pairs, n_rows, is_inside)
 
-    return shortest([few, many, token], us, lambda: predict.xla_us(w, n_pairs, n_rows))
+    return shortest(plans, us, lambda: predict.xla_us(w, n_pairs, n_rows))
 
 
 def partial(found: GroupedPlan | Reason) -> GroupedPlan | Reason:
     """The plan for a weight that has not all experts."""
     own = found.plan if isinstance(found, Reason) else found
-    if not isinstance(own, TokenPlan):
+    if not isinstance(own, GroupedSumPlan):
         return found
     own = dataclasses.replace(own, partial=True)
     return dataclasses.replace(found, plan=own) if isinstance(found, Reason) else own

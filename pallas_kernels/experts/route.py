@@ -1,6 +1,6 @@
 """The norm of few tokens and their choice of experts, if one kernel does it.
 
-    y, experts, weights = norm_and_route(x, (gamma, eps), router, bias, k=k, normalize=True, scale=1)
+    y, experts, weights = norm_and_route(x, norm, router, bias, k=8, normalize=True, scale=1.0)
 
 ``route_kernel`` has the equations and the program.  The XLA form here has the same results.
 """

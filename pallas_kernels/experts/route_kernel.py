@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -35,7 +35,8 @@ from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.few_rows.operands import over_lanes
+from pallas_kernels.matmul.few_rows.kernel import kinds_of
+from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
 from pallas_kernels.ptx import LOG2E, Value
 
 WARPS = 8
@@ -126,10 +127,11 @@ def route_tokens(
     """
     inputs = {
         "x": x,
-        "gamma": gamma.astype(jnp.float32),
+        "gamma": gamma,
         "router": router,
-        "bias": None if bias is None else bias.astype(jnp.float32),
+        "bias": bias,
     }
+    kinds = kinds_of(inputs)
     shape = plan.tokens, plan.k
     outs = {
         "y": jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
@@ -140,7 +142,7 @@ def route_tokens(
     def body(gmem, smem):
         memory = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
         shared = {name: p.shared_address(getattr(smem, name)) for name in vars(smem)}
-        _Program(plan, SimpleNamespace(**memory), SimpleNamespace(**shared)).run()
+        _Program(plan, kinds, SimpleNamespace(**memory), SimpleNamespace(**shared)).run()
 
     sizes = {name: -(-size // 4) for name, size in _sizes(plan)}
     found = launch(
@@ -164,6 +166,7 @@ def _sizes(plan: RoutePlan) -> Sequence[tuple[str, int]]:
 @dataclasses.dataclass(frozen=True)
 class _Program:
     plan: RoutePlan
+    kinds: Mapping[str, str]
     gmem: SimpleNamespace
     smem: SimpleNamespace
 
@@ -207,8 +210,8 @@ class _Program:
             inside = p.less(piece, plan.pieces)
             at = p.minimum(piece, plan.pieces - 1)
             words = p.load_global(p.offset(x, at, 16), 4)
-            place = p.offset(self.gmem.gamma, at, 32)
-            gamma = [v for i in (0, 16) for v in p.load_global(place, 4, i, "f32")]
+            kind = self.kinds["gamma"]
+            gamma = load_eight(p.offset(self.gmem.gamma, at, 8 * BYTES[kind]), kind)
             asked.append((piece, inside, floats(words), gamma))
         for _, inside, values, _ in asked:
             squares = functools.reduce(lambda sum_, v: p.fma(v, v, sum_), values, p.cf(0.0))
@@ -274,7 +277,7 @@ class _Program:
                 arith.addf, [p.load_peer(peer, 4 * part) for part in range(plan.parts)]
             )
             if self.gmem.bias is not None:
-                own = p.load_global(p.offset(self.gmem.bias, here, 4), 1, 0, "f32")[0]
+                own = load_number(self.gmem.bias, here, self.kinds["bias"])
                 value = arith.addf(value, own)
             found.append(arith.select(p.less(expert, plan.n), value, p.cf(float("-inf"))))
         return found

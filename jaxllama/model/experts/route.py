@@ -24,7 +24,6 @@ from jaxllama.config import ExpertsConfig
 from jaxllama.typing import Params
 from pallas_kernels.experts.op import grouped_matmul
 
-
 Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
 
 

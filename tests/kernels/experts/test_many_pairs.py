@@ -139,13 +139,13 @@ def test_a_tile_fits_into_shared_memory(scheme) -> None:
 
 
 def test_the_choice_between_the_kernels() -> None:
-    """A token's experts together, many pairs by tiles; ``explain`` has both times."""
+    """Few pairs by rows, many by tiles; ``explain`` has both times."""
     w = outline("mxfp4", 32, 5760, 2880)
     one, many = (
         planning.plan(jax.ShapeDtypeStruct((t, 2880), jnp.bfloat16), w, 4 * t, ClampedGate())
         for t in (1, 64)
     )
-    assert isinstance(one, planning.TokenPlan) and isinstance(many, GroupedTilePlan)
+    assert isinstance(one, planning.GroupedRowPlan) and isinstance(many, GroupedTilePlan)
     assert many.predicted_us < many.xla_us
 
 
