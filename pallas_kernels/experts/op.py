@@ -280,21 +280,22 @@ def planned(
         out_dtype = static.out if static.out == jnp.bfloat16 else jnp.float32
         y = grouped_sum(x, w, experts, weights, bias, plan=plan, out_dtype=out_dtype)
         return y.astype(static.out)
+    if not isinstance(plan, cpu.GroupedPlan | GroupedTilePlan):
+        from pallas_kernels.experts.kernel import grouped_rows
+
+        how = {**_inside(static, weights), "partial": static.partial}  # it clamps experts itself
+        y = grouped_rows(x.reshape(-1, x.shape[-1]), w, experts.reshape(-1), bias, plan=plan, **how)
+        return _finished(static, y, _left(gated), _clipped(static, experts), weights, None)
     experts = _clipped(static, experts)
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
         y = _handled(static.fan, plan, rows, w, pairs)
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
-    elif isinstance(plan, GroupedTilePlan):
+    else:
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
 
         how, left, added = _inside(static, weights), _left(gated), None
         y = grouped_tiles(rows, w, pairs, bias, tile=plan.tile, **how)
-    else:
-        from pallas_kernels.experts.kernel import grouped_rows
-
-        how, left, added = _inside(static, weights), _left(gated), None
-        y = grouped_rows(rows, w, pairs, bias, plan=plan, **how)
     return _finished(static, y, left, experts, weights, added)
 
 

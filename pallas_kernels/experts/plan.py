@@ -1,9 +1,9 @@
 """Which Mosaic kernel computes a grouped product, and the division of one of few pairs.
 
 Each pair of a token and an expert is a product of one row. It is divided as ``few_rows`` divides
-that product, over its share of the multiprocessors.  ``many_pairs_plan`` plans the kernel of
-many pairs, and ``summed_plan`` that of sums over experts.  The plan with the shortest predicted time (``predict``) is taken, if that is shorter
-than the time of XLA's shortest form.
+that product, over its share of the multiprocessors.  ``many_pairs_plan`` plans the kernel of many
+pairs, and ``summed_plan`` that of sums over experts.  The plan with the shortest predicted time
+(``predict``) is taken, if that is shorter than the time of XLA's shortest form.
 """
 
 from __future__ import annotations

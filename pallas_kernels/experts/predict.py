@@ -72,8 +72,8 @@ def xla_us(w: Weight, n_pairs: int, n_rows: int) -> float:
 
 
 def form_us(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = False) -> float:
-    """Predicted microseconds of a form; "mosaic" is the kernel of few pairs, "tiles" of many, "summed"
-    of sums over experts.
+    """Predicted microseconds of a form; "mosaic" is the kernel of few pairs, "tiles" of many,
+    "summed" of sums over experts.
 
     gated: whether a gate is in the kernel of many pairs.
     """
