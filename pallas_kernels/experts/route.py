@@ -1,8 +1,9 @@
-"""The norm of few tokens and their choice of experts, if one kernel does it.
+"""The norm of few tokens and their choice of experts.
 
     y, experts, weights = norm_and_route(x, norm, router, bias, k=8, normalize=True, scale=1.0)
 
-``route_kernel`` has the equations and the program.  The XLA form here has the same results.
+``route_kernel`` has the equations and a kernel for Hopper that does all of it.  No GPU has timed it
+yet, so only ``implementation="mosaic"`` runs it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import choose_plan, own_plan
-from pallas_kernels.experts.route_kernel import RoutePlan, route_plan, route_tokens
+from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.experts.route_kernel import RoutePlan, RouteStatic, route_plan, route_tokens
+from pallas_kernels.operands import check
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
 
 Routed = tuple[jax.Array, jax.Array, jax.Array]
+_OPERANDS = {
+    "x": "float [T, D]",
+    "gamma": "float [D]",
+    "router": "float [E, D]",
+    "bias": "float [E] ?",
+}
 
 
 def norm_and_route(
@@ -29,18 +37,19 @@ def norm_and_route(
     *,
     k: int,
     normalize: bool,
-    scale: float,
-) -> Routed | None:
-    """Return the RMSNorm of x and each token's experts by softmax, if one kernel does both here.
+    scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> Routed:
+    """Return the RMSNorm of x and each token's experts, chosen by a softmax over the router.
 
     Parameters
     ----------
-    x : bfloat16 [T, D]
+    x : float [T, D]
         Tokens.
     norm : (float [D], float)
         The norm's weight and epsilon.
-    router : bfloat16 [E, D]
-        The router, which reads the norm's result.
+    router : float [E, D]
+        The router, which reads the norm's result. Its product is in float32.
     bias : float [E], optional
         Added to the logits.
     k : int
@@ -49,44 +58,57 @@ def norm_and_route(
         Whether the softmax is that of the chosen experts alone.
     scale : float
         Factor of the weights.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
 
     Returns
     -------
-    (bfloat16 [T, D], int32 [T, k], float32 [T, k]) or None
-        The norm, the experts by descending logit, their weights.  None: the caller computes the
-        parts.
+    (x's dtype [T, D], int32 [T, k], float32 [T, k])
+        The norm, the experts by descending logit, and their weights. Of equal logits the lowest
+        index comes first.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
     """
     gamma, eps = norm
-    find = functools.partial(
-        route_plan, x, router, k, normalize=normalize, scale=float(scale), eps=float(eps)
-    )
-    plan = own_plan(find, x, router)
-    if not isinstance(plan, RoutePlan):
-        return None
-    choose_plan("norm_and_route", None, lambda: plan, x, gamma, router, bias)
-    return _route(chosen(plan, None), plan, x, gamma, router, bias)
+    sizes = check("norm_and_route", _OPERANDS, x=x, gamma=gamma, router=router, bias=bias)
+    if not 1 <= k <= sizes["E"]:
+        raise ValueError(f"norm_and_route: k = {k} of {sizes['E']} experts")
+    static = RouteStatic(k, bool(normalize), float(scale), float(eps))
+    find = functools.partial(route_plan, x, router, static)
+    plan = choose_plan("norm_and_route", implementation, find, x, gamma, router, bias)
+    return _route(chosen(plan, implementation), (static, plan), x, gamma, router, bias)
+
+
+_Static = tuple[RouteStatic, RoutePlan | None]
 
 
 def _kernel(
-    plan: RoutePlan, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
+    static: _Static, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
 ) -> Routed:
-    return route_tokens(x, gamma, router, bias, plan=plan)
+    options, plan = static
+    assert plan is not None
+    return route_tokens(x, gamma, router, bias, static=options, plan=plan)
 
 
-def norm_and_route_xla(
-    plan: RoutePlan, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
+def _xla(
+    static: _Static, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
 ) -> Routed:
-    """The same in plain jax.numpy."""
-    y = rms_norm(x, gamma, plan.eps, implementation="xla")
+    options, _ = static
+    y = rms_norm(x, gamma, options.eps, implementation="xla")
     floats = y.astype(jnp.float32), router.astype(jnp.float32)
     logits = lax.dot_general(*floats, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
     logits = logits if bias is None else logits + bias.astype(jnp.float32)
-    best, experts = lax.top_k(logits, plan.k)
-    if plan.normalize:
+    best, experts = lax.top_k(logits, options.k)
+    if options.normalize:
         weights = jax.nn.softmax(best, axis=-1)
     else:
         weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), experts, axis=-1)
-    return y, experts.astype(jnp.int32), weights * plan.scale
+    return y, experts.astype(jnp.int32), weights * options.scale
 
 
-_route = Op("norm_and_route", norm_and_route_xla, _kernel)
+_route = Op("norm_and_route", _xla, _kernel)

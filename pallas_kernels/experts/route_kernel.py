@@ -24,14 +24,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.dispatch import Predicted, Reason
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
@@ -48,21 +48,24 @@ MOST_EXPERTS = 512
 SCRATCH = "y", "squares", "sums"
 
 
-@dataclasses.dataclass(frozen=True)
-class RoutePlan(Predicted):
-    """n, d: experts and columns of the router.  k: experts of a token.
+class RouteStatic(NamedTuple):
+    """k: experts of a token.  normalize: the softmax is that of the chosen experts alone.  scale:
+    factor of the weights.  eps: of the norm."""
 
-    normalize: the softmax is that of the chosen experts alone.  scale: factor of the weights.
-    """
+    k: int
+    normalize: bool
+    scale: float
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutePlan:
+    """n, d: experts and columns of the router."""
 
     kernel: ClassVar[str] = "route_experts_mosaic"
     tokens: int
     n: int
     d: int
-    k: int
-    normalize: bool
-    scale: float
-    eps: float
 
     @property
     def rows(self) -> int:
@@ -95,16 +98,9 @@ class RoutePlan(Predicted):
         return [2 * self.d, 4 * WARPS, 4 * self.rows * self.parts]
 
 
-def route_plan(
-    x: jax.Array,
-    router: jax.Array,
-    k: int,
-    *,
-    normalize: bool,
-    scale: float,
-    eps: float,
-) -> RoutePlan | Reason:
-    """The plan for ``x[T, D]`` and ``router[E, D]``, or why there is none."""
+def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> Reason:
+    """Why the kernel is not chosen for ``x[T, D]`` and ``router[E, D]``; the Reason has its plan if
+    it could run."""
     (tokens, d), n = x.shape, router.shape[0]
     if not gpu().arch.clusters:
         return Reason("the GPU has no clusters of blocks")
@@ -112,14 +108,20 @@ def route_plan(
         return Reason(f"x is {x.dtype} and the router {router.dtype}; the kernel takes bfloat16")
     if tokens > MOST_TOKENS:
         return Reason(f"{tokens} tokens; the kernel takes up to {MOST_TOKENS}")
-    if d % 8 or n > MOST_EXPERTS or not 1 <= k <= min(n, 32):
-        return Reason(f"{k} of {n} experts of {d} columns")
-    return RoutePlan(tokens, n, d, k, normalize, scale, eps)
+    if d % 8 or n > MOST_EXPERTS or static.k > 32:
+        return Reason(f"{static.k} of {n} experts of {d} columns")
+    return Reason("no GPU has timed the kernel", RoutePlan(tokens, n, d))
 
 
-@functools.partial(jax.jit, static_argnames=("plan",))
+@functools.partial(jax.jit, static_argnames=("static", "plan"))
 def route_tokens(
-    x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None, *, plan: RoutePlan
+    x: jax.Array,
+    gamma: jax.Array,
+    router: jax.Array,
+    bias: jax.Array | None,
+    *,
+    static: RouteStatic,
+    plan: RoutePlan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(y bfloat16 ``[T, D]``, experts int32 ``[T, k]``, weights float32 ``[T, k]``).
 
@@ -132,7 +134,7 @@ def route_tokens(
         "bias": bias,
     }
     kinds = kinds_of(inputs)
-    shape = plan.tokens, plan.k
+    shape = plan.tokens, static.k
     outs = {
         "y": jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
         "experts": jax.ShapeDtypeStruct(shape, jnp.int32),
@@ -142,7 +144,7 @@ def route_tokens(
     def body(gmem, smem):
         memory = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
         shared = {name: p.shared_address(getattr(smem, name)) for name in vars(smem)}
-        _Program(plan, kinds, SimpleNamespace(**memory), SimpleNamespace(**shared)).run()
+        _Program(plan, static, kinds, SimpleNamespace(**memory), SimpleNamespace(**shared)).run()
 
     sizes = {name: -(-size // 4) for name, size in _sizes(plan)}
     found = launch(
@@ -166,6 +168,7 @@ def _sizes(plan: RoutePlan) -> Sequence[tuple[str, int]]:
 @dataclasses.dataclass(frozen=True)
 class _Program:
     plan: RoutePlan
+    static: RouteStatic
     kinds: Mapping[str, str]
     gmem: SimpleNamespace
     smem: SimpleNamespace
@@ -222,7 +225,7 @@ class _Program:
         p.barrier()
         sums = [p.load_float(smem.squares, 4 * w) for w in range(WARPS)]
         mean = arith.mulf(functools.reduce(arith.addf, sums), p.cf(1.0 / plan.d))
-        factor = p.rsqrt(arith.addf(mean, p.cf(plan.eps)))
+        factor = p.rsqrt(arith.addf(mean, p.cf(self.static.eps)))
         for piece, inside, values, gamma in asked:
             pairs = zip(values, gamma, strict=True)
             words = packed([arith.mulf(arith.mulf(v, factor), g) for v, g in pairs])
@@ -290,7 +293,7 @@ class _Program:
             if 32 * (i + 1) > plan.n:
                 keys[i] = arith.select(p.less(p.add(lane, 32 * i), plan.n), keys[i], p.ci(0))
         best, chosen = [], []
-        for _ in range(plan.k):
+        for _ in range(self.static.k):
             largest = p.warp_largest(functools.reduce(arith.maxui, keys))
             own = p.ci(0xFFFFFFFF)
             for i in reversed(range(plan.per_lane)):
@@ -306,22 +309,22 @@ class _Program:
             return p.exp2(arith.mulf(arith.subf(value, best[0]), p.cf(LOG2E)))
 
         powers = [power(v) for v in best]
-        if plan.normalize:
+        if self.static.normalize:
             total = functools.reduce(arith.addf, powers)
         else:
             (total,) = over_lanes([functools.reduce(arith.addf, [power(v) for v in logits])])
         mine, index = powers[0], chosen[0]
-        for j in range(1, plan.k):
+        for j in range(1, self.static.k):
             is_j = p.equal(lane, j)
             mine, index = arith.select(is_j, powers[j], mine), arith.select(is_j, chosen[j], index)
-        weight = arith.mulf(p.divide(mine, total), p.cf(plan.scale))
+        weight = arith.mulf(p.divide(mine, total), p.cf(self.static.scale))
 
         def store() -> None:
-            at = p.add(p.mul(token, plan.k), lane)
+            at = p.add(p.mul(token, self.static.k), lane)
             p.store_global(p.offset(self.gmem.experts, at, 4), index)
             p.store_global(p.offset(self.gmem.weights, at, 4), weight)
 
-        p.when(p.less(lane, plan.k), store)
+        p.when(p.less(lane, self.static.k), store)
 
 
 def _ordered(value: Value) -> Value:

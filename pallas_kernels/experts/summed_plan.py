@@ -16,7 +16,7 @@ from pallas_kernels.qtensor import QTensor
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 SLOT = 128  # columns
 WARPS = 12, 16, 8  # of a block, the best first
-MOST_TOKENS = 16
+MOST_TOKENS = 1  # more were not timed: ``docs/lab/experts.md``
 MOST_AHEAD = 4  # units whose codes a warp loads ahead
 
 
@@ -101,7 +101,9 @@ class GroupedSumPlan(Predicted):
         return [2048 * self.warps, 8 * self.most_units * self.pitch, 4 * self.items]
 
 
-def summed_plan(x: jax.Array, w: Weight, n_pairs: int, fan: int) -> GroupedSumPlan | Reason:
+def summed_plan(
+    x: jax.Array, w: Weight, n_pairs: int, fan: int, *, most_tokens: int = MOST_TOKENS
+) -> GroupedSumPlan | Reason:
     """The plan for ``x[..., K]``, ``w[E, N, K]`` and ``fan`` experts of a token, or why there is
     none."""
     _, n, k = w.shape
@@ -117,8 +119,8 @@ def summed_plan(x: jax.Array, w: Weight, n_pairs: int, fan: int) -> GroupedSumPl
     if k % wanted or n % 2:
         return Reason(f"K = {k} is not a multiple of {wanted}, or N = {n} is odd")
     tokens = n_pairs // fan
-    if tokens > MOST_TOKENS:
-        return Reason(f"{tokens} tokens; the kernel of sums over experts takes {MOST_TOKENS}")
+    if tokens > most_tokens:
+        return Reason(f"{tokens} tokens; the kernel of sums over experts takes {most_tokens}")
     plans = [
         GroupedSumPlan(k, n, fan, tokens, False, warps, MOST_AHEAD, gpu().sms) for warps in WARPS
     ]

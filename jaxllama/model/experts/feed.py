@@ -14,14 +14,13 @@ from jax import lax
 
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.experts.route import Routed, is_softmax, route, router_logits
+from jaxllama.model.experts.route import route, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import MODEL_AXIS, is_split
 from jaxllama.typing import Options, Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
-from pallas_kernels.experts.route import norm_and_route
 
 
 def feed_experts(
@@ -35,52 +34,18 @@ def feed_experts(
         own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
         normed, _ = linear.norm(before, own, cfg)
         stream = Stream(stream.total)
-        routed = None
     else:
-        normed, stream, routed = _norm_and_route(cfg, p, stream)
+        normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
     assert isinstance(normed, jax.Array)
-    y, scale = mixture(cfg, p["mlp"], normed, ops, routed), p.get("mlp_out_norm")
+    y, scale = mixture(cfg, p["mlp"], normed, ops), p.get("mlp_out_norm")
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
 
 
-def _norm_and_route(
-    cfg: ModelConfig, p: Params, stream: Stream
-) -> tuple[linear.Input, Stream, Routed | None]:
-    """(the norm, the stream added up, the tokens' experts if the norm's kernel chose them)."""
-    options, scale, router = cfg.experts, p.get("mlp_norm"), p["mlp"]["router"]
-    assert options is not None
-    has_norm = scale is not None and cfg.norm == "rms" and stream.pending is None
-    if has_norm and is_softmax(options, router.get("choice_bias")):
-        assert scale is not None
-        found = norm_and_route(
-            stream.x.reshape(-1, stream.x.shape[-1]),
-            (scale["weight"], cfg.norm_eps),
-            router["weight"],
-            router.get("bias"),
-            k=options.n_active,
-            normalize=options.normalize,
-            scale=options.scale,
-        )
-        if found is not None:
-            y, *routed = found
-            return y.reshape(stream.x.shape), stream, tuple(routed)
-    return *linear.norm(stream, scale, cfg), None
-
-
-def mixture(
-    cfg: ModelConfig,
-    own: Params,
-    x: jax.Array,
-    ops: LayerOps = linear,
-    routed: Routed | None = None,
-) -> jax.Array:
-    """The mixture's output ``[..., D]`` for ``x[..., D]``.
-
-    own: a layer's ``mlp`` parameters.  routed: the tokens' experts and weights, if they are known.
-    """
+def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
+    """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
-    experts, weights = route(options, tokens, own["router"]) if routed is None else routed
+    experts, weights = route(options, tokens, own["router"])
     gated: Options = {"gated": gate_of(cfg, options)}
     summed: Options = {"weights": weights}
     if is_split():  # this device's experts, whose sums are added up before they are rounded

@@ -24,8 +24,6 @@ from jaxllama.config import ExpertsConfig
 from jaxllama.typing import Params
 from pallas_kernels.experts.op import grouped_matmul
 
-Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
-
 
 def route(options: ExpertsConfig, x: jax.Array, router: Params) -> tuple[jax.Array, jax.Array]:
     """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
@@ -49,12 +47,6 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
-def is_softmax(options: ExpertsConfig, choice_bias: jax.Array | None) -> bool:
-    """Whether the logits themselves order the experts, and the weights are of a softmax."""
-    is_grouped = options.n_active_groups != options.n_groups
-    return options.scores == "softmax" and choice_bias is None and not is_grouped
-
-
 def choose(
     options: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -64,14 +56,14 @@ def choose(
     """
     if options.scores == "sparsemixer":
         return _sparsemixer(options, logits)
-    by_softmax = options.scores == "softmax"
-    scores = jax.nn.softmax(logits, axis=-1) if by_softmax else jax.nn.sigmoid(logits)
+    is_softmax = options.scores == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
-    if is_softmax(options, choice_bias):
+    if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
         by = logits  # the same order, and fewer ties
     by = _best_groups(options, by)
     best, experts = lax.top_k(by, options.n_active)
-    if by_softmax and options.normalize:
+    if is_softmax and options.normalize:
         best = best if by is logits else jnp.take_along_axis(logits, experts, axis=-1)
         weights = jax.nn.softmax(best, axis=-1)
     else:
