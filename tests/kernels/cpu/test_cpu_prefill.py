@@ -11,9 +11,12 @@ import pytest
 
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache
-from pallas_kernels.cpu import frame, jit, prefill
-from pallas_kernels.cpu.cache import CacheForm, attributes
-from pallas_kernels.cpu.prefill import CpuPlan, Prefill
+from pallas_kernels.cpu import attend as cpu
+from pallas_kernels.cpu import frame, jit
+from pallas_kernels.cpu.attend import attributes
+from pallas_kernels.cpu.cache import CacheForm
+from pallas_kernels.cpu.handler import CpuPlan
+from pallas_kernels.cpu.prefill import Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
 from tests.helpers.arrays import as_jax
@@ -50,7 +53,7 @@ def oracle(q, k, v, positions, window=None):
 
 
 def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, place=lambda a: a):
-    found = prefill.plan(q, k, table, None)
+    found = cpu.prompt_plan(q, k, table, None)
     assert isinstance(found, CpuPlan), found
     rows = np.asarray(q).reshape(-1, *q.shape[2:]), np.asarray(positions).reshape(-1) + 1
     arrays = [place(stored(x)) for x in jax.tree.leaves((*rows, k, v, table))]
