@@ -11,6 +11,7 @@ import pytest
 
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache
+from pallas_kernels.attention.rope_attention import tokens_have_a_steps_bits
 from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.cpu import frame, jit
 from pallas_kernels.cpu.attend import attributes
@@ -135,6 +136,16 @@ def test_a_tokens_bits_do_not_depend_on_its_neighbours():
     q, positions = np.asarray(q), np.asarray(positions)
     parts = [by_hand(q[:, i : i + 37], k, v, positions[:, i : i + 37]) for i in (0, 37, 74)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_new_tokens_take_tiles_where_those_fit_on_a_stack():
+    """A step's plan decides whether several tokens get a step's bits, whatever the tiles need."""
+    for width, tokens, want in ((64, 8, "attention_cpu"), (64, 9, "prefill_cpu"), (256, 9, None)):
+        qkv, k = jnp.zeros((1, tokens, 10, width)), jnp.zeros((1, 64, 1, width))
+        found = cpu.new_token_plan(qkv, k, None)
+        assert (found.kernel if isinstance(found, CpuPlan) else None) == want
+        assert tokens_have_a_steps_bits(qkv, k, None)
+    assert "bytes of stack" in found.text
 
 
 def test_the_model_takes_it(monkeypatch):
