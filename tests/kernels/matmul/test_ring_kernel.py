@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels import ring_probe
+from benchmarks.kernels import ring_kernel
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import activations, check, extras, fused_product, newest, weight
 
@@ -24,9 +24,9 @@ def test_emulated(name, n, k, kinds, sms, ring, piece):
     given = extras(1, n, k, jnp.bfloat16, kinds, jnp.bfloat16)
     ref = fused_product(x, w, None, **given)
     gamma, _ = given.pop("norm", (None, None))
-    plan = ring_probe.plan_of(w, "swiglu" in given, ring, "after", piece=piece)
+    plan = ring_kernel.plan_of(w, "swiglu" in given, ring, "after", piece=piece)
     plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, sms=sms))
-    assert plan.row.units > plan.blocks * ring_probe.WARPS
-    with few_rows(ring_probe):
-        out = ring_probe.ring_matmul(x, w, plan=plan, gamma=gamma, **given)
+    assert plan.row.units > plan.blocks * plan.row.warps
+    with few_rows(ring_kernel):
+        out = ring_kernel.ring_matmul(x, w, plan=plan, gamma=gamma, **given)
     check(out, ref, x.dtype)
