@@ -182,6 +182,7 @@ VARIANTS: dict[str, Any] = {
     "before 96, 8 warps": (96, "before", (("warps", 8),)),
     "before 96, 16 warps": (96, "before", (("warps", 16), ("piece", 512))),
     "before 96, 2 KB pieces": (96, "before", (("piece", 2048),)),
+    "today again": None,
 }
 
 
