@@ -588,8 +588,9 @@ def await_kernel() -> None:
     A kernel that calls it begins while the one before still runs (programmatic dependent launch,
     from jax 0.12 and Hopper on; before, it begins behind it, and this is nothing).  So before it a
     kernel writes nothing and reads nothing, weights neither, which may have been computed just now:
-    it may ask L2 for them (``prefetch``).  Behind it, what other kernels write is not read through
-    the path of constants (``READ_ONLY``): the lines there may be older.
+    it may ask L2 for them (``prefetch``).  Settled memory it may read (``copy_settled``).  Behind
+    it, what other kernels write is not read through the path of constants (``READ_ONLY``): the
+    lines there may be older.
     """
     if not _overlaps():
         return
@@ -655,6 +656,12 @@ def copy_bulk(to: Value, source: Value, size: int, barrier: Value, at: int | Non
         source,
         barrier,
     )
+
+
+def copy_settled(to: Value, source: Value, size: int, barrier: Value, at: int) -> None:
+    """``copy_bulk`` of memory that no kernel of the program writes, so also before
+    ``await_kernel``."""
+    copy_bulk(to, source, size, barrier, at)
 
 
 def barrier_init(barrier: Value, arrivals: int) -> None:
