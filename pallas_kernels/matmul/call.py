@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ _settled: contextvars.ContextVar[bool] = contextvars.ContextVar("settled", defau
 
 
 @contextlib.contextmanager
-def settled_weights(settled: bool = True) -> Iterator[None]:
+def settled_weights(settled: bool = True) -> Generator[None]:
     """Within, no kernel of the traced program writes a weight of a product.
 
     So a kernel may read its weight before the kernel before it has ended.  A decode loop's weights
