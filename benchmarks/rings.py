@@ -1,6 +1,6 @@
-"""Whole models, one row: tokens/s of the decode loop with weights read before the wait and without.
+"""Whole models: tokens/s of the decode loop with weights read before the wait and without.
 
-    python -m benchmarks.rings llama-3.2-1b:w4a16 llama-3.1-8b:w4a16-sym gla-1.3b
+    python -m benchmarks.rings llama-3.2-1b:w4a16 gla-1.3b llama-3.1-8b:w8a8:64:int8
 
 Both loops run in turn in one process.  "rings" has ``settled_weights`` around the loop, as
 ``resident.advance`` has it; "rows" has not.  Weights are random; the tokens of both are compared.
@@ -25,9 +25,16 @@ from jaxllama.executors import resident
 LOOPS = {"rows": contextlib.nullcontext, "rings": resident.settled_weights}
 
 
-def run(lm: jl.LanguageModel, context: int, new_tokens: int, runs: int) -> dict[str, Any]:
+def run(
+    lm: jl.LanguageModel,
+    batch: int,
+    kv_dtype: str | None,
+    context: int,
+    new_tokens: int,
+    runs: int,
+) -> dict[str, Any]:
     """Return tokens/s of both loops, medians, and the share of equal tokens."""
-    decoding, programs, kernels = Decoding(lm, 1), {}, {}
+    decoding, programs, kernels = Decoding(lm, batch, kv_dtype), {}, {}
     prompt = min(5, context)
 
     def begun() -> Any:
@@ -47,7 +54,7 @@ def run(lm: jl.LanguageModel, context: int, new_tokens: int, runs: int) -> dict[
             seconds[name].append(took)
             tokens[name] = np.asarray(rows.written[0])
     found: dict[str, Any] = {
-        name: round((new_tokens - 1) / statistics.median(times[1:]), 1)
+        name: round(batch * (new_tokens - 1) / statistics.median(times[1:]), 1)
         for name, times in seconds.items()
     }
     found["equal_tokens"] = float(np.mean(tokens["rows"] == tokens["rings"]))
@@ -56,7 +63,7 @@ def run(lm: jl.LanguageModel, context: int, new_tokens: int, runs: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="+", help="PRESET or PRESET:SCHEME")
+    parser.add_argument("models", nargs="+", help="PRESET[:SCHEME[:ROWS[:DTYPE of the cache]]]")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
@@ -64,10 +71,11 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     for label in args.models:
-        model, _, scheme = label.partition(":")
+        model, scheme, rows, kv_dtype = (*label.split(":"), "", "", "")[:4]
         try:
             lm = jl.load(model, quantize=scheme or None, random=True)
-            results[label] = run(lm, args.context, args.new_tokens, args.runs)
+            shape = int(rows or 1), kv_dtype or None, args.context, args.new_tokens
+            results[label] = run(lm, *shape, args.runs)
         except Exception as error:  # the others are still measured
             results[label] = repr(error)[:300]
         print(f"{label}: {results[label]}", flush=True)
