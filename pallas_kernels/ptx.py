@@ -588,7 +588,7 @@ def await_kernel() -> None:
     A kernel that calls it begins while the one before still runs (programmatic dependent launch,
     from jax 0.12 and Hopper on; before, it begins behind it, and this is nothing).  So before it a
     kernel writes nothing and reads nothing, weights neither, which may have been computed just now:
-    it may ask L2 for them (``prefetch``).  Settled memory it may read (``copy_settled``).  Behind
+    it may ask L2 for them (``prefetch``).  Settled memory it may read (``read_settled``).  Behind
     it, what other kernels write is not read through the path of constants (``READ_ONLY``): the
     lines there may be older.
     """
@@ -600,6 +600,12 @@ def await_kernel() -> None:
     while owner.parent is not None:
         owner = owner.parent
     owner.attributes["mosaic_gpu.uses_pdl"] = ir.UnitAttr.get()
+
+
+def read_settled(body: Callable[[], object]) -> None:
+    """``body()``, also before ``await_kernel``: it reads only what no kernel of the program writes
+    (``matmul.call.settled_weights``)."""
+    body()
 
 
 def prefetch(at: Value, size: int) -> None:
@@ -656,12 +662,6 @@ def copy_bulk(to: Value, source: Value, size: int, barrier: Value, at: int | Non
         source,
         barrier,
     )
-
-
-def copy_settled(to: Value, source: Value, size: int, barrier: Value, at: int) -> None:
-    """``copy_bulk`` of memory that no kernel of the program writes, so also before
-    ``await_kernel``."""
-    copy_bulk(to, source, size, barrier, at)
 
 
 def barrier_init(barrier: Value, arrivals: int) -> None:

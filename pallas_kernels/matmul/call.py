@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
@@ -96,6 +97,12 @@ class MatmulCall:
             fixed["low_rank"] = LowRank(jnp.dtype(inner.dtype), second[0].shape[1], rows)
         fixed["settled"] = _settled.get()
         return cls(*call, isinstance(x, QTensor), bias is not None, **dtypes, **fixed)
+
+    @property
+    def reads_early(self) -> bool:
+        """Whether a kernel reads w before the kernel before it has ended."""
+        overlaps = jax.__version_info__ >= (0, 12) and gpu().arch.dependent_launch
+        return self.settled and overlaps
 
     @property
     def n(self) -> int:

@@ -292,9 +292,9 @@ def _modules(block: Block) -> dict[str, Any]:
         found = execute(block, code, args, count)
         return found if isinstance(results, list) else found[0] if found else None
 
-    def copy_settled(*operands):
+    def read_settled(body):
         touched = block.touched
-        p.copy_bulk(*operands)
+        body()
         block.touched = touched
 
     nothing = SimpleNamespace(parent=None, attributes={})
@@ -322,7 +322,7 @@ def _modules(block: Block) -> dict[str, Any]:
             ),
             UnitAttr=SimpleNamespace(get=lambda: None),
         ),
-        copy_settled=copy_settled,
+        read_settled=read_settled,
         shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
         when=block.when,
         choose=block.choose,

@@ -83,7 +83,7 @@ class Ring:
         ):
             for index in indices if size else ():
                 assert base is not None
-                p.copy_settled(at, p.offset_rows(base, index, size), size, full, start)
+                p.copy_bulk(at, p.offset_rows(base, index, size), size, full, start)
                 start += size
 
     def words(self, slot: Value) -> list[Value]:
@@ -145,9 +145,12 @@ def run(
     )
     stride, pieces, chunks = plan.blocks * plan.warps, plan.pieces, plan.piece_bytes // 512
 
+    def fill_all() -> None:
+        for i in range(plan.depth):
+            ring.fill(p.add(first, stride * (i // pieces)), p.ci(i % pieces), p.ci(i))
+
     ring.initialise()
-    for i in range(plan.depth):
-        ring.fill(p.add(first, stride * (i // pieces)), p.ci(i % pieces), p.ci(i))
+    p.read_settled(fill_all)
     p.await_kernel()
     source.store(source.ask(early=True), warp, lane)
     p.barrier()

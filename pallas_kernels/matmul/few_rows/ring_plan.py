@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
-
-from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
@@ -60,10 +57,8 @@ class RingPlan(RowPlan):
 
 def ring_plan(call: MatmulCall) -> RingPlan | Reason:
     """The ring kernel's plan, or why it has none."""
-    if not call.settled:
-        return Reason("the weight may have been computed just before")
-    if jax.__version_info__ < (0, 12) or not gpu().arch.dependent_launch:
-        return Reason("no kernel begins before the one before has ended")
+    if not call.reads_early:
+        return Reason("w may not be read before the kernel before has ended")
     found = row_plan(call)
     row = found.plan if isinstance(found, Reason) else found
     if not isinstance(row, RowPlan):

@@ -319,13 +319,7 @@ def quantized_plan(call: MatmulCall) -> PairTile | Reason:
         if any(size % 32 for size in low.sources):
             return Reason(f"sources of {low.sources} rows, not multiples of 32")
         return pair_tile(call.m, n, k, call.x, low.sources)
-    return dataclasses.replace(tile, settled=_is_settled(call))
-
-
-def _is_settled(call: MatmulCall) -> bool:
-    """Whether the kernel of few rows may read w before the kernel before has ended."""
-    overlaps = jax.__version_info__ >= (0, 12) and gpu().arch.dependent_launch
-    return call.settled and call.m <= 64 and overlaps
+    return dataclasses.replace(tile, settled=call.reads_early and call.m <= 64)
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:
@@ -339,7 +333,7 @@ def plain_plan(call: MatmulCall) -> PairTile | Reason:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
     fused = call.swiglu and not call.bias and call.activation == "silu"
     tile = stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
-    tile = dataclasses.replace(tile, settled=_is_settled(call))
+    tile = dataclasses.replace(tile, settled=call.reads_early)
     if m <= TOKENS:  # its values on a GPU are tested from 17 rows on
         return Reason(f"{m} rows of plain weights' products: the kernel is for more", tile)
     return tile
