@@ -588,9 +588,8 @@ def await_kernel() -> None:
     A kernel that calls it begins while the one before still runs (programmatic dependent launch,
     from jax 0.12 and Hopper on; before, it begins behind it, and this is nothing).  So before it a
     kernel writes nothing and reads nothing, weights neither, which may have been computed just now:
-    it may ask L2 for them (``prefetch``).  Settled memory it may read (``read_settled``).  Behind
-    it, what other kernels write is not read through the path of constants (``READ_ONLY``): the
-    lines there may be older.
+    it may ask L2 for them (``prefetch``).  Behind it, what other kernels write is not read through
+    the path of constants (``READ_ONLY``): the lines there may be older.
     """
     if not _overlaps():
         return
@@ -600,12 +599,6 @@ def await_kernel() -> None:
     while owner.parent is not None:
         owner = owner.parent
     owner.attributes["mosaic_gpu.uses_pdl"] = ir.UnitAttr.get()
-
-
-def read_settled(body: Callable[[], object]) -> None:
-    """``body()``, also before ``await_kernel``: it reads only what no kernel of the program writes
-    (``matmul.call.settled_weights``)."""
-    body()
 
 
 def prefetch(at: Value, size: int) -> None:

@@ -51,7 +51,6 @@ from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.typing import Jitted, Params, Tree
-from pallas_kernels.matmul.call import settled_weights
 from pallas_kernels.rows import greedy
 
 
@@ -481,8 +480,7 @@ def advance(
 
     stops = None if sampling.features else stop_ids
     one_token = functools.partial(_one_token, cfg, params, stops)
-    with settled_weights():  # they are this program's arguments
-        rows, _ = loop.run(one_token, rows, drawn_by(sampling), stop_ids, unfinished)
+    rows, _ = loop.run(one_token, rows, drawn_by(sampling), stop_ids, unfinished)
     return rows, rows.copied_report()
 
 

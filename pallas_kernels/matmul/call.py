@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,27 +11,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
-from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
-
-_settled: contextvars.ContextVar[bool] = contextvars.ContextVar("settled", default=False)
-
-
-@contextlib.contextmanager
-def settled_weights(settled: bool = True) -> Generator[None]:
-    """Within, no kernel of the traced program writes a weight of a product.
-
-    So a kernel may read its weight before the kernel before it has ended.  A decode loop's weights
-    are arguments of its program.
-    """
-    token = _settled.set(settled)
-    try:
-        yield
-    finally:
-        _settled.reset(token)
-
 
 Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
 
@@ -67,7 +46,6 @@ class MatmulCall:
     activation: str = "silu"  # of SwiGLU's gate
     pending: jnp.dtype | None = None
     low_rank: LowRank | None = None
-    settled: bool = False  # no kernel of the program writes w
 
     @classmethod
     def of(
@@ -95,14 +73,7 @@ class MatmulCall:
             inner, second = low_rank
             rows = tuple(b.shape[0] for b in second)
             fixed["low_rank"] = LowRank(jnp.dtype(inner.dtype), second[0].shape[1], rows)
-        fixed["settled"] = _settled.get()
         return cls(*call, isinstance(x, QTensor), bias is not None, **dtypes, **fixed)
-
-    @property
-    def reads_early(self) -> bool:
-        """Whether a kernel reads w before the kernel before it has ended."""
-        overlaps = jax.__version_info__ >= (0, 12) and gpu().arch.dependent_launch
-        return self.settled and overlaps
 
     @property
     def n(self) -> int:

@@ -19,7 +19,6 @@ from pallas_kernels.dispatch import Plan, Reason, shortest
 from pallas_kernels.matmul import predict
 from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
-from pallas_kernels.matmul.few_rows.ring_plan import ring_plan
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
 from pallas_kernels.qtensor import QTensor
@@ -35,9 +34,7 @@ KernelPlan = (
 
 def plans(call: MatmulCall) -> list[KernelPlan | Reason]:
     """Return the plan or reason of every kernel for a call on a GPU."""
-    ring = ring_plan(call)
-    few = few_rows.plans(call) if isinstance(ring, Reason) else [ring]
-    return [*few, mid_rows.plan(call), many_rows.plan(call)]
+    return [*few_rows.plans(call), mid_rows.plan(call), many_rows.plan(call)]
 
 
 def plan(call: MatmulCall) -> Plan | Reason:

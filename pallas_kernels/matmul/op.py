@@ -63,7 +63,7 @@ from pallas_kernels.dispatch import (
     is_empty,
 )
 from pallas_kernels.matmul import choice, operands
-from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static, settled_weights
+from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
 from pallas_kernels.operands import FLOATS, check, dtype_name
@@ -314,22 +314,7 @@ def _product(
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     if isinstance(w, CpuWeight):
         return _prepared_product(x, w, around, implementation)
-    rows, given = _flatten(x), w
-    w = _without_notes(x, given)
-    if w.unit is not given.unit:  # scales in one level are computed here
-        with settled_weights(False):
-            return _planned_product(x, rows, w, around, implementation)
-    return _planned_product(x, rows, w, around, implementation)
-
-
-def _planned_product(
-    x: jax.Array | QTensor,
-    rows: jax.Array | QTensor,
-    w: QTensor,
-    around: Around,
-    implementation: Implementation | None,
-) -> jax.Array:
-    """``_product`` by the plan of the flattened rows of x and a weight without notes."""
+    rows, w = _flatten(x), _without_notes(x, w)
     find, on_cpu = planners(rows, w, around, implementation)
     plan = choose_plan(_OP, implementation, find, rows, w, cpu=on_cpu)
     if plan is None and around.low_rank is not None:

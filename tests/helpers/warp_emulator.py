@@ -292,11 +292,6 @@ def _modules(block: Block) -> dict[str, Any]:
         found = execute(block, code, args, count)
         return found if isinstance(results, list) else found[0] if found else None
 
-    def read_settled(body):
-        touched = block.touched
-        body()
-        block.touched = touched
-
     nothing = SimpleNamespace(parent=None, attributes={})
     p.__dict__.update(
         ptx=ptx,
@@ -322,7 +317,6 @@ def _modules(block: Block) -> dict[str, Any]:
             ),
             UnitAttr=SimpleNamespace(get=lambda: None),
         ),
-        read_settled=read_settled,
         shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
         when=block.when,
         choose=block.choose,

@@ -1,4 +1,4 @@
-"""The launch of the kernels of few rows: those of one row (``row``, ``ring``) and ``tile``."""
+"""The launch of the kernels of few rows: that of one row (``row``) and that of tiles (``tile``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.few_rows import ring, row, tile
+from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
-from pallas_kernels.matmul.few_rows.ring_plan import RingPlan
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
@@ -63,7 +62,6 @@ def matmul(
         )
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     is_row = isinstance(plan, RowPlan)
-    program = ring if isinstance(plan, RingPlan) else row if is_row else tile
     is_apart = not is_row and plan.apart
     added = bias, residual, out_dtype
     if is_apart:
@@ -84,9 +82,7 @@ def matmul(
 
     def body(gmem, smem):
         memory = vars(gmem)
-        if isinstance(plan, RingPlan):
-            ring.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
-        elif is_row:
+        if is_row:
             row.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
@@ -101,7 +97,7 @@ def matmul(
         grid=plan.blocks if is_row else plan.clusters * (plan.split if is_apart else 1),
         cluster=1 if is_row or is_apart else plan.split,
         warpgroups=(plan.warps if is_row else WARPS) // 4,
-        scratch=dict(zip(program.SCRATCH, sizes, strict=False)),
+        scratch=dict(zip(row.SCRATCH if is_row else tile.SCRATCH, sizes, strict=False)),
         registers=True,
     )
     if is_apart:

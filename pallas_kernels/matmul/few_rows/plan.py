@@ -212,7 +212,6 @@ class TilePlan(Predicted):
     m: rows of x at a time, fewer than there are where no more fit shared memory.
     split: blocks that share K, a cluster; with ``apart``, which is for GPUs without clusters, each
     writes its own sums as float32, and XLA adds these.
-    settled: w is read before the kernel before has ended.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
@@ -228,7 +227,6 @@ class TilePlan(Predicted):
     param_bytes: int  # scales, zeros, bias and residual of one tile
     pairs: bool = False  # SwiGLU: a tile of gate, then the tile of up that belongs to it
     apart: bool = False
-    settled: bool = False
 
     @property
     def n_tiles(self) -> int:
@@ -383,7 +381,6 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
     divided = whole if call.bias else divide_tiles(m, w, **fused)
     assert divided is not None
-    divided = dataclasses.replace(divided, settled=call.reads_early)
     if call.plain:
         return divided
     w = call.codes

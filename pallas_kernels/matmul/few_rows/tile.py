@@ -157,8 +157,6 @@ class TileProgram:
         """x -> registers, scales of the first batch -> shared memory, the ring filled."""
         normed, copies = self.normed, self.copies
         self.operands.prefetch(self.block.thread)
-        if self.plan.settled:
-            return self.start_settled()
         copies.prefetch()
         p.await_kernel()
         if normed is None:
@@ -171,35 +169,11 @@ class TileProgram:
         if normed is not None:
             normed.end(loaded)
         p.copies_wait(self.plan.depth)
-        self.end_start()
-
-    def start_settled(self) -> None:
-        """``start``, with all of w before the kernel before has ended."""
-        normed, copies = self.normed, self.copies
-
-        def read_weights() -> None:
-            copies.scales(p.ci(0), p.ci(0))
-            p.copies_commit()
-            copies.fill()
-
-        p.read_settled(read_weights)
-        p.await_kernel()
-        if normed is None:
-            self.block.working_warps(self.staged.copy)
-            p.copies_commit()
-            p.copies_wait(0)
-        else:
-            normed.end(normed.begin())
-            p.copies_wait(self.plan.depth)
-        self.end_start()
-
-    def end_start(self) -> None:
-        """x is in shared memory; the warp's part of it -> registers."""
         p.warp_barrier()
         self.x = self.staged.fragments()
         p.barrier()
-        if self.normed is not None:
-            self.normed.sum_squares()
+        if normed is not None:
+            normed.sum_squares()
 
     def run_batch(self, batch, slot, count: int, *, final: bool):
         """``count`` tiles; [the ring's slot behind them]."""

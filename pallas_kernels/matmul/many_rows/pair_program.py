@@ -70,16 +70,9 @@ class PairBlock:
         return mi * tile.m, ni * self.wide
 
     def run(self) -> None:
-        feeder, settled = _Feeder(self), self.tile.settled
-        if not settled:
-            pipeline.await_kernel(self.gmem.w, self.wide, self.tile, self.m)
-        feed(self.warpgroup, 2, feeder.copy_tiles, feeder.copy_weights if settled else None)
-
-        @pl.when(self.warpgroup < 2)
-        def _():
-            if settled:
-                pipeline.await_alone()
-            _Multiplier.started(self).compute_tiles()
+        pipeline.await_kernel(self.gmem.w, self.wide, self.tile, self.m)
+        feed(self.warpgroup, 2, _Feeder(self).copy_tiles)
+        pl.when(self.warpgroup < 2)(lambda: _Multiplier.started(self).compute_tiles())
 
 
 class _Feeder:
@@ -98,20 +91,6 @@ class _Feeder:
         drain(self.barrier.empty, block.tiles * block.loads, self.tile.stages)
         if block.vectors:
             drain(self.barrier.vectors_empty, block.tiles, 2)
-
-    @property
-    def early(self) -> int:
-        """Slots that have their part of w before the kernel before has ended."""
-        return min(self.tile.stages, self.block.steps) if self.tile.settled else 0
-
-    def copy_weights(self) -> None:
-        """Copy w into the slots of the first tile's first steps."""
-
-        @pl.when(self.block.tiles > 0)
-        def _():
-            _, n0 = self.block.origin(0)
-            for j in range(self.early):
-                self.copy_weight(n0, self.columns(j), j)
 
     def copy_tile(self, t, _) -> None:
         block = self.block
@@ -137,7 +116,8 @@ class _Feeder:
     def copy_slot(self, t, m0, n0, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, stages, full = self.block, self.tile.stages, self.barrier.full.at[at]
-        x, columns = self.smem.x, self.columns(j)
+        x, w = self.smem.x, self.smem.w
+        columns = pl.ds((block.part * block.steps + j) * block.block_k, block.block_k)
         pl.when(t * block.loads + j >= stages)(
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
@@ -147,17 +127,6 @@ class _Feeder:
             full,
             collective_axes=self.x_axes,
         )
-        copy_weight = functools.partial(self.copy_weight, n0, columns, at)
-        pl.when(t * block.loads + j >= self.early)(copy_weight) if self.early else copy_weight()
-        return ring_next(at, 1, stages)
-
-    def columns(self, j):
-        """The columns of the j-th step of this block's part of K."""
-        block = self.block
-        return pl.ds((block.part * block.steps + j) * block.block_k, block.block_k)
-
-    def copy_weight(self, n0, columns, at) -> None:
-        block, w, full = self.block, self.smem.w, self.barrier.full.at[at]
         if block.swiglu:  # a warpgroup's rows of gate, then the same of up
             for half in range(2):
                 rows = pl.ds(n0 + half * block.out_cols, block.out_cols)
@@ -167,6 +136,7 @@ class _Feeder:
             plgpu.copy_gmem_to_smem(
                 self.gmem.w.at[rows, columns], w.rows.at[at], full, collective_axes=self.w_axes
             )
+        return ring_next(at, 1, stages)
 
     def copy_low_rank(self, t, m0, n0, j, at):
         """Copy 64 ranks of the source that the tile's rows of w belong to; return the next slot."""

@@ -137,23 +137,14 @@ def ring_next(at: jax.Array, by: int, stages: int) -> jax.Array:
     return jnp.where(at >= stages, at - stages, at)
 
 
-def feed(
-    warpgroup: jax.Array,
-    computing: int,
-    copy_tiles: Callable[[], None],
-    before: Callable[[], None] | None = None,
-) -> None:
+def feed(warpgroup: jax.Array, computing: int, copy_tiles: Callable[[], None]) -> None:
     """Run a function in one warp of the last warpgroup.
 
     Each of the four warps would arrive on a slot's barrier for every copy.
-    before: runs before the warpgroup waits for the kernel before, if the others do so themselves.
     """
 
     def run() -> None:
         plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
-        if before is not None:
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(before))
-            await_alone()
         plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy_tiles))
 
     pl.when(warpgroup == computing)(run)
@@ -180,17 +171,6 @@ def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: N
         plgpu.commit_smem()  # all of the warpgroup have read
         plgpu.barrier_arrive(empty)
         finish(acc + other)
-
-
-def await_alone() -> None:
-    """``ptx.await_kernel``, by a warpgroup."""
-
-    @plgpu.inline_mgpu(arg_types=())
-    def begin(ctx):
-        del ctx
-        p.await_kernel()
-
-    begin()
 
 
 def await_kernel(w, rows: int, tile, m: int) -> None:

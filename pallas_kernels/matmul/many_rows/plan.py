@@ -73,7 +73,6 @@ class PairTile(Predicted):
     promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
         of its warpgroups to the other's shared memory and finishes those of the other.
-    settled: the first slots get their part of w before the kernel before has ended.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_pair"
@@ -84,7 +83,6 @@ class PairTile(Predicted):
     width: int = 16
     promote: int = 0
     split: int = 1
-    settled: bool = False
     sms: int = H200.sms
 
     @property
@@ -319,7 +317,7 @@ def quantized_plan(call: MatmulCall) -> PairTile | Reason:
         if any(size % 32 for size in low.sources):
             return Reason(f"sources of {low.sources} rows, not multiples of 32")
         return pair_tile(call.m, n, k, call.x, low.sources)
-    return dataclasses.replace(tile, settled=call.reads_early and call.m <= 64)
+    return tile
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:
@@ -333,7 +331,6 @@ def plain_plan(call: MatmulCall) -> PairTile | Reason:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
     fused = call.swiglu and not call.bias and call.activation == "silu"
     tile = stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
-    tile = dataclasses.replace(tile, settled=call.reads_early)
     if m <= TOKENS:  # its values on a GPU are tested from 17 rows on
         return Reason(f"{m} rows of plain weights' products: the kernel is for more", tile)
     return tile

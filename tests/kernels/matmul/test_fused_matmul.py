@@ -50,9 +50,6 @@ EMULATED = [  # weights, m, K, fused, changes to the plan
     ("plain", 2, 256, "n", {}),
     ("plain", 4, 1056, "nr", {}),
     ("plain", 3, 18944, "r", {"clusters": 1, "per": 5, "batch": 1}),
-    ("w4-g128-zero", 5, 2048, "nr", {"clusters": 1, "per": 5, "batch": 2, "settled": True}),
-    ("plain", 3, 2048, "r", {"clusters": 1, "per": 5, "depth": 9, "settled": True}),
-    ("w4-g128", 1, 14336, "r", {"clusters": 1, "per": 5, "batch": 3, "settled": True}),
 ]
 
 

@@ -126,7 +126,6 @@ def test_lowers_at_real_shapes(operands):
     "tile,m,n,k,dtype",
     [
         (PairTile(64, 128, stages=3, cluster=1), 72, 136, 256, I8),
-        (PairTile(64, 128, stages=3, cluster=1, settled=True), 24, 280, 640, I8),
         (PairTile(128, 64, stages=3, cluster=1, promote=2), 128, 128, 640, F8),
         *slow((PairTile(128, 64, stages=2, cluster=2), 200, 192, 384, I8)),
         (PairTile(64, 96, stages=3, cluster=1), 24, 200, 320, BF16),
@@ -166,7 +165,6 @@ def one_view(monkeypatch):
     monkeypatch.setattr(launching, "_memory", by_dtype)
     monkeypatch.setattr(launching, "_by_view", by_view)
     monkeypatch.setattr(prefill_pipeline, "await_kernel", lambda *_: None)
-    monkeypatch.setattr(prefill_pipeline, "await_alone", lambda: None)
 
 
 def low_rank(m, sources, ranks, seed=1):
