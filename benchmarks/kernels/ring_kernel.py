@@ -9,6 +9,8 @@ norm, x, the products and the fused work are those of the one-row kernel (``few_
 
     after     wait, then the next kernel may begin, then fill the ring
     before    fill the ring, wait, then the next may begin
+    half      fill half of the ring, wait, then the next may begin, ask for x, fill the rest
+    x first   wait, then the next may begin, ask for x, fill the ring
     early     the next may begin, fill the ring, wait
     nobody    fill the ring, and no wait: wrong values, the bound of any such form
 
@@ -186,19 +188,22 @@ def run(plan: RingPlan, scheme: FewRowsScheme, operands: FewRowsOperands, smem: 
     )
     stride, pieces, chunks = plan.blocks * plan.row.warps, plan.pieces, plan.piece_bytes // 512
 
-    def fill_all() -> None:
-        for i in range(plan.depth):
+    def fill(begin: int, end: int) -> None:
+        for i in range(begin, end):
             ring.fill(p.add(first, stride * (i // pieces)), i % pieces, p.ci(i))
 
+    early = {"after": 0, "x first": 0, "half": plan.depth // 2}.get(plan.order, plan.depth)
     if plan.order == "early":
         allow_next()
     ring.initialise()
-    if plan.order in ("before", "early", "nobody"):
-        fill_all()
+    fill(0, early)
     (allow_next if plan.order == "nobody" else p.await_kernel)()
     if plan.order == "after":
-        fill_all()
-    source.store(source.ask(early=True), warp, lane)
+        fill(early, plan.depth)
+    asked = source.ask(early=True)
+    if plan.order in ("half", "x first"):
+        fill(early, plan.depth)
+    source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 

@@ -9,7 +9,8 @@ two kernels in succession live on one SM, and the second fills its ring before i
 Variants: the kernels that the project chooses now, and ``ring_kernel`` by order and size.
 
 The chain is Llama-3.2-1B's: 16 layers of qkv, attention, o, gate_up, down, then the head (int8
-beside int4).  Prints microseconds of a turn of a loop on the device, (long - short) / turns.
+beside int4).  Prints microseconds of a turn of a loop on the device, (long - short) / turns.  Needs
+jax >= 0.12: before, no kernel begins early, and all variants are one program.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels import quantize
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.qtensor import tree_bytes
 
 WIDTH, FFN, VOCABULARY, LAYERS = 2048, 8192, 128256, 16
 HEADS = 32, 8, 64
@@ -175,6 +177,8 @@ VARIANTS: dict[str, Any] = {
     "nobody 96": (96, "nobody", ()),
     "after 96": (96, "after", ()),
     "early 96": (96, "early", ()),
+    "half 96": (96, "half", ()),
+    "x first 96": (96, "x first", ()),
     "today, nobody waits": None,
     "before 64": (64, "before", ()),
     "before 32": (32, "before", ()),
@@ -193,6 +197,8 @@ def main() -> None:
     parser.add_argument("--without-attention", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if jax.__version_info__ < (0, 12):
+        raise SystemExit(f"jax {jax.__version__}: no kernel begins before the one before has ended")
     results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     def note(key: str, value: Any) -> None:
@@ -204,8 +210,7 @@ def main() -> None:
 
     for scheme in args.schemes.split(","):
         weights = jax.block_until_ready(make_weights(scheme))
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-        note(f"{scheme} bytes us", round(size / 4.3e6, 1))
+        note(f"{scheme} bytes us", round(tree_bytes(weights) / 4.3e6, 1))
         try:
             note(f"{scheme} values", check_values(scheme, weights))
         except Exception as error:

@@ -9,7 +9,7 @@ from benchmarks.kernels import ring_kernel
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import activations, check, extras, fused_product, newest, weight
 
-CASES = [  # weights, N, K, fused, SMs, bytes of a ring, bytes of a piece
+CASES = [  # weights, N, K, fused, SMs, KB of a ring, bytes of a piece
     ("plain", 96, 512, "n", 2, 32, 1024),
     ("w8-row", 80, 1024, "r", 2, 16, 512),
     ("w4-g128", 96, 2048, "ns", 1, 40, 1024),
@@ -24,7 +24,8 @@ def test_emulated(name, n, k, kinds, sms, ring, piece):
     given = extras(1, n, k, jnp.bfloat16, kinds, jnp.bfloat16)
     ref = fused_product(x, w, None, **given)
     gamma, _ = given.pop("norm", (None, None))
-    plan = ring_kernel.plan_of(w, "swiglu" in given, ring, "after", piece=piece)
+    order = "x first" if "s" in kinds else "after"
+    plan = ring_kernel.plan_of(w, "swiglu" in given, ring, order, piece=piece)
     plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, sms=sms))
     assert plan.row.units > plan.blocks * plan.row.warps
     with few_rows(ring_kernel):
