@@ -42,8 +42,17 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "phimoe": "phimoe",
 }
-_PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", "granite")
+_GRANITE = ("granite", "granitemoe", "granitemoeshared")
+_PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", *_GRANITE)
+_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -66,6 +75,7 @@ _NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.conv1d": "ssm_conv1d",
@@ -78,10 +88,18 @@ _NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
 }
 _LAYER = r"model\.layers\.(\d+)\."
 _EXPERT = re.compile(_LAYER + r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -95,8 +113,9 @@ _BEHIND = (
     "olmo2",
     "olmo3",
     "seed_oss",
-    "qwen3_5_text",
     "gpt_oss",
+    "glm4_moe",
+    *_DELTA,
 )
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -118,6 +137,18 @@ _KEYS = {
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "use_parallel_residual": "use_parallel_residual",
@@ -138,11 +169,16 @@ _ROPE = {
 
 
 def write_gguf(
-    path: Path, directory: Path, kind: Type | None = None, split: int = 0, **changes: Any
+    path: Path,
+    directory: Path,
+    kind: Type | None = None,
+    split: int = 0,
+    is_whole: bool = False,
+    **changes: Any,
 ) -> None:
     """The model of a Hugging Face directory as one file; kind: of matrices whose rows are whole
-    blocks; split: tensors of each of several files; changes: of its metadata, None leaves a key
-    out."""
+    blocks; split: tensors of each of several files; is_whole: whether an expert's gate and up, and
+    Qwen3-Next's q, k, v and z, are one tensor; changes: of its metadata, None leaves a key out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
@@ -158,9 +194,17 @@ def write_gguf(
             list: writer.add_array,
         }[type(value)]
         add(key, value)
-    tensors = load_file(directory / "model.safetensors")
+    behind = f"model.layers.{config['num_hidden_layers']}."  # where a head for drafts is
+    tensors = {
+        name.replace("mtp.layers.0.", behind)
+        if ".layers." in name
+        else name.replace("mtp.", f"{behind}mtp."): value
+        for name, value in load_file(directory / "model.safetensors").items()
+    }
     own = _of_gpt_oss(tensors)
-    for name, value in {**_stacked(tensors), **own}.items():
+    stacked = _stacked(tensors)
+    split_up = _joined(stacked) if is_whole else _halved(stacked, config)
+    for name, value in {**split_up, **own}.items():
         if not name.startswith("blk."):
             name, value = _tensor(name, value, config)
         value = value.squeeze()
@@ -195,6 +239,43 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
+def _halved(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors, with the two that a model keeps in one apart: gate and up of Granite's experts,
+    and the output gate of Qwen3-Next's q, k and v, which are ordered by key head."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        if rest.endswith("input_linear.weight"):
+            kind = "exps" if rest.startswith("block_sparse_moe.") else "shexp"
+            for part, own in zip(("gate", "up"), np.split(value, 2, axis=-2), strict=True):
+                found[f"blk.{layer}.ffn_{part}_{kind}.weight"] = np.ascontiguousarray(own)
+        elif rest.endswith("in_proj_qkvz.weight"):
+            groups, d_k = config["linear_num_key_heads"], config["linear_key_head_dim"]
+            v = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+            by_group = value.reshape(groups, -1, value.shape[-1])
+            parts = np.split(by_group, np.cumsum([d_k, d_k, v]), axis=1)
+            q, k, v, z = (part.reshape(-1, value.shape[-1]) for part in parts)
+            found[f"blk.{layer}.attn_qkv.weight"] = np.concatenate([q, k, v])
+            found[f"blk.{layer}.attn_gate.weight"] = z
+        else:
+            found[name] = value
+    return found
+
+
+def _joined(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with gate and up of all experts as one, and Qwen3-Next's q, k, v and z."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        if name.endswith("ffn_gate_exps.weight"):
+            both = value, tensors[name.replace("_gate_", "_up_")]
+            found[name.replace("_gate_", "_gate_up_")] = np.concatenate(both, axis=1)
+        elif name.endswith("in_proj_qkvz.weight"):
+            found[f"blk.{name.split('.')[2]}.ssm_in.weight"] = value
+        elif not name.endswith("ffn_up_exps.weight"):
+            found[name] = value
+    return found
+
+
 def _of_gpt_oss(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """gpt-oss's experts and sinks under GGUF's names, taken out of ``tensors``: gate and up apart,
     as [E, out, in]."""
@@ -223,12 +304,16 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         keys["attention.sliding_window_pattern"] = slides
-    if kind == "qwen3_5_text":
-        heads = config["linear_num_value_heads"]
+    if kind == "glm4_moe":
+        keys |= {"expert_gating_func": 2, "expert_weights_norm": config["norm_topk_prob"]}
+    if kind in _DELTA:
+        heads, n_mtp = config["linear_num_value_heads"], config.get("mtp_num_hidden_layers", 0)
         keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]
-        keys["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+        is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+        keys["attention.recurrent_layers"] = is_recurrent + [False] * n_mtp
+        keys["full_attention_interval"] = 4
         keys["rope.dimension_sections"] = [11, 11, 10, 0]
-        keys["block_count"] += config.get("mtp_num_hidden_layers", 0)
+        keys["block_count"] += n_mtp
     rope = config.get("rope_scaling") or {}
     parameters = config.get("rope_parameters") or {}
     if "sliding_attention" in parameters:
@@ -253,8 +338,10 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = value.reshape(heads, 2, -1, *value.shape[1:])
         value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
-    if kind == "qwen3_5_text":
+    if kind in _DELTA:
         name, value = _linear_attention(name, value, config)
+    if name.endswith("e_score_correction_bias"):
+        name = f"{name}.bias"
     stem, leaf = name.rsplit(".", 1)
     layer = re.match(r"model\.layers\.(\d+)\.", stem)
     stem = stem[layer.end() :] if layer else stem
@@ -270,16 +357,16 @@ def _linear_attention(
 ) -> tuple[str, np.ndarray]:
     """As llama.cpp's ``conversion/qwen.py``: norms plus one, -exp(A_log), and value heads in the
     order head 0 of every key head, head 1 of every key head."""
+    is_next = config["model_type"] == "qwen3_next"  # which has its heads in their order
     groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
 
     def tiled(value: np.ndarray, width: int) -> np.ndarray:
+        if is_next:
+            return value
         grid = value.reshape(groups, heads // groups, width, *value.shape[1:])
         return np.ascontiguousarray(grid.swapaxes(0, 1)).reshape(value.shape)
 
-    if name.startswith("mtp."):
-        layer = f"model.layers.{config['num_hidden_layers']}."
-        name = name.replace("mtp.layers.0.", layer) if ".layers." in name else layer + name
     *_, room, part, leaf = f"..{name}".split(".")
     if leaf == "A_log":
         return f"{name}.", tiled(-np.exp(value), 1)

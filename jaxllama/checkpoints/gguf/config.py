@@ -50,6 +50,8 @@ _ROPE_KEYS = (
     "attn_factor",
     "yarn_attn_factor",
 )
+_SHARED = "expert_shared_feed_forward_length"
+_RECURRENT = "attention.recurrent_layers"
 # Keys that change the computation, with the supported value. ``_INERT`` has the keys that are read
 # by name or have no effect.
 _FIXED: JsonObject = {
@@ -71,6 +73,7 @@ _INERT = (
     "rope.scaling.finetuned",
     "use_parallel_residual",
     "rope.dimension_sections",  # axes of an image's positions, which are alike in a text
+    _SHARED,  # read by name, or the count and the experts' width say it
 )
 # The constants of the rope factors in circulation (Llama 3.1 and 3.2).
 _LLAMA3 = {
@@ -118,17 +121,20 @@ def _config(file: GGUFFile) -> ModelConfig:
     kind = arch.windowed if window and arch.windowed else arch.family
     if has_experts and arch.mixture is not None:
         kind = arch.mixture
+        if file.integer(f"{name}.{_SHARED}", 0) and kind == "granitemoe":
+            kind = "granitemoeshared"
     config: JsonObject = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
-        key = f"{name}.{key}"
-        if key in file:  # by its type, since config.json distinguishes 4 from 4.0
-            config[theirs] = file.number(key) if file.is_float(key) else file.integer(key)
-    if arch.family == "qwen3_5_text":
-        config |= _delta_heads(file, name, config)
+        if f"{name}.{key}" in file:
+            config[theirs] = file.value(f"{name}.{key}")
+    if "ssm.group_count" in arch.keys:
+        config |= _delta(file, name, config)
     if has_experts:
         found = {theirs: f"{name}.{key}" for key, theirs in arch.experts.items()}
-        config |= {theirs: file.integer(key) for theirs, key in found.items() if key in file}
+        config |= {theirs: file.value(key) for theirs, key in found.items() if key in file}
+    if name == "glm4moe":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
@@ -149,25 +155,37 @@ def _config(file: GGUFFile) -> ModelConfig:
         qkv_bias=has("attn_q", "attn_qkv"),
         o_bias=has("attn_output"),
         mlp_bias=has("ffn_up"),
-        mtp_layers=mtp_layers,
+        head_bias="output.bias" in file.tensors,
+        mtp_layers=0 if arch.ignores_mtp else mtp_layers,
     )
 
 
 def _mtp_layers(file: GGUFFile, name: str, arch: GGUFArchitecture) -> int:
-    """Return how many of the file's last layers are a head for multi-token prediction."""
+    """Return how many of the file's last layers are heads for multi-token prediction."""
     key = f"{name}.nextn_predict_layers"
     count = file.integer(key, 0)
+    if arch.ignores_mtp and count >= 0:
+        return count
     if count not in ((0, 1) if arch.has_mtp else (0,)):
         raise file.error(key, f"{count} is not supported (only {1 if arch.has_mtp else 0})")
     return count
 
 
-def _delta_heads(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
-    """Return the width of a value head, of which the file has the sum over the heads."""
+def _delta(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return the width of a value head, of which the file has the sum over the heads, and which
+    layers are recurrent, if the file lists them.
+    """
     heads, inner = config.get("linear_num_value_heads"), config.get("linear_value_head_dim")
     if not heads or not inner or inner % heads:
         raise file.error(f"{name}.ssm.inner_size", f"{inner} is not a width of {heads} heads each")
-    return {"linear_value_head_dim": inner // heads}
+    found: JsonObject = {"linear_value_head_dim": inner // heads}
+    key, n = f"{name}.{_RECURRENT}", config["num_hidden_layers"]
+    if key in file:
+        layers = file.array(key)[:n].tolist()
+        if len(layers) != n:
+            raise file.error(key, f"has {len(layers)} entries for {n} layers")
+        found["layer_types"] = ["linear_attention" if x else "full_attention" for x in layers]
+    return found
 
 
 def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
@@ -181,15 +199,17 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
         *arch.experts,
         *rope,
         *_INERT,
+        *((_RECURRENT,) if "ssm.group_count" in arch.keys else ()),
         "nextn_predict_layers",
     }
     for key in file.keys:
         prefix, _, rest = key.partition(".")
         if prefix != name or rest in known:
             continue
-        if rest not in _FIXED:
+        fixed = {**_FIXED, "expert_gating_func": arch.gating}
+        if rest not in fixed:
             raise file.error(key, f"is not a key of {name!r} that is known")
-        value = _FIXED[rest]
+        value = fixed[rest]
         found = file.boolean(key) if isinstance(value, bool) else file.number(key)
         if found != value:
             raise file.error(key, f"{found} is not supported (only {value})")
@@ -221,6 +241,8 @@ def _sizes(file: GGUFFile, name: str) -> JsonObject:
         raise file.error(
             f"{name}.attention.value_length", f"{values} differs from the head's {head_dim}"
         )
+    is_dense = f"{name}.feed_forward_length" in file
+    width = "feed_forward_length" if is_dense else "expert_feed_forward_length"
     return {
         "vocab_size": vocab_size,
         "hidden_size": d_model,
@@ -228,7 +250,7 @@ def _sizes(file: GGUFFile, name: str) -> JsonObject:
         "num_attention_heads": n_heads,
         "num_key_value_heads": _per_layer(file, f"{name}.attention.head_count_kv", n_heads),
         "head_dim": head_dim,
-        "intermediate_size": _per_layer(file, f"{name}.feed_forward_length"),
+        "intermediate_size": _per_layer(file, f"{name}.{width}"),
         "max_position_embeddings": file.integer(f"{name}.context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.integer("tokenizer.ggml.bos_token_id", None),
@@ -328,7 +350,8 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
             "short_factor": short,
         }
         key = f"{prefix}.attn_factor"
-        return found | ({"attention_factor": file.number(key)} if key in file else {})
+        names = ("short_mscale", "long_mscale") if name == "phimoe" else ("attention_factor",)
+        return found | (dict.fromkeys(names, file.number(key)) if key in file else {})
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
         key = f"{prefix}.{key}"
         own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # yarn's own rule gives this value

@@ -71,14 +71,15 @@ _NAMES = Names(
     sinks="sinks.weight",
 )
 _EXPERTS = ExpertNames(
-    "ffn_",
-    router="gate_inp",
-    gate_up=("gate_exps", "up_exps"),
-    down="down_exps",
+    "",
+    router="ffn_gate_inp",
+    gate_up=("ffn_gate_exps", "ffn_up_exps"),
+    down="ffn_down_exps",
     is_apart=True,
     shared="",
-    shared_parts=("gate_shexp", "up_shexp", "down_shexp"),
-    shared_gate="gate_inp_shexp",
+    shared_parts=("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+    shared_gate="ffn_gate_inp_shexp",
+    choice_bias="exp_probs_b.bias",
 )
 # llama.cpp's conversion counts value heads across the key heads first, and stores -exp(A_log).
 _DELTA = DeltaNames(
@@ -93,6 +94,10 @@ _DELTA = DeltaNames(
     tiled=True,
     flat_conv=True,
     is_rate=True,
+)
+# Qwen3-Next's are counted as the model counts them, with beta and decay of each key head together.
+_DELTA_NEXT = dataclasses.replace(
+    _DELTA, gates=(("ssm_ba", 2),), grouped=("ssm_in", "ssm_ba"), tiled=False
 )
 # Tables of frequencies, which follow from the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -149,7 +154,7 @@ def load_params(
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
         table = _table(file, cfg)
-        _check(file, table)
+        _check(file, table, _left_out(file, cfg))
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
         params: ParamsDict = {}
         with working(f"reading {file.path.name}", total, progress) as advance:
@@ -189,14 +194,22 @@ def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
     qkv = ("qkv",) if is_fused else _NAMES.qkv
     if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
         raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
-    gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
+    is_gated = any(name.endswith(".ffn_gate.weight") for name in file.tensors)
+    gate_up = _NAMES.gate_up if is_gated else ("up",)
+    experts, delta = _EXPERTS, _DELTA
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.tensors):
+        experts = dataclasses.replace(_EXPERTS, gate_up=("ffn_gate_up_exps",))
+    if arch.family == "qwen3_next":
+        is_whole = any(name.endswith(".ssm_in.weight") for name in file.tensors)
+        inputs = (("ssm_in", 4),) if is_whole else _DELTA.inputs
+        delta = dataclasses.replace(_DELTA_NEXT, inputs=inputs)
     nextn = f"blk.{cfg.n_layers}"
     names = dataclasses.replace(
         _NAMES,
         mlp_norm=arch.mlp_norm,
         qkv=qkv,
         gate_up=gate_up,
-        mixers={"delta": _DELTA, "experts": _EXPERTS},
+        mixers={"delta": delta, "experts": experts},
         mtp=MTPNames(
             layer=nextn,
             embed_norm=f"{nextn}.nextn.enorm",
@@ -209,18 +222,31 @@ def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
     return param_table(cfg.replace(stored=stored), names=names)
 
 
-def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
+def _left_out(file: GGUFFile, cfg: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of tensors that no parameter has: heads behind the layers."""
+    name = file.string("general.architecture")
+    if not ARCHITECTURES[name].ignores_mtp:
+        return ()
+    heads = file.integer(f"{name}.nextn_predict_layers", 0)
+    return tuple(f"blk.{cfg.n_layers + index}." for index in range(heads))
+
+
+def _check(file: GGUFFile, table: dict[TreePath, Param], left_out: tuple[str, ...]) -> None:
     """Check names, shapes and types before anything is allocated."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in file.tensors]
     if missing:
         raise file.error("tensors", f"missing: {_some(missing)}")
-    unexpected = [name for name in file.tensors if name not in sources and name not in _IN_CONFIG]
+    unexpected = [
+        name
+        for name in file.tensors
+        if name not in sources and name not in _IN_CONFIG and not name.startswith(left_out)
+    ]
     if unexpected:
         raise file.error("tensors", f"unexpected: {_some(unexpected)}")
     for name, source in sources.items():
         info = file.tensors[name]
-        if info.shape != source.shape:
+        if _own_shape(info.shape) != _own_shape(source.shape):
             raise file.error(
                 f"tensor {name!r}",
                 f"shape {list(info.shape)}, but the config wants {list(source.shape)}",
@@ -230,6 +256,12 @@ def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
         if info.type not in kinds:
             known = ", ".join(kind.name for kind in kinds)
             raise file.error(f"tensor {name!r}", f"type {info.type.name} is not one of {known}")
+
+
+def _own_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without its first ones, which converters keep or leave out."""
+    ones = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
+    return shape[ones:]
 
 
 def _some(names: list[str]) -> str:
