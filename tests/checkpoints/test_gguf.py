@@ -533,7 +533,7 @@ def test_unsupported_configs_are_named(tiny: Tiny, message: str, tmp_path: Path)
             {"blk.0.attn_k.weight": np.zeros((8, 32), np.float32)},
             "tensor 'blk.0.attn_k.weight': shape [8, 32], but the config wants [16, 32]",
         ),
-        ({"output_norm.weight": np.zeros((1, 32), np.float32)}, "shape [1, 32]"),
+        ({"output_norm.weight": np.zeros((32, 1), np.float32)}, "shape [32, 1]"),
     ],
 )
 def test_wrong_tensors_are_named(tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
