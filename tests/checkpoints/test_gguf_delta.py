@@ -106,6 +106,40 @@ def test_a_file_with_experts_is_the_model_of_its_directory(name, tmp_path) -> No
     jax.tree.map(close, floats, dense)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_kimis_latents_are_put_together(is_whole, tmp_path) -> None:
+    """Keys of all heads, transposed, and values are one matrix here; older files have it so."""
+    cfg = CASES["kimi_linear-experts"]
+    cfg = cfg.replace(experts=dataclasses.replace(cfg.experts, n_groups=1), eos_token_ids=())
+    directory = written(cfg, tmp_path, is_whole=is_whole)
+    want_cfg, want = hf.load(directory)
+    got_cfg = read_config(tmp_path / "model.gguf")
+    assert got_cfg.replace(name=want_cfg.name, bos_token_id=want_cfg.bos_token_id) == want_cfg
+    got = load_params(tmp_path / "model.gguf", got_cfg, np.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+    write_gguf(tmp_path / "codes.gguf", directory, kind=Type.Q8_0, is_whole=is_whole)
+    kept = load_params(tmp_path / "codes.gguf", got_cfg, np.float32, keep_quantized=True)
+    assert is_packed(kept["layer_1"]["mlp"]["experts_gate_up"]["weight"])
+    assert not is_packed(kept["layer_1"]["mixer"]["kv_b"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.key_length_mla", 4, "4 must exceed the 4 features that rope.dimension_count"),
+        (
+            "attention.head_count_kv",
+            [0, 2, 0],
+            r"\[0, 2, 0\] is not 0, 1 or 4 for each of 3",
+        ),
+    ],
+)
+def test_keys_of_latents_are_checked(key, value, message, tmp_path) -> None:
+    written(CASES["kimi_linear-experts"], tmp_path, **{f"kimi-linear.{key}": value})
+    with pytest.raises(JaxLlamaError, match=message):
+        read_config(tmp_path / "model.gguf")
+
+
 def test_other_layouts_of_the_same_tensors(tmp_path) -> None:
     """Gate and up of all experts in one tensor, q, k, v and z as Qwen3-Next's files had them first,
     and no list of the recurrent layers."""

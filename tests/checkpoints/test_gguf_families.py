@@ -88,6 +88,8 @@ NAMES = (
     "ernie4_5_moe",
     "phimoe",
 )
+# Cases of ``test_gguf_delta``, damaged here.
+HYBRIDS = ("qwen3_next-experts", "qwen3_5_moe_text", "kimi_linear-experts")
 # What transformers' own reader knows of a file: no biases, no head size of Qwen3 but the default,
 # no scale of q, no scaling of RoPE and no second pattern of Gemma 3.
 LIVE = ("llama-gqa", "qwen3-128", "phi3", "gemma3-plain", "stablelm")
@@ -319,7 +321,7 @@ VALUES: tuple[Any, ...] = (
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("originals")
-    return [written(name, folder)[0] for name in NAMES]
+    return [written(name, folder)[0] for name in (*NAMES, *HYBRIDS)]
 
 
 def damaged(original: Path, rng: random.Random) -> bytes:
@@ -412,3 +414,21 @@ def test_mutated_configs_raise_only_our_error(n: int) -> None:
             failed += 1
             assert "\n" not in str(error) and len(str(error)) < 2000
     assert failed > n // 2
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "message"),
+    [
+        ("gpt_neo", "attention_types", 0.5, "attention_types = 0.5: expected pairs"),
+        ("codegen", "num_attention_heads", 2**20, "must not exceed hidden_size"),
+        ("solar_open", "first_k_dense_replace", 31, "leaves no layer with experts"),
+        ("granitemoehybrid", "layer_types", 7, "layer_types = 7: must be 3 entries"),
+    ],
+)
+def test_values_that_mutations_found(case: str, key: str, value: Any, message: str) -> None:
+    name = next(name for name in CASES if name.split("-")[0] == case)
+    config = hf.config_to_hf(CASES[name]) | {key: value}
+    names = {"num_attention_heads": "n_head"}  # GPT-J's own name of the key
+    config |= {names[key]: value} if names.get(key) in config else {}
+    with pytest.raises(JaxLlamaError, match=message):
+        hf.config_from_hf(config, "mutated")

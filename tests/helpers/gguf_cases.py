@@ -16,6 +16,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
+from tests.helpers.gguf_parts import halved, joined, linear_attention, of_gpt_oss, of_kimi
+
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -49,6 +51,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "phimoe": "phimoe",
+    "kimi_linear": "kimi-linear",
 }
 _GRANITE = ("granite", "granitemoe", "granitemoeshared")
 _PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", *_GRANITE)
@@ -97,14 +100,16 @@ _NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
+    "block_sparse_moe.shared_experts.gate_proj": "ffn_gate_shexp",
+    "block_sparse_moe.shared_experts.up_proj": "ffn_up_shexp",
+    "block_sparse_moe.shared_experts.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b",
     "block_sparse_moe.output_linear": "ffn_down_exps",
     "mlp.gate.e_score_correction_bias": "exp_probs_b",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
 }
 _LAYER = r"model\.layers\.(\d+)\."
 _EXPERT = re.compile(_LAYER + r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_GPT_OSS = re.compile(_LAYER + r"mlp\.experts\.(gate_up|down)_proj(_bias)?")
-_SINKS = re.compile(_LAYER + r"self_attn\.sinks")
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
 _BEHIND = (
@@ -141,6 +146,11 @@ _KEYS = {
     "moe_num_experts": "expert_count",
     "moe_k": "expert_used_count",
     "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
+    "num_experts_per_token": "expert_used_count",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "linear_head_dim": "kda.head_dim",
     "moe_num_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
@@ -177,8 +187,9 @@ def write_gguf(
     **changes: Any,
 ) -> None:
     """The model of a Hugging Face directory as one file; kind: of matrices whose rows are whole
-    blocks; split: tensors of each of several files; is_whole: whether an expert's gate and up, and
-    Qwen3-Next's q, k, v and z, are one tensor; changes: of its metadata, None leaves a key out."""
+    blocks; split: tensors of each of several files; is_whole: whether an expert's gate and up,
+    Qwen3-Next's q, k, v and z, and what makes Kimi's keys and values, are one tensor, and shapes
+    do not begin with 1, as in older files; changes: of its metadata, None leaves a key out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
@@ -201,14 +212,16 @@ def write_gguf(
         else name.replace("mtp.", f"{behind}mtp."): value
         for name, value in load_file(directory / "model.safetensors").items()
     }
-    own = _of_gpt_oss(tensors)
+    own = of_gpt_oss(tensors)
+    if arch == "kimi-linear":
+        own |= of_kimi(tensors, config, is_whole)
     stacked = _stacked(tensors)
-    split_up = _joined(stacked) if is_whole else _halved(stacked, config)
+    split_up = joined(stacked) if is_whole else halved(stacked, config)
     for name, value in {**split_up, **own}.items():
         if not name.startswith("blk."):
             name, value = _tensor(name, value, config)
-        value = value.squeeze()
-        is_weight = value.ndim > 1 and name.endswith(".weight")
+        value = value[0] if is_whole and len(value) == 1 else value
+        is_weight = value.ndim > 1 < len(value) and name.endswith(".weight")
         if kind is None or not is_weight or value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(name, value)
         else:
@@ -239,62 +252,6 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def _halved(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors, with the two that a model keeps in one apart: gate and up of Granite's experts,
-    and the output gate of Qwen3-Next's q, k and v, which are ordered by key head."""
-    found: dict[str, np.ndarray] = {}
-    for name, value in tensors.items():
-        layer, _, rest = name.removeprefix("model.layers.").partition(".")
-        if rest.endswith("input_linear.weight"):
-            kind = "exps" if rest.startswith("block_sparse_moe.") else "shexp"
-            for part, own in zip(("gate", "up"), np.split(value, 2, axis=-2), strict=True):
-                found[f"blk.{layer}.ffn_{part}_{kind}.weight"] = np.ascontiguousarray(own)
-        elif rest.endswith("in_proj_qkvz.weight"):
-            groups, d_k = config["linear_num_key_heads"], config["linear_key_head_dim"]
-            v = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
-            by_group = value.reshape(groups, -1, value.shape[-1])
-            parts = np.split(by_group, np.cumsum([d_k, d_k, v]), axis=1)
-            q, k, v, z = (part.reshape(-1, value.shape[-1]) for part in parts)
-            found[f"blk.{layer}.attn_qkv.weight"] = np.concatenate([q, k, v])
-            found[f"blk.{layer}.attn_gate.weight"] = z
-        else:
-            found[name] = value
-    return found
-
-
-def _joined(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors, with gate and up of all experts as one, and Qwen3-Next's q, k, v and z."""
-    found: dict[str, np.ndarray] = {}
-    for name, value in tensors.items():
-        if name.endswith("ffn_gate_exps.weight"):
-            both = value, tensors[name.replace("_gate_", "_up_")]
-            found[name.replace("_gate_", "_gate_up_")] = np.concatenate(both, axis=1)
-        elif name.endswith("in_proj_qkvz.weight"):
-            found[f"blk.{name.split('.')[2]}.ssm_in.weight"] = value
-        elif not name.endswith("ffn_up_exps.weight"):
-            found[name] = value
-    return found
-
-
-def _of_gpt_oss(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """gpt-oss's experts and sinks under GGUF's names, taken out of ``tensors``: gate and up apart,
-    as [E, out, in]."""
-    found: dict[str, np.ndarray] = {}
-    for name in [*tensors]:
-        if sinks := _SINKS.fullmatch(name):
-            found[f"blk.{sinks[1]}.attn_sinks.weight"] = tensors.pop(name)
-        if (one := _GPT_OSS.fullmatch(name)) is None:
-            continue
-        value, leaf = tensors.pop(name), "bias" if one[3] else "weight"
-        value = value if one[3] else value.swapaxes(1, 2)
-        parts = {"down": value}
-        if one[2] == "gate_up":
-            parts = {"gate": value[:, 0::2], "up": value[:, 1::2]}
-        for part, own in parts.items():
-            found[f"blk.{one[1]}.ffn_{part}_exps.{leaf}"] = np.ascontiguousarray(own)
-    return found
-
-
 def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     keys = {_KEYS[k]: v for k, v in config.items() if k in _KEYS and v is not None}
     keys["vocab_size"] = config["vocab_size"]
@@ -306,6 +263,16 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         keys["attention.sliding_window_pattern"] = slides
     if kind == "glm4_moe":
         keys |= {"expert_gating_func": 2, "expert_weights_norm": config["norm_topk_prob"]}
+    if kind == "kimi_linear":
+        has_heads = [int(kind == "full_attention") for kind in config["layer_types"]]
+        rank, d_rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        keys |= {
+            "expert_gating_func": 2,
+            "attention.head_count_kv": has_heads,
+            "attention.key_length": rank + d_rope,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + d_rope,
+        }
+        del keys["attention.value_length"]
     if kind in _DELTA:
         heads, n_mtp = config["linear_num_value_heads"], config.get("mtp_num_hidden_layers", 0)
         keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]
@@ -339,7 +306,7 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         halves = value.reshape(heads, 2, -1, *value.shape[1:])
         value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
     if kind in _DELTA:
-        name, value = _linear_attention(name, value, config)
+        name, value = linear_attention(name, value, config)
     if name.endswith("e_score_correction_bias"):
         name = f"{name}.bias"
     stem, leaf = name.rsplit(".", 1)
@@ -350,36 +317,3 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         return f"blk.{layer[1]}.ssm_a", value
     new = between if stem == "post_attention_layernorm" else _NAMES.get(stem, stem)
     return f"{f'blk.{layer[1]}.' if layer else ''}{new}.{leaf}", value
-
-
-def _linear_attention(
-    name: str, value: np.ndarray, config: dict[str, Any]
-) -> tuple[str, np.ndarray]:
-    """As llama.cpp's ``conversion/qwen.py``: norms plus one, -exp(A_log), and value heads in the
-    order head 0 of every key head, head 1 of every key head."""
-    is_next = config["model_type"] == "qwen3_next"  # which has its heads in their order
-    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
-
-    def tiled(value: np.ndarray, width: int) -> np.ndarray:
-        if is_next:
-            return value
-        grid = value.reshape(groups, heads // groups, width, *value.shape[1:])
-        return np.ascontiguousarray(grid.swapaxes(0, 1)).reshape(value.shape)
-
-    *_, room, part, leaf = f"..{name}".split(".")
-    if leaf == "A_log":
-        return f"{name}.", tiled(-np.exp(value), 1)
-    if leaf == "dt_bias":
-        return name.replace("linear_attn.dt_bias", "ssm_dt.bias"), tiled(value, 1)
-    if room != "linear_attn":
-        return name, value + 1 if "norm" in part else value
-    if part in ("in_proj_qkv", "conv1d"):
-        keys = 2 * groups * d_k
-        value = value.reshape(len(value), -1)
-        return name, np.concatenate([value[:keys], tiled(value[keys:], d_v)])
-    if part == "out_proj":
-        return name, np.ascontiguousarray(tiled(value.T, d_v).T)
-    if part == "norm":
-        return name, value
-    return name, tiled(value, d_v if part == "in_proj_z" else 1)

@@ -74,6 +74,23 @@ _GLM_DEFAULTS = {
     "norm_topk_prob": False,
     "first_k_dense_replace": 0,
 }
+_KIMI_EXPERTS = {
+    **_WIDTH,
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_token",
+    "expert_shared_count": "num_shared_experts",
+    "expert_group_count": "num_expert_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "moe_renormalize",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_KIMI_DEFAULTS = {
+    "num_shared_experts": 0,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+}
 _ERNIE_EXPERTS = {
     **_WIDTH,
     "expert_count": "moe_num_experts",
@@ -180,6 +197,20 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
     "cohere2": GGUFArchitecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+    "kimi-linear": GGUFArchitecture(
+        "kimi_linear",
+        mixture="kimi_linear",
+        keys={
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.key_length_mla": "qk_nope_head_dim",
+            "attention.value_length_mla": "v_head_dim",
+            "kda.head_dim": "linear_head_dim",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+        },
+        experts=_KIMI_EXPERTS,
+        gating=SIGMOID,
+        more=lambda sizes: _KIMI_DEFAULTS,
+    ),
     "qwen35": _DELTA,
     "qwen35moe": dataclasses.replace(
         _DELTA,

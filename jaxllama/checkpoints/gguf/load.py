@@ -32,17 +32,14 @@ from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.codes import to_floats
 from jaxllama.checkpoints.gguf.config import read_config
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
+from jaxllama.checkpoints.gguf.names import param_tensors
 from jaxllama.checkpoints.gguf.types import BLOCKS, FLOATS, KEPT, READABLE
 from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.experts.parameters import ExpertNames
-from jaxllama.model.mixers.delta.parameters import DeltaNames
-from jaxllama.model.names import MTPNames, Names
 from jaxllama.model.param import Param, TensorSource, Tiled
 from jaxllama.model.param import Path as TreePath
-from jaxllama.model.params import param_table
 from jaxllama.progress import working
 from jaxllama.typing import Leaf, ParamsDict
 from pallas_kernels.cpu import from_blocks
@@ -53,52 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load_params", "read_config"]
 
-_NAMES = Names(
-    embed="token_embd",
-    layer="blk.{}",
-    mixer_norm="attn_norm",
-    mixer="attn_",
-    mixer_out_norm="post_attention_norm",
-    mlp_norm="ffn_norm",
-    mlp="ffn_",
-    mlp_out_norm="post_ffw_norm",
-    norm="output_norm",
-    head="output",
-    qkv=("q", "k", "v"),
-    gate_up=("gate", "up"),
-    o="output",
-    down="down",
-    sinks="sinks.weight",
-)
-_EXPERTS = ExpertNames(
-    "",
-    router="ffn_gate_inp",
-    gate_up=("ffn_gate_exps", "ffn_up_exps"),
-    down="ffn_down_exps",
-    is_apart=True,
-    shared="",
-    shared_parts=("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
-    shared_gate="ffn_gate_inp_shexp",
-    choice_bias="exp_probs_b.bias",
-)
-# llama.cpp's conversion counts value heads across the key heads first, and stores -exp(A_log).
-_DELTA = DeltaNames(
-    mixer="",
-    inputs=(("attn_qkv", 3), ("attn_gate", 1)),
-    gates=(("ssm_beta", 1), ("ssm_alpha", 1)),
-    conv=(("ssm_conv1d", 3),),
-    norm="ssm_norm",
-    o="ssm_out",
-    a_log="ssm_a",
-    dt_bias="ssm_dt.bias",
-    tiled=True,
-    flat_conv=True,
-    is_rate=True,
-)
-# Qwen3-Next's are counted as the model counts them, with beta and decay of each key head together.
-_DELTA_NEXT = dataclasses.replace(
-    _DELTA, gates=(("ssm_ba", 2),), grouped=("ssm_in", "ssm_ba"), tiled=False
-)
 # Tables of frequencies, which follow from the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Types that ``from_blocks`` reads -> bits of a code, and whether blocks have a minimum.
@@ -153,7 +104,7 @@ def load_params(
     with opened(path) as file:
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
-        table = _table(file, cfg)
+        table = param_tensors(file, cfg)
         _check(file, table, _left_out(file, cfg))
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
         params: ParamsDict = {}
@@ -167,6 +118,8 @@ def load_params(
                 value = None
                 if rooms[-1].startswith("experts_"):
                     value = _read_experts(file, spec, dtype, is_kept)
+                elif rooms[-1] == "kv_b" and len(infos) == 2:
+                    value = _read_latent(file, spec, dtype)
                 elif is_kept and laid_out:
                     value = _read_laid_out(file, spec.sources)
                 if value is None:
@@ -180,46 +133,6 @@ def load_params(
                     file.release(info)
                     advance(info.nbytes)
         return params
-
-
-def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
-    """Return the parameters of ``cfg`` and this file's tensors of each.
-
-    ``cfg.stored`` describes the family's Hugging Face directories. A GGUF file has its offsets
-    folded already, and an order of its own for the features that RoPE rotates. Raises JaxLlamaError
-    naming a tensor that cannot be folded.
-    """
-    arch = ARCHITECTURES[file.string("general.architecture")]
-    is_fused = "blk.0.attn_qkv.weight" in file.tensors and cfg.delta is None
-    qkv = ("qkv",) if is_fused else _NAMES.qkv
-    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
-        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
-    is_gated = any(name.endswith(".ffn_gate.weight") for name in file.tensors)
-    gate_up = _NAMES.gate_up if is_gated else ("up",)
-    experts, delta = _EXPERTS, _DELTA
-    if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.tensors):
-        experts = dataclasses.replace(_EXPERTS, gate_up=("ffn_gate_up_exps",))
-    if arch.family == "qwen3_next":
-        is_whole = any(name.endswith(".ssm_in.weight") for name in file.tensors)
-        inputs = (("ssm_in", 4),) if is_whole else _DELTA.inputs
-        delta = dataclasses.replace(_DELTA_NEXT, inputs=inputs)
-    nextn = f"blk.{cfg.n_layers}"
-    names = dataclasses.replace(
-        _NAMES,
-        mlp_norm=arch.mlp_norm,
-        qkv=qkv,
-        gate_up=gate_up,
-        mixers={"delta": delta, "experts": experts},
-        mtp=MTPNames(
-            layer=nextn,
-            embed_norm=f"{nextn}.nextn.enorm",
-            hidden_norm=f"{nextn}.nextn.hnorm",
-            fc=f"{nextn}.nextn.eh_proj",
-            norm=f"{nextn}.nextn.shared_head_norm",
-        ),
-    )
-    stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
-    return param_table(cfg.replace(stored=stored), names=names)
 
 
 def _left_out(file: GGUFFile, cfg: ModelConfig) -> tuple[str, ...]:
@@ -327,6 +240,16 @@ def _read_experts(
         part = read(file, [dataclasses.replace(source, shape=rows)], dtype)
         parts.append(jax.tree.map(stacked, part))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts)
+
+
+def _read_latent(file: GGUFFile, spec: Param, dtype: np.dtype) -> np.ndarray:
+    """Return the matrix that makes keys and values of latents, each head's keys before its values.
+
+    A file has the heads' keys as ``[heads, rank, d]``, so their codes run along the other axis and
+    become floats.
+    """
+    keys, values = (_read_dense(file, [source], dtype) for source in spec.sources)
+    return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(spec.shape)
 
 
 def _warn(file: GGUFFile, source: TensorSource) -> None:
