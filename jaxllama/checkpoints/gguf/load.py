@@ -52,6 +52,8 @@ __all__ = ["load_params", "read_config"]
 
 # Tables of frequencies, which follow from the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Weights that choose experts, or one expert's share, and are read as floats in any case.
+_FLOATS = ("router", "shared_gate")
 # Types that ``from_blocks`` reads -> bits of a code, and whether blocks have a minimum.
 _LAID_OUT = {Type.Q4_0: (4, False), Type.Q4_1: (4, True), Type.Q8_0: (8, False)}
 _CHUNK = 1 << 17  # number of features dequantized at once: 512 KB of float32 stay in the L2 cache
@@ -115,6 +117,7 @@ def load_params(
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
                 is_kept = keep_quantized and any(info.type in KEPT for info in infos)
+                is_kept = is_kept and rooms[-1] not in _FLOATS
                 value = None
                 if rooms[-1].startswith("experts_"):
                     value = _read_experts(file, spec, dtype, is_kept)
@@ -287,7 +290,8 @@ def _read_quantized(
     """Return the stored codes and scales; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}
     whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
-    if any(source.scale != 1.0 or source.columns is not None for source in sources):
+    is_multiplied = any(source.scale != 1.0 for source in sources)
+    if is_multiplied or any(source.columns is not None for source in sources):
         whole = [[source] for source in sources]
     blocks = []
     for alike in whole:
@@ -308,7 +312,7 @@ def _read_quantized(
             if not words.finite(part):
                 _warn(file, source)
         in_order = dataclasses.replace(alike[0], turned=None)
-        block = fold(in_order, words.to_qtensor())
+        block = fold(in_order, words.to_qtensor(is_multiplied))
         columns = alike[0].columns
         blocks.append(block if columns is None else _with_columns(block, columns))
     return fuse(blocks)
