@@ -215,10 +215,9 @@ def main() -> None:
                 flush=True,
             )
     print(f"llama.cpp: flash attention on, {peer.build}")
-    memory = {name: memory_of(pid) for name, pid in zip(("ours", "llama.cpp"), pids, strict=True)}
-    print(
-        "memory now and at most, MB: " + ", ".join(f"{k} {a}, {b}" for k, (a, b) in memory.items())
-    )
+    for name, pid in zip(("ours", "llama.cpp"), pids, strict=True):
+        now, most = memory_of(pid)
+        print(f"resident memory of {name}: {now} MB, at most {most} MB")
     peer.process.stdin.close()
     if args.engine:
         engine_rates(ours.lm, 1)
@@ -246,7 +245,7 @@ def read_beside(ours: Ours) -> None:
     from pallas_kernels.cpu import CpuWeight
 
     leaves = jax.tree.leaves(ours.lm.params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
-    codes = [w.q for w in leaves if isinstance(w, CpuWeight)]
+    codes = [w.q.reshape(-1, w.q.shape[-1]) for w in leaves if isinstance(w, CpuWeight)]
     read = reading(codes)
     read()
     rates, size = [], bytes_per_step(ours.lm)
