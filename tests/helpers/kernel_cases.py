@@ -15,6 +15,7 @@ from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
+from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.gated_delta import kernel as delta
 from pallas_kernels.gated_delta import step_kernel as delta_step
@@ -72,6 +73,19 @@ def grouped(
     given = S((tokens, k) if gated else (tokens, chosen, k), BF16), w, S((tokens, chosen), I32)
     f = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
     return functools.partial(f, **named), given
+
+
+def grouped_sum(scheme: str, n: int, k: int, of=(128, 8)):
+    """One token's sum over its experts, with a bias where the model has one."""
+    f, given = grouped(scheme, n, k, of=of)
+    weights, bias = S((1, of[1]), F32), S((of[0], n), BF16)
+    return lambda *x: f(*x[:3], weights=x[3], bias=x[4]), (*given, weights, bias)
+
+
+def routed(n: int, d: int, k: int):
+    f = functools.partial(norm_and_route, k=k, normalize=True, implementation="mosaic")
+    given = S((1, d), BF16), S((d,), BF16), S((n, d), BF16), S((n,), BF16)
+    return lambda x, gamma, router, bias: f(x, (gamma, 1e-6), router, bias), given
 
 
 def cache_of(kind: str, batch: int, capacity: int, heads=HEADS):
@@ -163,6 +177,9 @@ CASES = {
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
     "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
+    "experts sum zeros": lambda: grouped_sum("zeros", 2048, 768),
+    "experts sum mxfp4": lambda: grouped_sum("mxfp4", 2880, 2880, (32, 4)),
+    "norm and route": lambda: routed(128, 2048, 8),
     "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
     "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),
     "product 8 int4": lambda: product(8, "int4"),
