@@ -85,7 +85,7 @@ def is_stacked(params: Params) -> bool:
     return any(name.startswith(PREFIX) for name in params)
 
 
-def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
+def stack_layers(cfg: ModelConfig, tree: Tree, *, release: bool = False) -> Tree:
     """Stack the layers of a parameter tree, or of every parameter tree inside ``tree``.
 
     Parameters
@@ -95,6 +95,9 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
     tree : pytree
         Parameters of ``Decoder(cfg)``, or a pytree that contains such parameters (moments of an
         optimizer, a training state).
+    release : bool
+        Whether to delete each array of ``tree`` that was copied. At most one weight of all layers
+        then exists twice.
 
     Returns
     -------
@@ -121,13 +124,14 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
         for run in runs(cfg):
             for offset, name in enumerate(run.names):
                 start = run.first + offset
-                found[name] = _joined(params, range(start, cfg.n_layers, run.period)[: run.count])
+                indices = range(start, cfg.n_layers, run.period)[: run.count]
+                found[name] = _joined(params, indices, release)
         return found
 
     return _of_params(stacked, tree, lambda params: "layer_0" in params)
 
 
-def _joined(params: Params, indices: range) -> Tree:
+def _joined(params: Params, indices: range, release: bool) -> Tree:
     layers = [params[f"layer_{index}"] for index in indices]
     if len(layers) == 1:
         return layers[0]
@@ -137,7 +141,21 @@ def _joined(params: Params, indices: range) -> Tree:
                 f"layer_{index}: its parameters are not stored as layer_{indices[0]}'s are, "
                 "so one loop (scan) cannot run both"
             )
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    def join(*leaves: jax.Array) -> jax.Array:
+        if not release:
+            return jnp.stack(leaves)
+        whole = jax.block_until_ready(_stacked(*leaves))
+        for leaf in leaves:
+            leaf.delete()
+        return whole
+
+    return jax.tree.map(join, *layers)
+
+
+@jax.jit
+def _stacked(*leaves: jax.Array) -> jax.Array:
+    return jnp.stack(leaves)
 
 
 def unstack_layers(tree: Tree) -> Tree:
