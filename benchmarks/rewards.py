@@ -89,14 +89,31 @@ def rewards(small: bool, deterministic: bool, steps: int, name: str) -> None:
         parts = {key: float(value) for key, value in metrics.items()}
         rate = rows * new / parts["rollout_seconds"]
         say(**about, at=f"step {step}", step_seconds=seconds, rollout_rate=rate, **parts)
-    lm = sampler.model
-    del sampler
-    engine = jl.Engine(lm, max_slots=rows, max_len=asked + new, max_queue=2 * rows)
-    engine.warm_up()
-    own = load_of.run(engine, asked, new, rows, 0.5 if small else 5.0)
-    say(**about, at="the engine's own rate", **own)
-    del engine
+    engine = sampler.engine
+    ids = [prompt.tokens for prompt in data.prompts for _ in range(samples)]
+    for number in range(2):
+        took = _without_rollout(engine, ids, new, number * rows)
+        say(**about, at="the engine without rollout", rate=rows * new / took, seconds=took)
+    own = load_of.run(engine, asked, new, rows, 0.5 if small else 4.0)
+    say(**about, at="the engine's steady state", **own)
+    lm = engine.lm
+    del engine, sampler
     _refreshes(about, lm, small)
+
+
+def _without_rollout(
+    engine: jl.Engine, prompts: list[tuple[int, ...]], new: int, first: int
+) -> float:
+    """Return the seconds of the same requests without log-probabilities and arrays."""
+    # As in a step, new weights let no earlier prefix be found.
+    engine.update_params(engine.lm.params)
+    begun = time.perf_counter()
+    for row, prompt in enumerate(prompts, first):
+        sampling = jl.Sampling(temperature=1.0, seed=row)
+        engine.submit(jl.Request(f"own-{row}", prompt, new, sampling), lambda event: None)
+    while engine.live or engine.stats().waiting:
+        engine.step()
+    return time.perf_counter() - begun
 
 
 def _refreshes(about: dict[str, Any], lm: LanguageModel, small: bool) -> None:

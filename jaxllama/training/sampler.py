@@ -85,6 +85,7 @@ class Sampler:
             max_slots=slots,
             max_len=config.sequence_length,
             cache_tokens=slots * row,
+            max_queue=max(config.batch_size, slots),
             kv_dtype="float32" if config.dtype == "float32" else None,
         )
 
@@ -146,9 +147,9 @@ class Sampler:
         }
 
     @property
-    def model(self) -> LanguageModel:
-        """The engine's model."""
-        return self._engine.lm
+    def engine(self) -> Engine:
+        """The engine that answers."""
+        return self._engine
 
     def _microbatches(self, leaf: np.ndarray) -> np.ndarray:
         return leaf.reshape(self._config.microbatches, -1, leaf.shape[-1])
