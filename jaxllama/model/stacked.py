@@ -29,8 +29,9 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import decoder
+from jaxllama.model import decoder, linear
 from jaxllama.model.decoder import block, embed_tokens, final_norm, layer_config
+from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Path
@@ -276,10 +277,18 @@ def _repeated(period: _Period, x: jax.Array, layers: tuple[Params, ...]) -> jax.
 
 
 def recomputed_block(
-    cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+    cfg: ModelConfig,
+    kind: str,
+    params: Params,
+    stream: Stream,
+    state: None,
+    at: At,
+    ops: LayerOps = linear,
 ) -> tuple[Stream, None]:
     """Run ``decoder.block``; for the backward pass only the layer's input is kept."""
-    layer = jax.checkpoint(lambda params, stream: block(cfg, kind, params, stream, None, at)[0])
+    layer = jax.checkpoint(
+        lambda params, stream: block(cfg, kind, params, stream, None, at, ops)[0]
+    )
     return layer(params, stream), state
 
 
@@ -290,6 +299,7 @@ def hidden_states(
     dtype: jnp.dtype,
     remat: bool = False,
     segments: jax.Array | None = None,
+    ops: LayerOps = linear,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
@@ -297,9 +307,11 @@ def hidden_states(
     params: per layer, or stacked: then layers that are alike are one loop.
     remat: for the backward pass, keep only each layer's input.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
+    ops: who does the layers' products, as ``decoder.block`` takes it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments)
-    stream = walk(cfg, params, stream, at, recomputed_block if remat else block)
+    each = functools.partial(recomputed_block if remat else block, ops=ops)
+    stream = walk(cfg, params, stream, at, each)
     return final_norm(cfg, params, stream)
 
 
