@@ -47,10 +47,11 @@ from jaxllama.model.lora import ROWS, chosen
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
-from jaxllama.model.records import At, Hidden, new_tokens, positions_of
-from jaxllama.model.sharded import over_mesh
+from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
+from jaxllama.model.sharded import over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
-from jaxllama.parallel.mesh import MODEL_AXIS, is_split, traced_mesh
+from jaxllama.parallel.mesh import DATA_AXIS, MODEL_AXIS, is_split, traced_mesh
+from jaxllama.parallel.sequence import cut, is_cut, joined, piece_width
 from jaxllama.typing import Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
@@ -313,6 +314,9 @@ def forward(
     mesh = traced_mesh(params)
     if mesh is not None:
         rows = tokens, lengths, cache, total_lengths
+        is_prompt = cache is not None and sparse is False
+        if is_prompt and is_cut(mesh, *tokens.shape, cache.table is not None):
+            return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
         return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
     params = chosen(params) if ROWS in params else params
@@ -363,6 +367,44 @@ def _forward_over(
 
     arrays = tokens, lengths, cache, total_lengths
     return over_mesh(forward, mesh, cfg, params, *arrays, out=specs, **options)
+
+
+def _forward_in_pieces(
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total_lengths: jax.Array | None,
+) -> tuple[Hidden, Cache]:
+    """``forward`` of long rows that the devices of the "data" axis share (``parallel.sequence``).
+
+    Each device computes its pieces of every row, and has the whole cache.
+    """
+    (batch, n_new), n = tokens.shape, mesh.shape[DATA_AXIS]
+    width = piece_width(n_new, n)
+    if cache.capacity is not None:
+        lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - cache.lengths, 0))
+    total = cache.lengths + lengths if total_lengths is None else total_lengths
+
+    def run(
+        cfg: ModelConfig,
+        params: Params,
+        tokens: jax.Array,
+        cache: Cache,
+        lengths: jax.Array,
+        total: jax.Array,
+    ) -> tuple[Hidden, Cache]:
+        check(cfg, params)
+        at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
+        stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+        stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
+        return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
+
+    pieces = cut(tokens, n, width)
+    hidden, after = over_pieces(run, mesh, cfg, params, pieces, cache, lengths, total)
+    return Hidden(joined(hidden.x, batch, n, n_new)), after
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:

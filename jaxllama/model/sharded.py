@@ -2,7 +2,8 @@
 
 Under ``shard_map`` a device has the kernels of one, on ``model.split.local_config``'s shapes,
 with two sums a layer (``parallel.collectives``).  Rows are split over "data" where it divides them;
-otherwise, and where they share pages, every group does all of them.
+otherwise, and where they share pages, every group does all of them.  Long rows that "data" does not
+divide are split by their tokens (``over_pieces``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, cache_specs
 from jaxllama.model.shardings import specs
 from jaxllama.model.split import local_config
-from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from jaxllama.parallel.mesh import DATA_AXIS, MODEL_AXIS, row_axis
 from jaxllama.typing import Params, Tree
 
 Result = TypeVar("Result")
@@ -56,3 +57,32 @@ def over_mesh(
         out_specs=out(rows),
         check_vma=False,  # kernels do not say over which axes their results vary
     )(arrays, dict(params), *args)
+
+
+def over_pieces(
+    function: Callable[..., tuple[Tree, Cache]],
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    pieces: jax.Array,
+    cache: Cache,
+    *rows: jax.Array,
+) -> tuple[Tree, Cache]:
+    """``function(cfg, params, pieces, cache, *rows)`` of tokens that ``sequence.cut`` cut.
+
+    Each device gets its own pieces, and the whole cache and rows.  The first result is an array of
+    pieces, or a tree of them.
+    """
+    local = local_config(cfg, mesh.shape[MODEL_AXIS])
+    whole = cache_specs(cache, None)
+
+    def run(params: Params, pieces: jax.Array, cache: Cache, *rows: jax.Array):
+        return function(local, params, pieces, cache, *rows)
+
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(specs(params), P(DATA_AXIS), whole, *(P(),) * len(rows)),
+        out_specs=(P(DATA_AXIS), whole),
+        check_vma=False,  # as in over_mesh
+    )(dict(params), pieces, cache, *rows)

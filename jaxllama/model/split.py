@@ -17,7 +17,7 @@ A vocabulary that n does not divide is padded with rows of zeros, whose logits a
 Each shard has whole experts.  It routes every token, and computes the pairs of its own experts
 (``experts.feed``).  The expert that every token passes is split as a dense feed-forward.
 
-Left out: splitting the sequence or the layers.
+Left out: splitting the layers.  The sequence is split over another axis (``parallel.sequence``).
 """
 
 from __future__ import annotations

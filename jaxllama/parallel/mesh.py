@@ -12,7 +12,8 @@ its own kernels. A layer has two sums (``parallel.collectives``).  The code arou
 over the vocabulary.  Gradients pass through; a parameter's is summed over the data axis.
 
 Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
-several hosts are ``parallel.hosts``.  Left out: sequence and pipeline parallelism.
+several hosts are ``parallel.hosts``, and long rows cut by their tokens ``parallel.sequence``.  Left
+out: pipeline parallelism.
 """
 
 from __future__ import annotations

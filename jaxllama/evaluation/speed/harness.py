@@ -227,7 +227,7 @@ class Decoding:
         tokens = jnp.asarray(ids, jnp.int32)
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
-        chunk = self.chunk or prefill_chunk(self.batch, prompt)
+        chunk = self.chunk or prefill_chunk(self.batch, prompt, self.lm.mesh)
         arguments = (
             self.lm.params,
             tokens,
