@@ -50,8 +50,8 @@ from jaxllama.model.params import param_table
 from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
 from jaxllama.model.sharded import over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
-from jaxllama.parallel.mesh import DATA_AXIS, MODEL_AXIS, is_split, traced_mesh
-from jaxllama.parallel.sequence import cut, is_cut, joined, piece_width
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
+from jaxllama.parallel.sequence import cut, is_cut, joined, piece_width, sequence_shards
 from jaxllama.typing import Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
@@ -314,9 +314,10 @@ def forward(
     mesh = traced_mesh(params)
     if mesh is not None:
         rows = tokens, lengths, cache, total_lengths
-        is_prompt = cache is not None and sparse is False
-        if is_prompt and is_cut(mesh, *tokens.shape, cache.table is not None):
-            return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
+        if cache is not None and sparse is False:
+            batch, n_new = tokens.shape
+            if is_cut(mesh, batch, n_new, cache.table is not None):
+                return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
         return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
     params = chosen(params) if ROWS in params else params
@@ -362,7 +363,7 @@ def _forward_over(
 ) -> tuple[Hidden, Cache | None]:
     """``forward`` of parameters on a mesh."""
 
-    def specs(rows: str | None) -> tuple[P, Cache | None]:
+    def specs(rows: RowAxis) -> tuple[P, Cache | None]:
         return P(rows), None if cache is None else cache_specs(cache, rows)
 
     arrays = tokens, lengths, cache, total_lengths
@@ -382,7 +383,8 @@ def _forward_in_pieces(
 
     Each device computes its pieces of every row, and has the whole cache.
     """
-    (batch, n_new), n = tokens.shape, mesh.shape[DATA_AXIS]
+    batch, n_new = tokens.shape
+    n = sequence_shards(mesh, batch, cache.table is not None)
     width = piece_width(n_new, n)
     if cache.capacity is not None:
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - cache.lengths, 0))
@@ -418,7 +420,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
 def _logits_over(mesh: AbstractMesh, cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
     """``logits`` of parameters on a mesh, without the rows that pad the vocabulary."""
 
-    def spec(rows: str | None) -> P:
+    def spec(rows: RowAxis) -> P:
         return P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS)
 
     return over_mesh(logits, mesh, cfg, params, hidden, out=spec)[..., : cfg.vocab_size]

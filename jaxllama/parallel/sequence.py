@@ -1,6 +1,6 @@
-"""Sequence parallelism: the tokens of long rows, cut into pieces over the mesh's "data" axis.
+"""Sequence parallelism: the tokens of long rows, cut into pieces over the mesh's axes of rows.
 
-    pieces = cut(tokens, n, width)          [B, T] -> [2n B, width], to be split over "data"
+    pieces = cut(tokens, n, width)          [B, T] -> [2n B, width], to be split over those axes
     tokens = joined(pieces, B, n, T)        undoes it
     inside the shard_map, of local pieces [2 B, ...]:
     every  = gathered(local, B)             [2n, B, ...], of all devices, in the order of the tokens
@@ -8,12 +8,15 @@
 
 A row of T tokens is 2n pieces of equal width.  Device i has piece i and piece 2n - 1 - i, so that
 causal attention costs every device the same.  On a device the first pieces of all rows come before
-the second ones.  Weights are whole along "data", and heads may be split over "model" as well.
+the second ones.  Weights are whole along "data", and heads may be split over "model" as well.  An
+"expert" axis counts as part of "data".
 
 Source: the order of pieces is that of striped and zigzag ring attention (arXiv 2311.09431).
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllama.parallel.mesh import DATA_AXIS, row_axis
+from jaxllama.parallel.mesh import row_axes, row_axis
 
 # Least number of tokens for each device: fewer leave the products as slow as those of all tokens.
 LEAST_TOKENS = 512
@@ -38,7 +41,7 @@ def sequence_shards(
     """
     if mesh is None or (row_axis(mesh, batch) is not None and not shares_pages):
         return 1
-    return mesh.shape[DATA_AXIS]
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
 def is_cut(mesh: Mesh | AbstractMesh, batch: int, n_new: int, shares_pages: bool = False) -> bool:
@@ -72,7 +75,7 @@ def joined(pieces: jax.Array, batch: int, n: int, n_new: int) -> jax.Array:
 
 def piece_indices(n: int) -> jax.Array:
     """Return int32 ``[2]``: the indices of this device's pieces among a row's ``2n``."""
-    first = lax.axis_index(DATA_AXIS).astype(jnp.int32)
+    first = lax.axis_index(_axes()).astype(jnp.int32)
     return jnp.stack([first, 2 * n - 1 - first])
 
 
@@ -82,13 +85,18 @@ def gathered(local: jax.Array, batch: int, n: int) -> jax.Array:
     local: this device's, ``[2 B, ...]``.
     """
     halves = local.reshape(2, batch, *local.shape[1:])
-    places = lax.all_gather(halves, DATA_AXIS, axis=0, tiled=True)
+    places = lax.all_gather(halves, _axes(), axis=0, tiled=True)
     return places[np.argsort(_order(n))]
 
 
 def own(every: jax.Array, n: int) -> jax.Array:
     """Return this device's ``[2 B, ...]`` of ``every[2n, B, ...]``."""
     return every[piece_indices(n)].reshape(-1, *every.shape[2:])
+
+
+def _axes() -> tuple[str, ...]:
+    """Return the axes of rows of the shard_map that is traced."""
+    return row_axes(jax.sharding.get_abstract_mesh())
 
 
 def _order(n: int) -> np.ndarray:

@@ -27,7 +27,7 @@ from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
 from jaxllama.model.mixers.short_conv.parameters import options
 from jaxllama.model.records import At, Draft, Pieces
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Params, Tree
 from pallas_kernels.operands import Columns
 
@@ -39,7 +39,7 @@ class ShortConvState:
 
     last: jax.Array
 
-    def specs(self, rows: str | None) -> ShortConvState:
+    def specs(self, rows: RowAxis) -> ShortConvState:
         """How it is split on a mesh."""
         of_last: Tree = P(rows, None, MODEL_AXIS)
         return ShortConvState(of_last)
