@@ -53,7 +53,9 @@ def compare(name: str) -> None:
     prompts = [[3 + (7 * row + 5 * i) % 90 for i in range(2 + row)] for row in range(int(rows))]
     answers = []
     for cfg, own in ((CFG, params), (config, on_mesh)):
-        answers.append(LanguageModel(cfg, own, None).generate(prompts, max_new_tokens=NEW))
+        answers.append(
+            LanguageModel(cfg, own, None, exact=True).generate(prompts, max_new_tokens=NEW)
+        )
     want, got = ([a.tokens for a in answer] for answer in answers)
     logprobs = [np.concatenate([a.logprobs for a in answer]) for answer in answers]
     back = gather_params(CFG, on_mesh, sizes["model"])

@@ -1,10 +1,10 @@
 """Prompts that the devices of a mesh share, beside one device; ``tests.parallel.test_sequence``.
 
-    python -m tests.helpers.sequence_child FAMILY:DATAxMODEL[:KV_DTYPE] ... engine:DATAxMODEL
+    python -m tests.helpers.sequence_child FAMILY:DATAxMODEL[:KV_DTYPE | :prompt] ... engine:DATAxMODEL
 
 One JSON line a case: the largest difference of logits and of the cache, as shares of the largest
 value, for a prompt of two chunks, in rows of different lengths behind cached tokens.  Of engines,
-whether their tokens are the same.
+whether their tokens are the same.  "prompt" is one prompt alone.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ CASES = FAMILIES | {
     ),
     "sinks": WIDE.replace(n_layers=2, attn_sinks=True, sliding_window=11, window_layers=(0,)),
 }
+
+
+def prompts(cfg, params, mesh) -> tuple[np.ndarray, Cache]:
+    """(logits of one prompt behind an empty cache, cache)."""
+    cache = init_cache(cfg, ROWS, NEXT, "float32", mesh=mesh)
+    lengths = jnp.asarray([NEXT, 30, 3], jnp.int32)
+    return fetch(generation.prefill(cfg, params, tokens_of(cfg, ROWS, NEXT), lengths, cache))
 
 
 def run(cfg, params, mesh, kv_dtype: str) -> tuple[np.ndarray, Cache]:
@@ -84,8 +91,12 @@ def compare(name: str) -> None:
     cfg, mesh = CASES[family], mesh_of_name(mesh_name)
     params = params_of(cfg)
     config, on_mesh = shard_params(cfg, jax.device_get(params), mesh)
-    want, cache = run(cfg, params, None, kv_dtype)
-    got, other = run(config, on_mesh, mesh, kv_dtype)
+    if kv_dtype == "prompt":
+        want, cache = prompts(cfg, params, None)
+        got, other = prompts(config, on_mesh, mesh)
+    else:
+        want, cache = run(cfg, params, None, kv_dtype)
+        got, other = run(config, on_mesh, mesh, kv_dtype)
     assert (np.asarray(cache.lengths) == np.asarray(other.lengths)).all()
     pairs = zip(arrays(cache), arrays(other), strict=True)
     report(

@@ -111,7 +111,7 @@ def check_collectives(case: str, found: dict[str, list[str]], n_layers: int) -> 
 @pytest.fixture(scope="module")
 def quick() -> dict[str, dict]:
     """All default cases by one process, whose start is dearer than most of them."""
-    return child(CORE, *QUICK, "one-row", "random", "gradients")
+    return child(CORE, *QUICK, "one-row", "random", "gradients", "sizes", "sequence")
 
 
 @pytest.mark.core
@@ -134,6 +134,22 @@ def test_random_weights_do_not_depend_on_the_mesh(quick):
 def test_nothing_gathers_the_logits_of_one_row(quick):
     """Where a gather of the chosen token's logit would be cheapest as a gather of all of them."""
     assert set(quick["one-row"]["collectives"]) == {"all-reduce"}
+
+
+def test_devices_that_share_a_prompt_give_the_logits_and_the_cache_of_one(quick):
+    """``test_sequence`` has every mixer."""
+    result = quick["gqa:4x1:prompt"]
+    assert result["is_cut"], "the devices did not share the prompt"
+    assert max(result["logits"], result["cache"]) < 1e-5
+
+
+def test_every_token_reaches_its_experts_whatever_they_are(quick):
+    """Also where all tokens want one device's, which no fixed capacity below all of them holds;
+    ``test_exchange`` has whole models."""
+    result = quick["sizes"]
+    assert max(result["worst"].values()) < 1e-5
+    assert "all-to-all" in result["kinds"]
+    assert result["sizes"] == [24, 48, 96]
 
 
 def test_options_that_the_backend_refuses_are_not_taken(quick):
