@@ -272,7 +272,7 @@ def mesh_option(sub: Parser) -> None:
         "--mesh",
         type=parse_mesh,
         metavar="AXES",
-        help="several devices: data=N,model=N (1 where left out)",
+        help="several devices: data=N,expert=N,model=N (1 where left out)",
     )
 
 

@@ -91,7 +91,7 @@ class Resident:
         """Return the rows after their prompts and first tokens."""
         tokens, lengths = call.tokens, call.lengths
         batch, width = tokens.shape
-        chunk = None if call.alone else call.chunk or prefill_chunk(batch, width)
+        chunk = None if call.alone else call.chunk or prefill_chunk(batch, width, self.mesh)
         new_cache = functools.partial(
             init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
         )

@@ -386,6 +386,14 @@ def main(names: list[str]) -> None:
             one_row()
         elif name == "random":
             random()
+        elif name == "sequence":
+            from tests.helpers import sequence_child
+
+            sequence_child.compare("gqa:4x1:prompt")
+        elif name == "sizes":
+            from tests.helpers import exchange_child
+
+            exchange_child.sizes_of_exchanges()
         elif name == "training":
             model = byte_model("gqa", n_layers=1, layer_types=("attention",))
             training(model, {"one": [None], "moved": ["data=4", None]})

@@ -227,7 +227,7 @@ class Decoding:
         tokens = jnp.asarray(ids, jnp.int32)
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
-        chunk = self.chunk or prefill_chunk(self.batch, prompt)
+        chunk = self.chunk or prefill_chunk(self.batch, prompt, self.lm.mesh)
         arguments = (
             self.lm.params,
             tokens,
@@ -240,11 +240,15 @@ class Decoding:
         return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> Rows:
-        """Return a state with one token a row and an empty cache; no prefill runs."""
+        """Return a state with one token a row and an empty cache; no prefill runs.
+
+        The rows' tokens differ, because rows that are alike choose the same experts.
+        """
         cache = init_cache(self.lm.config, self.batch, room, self.kv_dtype, mesh=self.lm.mesh)
         one = jnp.ones((self.batch,), jnp.int32)
         none = jnp.zeros_like(one)
-        ints = Fields(one, none, one, none, one).packed()
+        newest = jnp.arange(self.batch, dtype=jnp.int32) % self.lm.config.vocab_size
+        ints = Fields(newest, none, one, none, one).packed()
         written = jnp.zeros((2, self.batch, room + 1), jnp.int32)
         ints, written = self._everywhere((ints, written))
         return jax.block_until_ready(Rows(ints, written, cache.layers))
