@@ -347,6 +347,8 @@ class ExpertsConfig:
         feed-forward.
     shards : int
         Devices that hold ``n_experts / shards`` experts each (``split.local_config``).
+    exchanges : bool
+        Whether the devices have different tokens and exchange them (``split.local_config``).
 
     Raises
     ------
@@ -372,6 +374,7 @@ class ExpertsConfig:
     jitter: float = 0.01
     layers: tuple[int, ...] = ()
     shards: int = 1
+    exchanges: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self, "experts.")

@@ -29,7 +29,7 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE, LayerState
 from jaxllama.model.records import Hidden
-from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, row_axis
 from jaxllama.typing import Tree
 from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
 from pallas_kernels.brief import short_repr
@@ -201,7 +201,7 @@ def _init_on_mesh(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype:
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 
-def cache_specs(cache: Cache, rows: str | None) -> Cache:
+def cache_specs(cache: Cache, rows: RowAxis) -> Cache:
     """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's.
     Rows that share pages are not split."""
     if cache.table is not None:
@@ -213,7 +213,7 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
     return Cache(tuple(layer.specs(rows) for layer in cache.layers), *specs)
 
 
-def proposal_specs(cache: Cache, rows: str | None) -> Proposal:
+def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:
     """Return the specs of a ``Proposal``, as ``cache_specs`` does for a cache."""
     tokens: Tree = P(rows, None, MODEL_AXIS)
 

@@ -221,11 +221,17 @@ def _finished(
     y = y if gated is None else apply_gate(y, gated)
     if static.partial:
         y = jnp.where((experts < static.n_experts)[..., None], y, jnp.zeros_like(y))
-    if weights is None:
-        return y.astype(static.out)
+    return y.astype(static.out) if weights is None else weighted_sum(y, weights, static.out)
+
+
+def weighted_sum(y: jax.Array, weights: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return ``sum_j weights[t, j] * y[t, j]`` in the order of j, ``[T, out]``.
+
+    y: float32 ``[T, k, out]``.
+    """
     parts = weights.astype(jnp.float32)[..., None] * y
-    total = functools.reduce(jnp.add, (parts[:, j] for j in range(experts.shape[1])))
-    return total.astype(static.out)
+    total = functools.reduce(jnp.add, (parts[:, j] for j in range(y.shape[1])))
+    return total.astype(dtype)
 
 
 def grouped_matmul_reference(

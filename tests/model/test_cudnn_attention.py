@@ -16,7 +16,6 @@ from jaxllama.generation import prefill
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
-from jaxllama.model.mixers.attention import mix as attention
 from jaxllama.model.mixers.attention.state import KVCache, write
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
 from pallas_kernels.attention.plain import attention_scores, weighted_values
@@ -46,8 +45,7 @@ def pretend_a_gpu(monkeypatch):
     """``extend`` in float32 on any machine, in blocks of 128 keys."""
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 128)
-    for module in (attention, chunk):
-        monkeypatch.setattr(module, "has_cudnn", lambda q: True)
+    monkeypatch.setattr(chunk, "has_cudnn", lambda q: True)
 
 
 def poison(cache: Cache) -> Cache:

@@ -111,7 +111,7 @@ def check_collectives(case: str, found: dict[str, list[str]], n_layers: int) -> 
 @pytest.fixture(scope="module")
 def quick() -> dict[str, dict]:
     """All default cases by one process, whose start is dearer than most of them."""
-    return child(CORE, *QUICK, "one-row", "random", "gradients")
+    return child(CORE, *QUICK, "one-row", "random", "gradients", "sizes", "sequence")
 
 
 @pytest.mark.core
@@ -134,6 +134,22 @@ def test_random_weights_do_not_depend_on_the_mesh(quick):
 def test_nothing_gathers_the_logits_of_one_row(quick):
     """Where a gather of the chosen token's logit would be cheapest as a gather of all of them."""
     assert set(quick["one-row"]["collectives"]) == {"all-reduce"}
+
+
+def test_devices_that_share_a_prompt_give_the_logits_and_the_cache_of_one(quick):
+    """``test_sequence`` has every mixer."""
+    result = quick["gqa:4x1:prompt"]
+    assert result["is_cut"], "the devices did not share the prompt"
+    assert max(result["logits"], result["cache"]) < 1e-5
+
+
+def test_every_token_reaches_its_experts_whatever_they_are(quick):
+    """Also where all tokens want one device's, which no fixed capacity below all of them holds;
+    ``test_exchange`` has whole models."""
+    result = quick["sizes"]
+    assert max(result["worst"].values()) < 1e-5
+    assert "all-to-all" in result["kinds"]
+    assert result["sizes"] == [24, 48, 96]
 
 
 def test_options_that_the_backend_refuses_are_not_taken(quick):
@@ -283,10 +299,11 @@ def test_presets_name_the_meshes_that_divide_them():
     "mesh, message",
     [
         ("model=64", "mesh data=1,model=64: needs 64 devices, and there are"),
-        ("expert=2", "axis 'expert' is not one of data, model"),
-        ("model=2,model=2", "expected data=N,model=N, each at most once"),
-        ("model=-1", "expected data=N,model=N"),
-        ("", "expected data=N,model=N"),
+        ("tensor=2", "axis 'tensor' is not one of data, expert, model"),
+        ("expert=64", "mesh data=1,expert=64,model=1: needs 64 devices, and there are"),
+        ("model=2,model=2", "expected data=N,expert=N,model=N, each at most once"),
+        ("model=-1", "expected data=N,expert=N,model=N"),
+        ("", "expected data=N,expert=N,model=N"),
         ({"model": 0}, "model = 0: must be a whole number from 1 on"),
     ],
 )

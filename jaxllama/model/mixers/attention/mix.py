@@ -34,14 +34,13 @@ from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.attention.chunk import (
     attend,
-    attend_cached,
-    has_cudnn,
+    over_past,
     without_padding,
 )
-from jaxllama.model.mixers.attention.cudnn import extend
+from jaxllama.model.mixers.attention.pieces import attend_pieces
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, init_state
-from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
@@ -228,16 +227,22 @@ def _extend(
 
     def dense() -> jax.Array:
         if at.fresh:
-            out = attend(q, k, v, positions, window, cap, sinks)
-        elif has_cudnn(q) and cap is None:
-            # The past of a row without new tokens need not be read.
-            n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-            out = extend(q, k, v, cache.k, cache.v, n_past, table, window, sinks)
-        else:
-            out = attend_cached(q, cache, positions, lengths, window, cap, table, sinks)
-        return from_cache_basis(cache.v, out)
+            return from_cache_basis(cache.v, attend(q, k, v, positions, window, cap, sinks))
+        return over_past(q, k, v, cache, positions, lengths, window, cap, table, sinks)
 
     return _mixed(cfg, dense, q, cache, at), cache
+
+
+def _in_pieces(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Pieces
+) -> tuple[jax.Array, KVCache]:
+    """``_extend`` of pieces: ``qkv [2 B, T, (N + 2K) H]`` -> (heads ``[2 B, T, N, H]``, cache)."""
+    assert at.rope is not None
+    rope, ends = at.rope.of(cfg.rope), (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads)
+    q, k, v = jnp.split(split_heads(cfg, p, qkv), ends, axis=2)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    limits = cfg.sliding_window, cfg.attn_softcap
+    return attend_pieces(q, k, v, cache, at, *limits, sinks_of(cfg, p))
 
 
 def _decode(
@@ -369,6 +374,7 @@ _ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
     Chunk: _extend,
     Step: _decode,
     Draft: _verify,
+    Pieces: _in_pieces,
 }
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from pallas_kernels.attention.rope_cache import quantize_kv, store
 from pallas_kernels.brief import short_repr
 from pallas_kernels.qtensor import QTensor
@@ -28,7 +28,7 @@ class KVCache:
 
     __repr__ = short_repr
 
-    def specs(self, rows: str | None) -> KVCache:
+    def specs(self, rows: RowAxis) -> KVCache:
         """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
 
