@@ -193,8 +193,10 @@ def _rounded(x: jax.Array, w: Weight) -> jax.Array:
     if not _has_float8(w):
         return x
     assert isinstance(w, QTensor) and w.activations is not None
-    groups = {"group_size": w.group_size} if w.input_scale is None else {"scale": w.input_scale}
-    return dequantize(quantize_tokens(x, w.activations, **groups), x.dtype)
+    is_static = w.input_scale is not None
+    group_size = None if is_static else w.group_size
+    codes = quantize_tokens(x, w.activations, scale=w.input_scale, group_size=group_size)
+    return dequantize(codes, x.dtype)
 
 
 def _weight_only(op: str, w: Weight) -> Weight:
