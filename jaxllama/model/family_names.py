@@ -191,7 +191,11 @@ FAMILIES = {
     ),
     "lfm2": _LFM2,
     "lfm2_moe": dataclasses.replace(_LFM2, mixers={"experts": _LFM2_EXPERTS}),
-    **dict.fromkeys(("dots1", "solar_open"), Names(mixers={"experts": _SHARED})),
+    **dict.fromkeys(
+        ("dots1", "solar_open", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sarvam_mla"),
+        Names(mixers={"experts": _SHARED}),
+    ),
+    "axk1": Names(mixers={"experts": dataclasses.replace(_SHARED, may_lack_bias=True)}),
     "exaone_moe": Names(
         mixers={"experts": dataclasses.replace(_SHARED, choice_bias="e_score_correction_bias")}
     ),

@@ -25,6 +25,7 @@ DEFAULT = (
     "hunyuan_v1_dense",
     "ministral3",
     "gpt_neo",
+    "deepseek_v3",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -32,6 +33,23 @@ _SIGMOID = {
     "routed_scaling_factor": 1.5,
 }
 _MHA = {"head_dim": 8, "num_key_value_heads": 4}
+_RANKS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+_LATENT = {**_SIGMOID, **_RANKS, "num_hidden_layers": 3, "n_routed_experts": 8}
+_MSCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
     ("gemma", "gelu", {"hidden_act": "gelu", "attention_bias": True}),
@@ -236,6 +254,57 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "attention_bias": True,
         },
     ),
+    (
+        "deepseek_v2",
+        "",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _MSCALE,
+        },
+    ),
+    (
+        "deepseek_v2",
+        "groups",
+        {
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
+    ),
+    (
+        "deepseek_v3",
+        "",
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _MSCALE,
+            "attention_bias": True,
+        },
+    ),
+    (
+        "deepseek_v3",
+        "halves",
+        {
+            **_LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 3,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+        },
+    ),
+    ("glm4_moe_lite", "", {**_LATENT, "v_head_dim": 16}),
+    ("sarvam_mla", "", {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    ("axk1", "", {**_LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),
+    ("youtu", "", _RANKS),
+    ("minicpm3", "", {**_RANKS, "v_head_dim": 8, "tie_word_embeddings": True}),
+    ("minicpm3", "unscaled", {**_RANKS, "scale_emb": 1, "scale_depth": None, "q_lora_rank": None}),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)

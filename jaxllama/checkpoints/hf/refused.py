@@ -28,9 +28,7 @@ _REASONS: dict[str, str] = {
     "audio input or output": """
         moshi moss_transcribe_diarize musicgen musicgen_melody whisper
         """,
-    "mixer: attention from latents with RoPE (DeepSeek's MLA)": """
-        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu
-        """,
+    "mixer: two layers of attention from latents, and experts that skip one": "longcat_flash",
     "mixer: sparse attention by an indexer": """
         axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
         """,
