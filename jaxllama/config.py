@@ -349,6 +349,8 @@ class ExpertsConfig:
         None takes the model's own activation.
     jitter : float
         "sparsemixer" takes logits whose relative distance from the best is at most 2 ``jitter``.
+    choice_by_logits : bool
+        Whether experts are chosen by logits, and not by scores; ``choice_bias`` is added to these.
     out_norm : bool
         Whether the layers with experts have a norm of their output (A.X-K1).
     layers : tuple of int
@@ -381,6 +383,7 @@ class ExpertsConfig:
     gate_alpha: float = 1.702
     jitter: float = 0.01
     out_norm: bool = False
+    choice_by_logits: bool = False
     layers: tuple[int, ...] = ()
     shards: int = 1
 
@@ -446,6 +449,8 @@ class CheckpointForm:
         Multiplier of the last norm's weight.
     norm_offset : float
         Number added to the weights of norms (Gemma's 1 + w).
+    shared : float
+        Multiplier of the output of the expert that every token passes.
     interleaved : bool
         Whether RoPE rotates features 2i and 2i + 1 together, and not i and i + H/2.
 
@@ -461,9 +466,10 @@ class CheckpointForm:
     logits: float = 1.0
     norm_offset: float = 0.0
     interleaved: bool = False
+    shared: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("embed", "query", "residual", "logits"):
+        for key in ("embed", "query", "residual", "logits", "shared"):
             _require(getattr(self, key) != 0, f"stored.{key}", 0.0, "must not be 0")
 
 

@@ -158,8 +158,9 @@ def _attend(
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
     last = jnp.where(lengths > 0, position, -1)[:, None]
     if cfg.latent is not None:
-        qkv = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope))
-        q, new = jnp.split(*to_cache_basis(cache.k, qkv), (cfg.n_heads,), axis=2)
+        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope))
+        (heads,) = to_cache_basis(cache.k, heads)
+        q, new = jnp.split(heads, (cfg.n_heads,), axis=2)
         k = store(cache.k, new, slots[:, None])
         out = blockwise_attention(q, k, k, last, window=cfg.sliding_window)
         return from_cache_basis(k, out[:, 0]), KVCache(k, None)

@@ -32,7 +32,7 @@ class ExpertNames:
     fused: (gate and up, down) tensors of all experts, which a file may have instead.
     is_fused: whether to assume ``fused`` when the file's tensor names are not known.
     alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
-    (gpt-oss).
+    (gpt-oss).  is_transposed: every matrix of the fused tensors is [in, out].
     fused_bias: ending of the biases of fused tensors.
     is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's.
     shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
@@ -50,6 +50,7 @@ class ExpertNames:
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     is_fused: bool = False
     alternates: bool = False
+    is_transposed: bool = False
     fused_bias: str = "_bias"
     is_apart: bool = False
     shared: str = "shared_expert."
@@ -84,7 +85,8 @@ def table(
         width = 2 * options.shared // len(gate_up)
         parts = [(f"{shared}{name}", width, {}) for name in gate_up]
         rows |= fused("gate_up", parts, d, False)
-        rows |= written("down", f"{shared}{down}", d, options.shared, False, residual)
+        scale = residual * cfg.stored.shared
+        rows |= written("down", f"{shared}{down}", d, options.shared, False, scale)
     if options.shared_gate:
         gate = TensorSource(f"{prefix}{own.shared_gate}.weight", (d,) if own.is_apart else (1, d))
         rows["shared_gate", "weight"] = Param((gate,), (1, d))
@@ -113,15 +115,15 @@ def _experts(
             [TensorSource(f"{out}.bias", (n, d), residual)],
         )
     elif is_fused or (own.is_fused and not present):
-        alternates = own.alternates
+        alternates, turned = own.alternates, own.alternates or own.is_transposed
         inner, outer = (
-            Stacked(n, 2 * width, alternates, alternates),
-            Stacked(n, d, False, alternates),
+            Stacked(n, 2 * width, alternates, turned),
+            Stacked(n, d, False, turned),
         )
         of_bias = Stacked(n, 2 * width, alternates)
         weights = (
-            [TensorSource(gate_up, (n, 2 * width, d), turned=inner if alternates else None)],
-            [TensorSource(down, (n, d, width), residual, turned=outer if alternates else None)],
+            [TensorSource(gate_up, (n, 2 * width, d), turned=inner if turned else None)],
+            [TensorSource(down, (n, d, width), residual, turned=outer if turned else None)],
         )
         biases = (
             [

@@ -58,7 +58,8 @@ def choose(
         return _sparsemixer(options, logits)
     is_softmax = options.scores == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
-    by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
+    by = logits if options.choice_by_logits else scores
+    by = by if choice_bias is None else by + choice_bias.astype(jnp.float32)
     if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
         by = logits  # the same order, and fewer ties
     by = _best_groups(options, by)

@@ -64,10 +64,9 @@ def mix(
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
     assert cfg.latent is not None and at.rope is not None
     heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope))
-    is_whole = isinstance(at, Chunk) and (cache is None or at.fresh)
     if cache is not None:
         cache = written(heads, cache, at)
-    if is_whole:
+    if isinstance(at, Chunk) and (cache is None or at.fresh):
         out = _expanded(cfg, p, heads, at)
     else:
         assert cache is not None
@@ -112,7 +111,8 @@ def written(heads: Heads, cache: KVCache, at: At) -> KVCache:
     place = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
     is_new = place < at.row_lengths()[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, at.table))
-    return KVCache(store(cache.k, *to_cache_basis(cache.k, new), slots, at.table), None)
+    (new,) = to_cache_basis(cache.k, new)
+    return KVCache(store(cache.k, new, slots, at.table), None)
 
 
 def absorbed(cfg: ModelConfig, p: Params, heads: Heads) -> jax.Array:

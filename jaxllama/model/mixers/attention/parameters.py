@@ -59,12 +59,15 @@ def table(
     if names.is_transposed:
         assert not moves
         folds = [transposed(count) for count in n_rows]
-    if cfg.attn_gate:
+    sources = [f"{prefix}{name}" for name in names.qkv]
+    if cfg.attn_gate and names.gate:
+        sources, folds = [f"{prefix}{names.gate}", *sources], [{}, *folds]
+        n_rows = q, q, kv, kv
+    elif cfg.attn_gate:
         assert scales[0] == 1.0 and len(names.qkv) == 3, (
             "a gate that is multiplied, or with k and v"
         )
         folds[0] = {"turned": turned(cfg.n_heads, gated=True)}
-    sources = [f"{prefix}{name}" for name in names.qkv]
     parts = list(zip(sources, n_rows, folds, strict=False))
     table = fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
     if cfg.qk_norm != "none":
