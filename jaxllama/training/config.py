@@ -115,6 +115,25 @@ class QuantizeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """Losses of the routers of a mixture of experts, which are added to the cross entropy.
+
+    balance: weight of the load-balance loss. z: weight of the z-loss. (``training.routers``)
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("balance", "z"):
+            value = getattr(self, key)
+            require(value >= 0, f"router.{key}", value, "must not be negative")
+        require(
+            self.balance + self.z > 0, "router.balance", self.balance, "with z = 0 adds nothing"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The settings of one training run.
 
@@ -136,6 +155,8 @@ class TrainConfig:
         Quantization-aware training.
     objective : ObjectiveConfig or None
         What is minimized; by default what the data are for.
+    router : RouterConfig or None
+        Losses of the routers of a mixture of experts.
     lora : LoraConfig or None
         Trains adapters beside frozen weights, not the weights.
     samples : SamplesConfig or None
@@ -184,6 +205,7 @@ class TrainConfig:
     distill: DistillConfig | None = None
     quantize: QuantizeConfig | None = None
     objective: ObjectiveConfig | None = None
+    router: RouterConfig | None = None
     lora: LoraConfig | None = None
     samples: SamplesConfig | None = None
     rollout: RolloutConfig | None = None
@@ -327,6 +349,12 @@ class TrainConfig:
         )
         has = "[distill]" if self.distill and kind == "tokens" else f"data.{kind}"
         require(needs == has, "objective.kind", goal.kind, f"needs {needs}")
+        require(
+            self.router is None or goal.kind in ("pretrain", "sft"),
+            "router",
+            self.router,
+            f"is for the objectives pretrain and sft, not {goal.kind}",
+        )
         for key in ("lora", "samples"):
             require(
                 getattr(self, key) is None or self.distill is None,

@@ -24,8 +24,9 @@ from jaxllama.model.decoder import head
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.stacked import hidden_states, stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
-from jaxllama.training import adapters, distill, preference
+from jaxllama.training import adapters, distill, preference, routers
 from jaxllama.training.batch import Batch
+from jaxllama.training.config import RouterConfig
 from jaxllama.training.fp8 import Fp8
 from jaxllama.training.loss import cross_entropy, distillation, token_logprobs, token_scores
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
@@ -123,6 +124,8 @@ def loss(
     dtype = jnp.dtype(config.dtype)
     if goal is None:
         params = _weights(setup, params, fixed, len(inputs))
+        if config.router is not None:
+            return _with_routers(setup, config.router, params, batch)
         return _objective(setup, params, batch, config.remat)
     teacher = setup.teacher
     assert teacher is not None and fixed is not None
@@ -170,6 +173,19 @@ def _objective(
     return cross_entropy(x, weight, batch.targets, cap, weights, is_frozen=is_frozen)[0], {}
 
 
+def _with_routers(
+    setup: TrainingSetup, router: RouterConfig, params: Params, batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return (the weighted cross entropy with the routers' losses added; its parts)."""
+    cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
+    remat, segments = setup.config.remat, batch.input_segments
+    x, parts = routers.hidden_states(cfg, params, batch.inputs, dtype, remat, segments, _ops(setup))
+    weight, is_frozen = _head(setup, params)
+    weights = None if batch.weights is None else jnp.asarray(batch.weights)
+    ce, _ = cross_entropy(x, weight, batch.targets, cfg.logit_softcap, weights, is_frozen=is_frozen)
+    return ce + router.balance * parts["balance"] + router.z * parts["z"], {"ce": ce, **parts}
+
+
 def _states_and_head(
     setup: TrainingSetup, params: Params, batch: Batch, remat: bool
 ) -> tuple[jax.Array, jax.Array, bool]:
@@ -177,10 +193,15 @@ def _states_and_head(
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     segments, ops = batch.input_segments, _ops(setup)
     x = hidden_states(cfg, params, batch.inputs, dtype, remat, segments, ops)
+    return x, *_head(setup, params)
+
+
+def _head(setup: TrainingSetup, params: Params) -> tuple[jax.Array, bool]:
+    """Return (the head's weight in floats, whether it is frozen)."""
     weight = head(params)["weight"]
     if isinstance(weight, QTensor):
-        weight = dequantize(weight, dtype)
-    return x, weight, setup.config.lora is not None
+        weight = dequantize(weight, jnp.dtype(setup.config.dtype))
+    return weight, setup.config.lora is not None
 
 
 def _ops(setup: TrainingSetup) -> LayerOps:

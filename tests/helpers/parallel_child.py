@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import compiler_options, generation
-from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, ModelConfig
+from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, LatentConfig, ModelConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
@@ -99,6 +99,11 @@ FAMILIES = {
         attn_gate=True,
         qk_norm="head",
         delta=DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5),
+    ),
+    "latent": WIDE.replace(
+        n_kv_heads=8,
+        latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=16),
+        rope=dataclasses.replace(WIDE.rope, rotary_dim=2),
     ),
     "short-conv": WIDE.replace(
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}

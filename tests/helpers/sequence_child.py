@@ -1,6 +1,7 @@
 """Prompts that the devices of a mesh share, beside one device; ``tests.parallel.test_sequence``.
 
-    python -m tests.helpers.sequence_child FAMILY:DATAxMODEL[:KV_DTYPE | :prompt] ... engine:DATAxMODEL
+    python -m tests.helpers.sequence_child CASE ...
+    CASE: FAMILY:DATAxMODEL[:KV_DTYPE | :prompt] or engine:DATAxMODEL
 
 One JSON line a case: the largest difference of logits and of the cache, as shares of the largest
 value, for a prompt of two chunks, in rows of different lengths behind cached tokens.  Of engines,

@@ -56,6 +56,7 @@ FULL = [
             "kda",
             "qwen3.5",
             "experts",
+            "latent",
         )
     ),
     *(
