@@ -89,7 +89,7 @@ NAMES = (
     "phimoe",
 )
 # Cases of ``test_gguf_delta``, damaged here.
-HYBRIDS = ("qwen3_next-experts", "qwen3_5_moe_text", "kimi_linear-experts")
+HYBRIDS = ("qwen3_next-experts", "qwen3_5_moe_text", "kimi_linear-experts", "granitemoehybrid")
 # What transformers' own reader knows of a file: no biases, no head size of Qwen3 but the default,
 # no scale of q, no scaling of RoPE and no second pattern of Gemma 3.
 LIVE = ("llama-gqa", "qwen3-128", "phi3", "gemma3-plain", "stablelm")

@@ -52,8 +52,9 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "phimoe": "phimoe",
     "kimi_linear": "kimi-linear",
+    "granitemoehybrid": "granitehybrid",
 }
-_GRANITE = ("granite", "granitemoe", "granitemoeshared")
+_GRANITE = ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")
 _PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", *_GRANITE)
 _DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _NAMES = {
@@ -164,6 +165,10 @@ _KEYS = {
     "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
@@ -273,6 +278,12 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "attention.key_length_mla": config["qk_nope_head_dim"] + d_rope,
         }
         del keys["attention.value_length"]
+    if kind == "granitemoehybrid":
+        kv = config["num_key_value_heads"]
+        kinds = config["layer_types"]
+        keys["attention.head_count_kv"] = [kv * (kind == "full_attention") for kind in kinds]
+        keys["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
     if kind in _DELTA:
         heads, n_mtp = config["linear_num_value_heads"], config.get("mtp_num_hidden_layers", 0)
         keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from jaxllama.typing import JsonMapping, JsonObject
 
@@ -26,7 +27,8 @@ class GGUFArchitecture:
     experts: their metadata -> the key of config.json. gating: llama.cpp's number of the router's
     scores: 1 softmax, 2 sigmoid, 3 softmax of the chosen. mlp_norm: name of the norm before the
     feed-forward. has_mtp: whether the file may have a head for multi-token prediction behind its
-    layers. ignores_mtp: whether such heads are left out.
+    layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
+    attention.
     """
 
     family: str
@@ -37,6 +39,7 @@ class GGUFArchitecture:
     mlp_norm: str = "ffn_norm"
     has_mtp: bool = False
     ignores_mtp: bool = False
+    mixer: Literal["", "delta", "latent", "ssm"] = ""
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gating: int = SOFTMAX
@@ -125,6 +128,7 @@ _DELTA = GGUFArchitecture(
     },
     mlp_norm="post_attention_norm",
     has_mtp=True,
+    mixer="delta",
 )
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
@@ -161,6 +165,27 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         _GRANITE,
         mixture="granitemoe",
         experts={**_LOCAL, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+    ),
+    "granitehybrid": dataclasses.replace(
+        _GRANITE,
+        family="granitemoehybrid",
+        keys={
+            **_GRANITE.keys,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_d_head",
+        },
+        mixture="granitemoehybrid",
+        experts=_LOCAL,
+        mixer="ssm",
+        more=lambda sizes: {
+            "attention_multiplier": sizes["head_dim"] ** -0.5,
+            "shared_intermediate_size": sizes["intermediate_size"],
+            "num_local_experts": 0,
+        },
     ),
     "seed_oss": GGUFArchitecture("seed_oss", mlp_norm="post_attention_norm"),
     "ernie4_5": GGUFArchitecture("ernie4_5", interleaved=True),
@@ -209,6 +234,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         },
         experts=_KIMI_EXPERTS,
         gating=SIGMOID,
+        mixer="latent",
         more=lambda sizes: _KIMI_DEFAULTS,
     ),
     "qwen35": _DELTA,

@@ -10,6 +10,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.attention.parameters import LatentNames
 from jaxllama.model.mixers.delta.parameters import DeltaNames
+from jaxllama.model.mixers.ssm.parameters import SSMNames
 from jaxllama.model.names import MTPNames, Names
 from jaxllama.model.param import Param
 from jaxllama.model.param import Path as TreePath
@@ -72,6 +73,17 @@ _KDA = dataclasses.replace(
     tiled=False,
     flat_conv=False,
 )
+_SSM = SSMNames(
+    mixer="",
+    inputs="ssm_in",
+    conv="ssm_conv1d",
+    norm="ssm_norm",
+    o="ssm_out",
+    a_log="ssm_a",
+    dt_bias="ssm_dt.bias",
+    skip="ssm_d",
+    is_gguf=True,
+)
 _LATENT = LatentNames(q="q", kv_a="kv_a_mqa", kv_norm="kv_a_norm", kv_b=("kv_b",))
 
 
@@ -107,7 +119,7 @@ def param_tensors(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
         mlp_norm=arch.mlp_norm,
         qkv=qkv,
         gate_up=gate_up,
-        mixers={"delta": delta, "experts": experts, "latent": latent},
+        mixers={"delta": delta, "experts": experts, "latent": latent, "ssm": _SSM},
         mtp=MTPNames(
             layer=nextn,
             embed_norm=f"{nextn}.nextn.enorm",
