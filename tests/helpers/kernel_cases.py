@@ -44,8 +44,9 @@ def weight(scheme: str, n: int, k: int):
         return floats
     if scheme in FORMATS:
         return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
-    how = {"int4": (128, True), "zeros": (128, False)}.get(scheme, (k, True))
-    words = scheme.replace("zeros", "int4")
+    how = {"int4": (128, True), "zeros": (128, False), "zeros-64": (64, False)}
+    how = how.get(scheme, (k, True))
+    words = "int4" if scheme.startswith("zeros") else scheme
     return jax.eval_shape(lambda w: quantize(w, words, group_size=how[0], symmetric=how[1]), floats)
 
 
@@ -177,6 +178,7 @@ CASES = {
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
     "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
+    "experts 64 zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 64, (32, 4)),
     "experts sum zeros": lambda: grouped_sum("zeros", 2048, 768),
     "experts sum mxfp4": lambda: grouped_sum("mxfp4", 2880, 2880, (32, 4)),
     "norm and route": lambda: routed(128, 2048, 8),

@@ -51,6 +51,7 @@ BESIDE = {
     "experts zeros swiglu",
     "experts zeros short row",
     "experts 64 zeros",
+    "experts 64 zeros-64",
     "experts sum zeros",
     "experts 8192 fp8-block",
     "product 1 nvfp4",
