@@ -50,6 +50,7 @@ from jaxllama.offload.experts import (
     unpack,
 )
 from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import Store
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, Point, measure_experts
@@ -195,6 +196,12 @@ def table_of(lm: LanguageModel, rows: int, tokens: int) -> ExpertUse:
     return ExpertUse.of_counts(run.experts.counts, lm.config.experts.n_active)
 
 
+def views_are_right() -> bool:
+    """Whether the host reads pinned memory in place."""
+    data = np.arange(4096, dtype=np.uint8)
+    return bool(np.array_equal(host_view(Store(".").pin(data)), data))
+
+
 def zipf_bias(cfg: ModelConfig, power: float = 0.5) -> dict[int, np.ndarray]:
     """Return for each layer ``-power * log(rank)`` of its experts, in a random order."""
     found, rng = {}, np.random.default_rng(0)
@@ -247,7 +254,8 @@ def main() -> None:
     dtype = default_dtype()
     reason = unavailable()
     tell("cpu_handlers", "available" if reason is None else reason.text)
-    host = Host(cfg, reason is None)
+    computes = reason is None and bool(attempt("view", views_are_right))
+    host = Host(cfg, computes)
     tell(
         "handlers' layout",
         type(
@@ -257,11 +265,9 @@ def main() -> None:
         ).__name__,
     )
     tell("pinned_bytes", sum(x.nbytes for own in host.tensors.values() for x in own.values()))
-    source = host.tensors[0, EXPERTS[0]][0]
-    tell("view_is_right", bool(np.array_equal(host_view(source), host.packed[EXPERTS[0]])))
     points: dict[str, list[Point]] = {}
     small = functools.partial(host.model, layers=2)
-    costs = measure_experts(cfg.first_layers(2), small, dtype, 512, points.__setitem__)
+    costs = measure_experts(cfg.first_layers(2), small, dtype, 512, points.__setitem__, computes)
     layer = [costs.layer[0] + costs.layer[1] * rows for rows in EXPERT_ROWS]
     rest = [
         max(1e-9, point.seconds - own)
@@ -347,7 +353,7 @@ def main() -> None:
                     cold = dataclasses.replace(cold, expert_use=path)
                 lm = host.model(cold, use, bias)
                 compared(f"{kind}, {rows} rows, all streamed", cold, rows, lm)
-                if reason is None:
+                if computes:
                     on_cpu = dataclasses.replace(cold, cpu_expert=1e-6)
                     own = dataclasses.replace(offloaded(lm.executor), policy=on_cpu)
                     lm = dataclasses.replace(lm, executor=own)

@@ -56,16 +56,17 @@ def measure_experts(
     kv_dtype: DTypeLike,
     chunk: int,
     tell: Callable[[str, Sequence[Point]], object] = lambda *_: None,
+    computes: bool = True,
 ) -> ExpertCosts:
     """Return the costs of ``cfg``'s layers, all of which have experts.
 
     model: makes a model of ``cfg`` with random weights under a policy.
     tell: called with the name and the points of each series.
+    computes: measure the CPU too, if it has handlers. Without them floats are slow.
     """
     hot = dataclasses.replace(EVERYWHERE, experts="100/0")
     cold = dataclasses.replace(EVERYWHERE, experts="0/100", cpu_expert=COMPUTES)
-    # Without the CPU's layout there is no handler, and floats are slow; so nothing is computed.
-    computes = unavailable() is None
+    computes = computes and unavailable() is None
     if not computes:
         cold = dataclasses.replace(cold, cpu_expert=0.0)
 
