@@ -199,7 +199,8 @@ def table_of(lm: LanguageModel, rows: int, tokens: int) -> ExpertUse:
 def views_are_right() -> bool:
     """Whether the host reads pinned memory in place."""
     data = np.arange(4096, dtype=np.uint8)
-    return bool(np.array_equal(host_view(Store(".").pin(data)), data))
+    pinned = Store(".").pin(data)  # kept while its view is read
+    return bool(np.array_equal(host_view(pinned), data))
 
 
 def zipf_bias(cfg: ModelConfig, power: float = 0.5) -> dict[int, np.ndarray]:
