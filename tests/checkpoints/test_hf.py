@@ -436,6 +436,8 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
     # Its masks read is_causal; layer_types it looks for in classes that share the code.
     others = {"layer_types"}
+    if kind in ("aria_text", "apertus1p5_text"):  # the same file has the multimodal model
+        others |= {name for pair in found for name in pair} - {*config}
     if kind == "minicpm3":
         others |= {"logits_scaling"}  # computed from other keys
     if kind == "gemma3_text":  # the same file has the multimodal model

@@ -204,7 +204,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "num_experts": [6],
         "moe_intermediate_size": [16, 24],
         "norm_topk_prob": _FLAG,
-        "num_hidden_layers": [3, 4],
+        "num_hidden_layers": [4, 5],
         "mlp_only_layers": [[0], [1]],
         "shared_expert_intermediate_size": [16, 40],
         "sliding_window": [3, 9],

@@ -38,6 +38,7 @@ from tests.helpers.seeded import seeded_params
 
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
+LATENT = ("q_a", "kv_a", "kv_norm")  # what all heads share
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 CORE = "gqa:float32:2x4:sampled"
 QUICK = ("delta:w8a8:2x2:greedy:int8", "experts:w4a16:2x4:greedy")
@@ -94,7 +95,16 @@ def check_tokens(case: str, result: dict) -> None:
     share, whole = result["share"]
     assert share * int(mesh.split("x")[1]) == pytest.approx(1), case
     norms = {"norm", "mixer_norm", "mlp_norm", "g_norm", "o_norm", "q_norm", "k_norm"}
-    assert set(whole) <= norms | {"gk_0", "f_0", "g_0", "o", "down", "router", "shared_gate"}, case
+    assert set(whole) <= norms | {
+        "gk_0",
+        "f_0",
+        "g_0",
+        "o",
+        "down",
+        "router",
+        "shared_gate",
+        *LATENT,
+    }, case
     if result["collectives"] is not None:
         check_collectives(case, result["collectives"], result["layers"])
 
