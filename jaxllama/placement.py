@@ -24,13 +24,15 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME, Offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cpu_layout import handles
-from jaxllama.offload.policy import Policy
+from jaxllama.offload.expert_places import ExpertPlace, places, use_of
+from jaxllama.offload.experts import ExpertBias, ExpertTensor, put_experts
+from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import RowTable, Store, wait
 from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf, Params, ParamsDict, Tree
-from pallas_kernels.cpu import CpuWeight, prepare_tree
+from pallas_kernels.cpu import CpuWeight, prepare_tree, unavailable
 from pallas_kernels.qtensor import QTensor
 
 DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: folder of the disk's share
@@ -78,6 +80,10 @@ class Placement:
             directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
         self.store = Store(directory)
         self.lays_out = not exact and handles(self.dtype)
+        self.use = use_of(policy)
+        # A GPU's machine too computes experts on its CPU, in the handlers' layout.
+        computes = policy.cpu_expert > 0 and not exact and unavailable() is None
+        self.lays_out_experts = self.lays_out or computes
 
     def __call__(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         """Return the leaf at ``path``, an array or a quantized weight, stored where the policy puts
@@ -89,9 +95,30 @@ class Placement:
 
     def _put(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         leaf = quantize_leaf(path, leaf, self.recipe)
+        if self.policy.experts and path[0].startswith("layer_") and path[1:2] == ("mlp",):
+            if path[2] in ("experts_gate_up", "experts_down"):
+                return self._put_experts(int(path[0].removeprefix("layer_")), path[-1], leaf)
         if self.lays_out:  # as the resident model's weights are
             leaf = prepare_tree(leaf)
         return wait(self.store.put(leaf, self.policy.weights))
+
+    def _put_experts(self, layer: int, name: str, leaf: Leaf) -> ExpertTensor | ExpertBias:
+        """Return a layer's experts, or their biases, stored one by one."""
+        if name == "bias":
+            device = wait(self.store.put(leaf, Shares(100, 0))).device
+            return ExpertBias(device.reshape(leaf.shape), np.asarray(leaf))
+        return put_experts(
+            self.store,
+            prepare_tree(leaf) if self.lays_out_experts else leaf,
+            self._place(layer, leaf.shape[0]),
+        )
+
+    def _place(self, layer: int, n_experts: int) -> ExpertPlace:
+        counts = {layer: n_experts}
+        if self.use is not None:
+            self.use.of(layer, n_experts)
+            counts = {index: len(own) for index, own in self.use.layers.items()}
+        return places(self.policy, counts, self.use)[layer]
 
     def tree(self, params: ParamsDict) -> ParamsDict:
         """Return a whole tree, stored leaf by leaf. Each leaf is removed from ``params`` on the

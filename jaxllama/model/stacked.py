@@ -29,8 +29,9 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import decoder
+from jaxllama.model import decoder, linear
 from jaxllama.model.decoder import block, embed_tokens, final_norm, layer_config
+from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Path
@@ -85,7 +86,7 @@ def is_stacked(params: Params) -> bool:
     return any(name.startswith(PREFIX) for name in params)
 
 
-def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
+def stack_layers(cfg: ModelConfig, tree: Tree, *, release: bool = False) -> Tree:
     """Stack the layers of a parameter tree, or of every parameter tree inside ``tree``.
 
     Parameters
@@ -95,6 +96,9 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
     tree : pytree
         Parameters of ``Decoder(cfg)``, or a pytree that contains such parameters (moments of an
         optimizer, a training state).
+    release : bool
+        Whether to delete each array of ``tree`` that was copied. At most one weight of all layers
+        then exists twice.
 
     Returns
     -------
@@ -121,13 +125,14 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
         for run in runs(cfg):
             for offset, name in enumerate(run.names):
                 start = run.first + offset
-                found[name] = _joined(params, range(start, cfg.n_layers, run.period)[: run.count])
+                indices = range(start, cfg.n_layers, run.period)[: run.count]
+                found[name] = _joined(params, indices, release)
         return found
 
     return _of_params(stacked, tree, lambda params: "layer_0" in params)
 
 
-def _joined(params: Params, indices: range) -> Tree:
+def _joined(params: Params, indices: range, release: bool) -> Tree:
     layers = [params[f"layer_{index}"] for index in indices]
     if len(layers) == 1:
         return layers[0]
@@ -137,7 +142,21 @@ def _joined(params: Params, indices: range) -> Tree:
                 f"layer_{index}: its parameters are not stored as layer_{indices[0]}'s are, "
                 "so one loop (scan) cannot run both"
             )
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    def join(*leaves: jax.Array) -> jax.Array:
+        if not release:
+            return jnp.stack(leaves)
+        whole = jax.block_until_ready(_stacked(*leaves))
+        for leaf in leaves:
+            leaf.delete()
+        return whole
+
+    return jax.tree.map(join, *layers)
+
+
+@jax.jit
+def _stacked(*leaves: jax.Array) -> jax.Array:
+    return jnp.stack(leaves)
 
 
 def unstack_layers(tree: Tree) -> Tree:
@@ -258,10 +277,18 @@ def _repeated(period: _Period, x: jax.Array, layers: tuple[Params, ...]) -> jax.
 
 
 def recomputed_block(
-    cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+    cfg: ModelConfig,
+    kind: str,
+    params: Params,
+    stream: Stream,
+    state: None,
+    at: At,
+    ops: LayerOps = linear,
 ) -> tuple[Stream, None]:
     """Run ``decoder.block``; for the backward pass only the layer's input is kept."""
-    layer = jax.checkpoint(lambda params, stream: block(cfg, kind, params, stream, None, at)[0])
+    layer = jax.checkpoint(
+        lambda params, stream: block(cfg, kind, params, stream, None, at, ops)[0]
+    )
     return layer(params, stream), state
 
 
@@ -272,6 +299,7 @@ def hidden_states(
     dtype: jnp.dtype,
     remat: bool = False,
     segments: jax.Array | None = None,
+    ops: LayerOps = linear,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
@@ -279,9 +307,11 @@ def hidden_states(
     params: per layer, or stacked: then layers that are alike are one loop.
     remat: for the backward pass, keep only each layer's input.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
+    ops: who does the layers' products, as ``decoder.block`` takes it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments)
-    stream = walk(cfg, params, stream, at, recomputed_block if remat else block)
+    each = functools.partial(recomputed_block if remat else block, ops=ops)
+    stream = walk(cfg, params, stream, at, each)
     return final_norm(cfg, params, stream)
 
 

@@ -2,6 +2,7 @@
 
     Policy.parse("20 80 0 100 0 100")      FlexGen's six numbers
     Policy.parse("0 100 100 0 100 0 gpu_batch_size=8 num_gpu_batches=4 compress_weight=true")
+    Policy.parse("100 0 100 0 100 0 experts=20/80")      a mixture's experts, one by one
 
 The six numbers are percentages of weights, cache and activations, each on the device and in host
 memory; the rest is on disk. They divide every tensor by rows, and not the set of tensors, so every
@@ -83,6 +84,17 @@ class Policy:
         cache do not move.
     prefill_batch_size : int
         Tokens of a prompt that pass a unit at once; 0 leaves the choice to the caller.
+    experts : str
+        "DEVICE/HOST", percentages of a mixture's experts, which then lie one by one, the most used
+        on the device; the rest is on disk. A step loads only the experts that its tokens choose.
+        Empty: experts are divided as the layer's other weights are, and load with them.
+    expert_use : str
+        File of the measured use of each expert (``offload.expert_places``), which ranks them.
+    cpu_expert, cpu_token : float
+        Time that the CPU takes for an expert that is not on the device, for one token and for each
+        further one. The unit is the time of loading that expert. A step divides such experts
+        between the link and the CPU so that both end early. With a ``cpu_expert`` of 0 all are
+        loaded.
 
     Raises
     ------
@@ -105,6 +117,10 @@ class Policy:
     cpu_attention: bool = False
     attn_sparsity: float = 1.0
     prefill_batch_size: int = 0
+    experts: str = ""
+    expert_use: str = ""
+    cpu_expert: float = 0.0
+    cpu_token: float = 0.0
 
     def __post_init__(self) -> None:
         for kind in ("weights", "cache", "activations"):
@@ -127,6 +143,17 @@ class Policy:
             raise JaxLlamaError(f"policy: attn_sparsity = {self.attn_sparsity}: must be in (0, 1]")
         if self.cpu_attention and self.cache_device + self.cache_host != 100:
             raise JaxLlamaError("policy: cpu_attention reads host memory: no cache may be on disk")
+        shares = self.expert_shares
+        if shares is not None and (min(shares) < 0 or shares.disk < 0):
+            raise JaxLlamaError(
+                f"policy: experts = {self.experts}: percentages must be 0 to 100, and 100 together"
+            )
+        for name in ("cpu_expert", "cpu_token"):
+            if not getattr(self, name) >= 0:
+                raise JaxLlamaError(f"policy: {name} = {getattr(self, name)}: must be at least 0")
+        for name in ("expert_use", "cpu_expert", "cpu_token"):
+            if getattr(self, name) and shares is None:
+                raise JaxLlamaError(f"policy: {name} needs experts=DEVICE/HOST")
 
     @property
     def weights(self) -> Shares:
@@ -144,6 +171,16 @@ class Policy:
         return Shares(self.activations_device, self.activations_host)
 
     @property
+    def expert_shares(self) -> Shares | None:
+        """Percentages of the experts that lie one by one; None if they lie with their layer."""
+        if not self.experts:
+            return None
+        parts = self.experts.split("/")
+        if len(parts) != 2:
+            raise JaxLlamaError(f"policy: experts = {self.experts!r}: expected DEVICE/HOST")
+        return Shares(*(_number("experts", part) for part in parts))
+
+    @property
     def block_size(self) -> int:
         """Rows that share one load of the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
@@ -151,7 +188,7 @@ class Policy:
     @property
     def moves(self) -> bool:
         """Whether anything leaves the device, or attention runs elsewhere."""
-        shares = self.weights, self.cache, self.activations
+        shares = self.weights, self.cache, self.activations, self.expert_shares or Shares(100, 0)
         return self.cpu_attention or any(share.device < 100 for share in shares)
 
     def also(self, **asked: Any) -> Policy:
@@ -208,7 +245,8 @@ class Policy:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in PERCENTAGES and value != field.default:
-                words.append(f"{field.name}={str(value).lower()}")
+                word = str(value).lower() if isinstance(value, bool) else str(value)
+                words.append(f"{field.name}={word}")
         return " ".join(words)
 
 
@@ -219,7 +257,7 @@ def _number(name: str, word: str) -> float:
         raise JaxLlamaError(f"policy: {name} = {word!r}: expected a percentage") from None
 
 
-def _value(name: str, word: str, kind: type) -> bool | int | float:
+def _value(name: str, word: str, kind: type) -> bool | int | float | str:
     if kind is bool:
         if word.lower() not in ("true", "false"):
             raise JaxLlamaError(f"policy: {name} = {word!r}: expected true or false")

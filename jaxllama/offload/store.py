@@ -236,12 +236,13 @@ class Store:
         host = disk = None
         if counts[1]:
             part = flat[first:second]
-            host = self._pin(part) if pinned else np.array(part)
+            host = self.pin(part) if pinned else np.array(part)
         if counts[2]:
             disk = self.disk.write(np.asarray(flat[second:]))
         return StoredTensor(leaf.shape, dtype, device, host, disk)
 
-    def _pin(self, piece: Leaf) -> jax.Array:
+    def pin(self, piece: Leaf) -> jax.Array:
+        """Return a copy in pinned host memory. Raises JaxLlamaError when there is no room."""
         try:
             return jax.block_until_ready(jax.device_put(piece, self.on_host))
         except jax.errors.JaxRuntimeError as error:

@@ -25,7 +25,15 @@ from jaxllama import extras
 from jaxllama.offload.units import ModelUnit
 from jaxllama.typing import Tree
 
-LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
+LANES = (
+    "load weights",
+    "load cache",
+    "load hidden",
+    "compute",
+    "experts on CPU",
+    "store cache",
+    "store hidden",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,9 +53,12 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
         ("sep_layer", policy.sep_layer),
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),
+        ("experts", bool(policy.experts)),
     ):
         if cfg.parallel_block and halves:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
+    if policy.experts and cfg.experts is None:
+        raise JaxLlamaError(f"policy: experts: {cfg.name} is no mixture of experts")
 
 
 def units_of(cfg: ModelConfig, sep_layer: bool) -> list[ModelUnit]:

@@ -152,6 +152,9 @@ class TrainConfig:
         Number of parts in which a step's sequences pass the model, one after the other.
     dtype : str
         Dtype of activations; weights and sums are float32.
+    products : str or None
+        "fp8" multiplies the layers' matrices in float8_e4m3fn (``training.fp8``). None multiplies
+        them in ``dtype``.
     remat : bool
         Whether the backward pass recomputes a layer's activations instead of keeping them.
     scan : bool
@@ -189,6 +192,7 @@ class TrainConfig:
     seed: int = 0
     microbatches: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
+    products: Literal["fp8"] | None = None
     remat: bool = False
     scan: bool = False
     validate_every: int = 0
@@ -221,18 +225,13 @@ class TrainConfig:
             self.optimizer.warmup_steps,
             f"must be below steps ({self.steps})",
         )
-        require(
-            not (self.validate_every and not self.data.held_out),
-            "validate_every",
-            self.validate_every,
-            "needs data.validation_tokens above 0, or validation_conversations or _prompts",
-        )
-        require(
-            not (self.keep_best and not self.data.held_out),
-            "keep_best",
-            self.keep_best,
-            "needs data.validation_tokens above 0, or validation_conversations or _prompts",
-        )
+        for key in ("validate_every", "keep_best"):
+            require(
+                not (getattr(self, key) and not self.data.held_out),
+                key,
+                getattr(self, key),
+                "needs data.validation_tokens above 0, or validation_conversations or _prompts",
+            )
         if self.data.validation_tokens:
             require(
                 self.data.validation_tokens > self.sequence_length,
@@ -243,6 +242,10 @@ class TrainConfig:
         self._check_start()
         self._check_tuning()
         self._check_rewards()
+        mixers = self.distill is not None and self.distill.objective == "mixers"
+        others = {"lora": self.lora, "quantize": self.quantize, "mixers": mixers}
+        for name in filter(others.get, others if self.products else ()):
+            require(False, "products", self.products, f"excludes {name}")
         if self.model is not None:
             require(
                 self.sequence_length <= self.model.max_position,

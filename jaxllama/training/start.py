@@ -127,7 +127,7 @@ def _begin_adapters(
     adapters = jax.device_put(first_adapters(model, lora, config.seed))
     if lora.dora:
         adapters = with_magnitudes(model, lora, adapters, base)
-    return setup, adapters, stack_layers(model, base) if config.scan else base
+    return setup, adapters, stack_layers(model, base, release=True) if config.scan else base
 
 
 def tokenizer_of(data: Data) -> Tokenizer:

@@ -19,11 +19,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxllama.model import linear
 from jaxllama.model.decoder import head
+from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.stacked import hidden_states, stack_layers, unstack_layers
 from jaxllama.parallel.mesh import data_parallel
 from jaxllama.training import adapters, distill, preference
 from jaxllama.training.batch import Batch
+from jaxllama.training.fp8 import Fp8
 from jaxllama.training.loss import cross_entropy, distillation, token_logprobs, token_scores
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
@@ -126,7 +129,7 @@ def loss(
     params = rounded(params) if config.quantize else params
     if goal.objective == "mixers":
         return distill.mixer_loss(cfg, teacher, params, fixed, inputs, dtype, config.remat)
-    x = hidden_states(cfg, params, inputs, dtype, config.remat)
+    x = hidden_states(cfg, params, inputs, dtype, config.remat, ops=_ops(setup))
     teacher_x = hidden_states(teacher, fixed, inputs, dtype)
     return distillation(
         x,
@@ -172,11 +175,17 @@ def _states_and_head(
 ) -> tuple[jax.Array, jax.Array, bool]:
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
-    x = hidden_states(cfg, params, batch.inputs, dtype, remat, batch.input_segments)
+    segments, ops = batch.input_segments, _ops(setup)
+    x = hidden_states(cfg, params, batch.inputs, dtype, remat, segments, ops)
     weight = head(params)["weight"]
     if isinstance(weight, QTensor):
         weight = dequantize(weight, dtype)
     return x, weight, setup.config.lora is not None
+
+
+def _ops(setup: TrainingSetup) -> LayerOps:
+    """Return who does the layers' products."""
+    return Fp8() if setup.config.products == "fp8" else linear
 
 
 def _pair_sums(

@@ -31,7 +31,7 @@ from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.evaluation.speed.hlo import computations
-from jaxllama.executors import resident
+from jaxllama.executors import prompts, resident
 from jaxllama.loading import load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.shardings import fetch, gather_params, shard_params
@@ -130,7 +130,7 @@ def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
     cache = init_cache(cfg, 4, 9 + NEW, kv_dtype or dtype, mesh=mesh)
     stacked = SamplingParams.stack(sampling, cfg.vocab_size, 0)
     stop_ids = jnp.zeros((0,), jnp.int32)
-    state = resident.start(
+    state = prompts.start(
         cfg,
         params,
         tokens,
@@ -231,7 +231,7 @@ def one_row() -> None:
     config, params = shard_params(cfg, params_of(cfg), mesh)
     stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
     cache = init_cache(config, 1, 9 + NEW, "float32", mesh=mesh)
-    state = resident.start(
+    state = prompts.start(
         config,
         params,
         tokens_of(cfg, 1, 9),

@@ -50,6 +50,8 @@ def _four_times(read: JsonReader) -> Fields:
 def _rotary_share(read: JsonReader) -> Fields:
     """Return GPT-J's share of a head's features that turn."""
     head_dim = read.size("hidden_size") // read.size("num_attention_heads")
+    if not head_dim:
+        raise read.error("num_attention_heads", "must not exceed hidden_size")
     return {
         **_four_times(read),
         "partial_rotary_factor": read.size("rotary_dim", 64) / head_dim,
@@ -68,7 +70,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
     if entries is None:
         entries = [[["global", "local"], n // 2]]
     pattern: list[Any] = []
-    for entry in entries:
+    for entry in entries if isinstance(entries, list) else [entries]:
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
         if not is_pair or type(entry[1]) is not int or not 0 <= entry[1] <= n:
             raise read.error("attention_types", "expected pairs of kinds and a count")

@@ -92,6 +92,8 @@ def _hunyuan(read: JsonReader) -> Fields:
 def _of_experts(mixture: SigmoidMixture, read: JsonReader) -> Fields:
     """Return the fields of a family without a dense layer: no other width exists."""
     experts = mixture.fields(read)
+    if experts["experts"] is None:
+        raise read.error("first_k_dense_replace", "leaves no layer with experts")
     return {**experts, "d_ff": experts["experts"].d_ff}
 
 

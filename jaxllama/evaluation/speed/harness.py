@@ -29,7 +29,7 @@ from jaxllama.decoding.forward import prefill_chunk
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
-from jaxllama.executors import resident
+from jaxllama.executors import prompts, resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import Cache, cache_shardings, init_cache
@@ -211,17 +211,17 @@ class Decoding:
         """
         arguments, fixed = self._start(prompt, room, held)
         jax.block_until_ready(arguments)
-        return timed(functools.partial(resident.start, self.lm.config, **fixed), *arguments)
+        return timed(functools.partial(prompts.start, self.lm.config, **fixed), *arguments)
 
     def prefill_text(self, prompt: int) -> str:
         """Return the text of the program of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
-        start: Jitted = resident.start
+        start: Jitted = prompts.start
         lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 
     def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Tree, ...], Options]:
-        """Return the arguments of ``resident.start`` after the config."""
+        """Return the arguments of ``prompts.start`` after the config."""
         cfg = self.lm.config
         ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (self.batch, prompt))
         tokens = jnp.asarray(ids, jnp.int32)

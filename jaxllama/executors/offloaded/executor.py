@@ -45,6 +45,7 @@ from jaxllama.executors.executor import Call, DraftSource, Executor
 from jaxllama.executors.offloaded import programs
 from jaxllama.executors.offloaded.batch import begin_answer
 from jaxllama.executors.offloaded.drafts import advance_drafts
+from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts, without_mlp
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp
@@ -225,6 +226,7 @@ class Offloaded:
         rope = [
             programs.positions_of(cfg, jnp.zeros_like(n), n, part.shape[1]) for part, n in parts
         ]
+        work = ExpertWork(self.store, self.policy)
         for unit in units_of(cfg, self.policy.sep_layer)[1:-1]:
             weights = self.store.get(unit.weights(params))
             alike, kind = layer_config(cfg, unit.layer)
@@ -235,18 +237,22 @@ class Offloaded:
                     own = with_rows(weights, adapters[index * size :][:size])
                 rows, width = part.shape
                 state = init_cache(alike, rows, width, kv_dtype).layers[0] if has_cache else None
-                hidden[index], _ = programs.run_layer(
-                    alike,
-                    kind,
-                    unit.kind,
-                    own,
-                    hidden[index],
-                    state,
-                    at[0],
-                    n,
-                    at[1],
-                    sparse=has_cache,
-                )
+                placed = unit.kind != "mix" and placed_experts(own) is not None
+                if not placed or unit.kind == "layer":
+                    hidden[index], _ = programs.run_layer(
+                        alike,
+                        kind,
+                        "mix" if placed else unit.kind,
+                        without_mlp(own) if placed else own,
+                        hidden[index],
+                        state,
+                        at[0],
+                        n,
+                        at[1],
+                        sparse=has_cache,
+                    )
+                if placed:
+                    hidden[index] = work.feed(alike, unit, own, hidden[index], n)
             jax.block_until_ready(hidden)
         head = ModelUnit("head").weights(params)
         return hidden, self.store.get(head)

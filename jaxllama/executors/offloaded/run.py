@@ -43,6 +43,12 @@ from jaxllama.executors.offloaded.batch import (
     without_written,
 )
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
+from jaxllama.executors.offloaded.experts import (
+    ExpertWork,
+    LoadedExperts,
+    placed_experts,
+    without_mlp,
+)
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
@@ -104,6 +110,8 @@ class OffloadRun:
         self.batches = [self._batch(*part) for part in self.cut(tokens, lengths, sampling)]
         self._mtp: tuple[MTPDraft, Params] | None = None
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
+        self.experts = ExpertWork(store, policy)
+        self._loaded = LoadedExperts()
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
         self.join(tokens, lengths, sampling, params.get(ROWS))
 
@@ -363,15 +371,19 @@ class OffloadRun:
         if batch.reads_prompts and batch.joining is not None and unit.has_cache:
             if not isinstance(cache, KVCache):
                 cache = cleared(cache, batch.caches[unit.layer].empty(), batch.joining)
+        placed = unit.kind != "mix" and placed_experts(weights) is not None
+        mixing = without_mlp(weights) if placed else weights
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
+            if placed and part == "layer":
+                part = "mix"
             if isinstance(cache, tuple):  # decode, with attention on the CPU
-                x, cache = cpu_attention.decode_layer(cfg, weights, x, cache, *at)
+                x, cache = cpu_attention.decode_layer(cfg, mixing, x, cache, *at)
                 part = "feed"
             elif isinstance(cache, SparseState):
                 store = self.store
-                x, cache = sparse_cache.decode_layer(cfg, store, weights, x, cache, *at)
+                x, cache = sparse_cache.decode_layer(cfg, store, mixing, x, cache, *at)
                 part = "feed"
             if part != "feed":
                 stays = batch.drafted is not None and not isinstance(cache, KVCache)
@@ -380,7 +392,7 @@ class OffloadRun:
                     cfg,
                     kind,
                     part,
-                    weights,
+                    mixing,
                     x,
                     cache,
                     *at,
@@ -391,8 +403,11 @@ class OffloadRun:
                     batch.tokens[unit.layer] = new
                 else:
                     cache = new
-            elif unit.kind != "mix":
+            elif unit.kind != "mix" and not placed:
                 x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
+            if placed:
+                loaded = self._loaded.of(unit) if len(self.active_batches()) > 1 else None
+                x = self.experts.feed(cfg, unit, weights, x, piece.lengths, self.record, loaded)
             results.append(x)
         return results, cache
 

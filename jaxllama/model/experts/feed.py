@@ -39,7 +39,12 @@ def feed_experts(
     else:
         normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
     assert isinstance(normed, jax.Array)
-    y, scale = mixture(cfg, p["mlp"], normed, ops), p.get("mlp_out_norm")
+    return with_output(cfg, p, stream, mixture(cfg, p["mlp"], normed, ops))
+
+
+def with_output(cfg: ModelConfig, p: Params, stream: Stream, y: jax.Array) -> Stream:
+    """Return the stream with the mixture's output ``y`` pending."""
+    scale = p.get("mlp_out_norm")
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
 
 
@@ -67,7 +72,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
     else:
         y = compute(tokens, experts, weights)
     y = (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
-    return y + _shared(cfg, own, x, ops) if options.shared else y
+    return y + shared(cfg, own, x, ops) if options.shared else y
 
 
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
@@ -78,7 +83,8 @@ def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
     return ClampedGate(options.gate_limit, options.gate_alpha)
 
 
-def _shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps) -> jax.Array:
+def shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
+    """Return the shared expert's output for ``x[..., D]``."""
     inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
     if is_split():
         assert isinstance(inner, jax.Array)

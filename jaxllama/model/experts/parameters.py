@@ -34,7 +34,8 @@ class ExpertNames:
     alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
     (gpt-oss).
     fused_bias: ending of the biases of fused tensors.
-    is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's.
+    is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's, or
+    ``gate_up`` is one tensor with an expert's gate before its up.
     shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
     expert's own gate, up and down, where they are not a dense layer's.
     is_beside: the shared expert is beside ``prefix``, not behind it.
@@ -44,7 +45,7 @@ class ExpertNames:
     prefix: str = "mlp."
     router: str = "gate"
     expert: str = "experts.{}."
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     is_fused: bool = False
@@ -100,12 +101,13 @@ def _experts(
     is_fused = any(name.startswith(gate_up) for name in present)
     if own.is_apart:
         up, out = [f"{prefix}{name}" for name in own.gate_up], f"{prefix}{own.down}"
+        high = 2 * width // len(up)
         weights = (
-            [TensorSource(f"{name}.weight", (n, width, d)) for name in up],
+            [TensorSource(f"{name}.weight", (n, high, d)) for name in up],
             [TensorSource(f"{out}.weight", (n, d, width), residual)],
         )
         biases = (
-            [TensorSource(f"{name}.bias", (n, width)) for name in up],
+            [TensorSource(f"{name}.bias", (n, high)) for name in up],
             [TensorSource(f"{out}.bias", (n, d), residual)],
         )
     elif is_fused or (own.is_fused and not present):

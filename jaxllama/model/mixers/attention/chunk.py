@@ -6,7 +6,7 @@
 
 Queries go in blocks, so memory is linear in the sequence.  On a GPU in 16 bits ``attend`` is
 cuDNN's kernel, unless scores are capped.  On a CPU both are one handler
-(``pallas_kernels.cpu.prefill``).
+(``pallas_kernels.cpu.attend``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.attention.plain import (
     weighted_values,
 )
 from pallas_kernels.attention.rope_cache import from_cache_basis
-from pallas_kernels.cpu import prefill
+from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
@@ -83,7 +83,7 @@ def _cpu_plan(
 ) -> Plan | None:
     """The CPU's handler, where it takes the call."""
     no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
-    on_cpu = functools.partial(prefill.plan, q, k, table, softcap, sinks is not None)
+    on_cpu = functools.partial(cpu.prompt_plan, q, k, table, softcap, sinks is not None)
     return choose_plan(name, None, no_kernel, q, k, cpu=on_cpu)
 
 
@@ -98,8 +98,16 @@ def _attend_on_cpu(
 ) -> jax.Array:
     window, _, plan = call
     assert isinstance(plan, CpuPlan)
-    return prefill.attend(
-        q, k, v, positions, table, sinks=sinks, window=window, scale=q.shape[-1] ** -0.5, plan=plan
+    return cpu.attend(
+        q,
+        k,
+        v,
+        positions + 1,
+        table,
+        sinks=sinks,
+        window=window,
+        scale=q.shape[-1] ** -0.5,
+        plan=plan,
     )
 
 

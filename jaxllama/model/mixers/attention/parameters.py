@@ -6,6 +6,7 @@ token takes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection
 
@@ -15,11 +16,35 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
-from jaxllama.model.param import ByHead, Param, Path, Turned, fused, one, transposed, written
+from jaxllama.model.param import (
+    ByHead,
+    Param,
+    Path,
+    TensorSource,
+    Turned,
+    fused,
+    one,
+    transposed,
+    written,
+)
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
 SPLIT = dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentNames:
+    """The names of the tensors that make k and v of latents, behind the mixer's prefix.
+
+    kv_b: one tensor ``[heads * (d_nope + d_v), rank]``, or (GGUF) that of the keys, ``[heads, rank,
+    d_nope]``, and that of the values, ``[heads, d_v, rank]``, which the loader joins.
+    """
+
+    q: str = "q_proj"
+    kv_a: str = "kv_a_proj_with_mqa"
+    kv_norm: str = "kv_a_layernorm"
+    kv_b: tuple[str, ...] = ("kv_b_proj",)
 
 
 def table(
@@ -87,14 +112,19 @@ def table(
 
 
 def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
-    latent, d, n = cfg.latent, cfg.d_model, cfg.n_heads
+    latent, d, n, own = cfg.latent, cfg.d_model, cfg.n_heads, names.of("latent", LatentNames())
     assert latent is not None
     rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
+    tensors = [f"{prefix}{name}.weight" for name in own.kv_b]
+    shapes = [(width, rank)]
+    if len(tensors) == 2:
+        shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
+    kv_b = tuple(TensorSource(*pair) for pair in zip(tensors, shapes, strict=True))
     table = {
-        ("q", "weight"): one(f"{prefix}q_proj.weight", n * cfg.head_dim, d),
-        ("kv_a", "weight"): one(f"{prefix}kv_a_proj_with_mqa.weight", rank + latent.d_rope, d),
-        ("kv_norm", "weight"): one(f"{prefix}kv_a_layernorm.weight", rank, mean=1.0, std=0.0),
-        ("kv_b", "weight"): one(f"{prefix}kv_b_proj.weight", width, rank),
+        ("q", "weight"): one(f"{prefix}{own.q}.weight", n * cfg.head_dim, d),
+        ("kv_a", "weight"): one(f"{prefix}{own.kv_a}.weight", rank + latent.d_rope, d),
+        ("kv_norm", "weight"): one(f"{prefix}{own.kv_norm}.weight", rank, mean=1.0, std=0.0),
+        ("kv_b", "weight"): Param(kv_b, (width, rank)),
     }
     return table | written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias)
 

@@ -1,0 +1,170 @@
+"""A mixture's experts lie one by one: tokens are the same wherever they are computed."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.experts import divided
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.expert_places import ExpertUse, places
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.typing import Params
+from tests.helpers.cases import slow
+from tests.helpers.models import FAMILIES, params_of
+
+EXPERTS = ExpertsConfig(8, 2, 32, bias=True, router_bias=True, gate_limit=7.0)
+CFG = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=(), experts=EXPERTS)
+DEEP = FAMILIES["gqa"].replace(
+    eos_token_ids=(),
+    d_ff=64,
+    experts=ExpertsConfig(8, 3, 32, shared=32, shared_gate=True, layers=(1,)),
+)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [3, 4]]
+NEW = 4
+USE = {"layers": {"0": [0.1, 0.5, 0.02, 0.3, 0.4, 0.2, 0.4, 0.08]}}
+
+
+def offloaded(cfg: ModelConfig, params: Params, text: str, folder, **options) -> LanguageModel:
+    place = Placement(Policy.parse(text), jnp.float32, directory=folder, **options)
+    return place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "scheme", "policies"),
+    [
+        pytest.param(
+            CFG,
+            None,
+            ["100 0 100 0 100 0 experts=25/50 cpu_expert=0.7 gpu_batch_size=2 num_gpu_batches=2"],
+            id="mixed",
+        ),
+        *slow(
+            (
+                CFG,
+                None,
+                [
+                    "100 0 100 0 100 0 experts=100/0",
+                    "0 100 0 100 0 100 experts=0/100 gpu_batch_size=2 num_gpu_batches=2",
+                    "100 0 100 0 100 0 experts=0/100 cpu_expert=1e-6 overlap=false",
+                    "100 0 100 0 100 0 experts=0/0 cpu_expert=0.5 sep_layer=true",
+                    "0 100 0 100 100 0 experts=50/50 cpu_attention=true prefill_batch_size=3",
+                ],
+            ),
+            (
+                DEEP,
+                None,
+                [
+                    "30 40 30 40 30 40 experts=40/30 cpu_expert=0.4 cpu_token=0.3",
+                    "100 0 100 0 100 0 experts=0/100",
+                ],
+            ),
+            (
+                CFG,
+                "mxfp4",
+                [
+                    "100 0 100 0 100 0 experts=25/50 cpu_expert=0.7",
+                    "100 0 100 0 100 0 experts=0/100",
+                    "100 0 100 0 100 0 experts=0/100 cpu_expert=1e-6",
+                ],
+            ),
+            (DEEP, "w4a16-g32-zero", ["100 0 100 0 100 0 experts=25/50 cpu_expert=0.7"]),
+        ),
+    ],
+)
+def test_every_placement_gives_the_resident_model_s_tokens(tmp_path, cfg, scheme, policies):
+    params = params_of(cfg)
+    if scheme is not None:
+        params = quantize_params(params, scheme)
+    lm = LanguageModel(cfg, params, None)
+    want = lm.generate(PROMPTS, NEW)
+    for text in policies:
+        off = offloaded(cfg, params, text, tmp_path)
+        for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
+            assert one.tokens == other.tokens, text
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_drafts_logits_and_the_engine_s_blocks(tmp_path):
+    params = params_of(CFG)
+    lm = LanguageModel(CFG, params, None)
+    off = offloaded(
+        CFG, params, "100 0 100 0 100 0 experts=25/50 cpu_expert=0.7 gpu_batch_size=2", tmp_path
+    )
+    want = [out.tokens for out in lm.generate(PROMPTS, 8)]
+    found = off.generate(PROMPTS, 8, draft="ngram", draft_tokens=3)
+    assert [out.tokens for out in found] == want
+    tokens = np.array([[4, 5, 6, 7], [9, 8, 0, 0]], np.int32)
+    scores, own = lm.logits(tokens, [4, 2]), off.logits(tokens, [4, 2])
+    np.testing.assert_allclose(own[0], scores[0], atol=1e-5)
+    np.testing.assert_allclose(own[1, :2], scores[1, :2], atol=1e-5)
+
+
+def test_the_most_used_experts_are_on_the_device_and_the_least_used_on_disk(tmp_path):
+    path = tmp_path / "use.json"
+    path.write_text(json.dumps(USE))
+    policy = Policy.parse(f"100 0 100 0 100 0 experts=25/50 expert_use={path}")
+    assert Policy.parse(str(policy)) == policy
+    [place] = places(policy, {0: 8}, ExpertUse.load(path)).values()
+    assert (place.device, place.host, place.disk) == ((1, 4), (6, 3, 5, 0), (7, 2))
+    # Over all layers: the second one is used less.
+    use = ExpertUse({0: np.array([0.9, 0.6, 0.3, 0.2]), 1: np.array([0.5, 0.5, 0.5, 0.5])})
+    both = places(Policy(experts="50/50"), {0: 4, 1: 4}, use)
+    assert [len(both[layer].device) for layer in (0, 1)] == [2, 2]
+    both = places(Policy(experts="25/50"), {0: 4, 1: 4}, use)
+    assert [both[layer].device for layer in (0, 1)] == [(0, 1), ()]
+    assert both[0].disk == (2, 3) and both[1].disk == ()
+    counted = ExpertUse.of_counts({0: np.array([3, 1, 0, 0])}, 2)
+    counted.save(path)
+    np.testing.assert_allclose(ExpertUse.load(path).layers[0], [1.5, 0.5, 0, 0])
+
+
+def test_experts_are_divided_between_link_and_cpu():
+    def split(tokens, loaded=(), **costs):
+        return divided(tokens, set(loaded), Policy(experts="0/100", **costs))
+
+    assert split({1: 1, 2: 9}) == ([2, 1], [])
+    assert split({1: 1, 2: 9}, cpu_expert=1e-6) == ([], [2, 1])
+    assert split({1: 1, 2: 9}, cpu_expert=0.5, cpu_token=1.0) == ([2], [1])
+    assert split({1: 1, 2: 1, 3: 1, 4: 1}, cpu_expert=1.0) == ([1, 2], [3, 4])
+    assert split({1: 1, 2: 9}, [1], cpu_expert=0.1, cpu_token=1.0) == ([1, 2], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experts=70/40", "experts = 70/40: percentages must be 0 to 100"),
+        ("experts=70", "expected DEVICE/HOST"),
+        ("experts=a/b", "expected a percentage"),
+        ("cpu_expert=0.5", "cpu_expert needs experts=DEVICE/HOST"),
+        ("experts=0/100 cpu_token=-1", "cpu_token = -1.0: must be at least 0"),
+    ],
+)
+def test_policies_of_experts_are_checked(text, message):
+    with pytest.raises(JaxLlamaError, match=message):
+        Policy.parse(f"100 0 100 0 100 0 {text}")
+
+
+def test_a_table_or_a_model_that_does_not_fit_is_named(tmp_path):
+    path = tmp_path / "use.json"
+    path.write_text("{}")
+    with pytest.raises(JaxLlamaError, match="use.json: expected"):
+        Placement(Policy(experts="0/100", expert_use=str(path)), jnp.float32)
+    path = tmp_path / "seven.json"
+    path.write_text(json.dumps({"layers": {"0": [0.25] * 7}}))
+    with pytest.raises(JaxLlamaError, match="layer 0: 7 experts, expected 8"):
+        offloaded(
+            CFG, params_of(CFG), f"100 0 100 0 100 0 experts=0/100 expert_use={path}", tmp_path
+        )
+    with pytest.raises(JaxLlamaError, match="is no mixture of experts"):
+        dense = FAMILIES["gqa"].first_layers(1)
+        offloaded(dense, params_of(dense), "100 0 100 0 100 0 experts=0/100", tmp_path)
