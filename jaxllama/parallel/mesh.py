@@ -127,6 +127,16 @@ def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> str | None:
     return DATA_AXIS if size > 1 and batch % size == 0 else None
 
 
+def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:
+    """Raise JaxLlamaError for a mesh with "model" above 1, or rows that "data" does not divide."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    data, model = (mesh.shape[axis] for axis in AXES)
+    if model > 1:
+        raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+    if count % data:
+        raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
+
+
 # Data-parallel functions
 
 
@@ -145,12 +155,7 @@ def data_parallel(function: Callable[..., Tree]) -> Callable[..., Tree]:
         mesh = traced_mesh(params)
         if mesh is None:
             return function(params, *args)
-        count = jax.tree.leaves(args[-1])[0].shape[0]
-        data, model = (mesh.shape[axis] for axis in AXES)
-        if model > 1:
-            raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
-        if count % data:
-            raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
+        check_rows(mesh, args[-1])
         average = functools.partial(jax.tree.map, lambda x: lax.pmean(x, DATA_AXIS))
         return jax.shard_map(
             lambda *args: average(function(*args)),
