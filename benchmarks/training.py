@@ -170,6 +170,7 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
         products=products,
         remat=args.remat,
         scan=True,
+        fsdp=args.devices > 1,
     )
     setup = TrainingSetup(config, cfg)
     mesh = None if args.devices == 1 else make_mesh(f"data={args.devices}")

@@ -1,5 +1,7 @@
 """Parameters and optimizer state divided among the devices of the data axis (ZeRO-3, FSDP).
 
+With ``fsdp = false`` both are whole on every device, and gradients are averaged once a step.
+
     state = jax.device_put(state, shardings(setup, state, mesh))    1/N of each matrix on a device
     gradient_on_rows(setup, function)(params, fixed, rows)          function of each device's rows
 
@@ -42,15 +44,6 @@ _GATHERED = "gathered weights"
 _FLOATS = ("router",)  # matrices that multiply in float32
 
 
-def is_divided(config: TrainConfig) -> bool:
-    """Whether a run on several devices divides its parameters: all floats that learn as they are.
-
-    Adapters are small. Grids and the mixers' distillation read whole weights.
-    """
-    mixers = config.distill is not None and config.distill.objective == "mixers"
-    return config.lora is None and config.quantize is None and not mixers
-
-
 def shardings(setup: TrainingSetup, tree: Tree, mesh: Mesh) -> Tree:
     """Return a NamedSharding for each leaf of a parameter tree, or of a pytree that has some."""
     specs = _specs(setup, tree, mesh.shape[DATA_AXIS])
@@ -72,7 +65,7 @@ def _specs(setup: TrainingSetup, tree: Tree, size: int) -> Tree:
         axis = next(axes, None)
         return P() if axis is None else P(*(None,) * axis, DATA_AXIS)
 
-    if not is_divided(setup.config):
+    if not setup.config.fsdp:
         return jax.tree.map(lambda _: P(), tree)
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -173,7 +166,7 @@ def has_parts(config: TrainConfig) -> bool:
     """Whether the matrices of a run are parts here, in a function of ``gradient_on_rows``."""
     mesh = jax.sharding.get_abstract_mesh()
     in_rows = mesh.axis_names == AXES and DATA_AXIS in mesh.manual_axes
-    return in_rows and mesh.shape[DATA_AXIS] > 1 and is_divided(config)
+    return in_rows and mesh.shape[DATA_AXIS] > 1 and config.fsdp
 
 
 def gathered_block(

@@ -11,7 +11,7 @@ Metrics are fetched one step late, so that the device never waits for the host. 
 current step before it ends the run. A run whose ``steps`` have grown continues under the longer
 schedule.
 
-The devices of a mesh share the rows of every step, and the weights and moments (``training.fsdp``).
+The devices of a mesh share the rows of every step, and with ``fsdp`` the weights and moments too.
 A mesh is not part of a run: the run may resume on another mesh, with the same curve up to the order
 in which gradients are added. Left out: several hosts, early stopping.
 """

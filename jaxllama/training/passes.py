@@ -1,6 +1,7 @@
 """Batches through the compiled functions: one update, a validation, a reference's pass.
 
-Rows lie on the devices of a mesh, if there is one, and parameters too (``training.fsdp``).
+Rows lie on the devices of a mesh, if there is one. Parameters lie on each, or with ``fsdp`` in
+parts.
 """
 
 from __future__ import annotations

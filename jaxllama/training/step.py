@@ -6,8 +6,8 @@ adapters, or a teacher's. Nothing is random here: the same state and batch give 
 ``scan`` the state's parameters and moments are stacked (``model.stacked``); ``per_layer`` is the
 form on disk.
 
-On a mesh each device takes its part of every microbatch's rows, and keeps its part of the state
-(``training.fsdp``).
+On a mesh each device takes its part of every microbatch's rows. It keeps the whole state, or with
+``fsdp`` its part.
 """
 
 from __future__ import annotations

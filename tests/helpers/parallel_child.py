@@ -321,7 +321,9 @@ def divided() -> None:
     ):
         model = byte_model(family, **({"d_model": 128, "d_ff": 128} if name == "fp8" else {}))
         with tempfile.TemporaryDirectory() as folder:
-            config = run_config(Path(folder), model, batch_size=16, microbatches=2, **more)
+            config = run_config(
+                Path(folder), model, batch_size=16, microbatches=2, fsdp=True, **more
+            )
         setup = TrainingSetup(config, model)
         tokens = rows_of(model, 16, 25).reshape(2, 8, 25)
         curves, shares = [], []
@@ -340,7 +342,10 @@ def divided() -> None:
 
 
 def training(
-    model: ModelConfig, runs: dict[str, list[str | None]], is_scored: bool = False
+    model: ModelConfig,
+    runs: dict[str, list[str | None]],
+    is_scored: bool = False,
+    fsdp: bool = False,
 ) -> None:
     """The curves of one run by its name, on the meshes that it has one after the other."""
     curves = {}
@@ -353,6 +358,7 @@ def training(
             batch_size=16,
             microbatches=2,
             checkpoint_every=4,
+            fsdp=fsdp,
             data={"tokens": tokens, "validation_tokens": 25 * 10},
         )
         for name, meshes in runs.items():
@@ -426,6 +432,10 @@ def main(names: list[str]) -> None:
         elif name == "training":
             model = byte_model("gqa", n_layers=1, layer_types=("attention",))
             training(model, {"one": [None], "moved": ["data=4", None]})
+        elif name == "parts":
+            model = byte_model("gqa", n_layers=1, layer_types=("attention",))
+            runs = {"one": [None], "moved": ["data=4", None], "wider": ["data=2", "data=4"]}
+            training(model, runs, fsdp=True)
         elif name == "divided":
             divided()
         elif name == "resumed":

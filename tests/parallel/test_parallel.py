@@ -172,11 +172,12 @@ def check_training(result: dict) -> None:
 
 
 @pytest.mark.slow
-def test_training_on_a_mesh_follows_one_device_s_curve():
+@pytest.mark.parametrize("name", ["training", "parts"])
+def test_training_on_a_mesh_follows_one_device_s_curve(name):
     """Loss, gradient norm and validation of every step, where the run is moved to another mesh
-    midway."""
-    result = child("training")["training"]
-    assert set(result["off"]) == {"one", "moved"}
+    midway; with whole weights on each device, and with parts of them."""
+    result = child(name)["training"]
+    assert set(result["off"]) == {"one", "moved", *(["wider"] if name == "parts" else [])}
     check_training(result)
 
 
