@@ -326,7 +326,7 @@ def hidden_states(
     dtype: jnp.dtype,
     remat: bool = False,
     segments: jax.Array | None = None,
-    ops: LayerOps = linear,
+    each: Callable[..., tuple[Stream, LayerState]] | None = None,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
@@ -334,11 +334,10 @@ def hidden_states(
     params: per layer, or stacked: then layers that are alike are one loop.
     remat: for the backward pass, keep only each layer's input.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
-    ops: who does the layers' products, as ``decoder.block`` takes it.
+    each: what a layer does in place of that, as ``walk`` takes it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments)
-    each = functools.partial(recomputed_block if remat else block, ops=ops)
-    stream = walk(cfg, params, stream, at, each)
+    stream = walk(cfg, params, stream, at, each or (recomputed_block if remat else block))
     return final_norm(cfg, params, stream)
 
 

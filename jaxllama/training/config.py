@@ -180,6 +180,8 @@ class TrainConfig:
         Whether the backward pass recomputes a layer's activations instead of keeping them.
     scan : bool
         Whether layers of one kind are compiled once and run as a loop, which a deep model needs.
+    fsdp : bool
+        Whether the devices of a mesh divide the weights and moments too (``training.fsdp``).
     validate_every, checkpoint_every : int
         Number of steps between two validations or checkpoints; 0 means only at the end.
     keep_checkpoints : int
@@ -217,6 +219,7 @@ class TrainConfig:
     products: Literal["fp8"] | None = None
     remat: bool = False
     scan: bool = False
+    fsdp: bool = False
     validate_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 1
@@ -266,8 +269,10 @@ class TrainConfig:
         self._check_rewards()
         mixers = self.distill is not None and self.distill.objective == "mixers"
         others = {"lora": self.lora, "quantize": self.quantize, "mixers": mixers}
-        for name in filter(others.get, others if self.products else ()):
-            require(False, "products", self.products, f"excludes {name}")
+        for key in filter(lambda key: getattr(self, key), ("products", "fsdp")):
+            for name in filter(others.get, others):
+                require(False, key, getattr(self, key), f"excludes {name}")
+        require(not (self.fsdp and self.router), "fsdp", self.fsdp, "excludes [router]")
         if self.model is not None:
             require(
                 self.sequence_length <= self.model.max_position,

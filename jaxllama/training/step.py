@@ -6,13 +6,14 @@ adapters, or a teacher's. Nothing is random here: the same state and batch give 
 ``scan`` the state's parameters and moments are stacked (``model.stacked``); ``per_layer`` is the
 form on disk.
 
-On a mesh every device holds the whole state and takes its part of every microbatch's rows. The
-gradients are averaged once a step, and all devices make the same update.
+On a mesh each device takes its part of every microbatch's rows. It keeps the whole state, or with
+``fsdp`` its part.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,17 @@ import optax
 from jax import lax
 
 from jaxllama.model import linear
-from jaxllama.model.decoder import head
+from jaxllama.model.decoder import block, head
 from jaxllama.model.layer_ops import LayerOps
-from jaxllama.model.stacked import hidden_states, stack_layers, unstack_layers
-from jaxllama.parallel.mesh import data_parallel
-from jaxllama.training import adapters, distill, preference, routers
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.stacked import (
+    hidden_states,
+    recomputed_block,
+    stack_layers,
+    unstack_layers,
+)
+from jaxllama.training import adapters, distill, fsdp, preference, routers
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import RouterConfig
 from jaxllama.training.fp8 import Fp8
@@ -73,7 +80,7 @@ def update(
     """
     multipliers, params = setup.multipliers, state["params"]
     # The rows are the leading axis, which the devices of a mesh share.
-    gradient = data_parallel(functools.partial(_gradient, setup))
+    gradient = fsdp.gradient_on_rows(setup, functools.partial(_gradient, setup))
     rows = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), Batch.of(batch))
     grads, metrics = gradient(params, fixed, rows)
     grads = times_multipliers(multipliers, grads)
@@ -132,7 +139,8 @@ def loss(
     params = rounded(params) if config.quantize else params
     if goal.objective == "mixers":
         return distill.mixer_loss(cfg, teacher, params, fixed, inputs, dtype, config.remat)
-    x = hidden_states(cfg, params, inputs, dtype, config.remat, ops=_ops(setup))
+    params = _outside_of_layers(setup, params)
+    x = hidden_states(cfg, params, inputs, dtype, each=_each(setup, config.remat))
     teacher_x = hidden_states(teacher, fixed, inputs, dtype)
     return distillation(
         x,
@@ -191,8 +199,8 @@ def _states_and_head(
 ) -> tuple[jax.Array, jax.Array, bool]:
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
-    segments, ops = batch.input_segments, _ops(setup)
-    x = hidden_states(cfg, params, batch.inputs, dtype, remat, segments, ops)
+    params, segments = _outside_of_layers(setup, params), batch.input_segments
+    x = hidden_states(cfg, params, batch.inputs, dtype, False, segments, _each(setup, remat))
     return x, *_head(setup, params)
 
 
@@ -207,6 +215,25 @@ def _head(setup: TrainingSetup, params: Params) -> tuple[jax.Array, bool]:
 def _ops(setup: TrainingSetup) -> LayerOps:
     """Return who does the layers' products."""
     return Fp8() if setup.config.products == "fp8" else linear
+
+
+def _each(setup: TrainingSetup, remat: bool) -> Callable[..., tuple[Stream, LayerState]]:
+    """Return what a layer does: with FP8 products, with parts of its weights, or neither."""
+    config = setup.config
+    ops = _ops(setup)
+    if fsdp.has_parts(config):
+        dtype = config.dtype if config.products is None else None
+        return functools.partial(fsdp.gathered_block, ops=ops, dtype=dtype, remat=remat)
+    return functools.partial(recomputed_block if remat else block, ops=ops)
+
+
+def _outside_of_layers(setup: TrainingSetup, params: Params) -> Params:
+    """Return the parameters with embedding and head whole."""
+    if not fsdp.has_parts(setup.config):
+        return params
+    layers = {name: node for name, node in params.items() if name.startswith("layer")}
+    rest = {name: node for name, node in params.items() if name not in layers}
+    return {**layers, **fsdp.gathered(setup.model, rest)}
 
 
 def _pair_sums(
@@ -256,4 +283,4 @@ def validation_loss(
     def mean(params: Params, fixed: Params | None, rows: Batch) -> jax.Array:
         return _objective(setup, _weights(setup, params, fixed, len(rows.tokens)), rows)[0]
 
-    return data_parallel(mean)(params, fixed, Batch.of(batch))
+    return fsdp.mean_on_rows(setup, mean)(params, fixed, Batch.of(batch))
