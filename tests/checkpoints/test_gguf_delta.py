@@ -133,6 +133,10 @@ def test_granites_layers_of_mamba(name, tmp_path) -> None:
     assert cfg.replace(name=want_cfg.name, bos_token_id=want_cfg.bos_token_id) == want_cfg
     got = load_params(tmp_path / "model.gguf", cfg, np.float32)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+    write_gguf(tmp_path / "codes.gguf", directory, kind=Type.Q8_0)
+    kept = load_params(tmp_path / "codes.gguf", cfg, np.float32, keep_quantized=True)
+    mixer = next(kept[f"layer_{i}"]["mixer"] for i in range(2) if cfg.layer_types[i] == "ssm")
+    assert is_packed(mixer["zxbcdt"]["weight"]) and mixer["y_norm"]["weight"].shape == (64,)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class GGUFArchitecture:
     mlp_norm: str = "ffn_norm"
     has_mtp: bool = False
     ignores_mtp: bool = False
-    mixer: Literal["", "delta", "latent", "ssm"] = ""
+    mixer: Literal["", "delta", "latent", "ssm", "short_conv"] = ""
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gating: int = SOFTMAX
@@ -61,13 +61,13 @@ _COUNTED = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _WIDE = {**_COUNTED, **_WIDTH}
 _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _GLM_EXPERTS = {
     **_WIDTH,
+    **_GROUPS,
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_shared_count": "n_shared_experts",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
     "expert_weights_norm": "norm_topk_prob",
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
@@ -129,6 +129,12 @@ _DELTA = GGUFArchitecture(
     mlp_norm="post_attention_norm",
     has_mtp=True,
     mixer="delta",
+)
+_LFM2 = GGUFArchitecture(
+    "lfm2",
+    keys={"shortconv.l_cache": "conv_L_cache"},
+    mixer="short_conv",
+    more=lambda sizes: {"block_auto_adjust_ff_dim": False},
 )
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
@@ -222,6 +228,15 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
     "cohere2": GGUFArchitecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+    "lfm2": _LFM2,
+    "lfm2moe": dataclasses.replace(
+        _LFM2,
+        family="lfm2_moe",
+        mixture="lfm2_moe",
+        experts={**_WIDE, **_GROUPS, "leading_dense_block_count": "num_dense_layers"},
+        gating=SIGMOID,
+        more=lambda sizes: {"norm_topk_prob": True, "num_dense_layers": 0},
+    ),
     "kimi-linear": GGUFArchitecture(
         "kimi_linear",
         mixture="kimi_linear",

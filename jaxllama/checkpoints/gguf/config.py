@@ -123,7 +123,7 @@ def _config(file: GGUFFile) -> ModelConfig:
         if f"{name}.{key}" in file:
             config[theirs] = file.value(f"{name}.{key}")
     if arch.mixer:
-        config |= {"delta": _delta, "latent": _latent, "ssm": _ssm}[arch.mixer](file, name, config)
+        config |= _MIXERS[arch.mixer](file, name, config)
     if has_experts:
         found = {theirs: f"{name}.{key}" for key, theirs in arch.experts.items()}
         config |= {theirs: file.value(key) for theirs, key in found.items() if key in file}
@@ -131,7 +131,7 @@ def _config(file: GGUFFile) -> ModelConfig:
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
+    eps = "rms_epsilon" if FAMILIES[kind].eps in ("rms_norm_eps", "norm_eps") else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= rope_keys(file, name, kind, sizes)
     scaling = config.get("rope_scaling")
@@ -211,6 +211,15 @@ def _ssm(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
     }
 
 
+def _short_conv(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return which layers are short convolutions."""
+    kinds = _layers_with_heads(file, name, config, {0, config["num_key_value_heads"]})
+    return {"layer_types": ["conv" if kind == "linear_attention" else kind for kind in kinds]}
+
+
+_MIXERS = {"delta": _delta, "latent": _latent, "ssm": _ssm, "short_conv": _short_conv}
+
+
 def _of_each(file: GGUFFile, name: str, heads: int | None, key: str, config: JsonObject) -> int:
     """Return the width of a head, of which the file has the sum over the heads."""
     inner = config.get(key)
@@ -285,7 +294,7 @@ def _sizes(file: GGUFFile, name: str, arch: GGUFArchitecture) -> JsonObject:
             f"{name}.attention.value_length", f"{values} differs from the head's {head_dim}"
         )
     n_kv_heads = n_heads
-    if arch.mixer == "ssm":  # layers without attention have none
+    if arch.mixer in ("ssm", "short_conv"):  # layers without attention have none
         n_kv_heads = int(file.array(f"{name}.attention.head_count_kv").max(initial=0))
     elif not is_latent:
         n_kv_heads = _per_layer(file, f"{name}.attention.head_count_kv", n_heads)

@@ -117,7 +117,7 @@ def load_params(
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
                 is_kept = keep_quantized and any(info.type in KEPT for info in infos)
-                is_kept = is_kept and rooms[-1] not in _FLOATS
+                is_kept = is_kept and rooms[-1] not in _FLOATS and len(spec.shape) > 1
                 value = None
                 if rooms[-1].startswith("experts_"):
                     value = _experts_laid_out(file, spec) if is_kept and laid_out else None
