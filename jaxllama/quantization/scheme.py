@@ -70,6 +70,7 @@ SCHEMES = (
     "fp8-block-a8",
 )
 # Parents of a "weight" that is a matmul.
+_FP8 = ("float8_e4m3fn", "fp8-block")
 _EXPERTS = ("experts_gate_up", "experts_down")  # [E, out, in]
 _MIXERS = ("qkv", "qkvz", "zxbcdt", "q", "k", "v", "g", "o")
 MATMULS = frozenset((*_MIXERS, "gate_up", "up", "down", "head", *_EXPERTS))
@@ -311,7 +312,7 @@ def _with_activations(leaf: _T, scheme: Scheme) -> _T:
     if isinstance(leaf, RowBlocks):
         blocks = tuple(_with_activations(block, scheme) for block in leaf.blocks)
         return dataclasses.replace(leaf, blocks=blocks)
-    if not isinstance(leaf, QTensor) or leaf.dtype != jnp.float8_e4m3fn or leaf.ndim != 2:
+    if not isinstance(leaf, QTensor) or leaf.dtype != jnp.float8_e4m3fn or leaf.ndim > 3:
         return leaf
     if leaf.activations is not None:
         return leaf
@@ -323,10 +324,12 @@ def _with_activations(leaf: _T, scheme: Scheme) -> _T:
 def check_experts(
     weight: jax.Array | QTensor | jax.ShapeDtypeStruct, scheme: Scheme, name: str
 ) -> None:
-    """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
-    if weight.ndim == 3 and scheme.activations is not None:
+    """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations, unless both are
+    FP8."""
+    is_float8 = scheme.activations == "float8_e4m3fn" and scheme.weights in _FP8
+    if weight.ndim == 3 and scheme.activations is not None and not is_float8:
         raise JaxLlamaError(
-            f"{name}: experts read activations in floats: add experts_*=w8a16 to the scheme"
+            f"{name}: experts read activations in floats or FP8: add experts_*=w8a16 to the scheme"
         )
 
 
@@ -340,7 +343,7 @@ def round_weight(
     """Round ``weight[out, in]`` or ``[E, out, in]`` to nearest.
 
     name: for errors. scale_dtype: as in ``Scheme.scale_dtype``. importance: ``[in]`` or ``[E,
-    in]``, as in ``rounding``. Raises JaxLlamaError for experts with quantized activations.
+    in]``, as in ``rounding``. Raises JaxLlamaError as ``check_experts`` does.
     """
     check_experts(weight, scheme, name)
     grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)

@@ -15,10 +15,13 @@ groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the f
 handler (``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the
 choice, and x is rounded to 8 bits in blocks.
 
+float8 codes that ask for activations in float8 (``QTensor.activations``) get them: x is rounded to
+codes, with a scale for a token or a group of columns, and multiplied as floats.
+
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
 
-Left out: quantized activations, act-order (``columns``), experts over several devices.
+Left out: activations in int8, act-order (``columns``), experts over several devices.
 Sources: sparsely gated mixtures (arXiv 1701.06538), MegaBlocks (2211.15841).
 """
 
@@ -41,6 +44,7 @@ from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
@@ -129,7 +133,7 @@ def grouped_matmul(
     outline = w.outline if isinstance(w, CpuWeight) else w
     sizes = check(op, {"x": rows, **_OPERANDS}, w=outline, **given)
     check_gate(op, gated, sizes["out"])
-    w = _weight_only(op, w)
+    x, w = _rounded(x, w), _weight_only(op, w)
     on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
     is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
     find = functools.partial(_kernel_plan, x, w, experts, gated, weights is not None, first)
@@ -178,12 +182,29 @@ def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
     return cpu.plan(w, experts.size, swiglu)
 
 
+def _has_float8(w: Weight) -> bool:
+    """Whether w has float8 codes and asks for activations in float8."""
+    return isinstance(w, QTensor) and w.dtype.name == w.activations == "float8_e4m3fn"
+
+
+def _rounded(x: jax.Array, w: Weight) -> jax.Array:
+    """x as float8 codes and scales hold it, if w asks for that.  A token has one scale, or one for
+    each group of columns, as w has them.  Every form multiplies floats, so these are floats."""
+    if not _has_float8(w):
+        return x
+    assert isinstance(w, QTensor) and w.activations is not None
+    is_static = w.input_scale is not None
+    group_size = None if is_static else w.group_size
+    codes = quantize_tokens(x, w.activations, scale=w.input_scale, group_size=group_size)
+    return dequantize(codes, x.dtype)
+
+
 def _weight_only(op: str, w: Weight) -> Weight:
     """Return w without notes, and int4 codes with one level of scales; checks them first."""
     if not isinstance(w, QTensor | CpuWeight):
         return w
     activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
-    if activations is not None:
+    if activations is not None and not _has_float8(w):
         raise ValueError(f"{op}: w asks for activations in {activations}; experts read floats")
     if w.columns is not None:
         raise ValueError(f"{op}: w has columns in another order, which experts have not")

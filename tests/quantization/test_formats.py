@@ -14,7 +14,7 @@ from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.quantization.rounding import nearest
-from jaxllama.quantization.scheme import parse
+from jaxllama.quantization.scheme import parse, round_weight
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.cases import slow
 from tests.helpers.models import LLAMA, relative_error
@@ -116,6 +116,16 @@ def test_blocks_of_fp8_beside_fp8_activations(tmp_path) -> None:
     read = quantize_params(hf.load(saved)[1], named)
     assert jax.tree.structure(read) == jax.tree.structure(rounded)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), rounded)
+
+
+def test_experts_have_activations_of_fp8_alone() -> None:
+    experts = jnp.ones((2, 8, 128))
+    for text in ("fp8-block-a8", "fp8"):
+        recipe = parse(text)
+        rounded = round_weight(experts, recipe.of("layer_0/mlp/experts_down"), "experts_down")
+        assert rounded.activations == "float8_e4m3fn" and rounded.shape == experts.shape
+    with pytest.raises(jl.JaxLlamaError, match="experts read activations in floats or FP8"):
+        round_weight(experts, parse("w8a8").of("layer_0/mlp/experts_down"), "experts_down")
 
 
 def test_a_weight_that_groups_do_not_divide_is_named() -> None:

@@ -25,8 +25,8 @@ from tests.helpers.warp_emulator import emulated
 E, T, FAN = 5, 2, 3
 EXPERTS = [[4, 0, 2], [1, 4, 3]]
 CASES = [  # weights, N, K, the bias's dtype, units ahead
-    ("w4-g128-zero", 72, 384, "bfloat16", 1),
-    ("mxfp4", 64, 416, "float32", 4),  # rows end inside a slot
+    ("w4-g128-zero", 24, 384, "bfloat16", 1),
+    ("mxfp4", 24, 160, "float32", 4),  # rows end inside a slot
     pytest.param("w4-g128", 64, 256, None, 4, marks=pytest.mark.slow),
     pytest.param("nvfp4", 48, 256, None, 1, marks=pytest.mark.slow),
 ]
@@ -69,8 +69,9 @@ def test_emulated(name, n, k, bias, most_ahead) -> None:
 
 
 @newest
+@pytest.mark.slow
 def test_experts_outside_are_clamped_or_add_nothing() -> None:
-    x, w, experts, weights, _, plan = case("w4-g128", 48, 256)
+    x, w, experts, weights, _, plan = case("w4-g128", 16, 128)
     outside = experts.at[0, 0].set(E).at[1, 2].set(-3)
     inside = jnp.clip(outside, 0, E - 1)
     np.testing.assert_array_equal(
