@@ -452,6 +452,8 @@ class CheckpointForm:
         Multiplier of the last norm's weight.
     norm_offset : float
         Number added to the weights of norms (Gemma's 1 + w).
+    flipped : bool
+        Whether RoPE turns the other way (nanochat).
     shared : float
         Multiplier of the output of the expert that every token passes.
     interleaved : bool
@@ -470,6 +472,7 @@ class CheckpointForm:
     norm_offset: float = 0.0
     interleaved: bool = False
     shared: float = 1.0
+    flipped: bool = False
 
     def __post_init__(self) -> None:
         for key in ("embed", "query", "residual", "logits", "shared"):
@@ -546,6 +549,8 @@ class ModelConfig:
     parallel_block, parallel_norms : bool
         Whether both sublayers read the stream before either output is added (Cohere), and whether
         each has a norm of its own there (GPT-NeoX).
+    embed_norm : bool
+        Whether embeddings pass an RMSNorm without a weight (nanochat).
     learned_positions : int, optional
         Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
         2: OPT). None for no table.
@@ -632,6 +637,7 @@ class ModelConfig:
     qk_norm_last: bool = False
     parallel_norms: bool = False
     learned_positions: int | None = None
+    embed_norm: bool = False
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:

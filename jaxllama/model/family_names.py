@@ -208,7 +208,24 @@ FAMILIES = {
         }
     ),
     "apertus1p5_text": _APERTUS,
-    "kolibri1": Names(mixers={"experts": _SHARED}),
+    "nanochat": Names(gate_up=("fc1",), down="fc2"),
+    "gpt_neox_japanese": dataclasses.replace(
+        _NEOX,
+        embed="gpt_neox_japanese.embed_in",
+        layer="gpt_neox_japanese.layers.{}",
+        norm="gpt_neox_japanese.final_layer_norm",
+        last_bias="dense_bias",
+    ),
+    "flint": Names(sinks="softmax_offset"),
+    "kolibri1": Names(
+        mixer_out_norm="post_attn_norm",
+        mlp_out_norm="post_ffn_norm",
+        mixers={
+            "experts": dataclasses.replace(
+                _SHARED, choice_bias="moe.router.expert_bias", is_bias_beside=True
+            )
+        },
+    ),
     "cohere2_moe": Names(mixers={"experts": _SHARED}),
     "afmoe": Names(
         gate="gate_proj",

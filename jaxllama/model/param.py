@@ -27,6 +27,7 @@ class Turned:
     Ours are a head's two halves, row i turning with row i + head_dim / 2; rows that do not turn
     stand behind those that do in each half.  gated: behind each head are as many rows of its gate,
     which in ours stand before all heads.  first: rows of a head before those that turn, which stay.
+    flipped: the halves change places, so that a pair turns the other way.
     """
 
     heads: int
@@ -35,6 +36,7 @@ class Turned:
     interleaved: bool
     gated: bool = False
     first: int = 0
+    flipped: bool = False
 
     @property
     def block(self) -> int:
@@ -45,6 +47,7 @@ class Turned:
         """For each of our rows the checkpoint's."""
         turning, rest = np.split(np.arange(self.first, self.head_dim), (self.rotary_dim,))
         halves = (turning[0::2], turning[1::2]) if self.interleaved else np.split(turning, 2)
+        halves = halves[::-1] if self.flipped else halves
         still, others = np.arange(self.first), np.split(rest, 2)
         head = np.concatenate([still, halves[0], others[0], halves[1], others[1]])
         starts = np.arange(self.heads)[:, None] * self.head_dim

@@ -9,7 +9,7 @@ from typing import Any
 
 EPS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
-    **dict.fromkeys(("jais2", "phi", "gpt_neox"), "layer_norm_eps"),
+    **dict.fromkeys(("jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
@@ -27,6 +27,7 @@ DEFAULT = (
     "ministral3",
     "gpt_neo",
     "deepseek_v3",
+    "nanochat",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -393,6 +394,12 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "sliding_window": 9,
             "sliding_window_pattern": 2,
         },
+    ),
+    ("nanochat", "", {"head_dim": 16}),
+    (
+        "gpt_neox_japanese",
+        "",
+        {**_MHA, "intermediate_size": 64, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
     ),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.

@@ -182,6 +182,17 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "num_hidden_layers": [2, 3],
     },
     "lfm2_moe": {**_CONV, **_SIGMOID, "num_experts": [8], "num_dense_layers": [1, 2]},
+    "nanochat": {
+        **_BIAS,
+        "hidden_act": ["relu2", "gelu"],
+        "final_logit_softcapping": [None, 3.0, 15.0],
+    },
+    "gpt_neox_japanese": {
+        "intermediate_size": [64],
+        "intermediate_multiple_size": [2],
+        "rotary_pct": [0.5, 1.0],
+        "hidden_act": ["gelu", "relu"],
+    },
     "aria_text": {**_BIAS, "moe_num_experts": [4, 6], "moe_topk": [1, 2, 3]},
     "apertus1p5_text": {**_BIAS, "hidden_act": ["xielu", "relu2"]},
     "mellum": {
@@ -287,6 +298,7 @@ DIVIDED = (
     "gptj",
     "codegen",
     "gpt_neox",
+    "gpt_neox_japanese",
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -298,5 +310,6 @@ DIVIDED = (
 # Families without groups of q heads that share k and v.
 UNGROUPED = (
     *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
+    "gpt_neox_japanese",
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

@@ -232,7 +232,6 @@ FAMILIES: dict[str, Family] = {
         fields=_axk1,
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_AXK_EXPERTS.to_hf(cfg)},
         fixed={"moe_layer_freq": (1, None)},
-        unused_endings=(".post_mlp_layernorm.weight",),  # of dense layers
     ),
     "glm4_moe_lite": Family(
         ("Glm4MoeLiteForCausalLM",),

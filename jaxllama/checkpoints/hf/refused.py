@@ -65,8 +65,6 @@ _REASONS: dict[str, str] = {
     "mixer: attention with relative position biases": "cpmant",
     "norms: LayerNorm of each head of q and k": "persimmon",
     "norms: after the sum with the residual": "openai-gpt",
-    "biases: of attention in the last layer only": "gpt_neox_japanese",
-    "norms: without a weight, of q and k behind RoPE": "nanochat",
     "norms: inside of the sublayers, before their last product": "bitnet",
     "a mixture of experts with a router of its own": """
         dbrx lara_mini

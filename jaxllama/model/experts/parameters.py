@@ -40,7 +40,8 @@ class ExpertNames:
     expert's own gate, up and down, where they are not a dense layer's.
     is_beside: the shared expert is beside ``prefix``, not behind it.
     choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
-    may_lack_bias: files may leave it out, which stands for zeros.
+    is_bias_beside: that bias is beside ``prefix``, not behind it.  may_lack_bias: files may leave
+    it out, which stands for zeros.
     """
 
     prefix: str = "mlp."
@@ -60,6 +61,7 @@ class ExpertNames:
     choice_bias: str = "gate.e_score_correction_bias"
     is_matrix: bool = False
     is_beside: bool = False
+    is_bias_beside: bool = False
     may_lack_bias: bool = False
 
 
@@ -75,7 +77,8 @@ def table(
     if options.router_bias:
         rows["router", "bias"] = one(f"{prefix}{own.router}.bias", n, std=0.0)
     if options.choice_bias:
-        source = TensorSource(f"{prefix}{own.choice_bias}", (1, n) if own.is_matrix else (n,))
+        name = f"{layer if own.is_bias_beside else prefix}{own.choice_bias}"
+        source = TensorSource(name, (1, n) if own.is_matrix else (n,))
         lacks = own.may_lack_bias and bool(present) and source.name not in present
         sources = () if lacks else (source,)
         rows["router", "choice_bias"] = Param(sources, (n,), std=0.0, is_float32=True)

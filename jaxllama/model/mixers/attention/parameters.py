@@ -61,9 +61,13 @@ def table(
     n_rows = (2 * q if cfg.attn_gate else q), kv, kv
     partial = next((r.rotary_dim for r in cfg.ropes if r.rotary_dim), h)
     turned = functools.partial(
-        Turned, head_dim=h, rotary_dim=partial, interleaved=stored.interleaved
+        Turned,
+        head_dim=h,
+        rotary_dim=partial,
+        interleaved=stored.interleaved,
+        flipped=stored.flipped,
     )
-    moves = partial != h or stored.interleaved
+    moves = partial != h or stored.interleaved or stored.flipped
     scales = (stored.query if cfg.qk_norm == "none" else 1.0, 1.0, 1.0)
     heads = (cfg.n_heads, cfg.n_kv_heads, 0)
     if len(names.qkv) == 1:
@@ -99,6 +103,9 @@ def table(
         own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
         for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
             width = h if cfg.qk_norm == "head" else width
+            if not cfg.norm_weight:
+                table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
+                continue
             fold = {
                 "scale": scale,
                 "offset": scale * stored.norm_offset,
@@ -110,8 +117,13 @@ def table(
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     source, scale = f"{prefix}{names.o}", cfg.product_scale
-    o = written("o", source, cfg.d_model, q, cfg.o_bias, scale, names.is_transposed)
-    return table | o
+    has_bias = cfg.o_bias and not names.last_bias
+    table |= written("o", source, cfg.d_model, q, has_bias, scale, names.is_transposed)
+    if cfg.o_bias and names.last_bias:
+        is_last = layer == f"{names.layer.format(cfg.n_layers - 1)}."
+        bias = one(f"{prefix}{names.last_bias}", cfg.d_model, std=0.0)
+        table["o", "bias"] = bias if is_last else Param((), (cfg.d_model,), std=0.0)
+    return table
 
 
 def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
