@@ -1,6 +1,7 @@
 """Calibration of experts that lie one by one, on this machine.
 
     measure_experts(cfg, model, kv_dtype, chunk) -> ExpertCosts
+    measured_use(lm, tokens) -> ExpertUse        how often these tokens pass each expert
 
 Steps of one small model are timed under policies that place its experts one by one. Their
 differences, a layer, are fitted:
@@ -28,10 +29,11 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
+from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
 from jaxllama.planner.experts import ExpertCosts
 from jaxllama.planner.fitting import nnls
-from jaxllama.planner.trial import random_run, spread_routes, timed_step
+from jaxllama.planner.trial import given_run, random_run, spread_routes, timed_step
 from pallas_kernels.cpu import unavailable
 
 EXPERT_ROWS = (1, 4, 16)
@@ -100,6 +102,19 @@ def measure_experts(
     costs = ExpertCosts(layer, load, cpu, 0.0)
     both = points("both", lm, **costs.of_policy)
     return dataclasses.replace(costs, beside=_beside(costs, both, _beyond(both, warm, layers)))
+
+
+def measured_use(lm: LanguageModel, tokens: np.ndarray) -> ExpertUse:
+    """Return how often rows of tokens ``[B, T]`` pass each expert, in one prefill.
+
+    lm: loaded with a policy that places experts one by one.
+    """
+    width = tokens.shape[1]
+    run = given_run(lm, tokens, 1, width + 1, lm.dtype, width)
+    run.experts.counts_all = True
+    run.step()
+    assert lm.config.experts is not None
+    return ExpertUse.of_counts(run.experts.counts, lm.config.experts.n_active)
 
 
 def _beyond(points: Sequence[Point], base: Sequence[Point], layers: int) -> list[float]:

@@ -143,14 +143,26 @@ def random_run(
 
     room, capacity, kv_dtype, chunk: as for ``OffloadRun``.
     """
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (rows, prompt))
+    return given_run(lm, tokens, room, capacity, kv_dtype, chunk, sampling)
+
+
+def given_run(
+    lm: LanguageModel,
+    tokens: np.ndarray,
+    room: int,
+    capacity: int,
+    kv_dtype: DTypeLike,
+    chunk: int,
+    sampling: Sampling = Sampling(),  # noqa: B008
+) -> OffloadRun:
+    """Return a run of prompts ``tokens [B, T]``; the rest is as for ``random_run``."""
+    rows, prompt = tokens.shape
     own = [dataclasses.replace(sampling, seed=row) for row in range(rows)]
-    drawn = SamplingParams.stack(own, lm.config.vocab_size)
     call = Call(
-        tokens,
+        jnp.asarray(tokens, jnp.int32),
         jnp.full((rows,), prompt, jnp.int32),
-        drawn,
+        SamplingParams.stack(own, lm.config.vocab_size),
         jnp.zeros((0,), jnp.int32),
         capacity=capacity,
         room=room,
