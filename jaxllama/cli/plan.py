@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, OutFile, Parser
@@ -40,6 +41,19 @@ def options(sub: Parser) -> None:
         metavar="PNG",
         help="a picture of one step",
     )
+    use = sub.add_mutually_exclusive_group()
+    use.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="TEXT",
+        help="a text that measures how often each expert of a mixture is used",
+    )
+    use.add_argument(
+        "--expert-use",
+        type=Path,
+        metavar="JSON",
+        help="such a table of an earlier run, or of your own",
+    )
     sub.add_argument(
         "--recalibrate",
         action="store_true",
@@ -59,6 +73,10 @@ def run(args: argparse.Namespace) -> None:
         if args.policy is not None and getattr(args, f"{tier}_gb") is not None:
             raise JaxLlamaError(f"--{tier}-gb bounds what is solved for, and --policy is given")
     policy = common.policy(args)
+    if policy is not None and (args.calibrate or args.expert_use):
+        raise JaxLlamaError(
+            "--calibrate and --expert-use are for the solver, and --policy is given"
+        )
     base = common.also(Policy(), args) if policy is None else policy
     sizes = {}
     for tier in ("device", "host", "disk"):
@@ -77,6 +95,8 @@ def run(args: argparse.Namespace) -> None:
             new_tokens=args.new_tokens,
             timeline=args.timeline,
             recalibrate=args.recalibrate,
+            calibrate_on=args.calibrate,
+            expert_use=args.expert_use,
             progress=lambda text: print(text, file=sys.stderr),
             **common.source(args),
             **sizes,

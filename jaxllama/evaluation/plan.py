@@ -36,11 +36,13 @@ from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
 from jaxllama.model.flops import flops_per_token
+from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
 from jaxllama.planner.accounting import model_bytes
 from jaxllama.planner.calibrate import Progress, calibrate, settings_of
+from jaxllama.planner.calibrate_experts import measured_use
 from jaxllama.planner.cost import (
     LANES,
     MemoryLimits,
@@ -57,6 +59,7 @@ from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # number of decode steps that are timed
 LONG = 1.5  # seconds: a longer prefill is measured with shorter prompts
+USE_ROWS, USE_WIDTH = 16, 128  # rows and tokens a row that measure the experts' use
 SHORTEST = 64  # smallest number of tokens of those prompts
 
 
@@ -78,6 +81,8 @@ def run(
     revision: str | None = None,
     timeline: Path | None = None,
     recalibrate: bool = False,
+    calibrate_on: Path | None = None,
+    expert_use: Path | None = None,
     progress: Progress = lambda _: None,
 ) -> JsonObject:
     """Plan a task and measure it; see the module docstring.
@@ -85,6 +90,8 @@ def run(
     policy: the policy to measure, by default the solver's. base: fields that the solver does not
     search (``planner.solve``). device_bytes, host_bytes, disk_bytes: limits, by default the limits
     of the device, the system and the disk. recalibrate: measure the machine and the task again.
+    calibrate_on: a text that measures the use of a mixture's experts, which ranks them. The table
+    is stored, and the policy names its file. expert_use: such a table.
     """
     enable_compilation_cache()
     dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
@@ -96,6 +103,15 @@ def run(
         raise JaxLlamaError(
             f"plan: {prompt_tokens} + {new_tokens} tokens exceed the context of {cfg.max_position}"
         )
+    if cfg.experts is None and (calibrate_on or expert_use):
+        raise JaxLlamaError(
+            f"plan: {cfg.name} is no mixture, so no experts are placed by their use"
+        )
+    if calibrate_on is not None:
+        progress(f"measuring the experts' use: {calibrate_on}")
+        expert_use = use_on(source, calibrate_on, dtype, scheme, random, revision)
+    if expert_use is not None:
+        ExpertUse.load(expert_use)  # a file that is none is an error before anything is measured
     scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
     settings = PlannerSettings(dtype, kv_dtype, scheme)
     limits = MemoryLimits(*_limits(device_bytes, host_bytes, disk_bytes))
@@ -115,7 +131,8 @@ def run(
     if memory is not None and model_bytes(cfg, dtype, scheme) > memory:
         costs = costs.cold()  # the page cache will not hold the disk's share
     if policy is None:
-        policy = solve(cfg, costs, task, limits, settings, base)
+        use = "" if expert_use is None else str(expert_use)
+        policy = solve(cfg, costs, task, limits, settings, base, use)
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
     known = measured_file(cfg, policy, task, settings)
@@ -167,6 +184,43 @@ def run(
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
         },
     }
+
+
+def use_on(
+    source: str | Path,
+    text: Path,
+    dtype: DTypeLike,
+    scheme: str | None,
+    random: bool,
+    revision: str | None,
+) -> Path:
+    """Return the file of the experts' use on the beginning of a text, measured with a model whose
+    weights stream.
+
+    Raises JaxLlamaError if the text cannot be read, or is shorter than two tokens.
+    """
+    try:
+        words = text.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise JaxLlamaError(f"{text}: {error.strerror or error}") from None
+    streams = Policy.parse(f"0 100 100 0 100 0 experts=0/100 gpu_batch_size={USE_ROWS}")
+    lm = load(source, dtype, scheme, policy=streams, random=random, revision=revision)
+    most = USE_ROWS * USE_WIDTH
+    tokens = (
+        list(words.encode()[:most])
+        if lm.tokenizer is None
+        else lm.tokenizer.encode(words[: 16 * most])
+    )
+    tokens = np.asarray(tokens[:most], np.int64) % lm.config.vocab_size
+    width = min(USE_WIDTH, len(tokens))
+    if width < 2:
+        raise JaxLlamaError(f"{text}: too short to measure the use of experts")
+    rows = tokens[: len(tokens) // width * width].reshape(-1, width)
+    name = hashlib.sha256(repr((lm.config, words[: 16 * most], scheme)).encode()).hexdigest()[:16]
+    path = hub.cache_dir() / "offload" / f"expert-use-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measured_use(lm, rows).save(path)
+    return path
 
 
 def _operations(cfg: ModelConfig, tokens: int) -> float:

@@ -159,12 +159,15 @@ def default_dtype() -> jnp.dtype:
 def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
     """Features of a head in an attention layer's cache, where this process (or the mesh) runs.
 
-    It is ``head_dim``, or more where the kernels of decoding run.  These take heads of 64, 128 and
-    256.  Heads of at least 5/8 of such a width (80, 96, 192) are padded to it with zeros.  That
-    takes at most 1.6 times the memory, but is read at several times the rate of XLA's form.
+    It is ``kv_rank + d_rope`` of latents.  Else it is ``head_dim``, or more where the kernels of
+    decoding run.  These take heads of 64, 128 and 256.  Heads of at least 5/8 of such a width (80,
+    96, 192) are padded to it with zeros.  That takes at most 1.6 times the memory, but is read at
+    several times the rate of XLA's form.
     """
     place = None if mesh is None else NamedSharding(mesh, P())
     where = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    if cfg.latent is not None:
+        return cfg.latent.kv_rank + cfg.latent.d_rope
     if dtype == "float32" or hopper_reason(where) is not None:
         return cfg.head_dim
     fits = (width for width in WIDTHS if cfg.head_dim <= width <= 1.6 * cfg.head_dim)

@@ -59,6 +59,7 @@ from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.rows.rms_norm import rms_norm
 
 # A layer
 
@@ -221,6 +222,9 @@ def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -
 
 
 def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return embeddings ``[..., D]`` as the first layer reads them."""
+    if cfg.embed_norm:
+        return rms_norm(x, jnp.ones((cfg.d_model,), x.dtype), cfg.norm_eps)
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
 
 

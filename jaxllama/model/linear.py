@@ -33,6 +33,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.elementwise import layer_norm
+from jaxllama.model.experts.route import route as route
 from jaxllama.model.lora import Adapted, Lora
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split

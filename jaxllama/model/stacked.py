@@ -242,19 +242,35 @@ def walk(
     each: what a layer does, called as ``decoder.block``.  Between the turns of a loop the stream is
     one array: what is pending has been added, rounded as the next norm would.
     """
+    return walk_with_results(cfg, params, stream, at, each)[0]
+
+
+def walk_with_results(
+    cfg: ModelConfig,
+    params: Params,
+    stream: Stream,
+    at: At,
+    each: Callable[..., tuple[Stream, LayerState]],
+) -> tuple[Stream, list[LayerState]]:
+    """As ``walk``, with the second results of ``each``; those of layers in a loop are one, whose
+    leaves have a leading axis of layers."""
     if not is_stacked(params):
-        return decoder.walk(cfg, params, stream, None, at, each)[0]
+        stream, results = decoder.walk(cfg, params, stream, None, at, each)
+        return stream, list(results)
+    found: list[LayerState] = []
     for run in runs(cfg):
         layers = tuple(params[name] for name in run.names)
         period = _period(cfg, run, at, each)
         if run.count == 1:
-            stream = period(stream, layers)
+            stream, results = period(stream, layers)
         else:
-            stream = Stream(_repeated(period, stream.total, layers))
-    return stream
+            x, results = _repeated(period, stream.total, layers)
+            stream = Stream(x)
+        found += results
+    return stream, found
 
 
-_Period = Callable[[Stream, tuple[Params, ...]], Stream]
+_Period = Callable[[Stream, tuple[Params, ...]], tuple[Stream, tuple[LayerState, ...]]]
 
 
 def _period(
@@ -263,17 +279,28 @@ def _period(
     """Through the layers of one period."""
     configs = [layer_config(cfg, run.first + offset) for offset in range(run.period)]
 
-    def through(stream: Stream, layers: tuple[Params, ...]) -> Stream:
+    def through(
+        stream: Stream, layers: tuple[Params, ...]
+    ) -> tuple[Stream, tuple[LayerState, ...]]:
+        results = []
         for config, layer in zip(configs, layers, strict=True):
-            stream, _ = each(*config, layer, stream, None, at)
-        return stream
+            stream, result = each(*config, layer, stream, None, at)
+            results.append(result)
+        return stream, tuple(results)
 
     return through
 
 
-def _repeated(period: _Period, x: jax.Array, layers: tuple[Params, ...]) -> jax.Array:
-    """The stream behind all turns of a loop."""
-    return lax.scan(lambda x, now: (period(Stream(x), now).total, None), x, layers)[0]
+def _repeated(
+    period: _Period, x: jax.Array, layers: tuple[Params, ...]
+) -> tuple[jax.Array, tuple[LayerState, ...]]:
+    """The stream behind all turns of a loop, and their results."""
+
+    def turn(x: jax.Array, now: tuple[Params, ...]) -> tuple[jax.Array, tuple[LayerState, ...]]:
+        stream, results = period(Stream(x), now)
+        return stream.total, results
+
+    return lax.scan(turn, x, layers)
 
 
 def recomputed_block(
@@ -299,7 +326,7 @@ def hidden_states(
     dtype: jnp.dtype,
     remat: bool = False,
     segments: jax.Array | None = None,
-    ops: LayerOps = linear,
+    each: Callable[..., tuple[Stream, LayerState]] | None = None,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
@@ -307,11 +334,10 @@ def hidden_states(
     params: per layer, or stacked: then layers that are alike are one loop.
     remat: for the backward pass, keep only each layer's input.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
-    ops: who does the layers' products, as ``decoder.block`` takes it.
+    each: what a layer does in place of that, as ``walk`` takes it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments)
-    each = functools.partial(recomputed_block if remat else block, ops=ops)
-    stream = walk(cfg, params, stream, at, each)
+    stream = walk(cfg, params, stream, at, each or (recomputed_block if remat else block))
     return final_norm(cfg, params, stream)
 
 

@@ -30,7 +30,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.disk import Extent
 from jaxllama.offload.expert_places import ExpertPlace
 from jaxllama.offload.store import Store
-from jaxllama.typing import LocalDevice, Tree
+from jaxllama.typing import Tree
 from pallas_kernels.cpu import restore_tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
@@ -154,7 +154,7 @@ def put_experts(store: Store, leaf: Tree, place: ExpertPlace) -> ExpertTensor:
     """
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     parts, structure = jax.tree.flatten(leaf)
-    layout = layout_of(parts, structure, store.device)
+    layout = layout_of(parts, structure, store.device.platform)
     arrays = [np.asarray(part) for part in parts]
 
     def packed(expert: int) -> np.ndarray:
@@ -169,13 +169,16 @@ def put_experts(store: Store, leaf: Tree, place: ExpertPlace) -> ExpertTensor:
     return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, {})
 
 
-def layout_of(parts: Sequence[Any], structure: Any, device: LocalDevice) -> ExpertLayout:
-    """Return the layout of experts with these parts ``[E, ...]``, arrays or shapes."""
+def layout_of(parts: Sequence[Any], structure: Any, platform: str) -> ExpertLayout:
+    """Return the layout of experts with these parts ``[E, ...]``, arrays or shapes.
+
+    platform: the device's.
+    """
     leaves, offset = [], 0
     for part in parts:
         leaves.append(PackedLeaf((1, *part.shape[1:]), jnp.dtype(part.dtype).name, offset))
         offset += -(-leaves[-1].nbytes // ALIGN) * ALIGN
-    return ExpertLayout(structure, tuple(leaves), offset, device.platform != "cpu")
+    return ExpertLayout(structure, tuple(leaves), offset, platform != "cpu")
 
 
 def stacked(store: Store, layout: ExpertLayout, experts: Sequence[np.ndarray]) -> Tree:

@@ -151,6 +151,10 @@ class Policy:
         for name in ("cpu_expert", "cpu_token"):
             if not getattr(self, name) >= 0:
                 raise JaxLlamaError(f"policy: {name} = {getattr(self, name)}: must be at least 0")
+        if any(letter in " ,=" or letter.isspace() for letter in self.expert_use):
+            raise JaxLlamaError(
+                f"policy: expert_use = {self.expert_use!r}: a path without spaces, commas and ="
+            )
         for name in ("expert_use", "cpu_expert", "cpu_token"):
             if getattr(self, name) and shares is None:
                 raise JaxLlamaError(f"policy: {name} needs experts=DEVICE/HOST")

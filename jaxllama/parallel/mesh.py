@@ -167,6 +167,20 @@ def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> RowAxis:
     return DATA_AXIS if size > 1 and batch % size == 0 else None
 
 
+def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:
+    """Raise JaxLlamaError for a mesh with "model" or "expert" above 1, or rows that "data" does not
+    divide.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    data, model = (mesh.shape[axis] for axis in (DATA_AXIS, MODEL_AXIS))
+    if expert_groups(mesh) > 1:
+        raise JaxLlamaError("mesh: expert: training splits the data only; allowed: 1")
+    if model > 1:
+        raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+    if count % data:
+        raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
+
+
 # Data-parallel functions
 
 
@@ -185,14 +199,7 @@ def data_parallel(function: Callable[..., Tree]) -> Callable[..., Tree]:
         mesh = traced_mesh(params)
         if mesh is None:
             return function(params, *args)
-        count = jax.tree.leaves(args[-1])[0].shape[0]
-        data, model = mesh.shape[DATA_AXIS], mesh.shape[MODEL_AXIS]
-        if expert_groups(mesh) > 1:
-            raise JaxLlamaError("mesh: expert: training splits the data only; allowed: 1")
-        if model > 1:
-            raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
-        if count % data:
-            raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
+        check_rows(mesh, args[-1])
         average = functools.partial(jax.tree.map, lambda x: lax.pmean(x, DATA_AXIS))
         return jax.shard_map(
             lambda *args: average(function(*args)),

@@ -25,15 +25,19 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded import programs
+from jaxllama.executors.offloaded.experts import AHEAD as GROUPS_AHEAD
+from jaxllama.executors.offloaded.experts import GROUP
 from jaxllama.executors.offloaded.layer_cache import TAIL
 from jaxllama.executors.offloaded.room import Tiers, cache_shapes, hidden_bytes, split_bytes
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
+from jaxllama.offload.experts import layout_of
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import AHEAD
 from jaxllama.offload.units import ModelUnit, units_of
+from jaxllama.planner.experts import expert_counts, shares_of
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.typing import Params, Tree
@@ -84,25 +88,100 @@ class Footprint:
 
 @functools.lru_cache(maxsize=64)
 def unit_shapes(
-    cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool
+    cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool, singly: bool = False
 ) -> list[tuple[ModelUnit, Params]]:
-    """Return every unit with the shapes of its weights."""
+    """Return every unit with the shapes of its weights.
+
+    singly: without the experts, which lie one by one.
+    """
     shapes = weight_shapes(cfg, dtype, scheme)
-    return [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
+    units = [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
+    return [(unit, _without_experts(tree)) for unit, tree in units] if singly else units
+
+
+def _without_experts(tree: Params) -> Params:
+    own = tree.get("mlp")
+    if own is None:
+        return tree
+    return {**tree, "mlp": {n: part for n, part in own.items() if not n.startswith("experts_")}}
 
 
 def weights_footprint(
-    cfg: ModelConfig, policy: Policy, dtype: DTypeLike, scheme: str | None
+    cfg: ModelConfig,
+    policy: Policy,
+    dtype: DTypeLike,
+    scheme: str | None,
+    keeps: bool = True,
 ) -> tuple[Tiers, int]:
-    """Return the weights' bytes by tier, and the peak bytes of moved weights on the device."""
-    return _weights_footprint(cfg, policy.weights, policy.sep_layer, jnp.dtype(dtype).name, scheme)
+    """Return the weights' bytes by tier, and the peak bytes of moved weights on the device.
+
+    keeps: whether a layer's loaded experts stay until its last batch (``experts_footprint``).
+    """
+    dtype, singly = jnp.dtype(dtype).name, bool(policy.experts)
+    own = cfg, policy.weights, policy.sep_layer, dtype, scheme, singly
+    weights, loading = _weights_footprint(*own)
+    if singly:
+        experts, more = experts_footprint(cfg, policy, dtype, scheme, keeps)
+        return weights + experts, loading + more
+    return weights, loading
+
+
+def experts_footprint(
+    cfg: ModelConfig, policy: Policy, dtype: str, scheme: str | None, keeps: bool
+) -> tuple[Tiers, int]:
+    """Return the bytes by tier of experts that lie one by one, and of those on their way.
+
+    keeps: a block of several batches, and a prompt in pieces, keep what a layer has loaded until
+        its last batch. Otherwise only groups are on the device.
+    """
+    total, most, counts = Tiers(), 0, expert_counts(cfg)
+    for (layer, (bytes_of_one, rest)), (place, _) in zip(
+        expert_bytes(cfg, dtype, scheme).items(), shares_of(cfg, policy), strict=True
+    ):
+        n_experts, device = counts[layer], len(place.device)
+        hot = sum(nbytes for nbytes, _ in bytes_of_one) * device
+        packed = sum(nbytes for _, nbytes in bytes_of_one)
+        slots = len(bytes_of_one) * 4 * (n_experts + 1 + device)
+        total += Tiers(
+            hot + rest + slots, packed * len(place.host) + rest, packed * len(place.disk)
+        )
+        cold = n_experts - device
+        # Groups on their way, then one that is stacked, unpacked and perhaps restored.
+        group = min(cold, GROUP)
+        most = max(most, packed * ((cold if keeps else (1 + GROUPS_AHEAD) * group) + 3 * group))
+    return total, most
+
+
+@functools.lru_cache(maxsize=64)
+def expert_bytes(
+    cfg: ModelConfig, dtype: str, scheme: str | None
+) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
+    """Return by layer the (bytes on the device, packed bytes) of an expert in each product, and the
+    bytes of all biases.
+    """
+    shapes, found = weight_shapes(cfg, dtype, scheme), {}
+    for layer in expert_counts(cfg):
+        own = shapes[f"layer_{layer}"]["mlp"]
+        products, biases = [], 0
+        for name in ("experts_gate_up", "experts_down"):
+            parts, structure = jax.tree.flatten(own[name]["weight"])
+            layout = layout_of(parts, structure, "cpu")
+            products.append((tree_bytes(parts) // parts[0].shape[0], layout.nbytes))
+            biases += tree_bytes(own[name].get("bias"))
+        found[layer] = tuple(products), biases
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
 def _weights_footprint(
-    cfg: ModelConfig, shares: Shares, sep_layer: bool, dtype: str, scheme: str | None
+    cfg: ModelConfig,
+    shares: Shares,
+    sep_layer: bool,
+    dtype: str,
+    scheme: str | None,
+    singly: bool,
 ) -> tuple[Tiers, int]:
-    units = unit_shapes(cfg, dtype, scheme, sep_layer)
+    units = unit_shapes(cfg, dtype, scheme, sep_layer, singly)
     total, loads = Tiers(), []
     is_tied = "embed" in units[-1][1]  # the head's unit
     for unit, shapes in units:
@@ -149,8 +228,11 @@ def reading_bytes(tree: Tree, shares: Shares) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _weights_reading(cfg: ModelConfig, shares: Shares, dtype: str, scheme: str | None) -> int:
-    units = unit_shapes(cfg, dtype, scheme, False)  # the table of embed is read by the row
+def _weights_reading(
+    cfg: ModelConfig, shares: Shares, dtype: str, scheme: str | None, singly: bool
+) -> int:
+    # The table of embed is read by the row.
+    units = unit_shapes(cfg, dtype, scheme, False, singly)
     return max(reading_bytes(shapes, shares) for unit, shapes in units if unit.kind != "embed")
 
 
@@ -176,7 +258,8 @@ def footprint(
     batches = -(-rows // policy.gpu_batch_size)
     size = -(-rows // batches)
     chunk = width if chunk is None else min(chunk, width)
-    weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme)
+    keeps = batches > 1 or width > chunk
+    weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme, keeps)
     one_cache = cache_shapes(cfg, size, capacity, kv_dtype)
     cache, loading_cache = Tiers(), 0
     moves_cache = policy.cache.device < 100 and not policy.cpu_attention
@@ -200,7 +283,8 @@ def footprint(
     if policy.activations.device < 100:
         shape = jax.ShapeDtypeStruct((pair // cfg.d_model, cfg.d_model), jnp.int8)
         hidden, loading_hidden = split_bytes(shape, policy.activations), (3 + AHEAD) * pair
-    reading = _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme)
+    singly = bool(policy.experts)
+    reading = _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme, singly)
     reading += reading_bytes(one_cache, policy.cache) + 3 * hidden.disk
     ints = jax.ShapeDtypeStruct((size,), jnp.int32)
     arrays = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
@@ -208,6 +292,7 @@ def footprint(
     needs = 0
     if compile_programs:
         needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)
+        needs = max(needs, expert_program_bytes(cfg, policy, size * chunk, dtype))
     return Footprint(
         weights,
         cache.times(batches),
@@ -236,7 +321,8 @@ def _programs(
     """
     ints = jax.ShapeDtypeStruct((size,), jnp.int32)
     seen = set()
-    for unit, weights in unit_shapes(cfg, jnp.dtype(dtype).name, scheme, policy.sep_layer):
+    singly, name = bool(policy.experts), jnp.dtype(dtype).name
+    for unit, weights in unit_shapes(cfg, name, scheme, policy.sep_layer, singly):
         if unit.kind == "embed":
             continue
         if unit.kind == "head":
@@ -247,6 +333,11 @@ def _programs(
         if (alike, kind, unit.kind) in seen:
             continue
         seen.add((alike, kind, unit.kind))
+        part = unit.kind
+        if singly and alike.experts is not None:
+            if part == "feed":
+                continue
+            part, weights = "mix", {n: own for n, own in weights.items() if n != "mlp"}
         [state] = cache_shapes(alike, size, capacity, kv_dtype)
         for n_new, sparse in ((chunk, False), (1, True)):
             x: Tree = jax.ShapeDtypeStruct((size, n_new, cfg.d_model), dtype)
@@ -256,7 +347,7 @@ def _programs(
             yield programs.run_layer.lower(
                 alike,
                 kind,
-                unit.kind,
+                part,
                 weights,
                 Stream(x, x),
                 state if unit.has_cache else None,
@@ -265,6 +356,17 @@ def _programs(
                 rope,
                 sparse=sparse,
             )
+
+
+def expert_program_bytes(cfg: ModelConfig, policy: Policy, tokens: int, dtype: DTypeLike) -> int:
+    """Return an estimate of the results and temporaries of experts that lie one by one.
+
+    The pairs of ``tokens`` have sums of both products in float32, which are copied once.
+    """
+    if not policy.experts or cfg.experts is None:
+        return 0
+    pair = 4 * (2 * 2 * cfg.experts.d_ff + 3 * cfg.d_model)
+    return tokens * cfg.experts.n_active * (pair + jnp.dtype(dtype).itemsize * cfg.experts.d_ff)
 
 
 def _program_bytes(*arguments: Any) -> int:

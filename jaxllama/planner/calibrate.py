@@ -45,7 +45,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
-from jaxllama.config import ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
 from jaxllama.executors.offloaded.layer_cache import snapshot_columns
 from jaxllama.executors.offloaded.programs import embed_tokens
@@ -57,7 +57,9 @@ from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
 from jaxllama.placement import Placement, scheme_of
 from jaxllama.planner.accounting import unit_shapes
+from jaxllama.planner.calibrate_experts import EXPERT_ROWS, measure_experts
 from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
+from jaxllama.planner.experts import ExpertCosts
 from jaxllama.planner.fitting import (
     Calibration,
     Moving,
@@ -106,7 +108,7 @@ def calibrate(
         n_layers=DEPTHS[1] * len(kinds),
         layer_types=DEPTHS[1] * kinds,
         window_layers=(),
-        experts=None if cfg.experts is None else cfg.experts.of_a_layer,
+        experts=None if cfg.experts is None else _fewer(cfg.experts),
         name="calibration",
     )
     whole, resident = (
@@ -123,6 +125,16 @@ def calibrate(
     return result
 
 
+def _fewer(experts: ExpertsConfig) -> ExpertsConfig:
+    """Return the experts of a layer, at most as many as the measured rows choose.
+
+    The costs of a load are those of bytes, and of a step those of the chosen experts.
+    """
+    chosen = experts.n_active * EXPERT_ROWS[-1] // 2
+    count = experts.n_experts if experts.n_groups > 1 else min(experts.n_experts, chosen)
+    return dataclasses.replace(experts, n_experts=count, layers=())
+
+
 def _path(cfg: ModelConfig, *settings: object) -> Path:
     device = jax.devices()[0].device_kind
     fields = [field.name for field in dataclasses.fields(Calibration)]
@@ -133,12 +145,18 @@ def _path(cfg: ModelConfig, *settings: object) -> Path:
 
 def _read(path: Path) -> Calibration:
     data = json.loads(path.read_text())
+    experts = data.pop("experts")
+    if experts is not None:
+        experts = {n: tuple(x) if isinstance(x, list) else x for n, x in experts.items()}
+        experts = ExpertCosts(**experts)
     for field in dataclasses.fields(Calibration):
+        if field.name == "experts":
+            continue
         value = data[field.name]
         data[field.name] = Moving(**value) if isinstance(value, dict) else value
         if isinstance(value, list):
             data[field.name] = tuple(value)
-    return Calibration(**data)
+    return Calibration(**data, experts=experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +238,14 @@ class _Measure:
                 for lm, step in zip(models, self._steps(runs), strict=True):
                     policy = _policy(lm)
                     overlapped.append((policy, policy.num_gpu_batches, step))
-        return self._fit(still, on_cpu, moved, joins, lookups, overlapped)
+        costs = self._fit(still, on_cpu, moved, joins, lookups, overlapped)
+        if self.cfg.experts is None or not self.moves:
+            return costs
+        self.progress("calibrating: experts")
+        known = functools.partial(random_model, self.cfg, self.dtype, scheme=self.scheme)
+        return dataclasses.replace(
+            costs, experts=measure_experts(self.cfg, known, self.kv_dtype, self.chunk)
+        )
 
     def _model(self, policy: Policy) -> LanguageModel:
         policy = dataclasses.replace(policy, gpu_batch_size=ROWS[-1])

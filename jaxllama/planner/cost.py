@@ -16,8 +16,9 @@ only their bytes can be the longest lane. The first loads of a step overlap with
     T_step = T_first loads + sum(T_unit)
     T = T_prefill + (new_tokens - 1) * T_step;      throughput = rows * new_tokens / T
 
-Attention on the CPU counts as computation. So does the transfer of the values that sparse attention
-reads, because the keys choose them during the unit's computation.
+Experts that lie one by one are loaded or computed while their layer waits (``planner.experts``), so
+their time counts as computation too. So does attention on the CPU, and the transfer of the values
+that sparse attention reads, because the keys choose them during the unit's computation.
 
 Source: FlexGen (arXiv 2303.06865), section 4.3, with one more term for joining pieces.
 """
@@ -36,7 +37,13 @@ from jaxllama.executors.offloaded.executor import CHUNK
 from jaxllama.executors.offloaded.layer_cache import TAIL, snapshot_columns
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
 from jaxllama.offload.policy import Policy, Shares
-from jaxllama.planner.accounting import Footprint, footprint, unit_shapes
+from jaxllama.planner.accounting import (
+    Footprint,
+    expert_program_bytes,
+    footprint,
+    unit_shapes,
+)
+from jaxllama.planner.experts import expert_counts, experts_step
 from jaxllama.planner.fitting import Calibration, Moving, moving
 from pallas_kernels.qtensor import tree_bytes
 
@@ -192,7 +199,7 @@ def step_of(
     totals: dict[str, float] = dict.fromkeys(LANES, 0.0)
     links = np.zeros(len(LINKS))
     longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
-    names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
+    names = _names(cfg, policy, settings)
     joins = any(joined for *_, joined in _weights_moving(*names, policy.weights))
     other = WHOLE if joins else JOINED
     for lanes in _units(cfg, policy, costs, settings, rows, batches, width, context, task):
@@ -220,6 +227,35 @@ def step_of(
     )
 
 
+def _names(
+    cfg: ModelConfig, policy: Policy, settings: PlannerSettings
+) -> tuple[ModelConfig, str, str | None, bool, bool]:
+    """Return the arguments of ``unit_shapes``."""
+    dtype, singly = np.dtype(settings.dtype).name, bool(policy.experts)
+    return cfg, dtype, settings.scheme, policy.sep_layer, singly
+
+
+def _experts_seconds(
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    rows: int,
+    batches: int,
+    width: int,
+    chunk: int,
+) -> dict[int, float]:
+    """Return the seconds of each layer's experts that lie one by one, for all batches.
+
+    width: tokens of a prompt, which pass in pieces of ``chunk``.
+    """
+    if not policy.experts or costs.experts is None:
+        return {}
+    whole, rest = divmod(width, chunk)
+    pieces = batches * ([chunk] * whole + [rest] * (rest > 0))
+    steps = experts_step(cfg, costs.experts, policy, tuple(rows * tokens for tokens in pieces))
+    return dict(zip(expert_counts(cfg), (step.seconds for step in steps), strict=True))
+
+
 def _units(
     cfg: ModelConfig,
     policy: Policy,
@@ -235,7 +271,7 @@ def _units(
     state = _cache_moving(cfg, rows, task.capacity, settings.kv_dtype, policy.cache)
     pair = 2 * hidden_bytes(cfg, rows, width, settings.dtype)
     hidden = _pure_bytes(pair, policy.activations)
-    names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
+    names = _names(cfg, policy, settings)
     amounts_of = _weights_moving(*names, policy.weights)
 
     def moved(cost: Moving, amounts: Sequence[float], times: float = batches) -> _Lane:
@@ -243,6 +279,8 @@ def _units(
         other = cost.latency + cost.join * joined
         return _Lane(times * cost.host * host, times * cost.disk * disk, times * other)
 
+    chunk = policy.prefill_batch_size or task.chunk
+    by_layer = _experts_seconds(cfg, policy, costs, rows, batches, width, chunk)
     for index, (unit, shapes) in enumerate(unit_shapes(*names)):
         if unit.kind == "embed":
             continue
@@ -262,7 +300,13 @@ def _units(
             seconds = half * (fixed + rows * width * (a_word + a_pair * width))
         else:
             on_cpu = rows * policy.cache.host / 100 if policy.cpu_attention else 0.0
-            seconds = half * _decode_seconds(costs, rows - on_cpu, on_cpu, context)
+            seconds = _decode_seconds(costs, rows - on_cpu, on_cpu, context)
+            if unit.layer in by_layer:  # its two halves were measured as programs of their own
+                assert costs.experts is not None
+                a_layer, a_row = costs.experts.layer
+                attending = _decode_seconds(costs, 0.0, on_cpu, context) if on_cpu else 0.0
+                seconds = a_layer + a_row * rows + rows * context * costs.decode[2] + attending
+            seconds *= half
         if unit.kind != "head" and policy.activations.device < 100:
             lanes["load hidden"] = moved(costs.load_hidden, hidden)
             lanes["store hidden"] = moved(costs.store_hidden, hidden)
@@ -286,15 +330,22 @@ def _units(
                     seconds += costs.fetch.seconds(host, disk, 0.0)
                 stored.append(_Lane(other=batches * costs.push_cache))
                 lanes["store cache"] = functools.reduce(_Lane.__add__, stored)
-        lanes["compute"] = _Lane(other=batches * seconds + joining)
+        experts = by_layer.get(unit.layer, 0.0) if unit.kind != "mix" else 0.0
+        lanes["compute"] = _Lane(other=batches * seconds + joining + experts)
         yield lanes
 
 
 @functools.lru_cache(maxsize=4096)
 def _weights_moving(
-    cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool, shares: Shares
+    cfg: ModelConfig,
+    dtype: str,
+    scheme: str | None,
+    sep_layer: bool,
+    singly: bool,
+    shares: Shares,
 ) -> list[tuple[float, float, float]]:
-    return [moving(shapes, shares) for _, shapes in unit_shapes(cfg, dtype, scheme, sep_layer)]
+    units = unit_shapes(cfg, dtype, scheme, sep_layer, singly)
+    return [moving(shapes, shares) for _, shapes in units]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -348,4 +399,5 @@ def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: Planne
     scores = 4 * cfg.n_heads * min(512, task.prompt)
     layers = cache_shapes(cfg, rows, task.capacity, settings.kv_dtype)
     inside = rows * chunk * (width * np.dtype(settings.dtype).itemsize + 2 * scores)
-    return max(inside + max(map(tree_bytes, layers)), 16 * rows * cfg.vocab_size)
+    experts = expert_program_bytes(cfg, policy, rows * chunk, settings.dtype)
+    return max(inside + max(map(tree_bytes, layers)), experts, 16 * rows * cfg.vocab_size)

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllama.executors.offloaded.room import split_bytes
 from jaxllama.offload.policy import Shares
+from jaxllama.planner.experts import ExpertCosts
 from jaxllama.typing import Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
@@ -54,6 +55,7 @@ class Calibration:
     disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
     cpu: tuple[float, ...]  # as decode, with all of its attention on the CPU
     fetch: Moving  # values that a sparse step reads from an offloaded cache
+    experts: ExpertCosts | None = None  # of a mixture, whose experts may lie one by one
 
     def cold(self) -> Calibration:
         """Return the calibration for models that do not fit the page cache."""

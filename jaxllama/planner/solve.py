@@ -2,6 +2,9 @@
 
     solve(cfg, calibration, task, limits, settings) -> Policy
 
+A mixture's experts may also lie one by one. Then the hottest that fit are on the device, beside
+dense parts that are on the device or stream. The rest is on the host, or on disk if that is full.
+
 It tries batch sizes and numbers of batches. For each, a linear program (scipy) finds the shares
 that minimise a step under the limits. The solver rounds the solution to whole percents, checks it
 against the exact ``footprint`` and improves it by exact neighbours. It also tries each with
@@ -14,8 +17,9 @@ Source: FlexGen (arXiv 2303.06865), section 4.3.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -45,9 +49,11 @@ def solve(
     limits: MemoryLimits,
     settings: PlannerSettings,
     base: Policy | None = None,
+    expert_use: str = "",
 ) -> Policy:
     """Return the fastest policy within the limits.
 
+    expert_use: file of the experts' measured use (``offload.expert_places``).
     base: the options that are not searched: overlap, sep_layer, compression, sparsity, and
         attention on the CPU if it is set.
 
@@ -69,7 +75,10 @@ def solve(
             continue
         policy = dataclasses.replace(moving, gpu_batch_size=size, num_gpu_batches=count)
         programs = program_bytes(cfg, policy, task, settings)
-        found = _candidates(cfg, policy, costs, task, limits, settings, programs)
+        found = itertools.chain(
+            _candidates(cfg, policy, costs, task, limits, settings, programs),
+            one_by_one(cfg, policy, expert_use, costs, task, limits, settings),
+        )
         for candidate in itertools.chain.from_iterable(map(variants, found)):
             if not limits.allow(need_of(cfg, candidate, task, settings, programs)):
                 continue
@@ -112,6 +121,58 @@ def _candidates(
         shares[1::2] = 100 - shares[::2]  # nothing on disk
         yield _with_shares(policy, tuple(shares))
         yield _with_shares(policy, (*shares[:4], 100.0, 0.0))
+
+
+def one_by_one(
+    cfg: ModelConfig,
+    policy: Policy,
+    expert_use: str,
+    costs: Calibration,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+) -> Iterator[Policy]:
+    """Yield policies whose experts lie one by one, with as many on the device as fit.
+
+    policy: the batches, and all that is not searched.  expert_use: as for ``solve``.
+    """
+    if cfg.experts is None or costs.experts is None or policy.experts or cfg.parallel_block:
+        return
+    divides = [costs.experts.of_policy] if costs.experts.cpu else []
+    programs = None
+    for weights, cache in itertools.product(((100, 0), (0, 100)), repeat=2):
+        own = _with_shares(policy, (*weights, *cache, 100, 0))
+
+        def placed(device: int, host: int, own: Policy = own) -> Policy:
+            """``device`` and ``host`` in tenths of a percent."""
+            experts = f"{device / 10:g}/{host / 10:g}"
+            return dataclasses.replace(own, experts=experts, expert_use=expert_use)
+
+        programs = programs or program_bytes(cfg, placed(0, 0), task, settings)
+        need = functools.partial(need_of, cfg, task=task, settings=settings, programs=programs)
+        device = _most(lambda x: need(placed(x, 0)).device, limits.device, 1000)  # noqa: B023
+        if device is None:
+            continue
+        end = 1000 - device
+        host = _most(lambda x: need(placed(device, x)).host, limits.host, end)  # noqa: B023
+        found = placed(device, host or 0)
+        yield from (dataclasses.replace(found, **divided) for divided in [{}, *divides])
+
+
+def _most(need: Callable[[int], int], limit: int | None, end: int) -> int | None:
+    """Return the largest number up to ``end`` whose need is within the limit; None if none is.
+
+    The need is nearly linear, so its two ends say where to look.
+    """
+    if limit is None:
+        return end
+    low, high = need(0), need(end)
+    if low > limit:
+        return None
+    found = end if high <= limit else int(end * (limit - low) / (high - low))
+    while found > 0 and need(found) > limit:
+        found -= 1
+    return found
 
 
 def _with_shares(policy: Policy, shares: tuple[float, ...]) -> Policy:

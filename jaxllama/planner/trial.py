@@ -11,6 +11,7 @@ A model's numbers repeat, because only its speed and its memory matter.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from jaxllama.placement import Placement
 from jaxllama.planner.accounting import unit_shapes, weight_shapes
 from jaxllama.planner.cost import PlannerSettings, Task
 from jaxllama.planner.fitting import moving
-from jaxllama.typing import ParamsDict, Tree
+from jaxllama.typing import Params, ParamsDict, Tree
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
@@ -92,9 +93,32 @@ def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Ar
     return jnp.asarray(np.resize(values.astype(dtype), shape))
 
 
+def spread_routes(params: Params, cfg: ModelConfig) -> Params:
+    """Return the parameters with routers that choose all experts about equally often.
+
+    The embedding becomes large beside what the layers add, so a token decides its own experts; the
+    logits of the routers have a deviation of 1.
+    """
+    params, keys = dict(params), jax.random.split(jax.random.key(0), cfg.n_layers + 1)
+    dtype = params["norm"]["weight"].dtype
+    table = jax.random.normal(keys[-1], (cfg.vocab_size, cfg.d_model), dtype)
+    params["embed"] = {"weight": 64 * table}
+    for index, key in enumerate(keys[:-1]):
+        layer = params[f"layer_{index}"]
+        if (experts := cfg.experts_of(index)) is None:
+            continue
+        router = layer["mlp"]["router"]
+        drawn = jax.random.normal(key, (experts.n_experts, cfg.d_model), dtype)
+        drawn = drawn * cfg.d_model**-0.5
+        mlp = {**layer["mlp"], "router": {**router, "weight": drawn.astype(dtype)}}
+        params[f"layer_{index}"] = {**layer, "mlp": mlp}
+    return params
+
+
 def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: PlannerSettings) -> float:
-    """Return the bytes of weights that one step loads."""
-    shapes = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, policy.sep_layer)
+    """Return the bytes of weights that one step loads, without experts that lie one by one."""
+    dtype, singly = jnp.dtype(settings.dtype).name, bool(policy.experts)
+    shapes = unit_shapes(cfg, dtype, settings.scheme, policy.sep_layer, singly)
     units = [tree for unit, tree in shapes if unit.kind != "embed"]
     return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
 
@@ -113,18 +137,32 @@ def random_run(
     capacity: int,
     kv_dtype: DTypeLike,
     chunk: int,
+    sampling: Sampling = Sampling(),  # noqa: B008
 ) -> OffloadRun:
-    """Return a greedy run of random prompts without stop tokens.
+    """Return a run of random prompts without stop tokens, by default a greedy one.
 
     room, capacity, kv_dtype, chunk: as for ``OffloadRun``.
     """
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
-    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (rows, prompt))
+    return given_run(lm, tokens, room, capacity, kv_dtype, chunk, sampling)
+
+
+def given_run(
+    lm: LanguageModel,
+    tokens: np.ndarray,
+    room: int,
+    capacity: int,
+    kv_dtype: DTypeLike,
+    chunk: int,
+    sampling: Sampling = Sampling(),  # noqa: B008
+) -> OffloadRun:
+    """Return a run of prompts ``tokens [B, T]``; the rest is as for ``random_run``."""
+    rows, prompt = tokens.shape
+    own = [dataclasses.replace(sampling, seed=row) for row in range(rows)]
     call = Call(
-        tokens,
+        jnp.asarray(tokens, jnp.int32),
         jnp.full((rows,), prompt, jnp.int32),
-        sampling,
+        SamplingParams.stack(own, lm.config.vocab_size),
         jnp.zeros((0,), jnp.int32),
         capacity=capacity,
         room=room,

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model import linear as ops
 from jaxllama.model.linear import Input, Stream
 from jaxllama.typing import Options, Params, Tree
@@ -112,6 +112,11 @@ class Fp8:
     ) -> jax.Array:
         y = _linear(x, linear, dtype)
         return y if into is None else gate(y, cfg.activation)
+
+    def route(
+        self, options: ExpertsConfig, x: jax.Array, router: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        return ops.route(options, x, router)
 
     def grouped(
         self,

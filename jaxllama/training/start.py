@@ -152,6 +152,8 @@ def _check(setup: TrainingSetup, data: Data) -> None:
     for one in (model, teacher):
         if one is not None and one.head_bias:
             raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
+    if config.router is not None and model.experts is None:
+        raise JaxLlamaError(f"router = {config.router}: {model.name} has no experts")
     if data.vocab_size > model.vocab_size:
         options = config.data
         source = options.tokens or options.conversations or options.prompts

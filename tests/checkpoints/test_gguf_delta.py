@@ -1,5 +1,5 @@
-"""GGUF files of Qwen3.5 and Qwen3-Next, with experts and without: llama.cpp's changes are undone,
-and a model may be in several files.
+"""GGUF files of hybrids (Qwen3.5, Qwen3-Next, Kimi-Linear, Granite 4), with experts and without:
+llama.cpp's changes are undone, and a model may be in several files.
 
 llama.cpp's converter does not run here.  ``gguf_cases`` writes files by its rules.
 """
@@ -23,6 +23,7 @@ from jaxllama.checkpoints.gguf.load import load_params, read_config
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.gguf_cases import write_gguf
 from tests.helpers.mtp_cases import CONFIG
@@ -123,6 +124,21 @@ def test_kimis_latents_are_put_together(is_whole, tmp_path) -> None:
     assert not is_packed(kept["layer_1"]["mixer"]["kv_b"]["weight"])
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid", "granitemoehybrid-experts"])
+def test_granites_layers_of_mamba(name, tmp_path) -> None:
+    """Without experts and positions, and with both."""
+    directory = written(CASES[name].replace(eos_token_ids=()), tmp_path)
+    want_cfg, want = hf.load(directory)
+    cfg = read_config(tmp_path / "model.gguf")
+    assert cfg.replace(name=want_cfg.name, bos_token_id=want_cfg.bos_token_id) == want_cfg
+    got = load_params(tmp_path / "model.gguf", cfg, np.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+    write_gguf(tmp_path / "codes.gguf", directory, kind=Type.Q8_0)
+    kept = load_params(tmp_path / "codes.gguf", cfg, np.float32, keep_quantized=True)
+    mixer = next(kept[f"layer_{i}"]["mixer"] for i in range(2) if cfg.layer_types[i] == "ssm")
+    assert is_packed(mixer["zxbcdt"]["weight"]) and mixer["y_norm"]["weight"].shape == (64,)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -130,7 +146,7 @@ def test_kimis_latents_are_put_together(is_whole, tmp_path) -> None:
         (
             "attention.head_count_kv",
             [0, 2, 0],
-            r"\[0, 2, 0\] is not 0, 1 or 4 for each of 3",
+            r"\[0, 2, 0\] is not one of \[0, 1, 4\]",
         ),
     ],
 )
@@ -138,6 +154,22 @@ def test_keys_of_latents_are_checked(key, value, message, tmp_path) -> None:
     written(CASES["kimi_linear-experts"], tmp_path, **{f"kimi-linear.{key}": value})
     with pytest.raises(JaxLlamaError, match=message):
         read_config(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0], ids=str)
+def test_experts_laid_out_at_once_are_those_laid_out_afterwards(kind, tmp_path) -> None:
+    """Gate and up of each expert together, straight from the file's blocks."""
+    written(mixture("qwen3_next-experts"), tmp_path, kind=kind)
+    cfg = read_config(tmp_path / "model.gguf")
+    want, got = (
+        load_params(tmp_path / "model.gguf", cfg, np.float32, keep_quantized=True, laid_out=at_once)
+        for at_once in (False, True)
+    )
+    for name in ("experts_gate_up", "experts_down"):
+        assert isinstance(got["layer_0"]["mlp"][name]["weight"], CpuWeight)
+    want = prepare_tree(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_other_layouts_of_the_same_tensors(tmp_path) -> None:

@@ -87,9 +87,11 @@ NAMES = (
     "glm4_moe-groups",
     "ernie4_5_moe",
     "phimoe",
+    "lfm2",
+    "lfm2_moe",
 )
 # Cases of ``test_gguf_delta``, damaged here.
-HYBRIDS = ("qwen3_next-experts", "qwen3_5_moe_text", "kimi_linear-experts")
+HYBRIDS = ("qwen3_next-experts", "qwen3_5_moe_text", "kimi_linear-experts", "granitemoehybrid")
 # What transformers' own reader knows of a file: no biases, no head size of Qwen3 but the default,
 # no scale of q, no scaling of RoPE and no second pattern of Gemma 3.
 LIVE = ("llama-gqa", "qwen3-128", "phi3", "gemma3-plain", "stablelm")
@@ -114,6 +116,8 @@ def case(name: str) -> ModelConfig:
         experts = dataclasses.replace(cfg.experts, jitter=0.01)
         rope = dataclasses.replace(cfg.rope, attention_factor=1.1022202)
         return cfg.replace(experts=experts, rope=rope)
+    if name == "lfm2_moe":  # no key says the scale
+        return cfg.replace(experts=dataclasses.replace(cfg.experts, scale=1.0))
     if name == "ernie4_5_moe":  # no key says the last layer with experts
         experts = dataclasses.replace(cfg.experts, layers=(1, 3))
         return cfg.replace(n_layers=4, experts=experts)

@@ -85,8 +85,9 @@ def test_a_model_that_drafts_changes_no_tokens(family, draft):
         run_schedule(family, eng, SCHEDULE)
     stats = eng.stats()
     assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
-    if is_itself:
-        assert stats.drafted_tokens == stats.accepted_tokens > 100
+    if is_itself:  # a stop token is the first to third of a draft; those after it do not count
+        wrong = stats.drafted_tokens - stats.accepted_tokens
+        assert 0 <= wrong <= 2 * stats.finished.get("stop", 0) and stats.accepted_tokens > 100
         return
     assert stats.drafted_tokens > stats.accepted_tokens
     if draft in ("blurred", "first"):

@@ -52,8 +52,11 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "phimoe": "phimoe",
     "kimi_linear": "kimi-linear",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
-_GRANITE = ("granite", "granitemoe", "granitemoeshared")
+_GRANITE = ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")
 _PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", *_GRANITE)
 _DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _NAMES = {
@@ -84,6 +87,20 @@ _NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b",
     "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm",
     "mtp.pre_fc_norm_hidden": "nextn.hnorm",
@@ -109,7 +126,9 @@ _NAMES = {
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
 }
 _LAYER = r"model\.layers\.(\d+)\."
-_EXPERT = re.compile(_LAYER + r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(
+    _LAYER + r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight"
+)
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
 _BEHIND = (
@@ -156,6 +175,9 @@ _KEYS = {
     "topk_group": "expert_group_used_count",
     "routed_scaling_factor": "expert_weights_scale",
     "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
+    "conv_L_cache": "shortconv.l_cache",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
@@ -164,6 +186,10 @@ _KEYS = {
     "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
@@ -273,6 +299,15 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "attention.key_length_mla": config["qk_nope_head_dim"] + d_rope,
         }
         del keys["attention.value_length"]
+    if kind in ("granitemoehybrid", "lfm2", "lfm2_moe"):
+        kv, kinds = config["num_key_value_heads"], config["layer_types"]
+        keys["attention.head_count_kv"] = [kv * (kind == "full_attention") for kind in kinds]
+    if kind == "lfm2_moe":
+        keys["expert_gating_func"] = 2
+        del keys["expert_weights_scale"], keys["expert_shared_count"]
+    if kind == "granitemoehybrid":
+        keys["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
     if kind in _DELTA:
         heads, n_mtp = config["linear_num_value_heads"], config.get("mtp_num_hidden_layers", 0)
         keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]
@@ -305,9 +340,11 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = value.reshape(heads, 2, -1, *value.shape[1:])
         value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    if name.endswith(".conv.conv.weight"):
+        value = value.squeeze(1)
     if kind in _DELTA:
         name, value = linear_attention(name, value, config)
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
         name = f"{name}.bias"
     stem, leaf = name.rsplit(".", 1)
     layer = re.match(r"model\.layers\.(\d+)\.", stem)

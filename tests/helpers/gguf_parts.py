@@ -30,9 +30,14 @@ def halved(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, 
     for name, value in tensors.items():
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         if rest.endswith("input_linear.weight"):
-            kind = "exps" if rest.startswith("block_sparse_moe.") else "shexp"
+            kind = "_exps" if rest.startswith("block_sparse_moe.") else "_shexp"
+            kind = kind if config["num_local_experts"] else ""
             for part, own in zip(("gate", "up"), np.split(value, 2, axis=-2), strict=True):
-                found[f"blk.{layer}.ffn_{part}_{kind}.weight"] = np.ascontiguousarray(own)
+                found[f"blk.{layer}.ffn_{part}{kind}.weight"] = np.ascontiguousarray(own)
+        elif rest.startswith("mamba."):
+            found |= _of_mamba(f"blk.{layer}.", rest.removeprefix("mamba."), value, config)
+        elif rest == "shared_mlp.output_linear.weight" and not config["num_local_experts"]:
+            found[f"blk.{layer}.ffn_down.weight"] = value
         elif rest.endswith("in_proj_qkvz.weight"):
             groups, d_k = config["linear_num_key_heads"], config["linear_key_head_dim"]
             v = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
@@ -44,6 +49,24 @@ def halved(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, 
         else:
             found[name] = value
     return found
+
+
+def _of_mamba(
+    layer: str, name: str, value: np.ndarray, config: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """A tensor of a Mamba-2 layer: -exp(A_log), and a row of the norm for each group."""
+    if name == "A_log":
+        return {f"{layer}ssm_a": -np.exp(value)[:, None]}
+    if name == "D":
+        return {f"{layer}ssm_d": value[:, None]}
+    if name == "dt_bias":
+        return {f"{layer}ssm_dt.bias": value}
+    if name == "norm.weight":
+        return {f"{layer}ssm_norm.weight": value.reshape(config["mamba_n_groups"], -1)}
+    part, _, leaf = name.partition(".")
+    new = {"in_proj": "ssm_in", "out_proj": "ssm_out", "conv1d": "ssm_conv1d"}[part]
+    is_conv = part == "conv1d" and leaf == "weight"
+    return {f"{layer}{new}.{leaf}": value.squeeze(1) if is_conv else value}
 
 
 def joined(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

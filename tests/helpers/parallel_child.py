@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import compiler_options, generation
-from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, ModelConfig
+from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, LatentConfig, ModelConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
@@ -39,9 +39,19 @@ from jaxllama.parallel import mesh as parallel
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training import loop, train
+from jaxllama.training.passes import placed, sharding
+from jaxllama.training.start import TrainingSetup
+from jaxllama.training.step import init_state, update
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.models import LLAMA, params_of, tokens_of
-from tests.helpers.training_cases import TEXT, byte_model, run_config, token_file
+from tests.helpers.training_cases import (
+    TEXT,
+    byte_model,
+    first_params,
+    rows_of,
+    run_config,
+    token_file,
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -99,6 +109,11 @@ FAMILIES = {
         attn_gate=True,
         qk_norm="head",
         delta=DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5),
+    ),
+    "latent": WIDE.replace(
+        n_kv_heads=8,
+        latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=16),
+        rope=dataclasses.replace(WIDE.rope, rotary_dim=2),
     ),
     "short-conv": WIDE.replace(
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
@@ -302,8 +317,40 @@ def gradients() -> None:
         )
 
 
+def divided() -> None:
+    """Steps on one device and on four that share the weights, and the share of a device."""
+    for name, family, more in (
+        ("whole layers", "gqa", {"scan": True}),
+        ("inputs", "hybrid", {"scan": True, "remat": True}),
+        ("fp8", "gla", {"products": "fp8"}),
+    ):
+        model = byte_model(family, **({"d_model": 128, "d_ff": 128} if name == "fp8" else {}))
+        with tempfile.TemporaryDirectory() as folder:
+            config = run_config(
+                Path(folder), model, batch_size=16, microbatches=2, fsdp=True, **more
+            )
+        setup = TrainingSetup(config, model)
+        tokens = rows_of(model, 16, 25).reshape(2, 8, 25)
+        curves, shares = [], []
+        for grid in (None, parallel.make_mesh("data=4")):
+            state = init_state(setup, first_params(model))
+            state = jax.device_put(state, placed(setup, state, grid))
+            batch = jax.device_put(tokens, sharding(grid, 1))
+            curve = []
+            for _ in range(4):
+                state, metrics = update(setup, state, None, batch)
+                curve.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+            curves.append(curve)
+            shares.append(sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)))
+        off = np.max(np.abs(np.divide(*curves) - 1), axis=0).tolist()
+        report(case=name, off=off, share=shares[1] / shares[0])
+
+
 def training(
-    model: ModelConfig, runs: dict[str, list[str | None]], is_scored: bool = False
+    model: ModelConfig,
+    runs: dict[str, list[str | None]],
+    is_scored: bool = False,
+    fsdp: bool = False,
 ) -> None:
     """The curves of one run by its name, on the meshes that it has one after the other."""
     curves = {}
@@ -316,6 +363,7 @@ def training(
             batch_size=16,
             microbatches=2,
             checkpoint_every=4,
+            fsdp=fsdp,
             data={"tokens": tokens, "validation_tokens": 25 * 10},
         )
         for name, meshes in runs.items():
@@ -397,6 +445,12 @@ def main(names: list[str]) -> None:
         elif name == "training":
             model = byte_model("gqa", n_layers=1, layer_types=("attention",))
             training(model, {"one": [None], "moved": ["data=4", None]})
+        elif name == "parts":
+            model = byte_model("gqa", n_layers=1, layer_types=("attention",))
+            runs = {"one": [None], "moved": ["data=4", None], "wider": ["data=2", "data=4"]}
+            training(model, runs, fsdp=True)
+        elif name == "divided":
+            divided()
         elif name == "resumed":
             runs = {"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2}
             training(byte_model("hybrid"), runs, is_scored=True)

@@ -1,10 +1,12 @@
 """Prompts that the devices of a mesh share, beside one device; ``tests.parallel.test_sequence``.
 
-    python -m tests.helpers.sequence_child FAMILY:DATAxMODEL[:KV_DTYPE | :prompt] ... engine:DATAxMODEL
+    python -m tests.helpers.sequence_child FAMILY:DATAxMODEL[:KV_DTYPE[:cudnn]] ...
+    python -m tests.helpers.sequence_child engine:DATAxMODEL
 
 One JSON line a case: the largest difference of logits and of the cache, as shares of the largest
-value, for a prompt of two chunks, in rows of different lengths behind cached tokens.  Of engines,
-whether their tokens are the same.  "prompt" is one prompt alone.
+value, for a prompt of two chunks, in rows of different lengths behind cached tokens.  A KV_DTYPE of
+"prompt" is one prompt alone, in float32; "cudnn" is the form for GPUs.  Of engines, whether their
+tokens are the same.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.mixers.attention import chunk
+from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.shardings import fetch, shard_params
 from jaxllama.parallel import sequence
 from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.cudnn_plain import plain
 from tests.helpers.models import params_of, tokens_of
 from tests.helpers.parallel_child import FAMILIES, WIDE, mesh_of_name, report
 
@@ -88,6 +93,8 @@ def error(want: np.ndarray, got: np.ndarray) -> float:
 def compare(name: str) -> None:
     family, mesh_name, *rest = name.split(":")
     kv_dtype = rest[0] if rest else "float32"
+    if rest[1:] == ["cudnn"]:
+        pretend_a_gpu()
     cfg, mesh = CASES[family], mesh_of_name(mesh_name)
     params = params_of(cfg)
     config, on_mesh = shard_params(cfg, jax.device_get(params), mesh)
@@ -105,6 +112,13 @@ def compare(name: str) -> None:
         logits=error(want, got),
         cache=max(error(*pair) for pair in pairs),
     )
+
+
+def pretend_a_gpu() -> None:
+    """``attention.cudnn.extend`` in float32, in blocks of 16 keys of the past."""
+    cudnn_attention._with_log_sum = plain
+    cudnn_attention.PAST_TOKENS = 16 * ROWS
+    chunk.has_cudnn = lambda q: True
 
 
 def engines(name: str) -> None:

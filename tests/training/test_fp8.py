@@ -94,7 +94,7 @@ def test_losses_follow_those_in_bfloat16(name):
         ({"quantize": {"scheme": "w8a16"}}, "excludes quantize"),
     ],
 )
-def test_products_in_fp8_are_of_whole_float_weights(more, why):
+def test_products_in_fp8_and_parts_are_of_floats_that_learn(more, why):
     table = {
         "steps": 1,
         "batch_size": 1,
@@ -102,7 +102,7 @@ def test_products_in_fp8_are_of_whole_float_weights(more, why):
         "learning_rate": 1.0,
         "init_from": "x",
         "data": {"tokens": "x"},
-        "products": "fp8",
     }
-    with pytest.raises(JaxLlamaError, match=f"products = 'fp8': {why}"):
-        train_config_from_dict(table | more, "x")
+    for key, value in (("products", "fp8"), ("fsdp", True)):
+        with pytest.raises(JaxLlamaError, match=f"{key} = {value!r}: {why}"):
+            train_config_from_dict(table | more | {key: value}, "x")

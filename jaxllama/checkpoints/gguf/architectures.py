@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from jaxllama.typing import JsonMapping, JsonObject
 
@@ -26,7 +27,8 @@ class GGUFArchitecture:
     experts: their metadata -> the key of config.json. gating: llama.cpp's number of the router's
     scores: 1 softmax, 2 sigmoid, 3 softmax of the chosen. mlp_norm: name of the norm before the
     feed-forward. has_mtp: whether the file may have a head for multi-token prediction behind its
-    layers. ignores_mtp: whether such heads are left out.
+    layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
+    attention.
     """
 
     family: str
@@ -37,6 +39,7 @@ class GGUFArchitecture:
     mlp_norm: str = "ffn_norm"
     has_mtp: bool = False
     ignores_mtp: bool = False
+    mixer: Literal["", "delta", "latent", "ssm", "short_conv"] = ""
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gating: int = SOFTMAX
@@ -58,13 +61,13 @@ _COUNTED = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _WIDE = {**_COUNTED, **_WIDTH}
 _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _GLM_EXPERTS = {
     **_WIDTH,
+    **_GROUPS,
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_shared_count": "n_shared_experts",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
     "expert_weights_norm": "norm_topk_prob",
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
@@ -125,6 +128,13 @@ _DELTA = GGUFArchitecture(
     },
     mlp_norm="post_attention_norm",
     has_mtp=True,
+    mixer="delta",
+)
+_LFM2 = GGUFArchitecture(
+    "lfm2",
+    keys={"shortconv.l_cache": "conv_L_cache"},
+    mixer="short_conv",
+    more=lambda sizes: {"block_auto_adjust_ff_dim": False},
 )
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
@@ -162,6 +172,27 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         mixture="granitemoe",
         experts={**_LOCAL, "expert_shared_feed_forward_length": "shared_intermediate_size"},
     ),
+    "granitehybrid": dataclasses.replace(
+        _GRANITE,
+        family="granitemoehybrid",
+        keys={
+            **_GRANITE.keys,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_d_head",
+        },
+        mixture="granitemoehybrid",
+        experts=_LOCAL,
+        mixer="ssm",
+        more=lambda sizes: {
+            "attention_multiplier": sizes["head_dim"] ** -0.5,
+            "shared_intermediate_size": sizes["intermediate_size"],
+            "num_local_experts": 0,
+        },
+    ),
     "seed_oss": GGUFArchitecture("seed_oss", mlp_norm="post_attention_norm"),
     "ernie4_5": GGUFArchitecture("ernie4_5", interleaved=True),
     "ernie4_5-moe": GGUFArchitecture(
@@ -197,6 +228,15 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
     "cohere2": GGUFArchitecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+    "lfm2": _LFM2,
+    "lfm2moe": dataclasses.replace(
+        _LFM2,
+        family="lfm2_moe",
+        mixture="lfm2_moe",
+        experts={**_WIDE, **_GROUPS, "leading_dense_block_count": "num_dense_layers"},
+        gating=SIGMOID,
+        more=lambda sizes: {"norm_topk_prob": True, "num_dense_layers": 0},
+    ),
     "kimi-linear": GGUFArchitecture(
         "kimi_linear",
         mixture="kimi_linear",
@@ -209,6 +249,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         },
         experts=_KIMI_EXPERTS,
         gating=SIGMOID,
+        mixer="latent",
         more=lambda sizes: _KIMI_DEFAULTS,
     ),
     "qwen35": _DELTA,

@@ -106,7 +106,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     if has_experts and arch.mixture is None:
         raise file.error(f"{name}.expert_count", "a mixture of experts, which is not supported")
     _check_keys(file, name, arch)
-    sizes = _sizes(file, name)
+    sizes = _sizes(file, name, arch)
     mtp_layers = _mtp_layers(file, name, arch)
     sizes["num_hidden_layers"] -= mtp_layers
     window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
@@ -122,10 +122,8 @@ def _config(file: GGUFFile) -> ModelConfig:
     for key, theirs in arch.keys.items():
         if f"{name}.{key}" in file:
             config[theirs] = file.value(f"{name}.{key}")
-    if "ssm.group_count" in arch.keys:
-        config |= _delta(file, name, config)
-    if name == "kimi-linear":
-        config |= _kimi(file, name, config)
+    if arch.mixer:
+        config |= _MIXERS[arch.mixer](file, name, config)
     if has_experts:
         found = {theirs: f"{name}.{key}" for key, theirs in arch.experts.items()}
         config |= {theirs: file.value(key) for theirs, key in found.items() if key in file}
@@ -133,7 +131,7 @@ def _config(file: GGUFFile) -> ModelConfig:
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
+    eps = "rms_epsilon" if FAMILIES[kind].eps in ("rms_norm_eps", "norm_eps") else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= rope_keys(file, name, kind, sizes)
     scaling = config.get("rope_scaling")
@@ -171,10 +169,9 @@ def _delta(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
     """Return the width of a value head, of which the file has the sum over the heads, and which
     layers are recurrent, if the file lists them.
     """
-    heads, inner = config.get("linear_num_value_heads"), config.get("linear_value_head_dim")
-    if not heads or not inner or inner % heads:
-        raise file.error(f"{name}.ssm.inner_size", f"{inner} is not a width of {heads} heads each")
-    found: JsonObject = {"linear_value_head_dim": inner // heads}
+    width = "linear_value_head_dim"
+    heads = config.get("linear_num_value_heads")
+    found: JsonObject = {width: _of_each(file, name, heads, width, config)}
     key, n = f"{name}.{_RECURRENT}", config["num_hidden_layers"]
     if key in file:
         layers = file.array(key)[:n].tolist()
@@ -184,7 +181,7 @@ def _delta(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
     return found
 
 
-def _kimi(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+def _latent(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
     """Return the parts of a key's width, and which layers are recurrent: those without kv heads.
 
     The file counts one kv head, the latent; the model's keys and values have all heads.
@@ -194,16 +191,50 @@ def _kimi(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
     width = file.integer(key)
     if width <= d_rope:
         raise file.error(key, f"{width} must exceed the {d_rope} features that {_TURNING} names")
-    key, n = f"{name}.attention.head_count_kv", config["num_hidden_layers"]
-    counts = file.array(key)[:n].tolist()
-    if len(counts) != n or not set(counts) <= {0, 1, heads}:
-        raise file.error(key, f"{counts} is not 0, 1 or {heads} for each of {n} layers")
     return {
         "qk_rope_head_dim": d_rope,
         "qk_nope_head_dim": width - d_rope,
         "linear_num_heads": heads,
-        "layer_types": ["full_attention" if x else "linear_attention" for x in counts],
+        "layer_types": _layers_with_heads(file, name, config, {0, 1, heads}),
     }
+
+
+def _ssm(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return the width of a Mamba-2 head, which layers these are, and whether attention turns."""
+    has_bias = "blk.0.ssm_conv1d.bias" in file.tensors or "blk.1.ssm_conv1d.bias" in file.tensors
+    turns = file.boolean(f"{name}.rope.scaling.finetuned", True)
+    return {
+        "mamba_d_head": _of_each(file, name, config.get("mamba_n_heads"), "mamba_d_head", config),
+        "mamba_conv_bias": has_bias,
+        "layer_types": _layers_with_heads(file, name, config, {0, config["num_key_value_heads"]}),
+        "position_embedding_type": "rope" if turns else None,
+    }
+
+
+def _short_conv(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return which layers are short convolutions."""
+    kinds = _layers_with_heads(file, name, config, {0, config["num_key_value_heads"]})
+    return {"layer_types": ["conv" if kind == "linear_attention" else kind for kind in kinds]}
+
+
+_MIXERS = {"delta": _delta, "latent": _latent, "ssm": _ssm, "short_conv": _short_conv}
+
+
+def _of_each(file: GGUFFile, name: str, heads: int | None, key: str, config: JsonObject) -> int:
+    """Return the width of a head, of which the file has the sum over the heads."""
+    inner = config.get(key)
+    if not heads or not inner or inner % heads:
+        raise file.error(f"{name}.ssm.inner_size", f"{inner} is not a width of {heads} heads each")
+    return inner // heads
+
+
+def _layers_with_heads(file: GGUFFile, name: str, config: JsonObject, known: set[int]) -> list[str]:
+    """Return the kinds of the layers: those without kv heads are recurrent."""
+    key, n = f"{name}.attention.head_count_kv", config["num_hidden_layers"]
+    counts = file.array(key)[:n].tolist()
+    if len(counts) != n or not set(counts) <= known:
+        raise file.error(key, f"{counts} is not one of {sorted(known)} for each of {n} layers")
+    return ["full_attention" if x else "linear_attention" for x in counts]
 
 
 def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
@@ -217,7 +248,7 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
         *arch.experts,
         *rope,
         *_INERT,
-        *((_RECURRENT,) if "ssm.group_count" in arch.keys else ()),
+        *((_RECURRENT,) if arch.mixer == "delta" else ()),
         "nextn_predict_layers",
     }
     for key in file.keys:
@@ -236,7 +267,7 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
         raise file.error(finetuned, "a model without positions is not supported")
 
 
-def _sizes(file: GGUFFile, name: str) -> JsonObject:
+def _sizes(file: GGUFFile, name: str, arch: GGUFArchitecture) -> JsonObject:
     """Return the keys that every config.json has."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
@@ -253,7 +284,7 @@ def _sizes(file: GGUFFile, name: str) -> JsonObject:
     n_heads = _per_layer(file, f"{name}.attention.head_count")
     if n_heads <= 0:
         raise file.error(f"{name}.attention.head_count", f"{n_heads} must be positive")
-    is_latent = name == "kimi-linear"
+    is_latent = arch.mixer == "latent"
     head_dim = file.integer(f"{name}.attention.key_length", d_model // n_heads)
     if is_latent:  # key_length is that of the latent
         head_dim = file.integer(f"{name}.{_TURNING}")
@@ -263,7 +294,9 @@ def _sizes(file: GGUFFile, name: str) -> JsonObject:
             f"{name}.attention.value_length", f"{values} differs from the head's {head_dim}"
         )
     n_kv_heads = n_heads
-    if not is_latent:
+    if arch.mixer in ("ssm", "short_conv"):  # layers without attention have none
+        n_kv_heads = int(file.array(f"{name}.attention.head_count_kv").max(initial=0))
+    elif not is_latent:
         n_kv_heads = _per_layer(file, f"{name}.attention.head_count_kv", n_heads)
     is_dense = f"{name}.feed_forward_length" in file
     width = "feed_forward_length" if is_dense else "expert_feed_forward_length"

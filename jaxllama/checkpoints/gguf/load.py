@@ -42,7 +42,7 @@ from jaxllama.model.param import Param, TensorSource, Tiled
 from jaxllama.model.param import Path as TreePath
 from jaxllama.progress import working
 from jaxllama.typing import Leaf, ParamsDict
-from pallas_kernels.cpu import from_blocks
+from pallas_kernels.cpu import TILE, from_blocks, stacked
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu import CpuWeight
@@ -117,10 +117,11 @@ def load_params(
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
                 is_kept = keep_quantized and any(info.type in KEPT for info in infos)
-                is_kept = is_kept and rooms[-1] not in _FLOATS
+                is_kept = is_kept and rooms[-1] not in _FLOATS and len(spec.shape) > 1
                 value = None
                 if rooms[-1].startswith("experts_"):
-                    value = _read_experts(file, spec, dtype, is_kept)
+                    value = _experts_laid_out(file, spec) if is_kept and laid_out else None
+                    value = value or _read_experts(file, spec, dtype, is_kept)
                 elif rooms[-1] == "kv_b" and len(infos) == 2:
                     value = _read_latent(file, spec, dtype)
                 elif is_kept and laid_out:
@@ -245,6 +246,21 @@ def _read_experts(
     return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts)
 
 
+def _experts_laid_out(file: GGUFFile, spec: Param) -> CpuWeight | None:
+    """Return the matrices of all experts as ``_read_laid_out`` returns one, or None as it does."""
+    kind = _kind_laid_out(file, spec.sources)
+    n_experts, high, _ = spec.shape
+    if kind is None or high % TILE:
+        return None
+    parts = [
+        file.rows(file.tensors[source.name]).reshape(n_experts, source.shape[1], -1)
+        for source in spec.sources
+    ]
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    blocks = rows.reshape(n_experts * high, -1, BLOCKS[kind][1])
+    return stacked(from_blocks(blocks, *_LAID_OUT[kind]), n_experts)
+
+
 def _read_latent(file: GGUFFile, spec: Param, dtype: np.dtype) -> np.ndarray:
     """Return the matrix that makes keys and values of latents, each head's keys before its values.
 
@@ -269,18 +285,23 @@ def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight
     Returns None for a matrix that must become a QTensor or RowBlocks first: one of another type, of
     several types, with a multiplier, or with scales that ``from_blocks`` refuses.
     """
-    infos = [file.tensors[source.name] for source in sources]
-    kind = infos[0].type
-    is_plain = all(source.scale == 1.0 and source.columns is None for source in sources)
-    if kind not in _LAID_OUT or any(info.type != kind for info in infos) or not is_plain:
+    kind = _kind_laid_out(file, sources)
+    if kind is None:
         return None
     parts = []
-    for source, info in zip(sources, infos, strict=True):
-        order = source.row_order()
-        parts.append(file.rows(info) if order is None else file.rows(info)[order])
+    for source in sources:
+        order, rows = source.row_order(), file.rows(file.tensors[source.name])
+        parts.append(rows if order is None else rows[order])
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
     size = BLOCKS[kind][1]
     return from_blocks(rows.reshape(len(rows), -1, size), *_LAID_OUT[kind])
+
+
+def _kind_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> Type | None:
+    """Return the type of these tensors if ``from_blocks`` can read them as one matrix."""
+    kind, *others = {file.tensors[source.name].type for source in sources}
+    is_plain = all(source.scale == 1.0 and source.columns is None for source in sources)
+    return kind if kind in _LAID_OUT and not others and is_plain else None
 
 
 @np.errstate(all="ignore")

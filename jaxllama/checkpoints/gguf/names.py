@@ -10,6 +10,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.attention.parameters import LatentNames
 from jaxllama.model.mixers.delta.parameters import DeltaNames
+from jaxllama.model.mixers.short_conv.parameters import ShortConvNames
+from jaxllama.model.mixers.ssm.parameters import SSMNames
 from jaxllama.model.names import MTPNames, Names
 from jaxllama.model.param import Param
 from jaxllama.model.param import Path as TreePath
@@ -72,6 +74,18 @@ _KDA = dataclasses.replace(
     tiled=False,
     flat_conv=False,
 )
+_SSM = SSMNames(
+    mixer="",
+    inputs="ssm_in",
+    conv="ssm_conv1d",
+    norm="ssm_norm",
+    o="ssm_out",
+    a_log="ssm_a",
+    dt_bias="ssm_dt.bias",
+    skip="ssm_d",
+    is_gguf=True,
+)
+_SHORT_CONV = ShortConvNames(mixer="shortconv.", is_flat=True)
 _LATENT = LatentNames(q="q", kv_a="kv_a_mqa", kv_norm="kv_a_norm", kv_b=("kv_b",))
 
 
@@ -101,13 +115,18 @@ def param_tensors(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
         delta = _KDA
         if any(name.endswith(".attn_k_b.weight") for name in file.tensors):
             latent = dataclasses.replace(_LATENT, kv_b=("k_b", "v_b"))
+    norm = _NAMES.norm
+    if arch.mixer == "short_conv" and f"{norm}.weight" not in file.tensors:
+        norm = "token_embd_norm"
+    kinds = {"delta": delta, "experts": experts, "latent": latent}
     nextn = f"blk.{cfg.n_layers}"
     names = dataclasses.replace(
         _NAMES,
         mlp_norm=arch.mlp_norm,
         qkv=qkv,
         gate_up=gate_up,
-        mixers={"delta": delta, "experts": experts, "latent": latent},
+        mixers={**kinds, "ssm": _SSM, "short_conv": _SHORT_CONV},
+        norm=norm,
         mtp=MTPNames(
             layer=nextn,
             embed_norm=f"{nextn}.nextn.enorm",

@@ -60,6 +60,9 @@ _NULLABLE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "rope_parameters",
+    "q_lora_rank",
+    "scale_depth",
+    "dim_model_base",
 )
 _KEYS = frozenset(
     """
@@ -128,9 +131,10 @@ def config_from_hf(
     d_model = read.size("hidden_size")
     n_heads = read.size("num_attention_heads")
     n_layers = read.size("num_hidden_layers", limit=_MAX_LAYERS)
-    if read.config.get("head_dim") is None and d_model % n_heads:
+    key = family.turning or "head_dim"
+    if read.config.get(key) is None and d_model % n_heads:
         raise read.error("num_attention_heads", f"must divide hidden_size ({d_model})")
-    head_dim = read.size("head_dim", d_model // n_heads)
+    head_dim = read.size(key, d_model // n_heads)
     activation = read.text(family.activation, "silu")
     is_gated = family.facts.get("gated_mlp", True)
     known_ones = [name for name in ACTIVATIONS if not (is_gated and name in UNGATED)]
@@ -138,6 +142,8 @@ def config_from_hf(
         raise read.error(family.activation, f"not supported; supported: {', '.join(known_ones)}")
     max_position = read.size("max_position_embeddings")
     rope, window_rope = ropes(kind, read, head_dim, max_position)
+    if family.turning:
+        rope = dataclasses.replace(rope, rotary_dim=head_dim)
     window, window_layers = _window(family, read, n_layers)
     slides = set(window_layers or range(n_layers) if window else ())
     nope: set[int] = set()
@@ -227,7 +233,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": _id_or_ids(cfg.eos_token_ids),
     }
-    if cfg.rope.rotary_dim is not None or "partial_rotary_factor" in family.defaults:
+    is_partial = cfg.rope.rotary_dim is not None and not family.turning
+    if is_partial or "partial_rotary_factor" in family.defaults:
         turning = cfg.head_dim if cfg.rope.rotary_dim is None else cfg.rope.rotary_dim
         result["partial_rotary_factor"] = turning / cfg.head_dim
     if cfg.rope.scaling == "dynamic":

@@ -74,6 +74,8 @@ def _rope(
     kind = read.text(type_key, "default")
     if family == "phi3" and kind in ("su", "yarn"):  # older names
         kind = "longrope"
+    if family == "sarvam_mla" and kind == "deepseek_yarn":
+        kind = "yarn"
     if kind == "default":
         return build()
     if kind == "linear":

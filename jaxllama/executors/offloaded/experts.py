@@ -91,12 +91,14 @@ def divided(tokens: dict[int, int], loaded: set[int], policy: Policy) -> tuple[l
     order = sorted(tokens, key=lambda expert: (expert not in loaded, -tokens[expert], expert))
     if policy.cpu_expert == 0:
         return order, []
-    times = [policy.cpu_expert + policy.cpu_token * (tokens[expert] - 1) for expert in order]
     first = sum(expert in loaded for expert in order)
-    best = min(
-        range(first, len(order) + 1), key=lambda cut: (max(cut - first, sum(times[cut:])), cut)
-    )
-    return order[:best], order[best:]
+    on_cpu, cut = 0.0, len(order)  # the CPU takes experts from the end while it is the earlier
+    while cut > first:
+        more = on_cpu + policy.cpu_expert + policy.cpu_token * (tokens[order[cut - 1]] - 1)
+        if max(more, cut - 1 - first) > max(on_cpu, cut - first):
+            break
+        on_cpu, cut = more, cut - 1
+    return order[:cut], order[cut:]
 
 
 class LoadedExperts:
@@ -120,6 +122,7 @@ class ExpertWork:
     counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
         on the device only with ``counts_all``, because its router is not waited for otherwise.
     loads, computed: numbers of experts that were loaded, and that the CPU computed.
+    computed_pairs: number of pairs that the CPU computed.
     """
 
     store: Store
@@ -128,6 +131,12 @@ class ExpertWork:
     counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     loads: int = 0
     computed: int = 0
+    computed_pairs: int = 0
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.counts = {}
+        self.loads = self.computed = self.computed_pairs = 0
 
     def feed(
         self,
@@ -195,6 +204,7 @@ class _Cold:
         to_load, to_compute = divided(tokens, set(known), self.work.policy)
         self.work.loads += sum(expert not in known for expert in to_load)
         self.work.computed += len(to_compute)
+        self.work.computed_pairs += sum(tokens[expert] for expert in to_compute)
         groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
         begun: deque[list[Pieces]] = deque()
         running: deque[jax.Array] = deque()
@@ -250,7 +260,9 @@ class _Cold:
         experts = np.asarray(group + group[:1] * (width - len(group)), np.int32)
         own = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(own)
-        count = _size(max(len(pairs), width))
+        count = width
+        while count < len(pairs):
+            count *= 4  # few sizes, because each is a program
         places = np.full(count, routed.experts.size, np.int32)  # a pair that is none
         places[: len(pairs)] = pairs
         slots = np.zeros(count, np.int32)

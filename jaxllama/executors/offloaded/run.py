@@ -406,7 +406,8 @@ class OffloadRun:
             elif unit.kind != "mix" and not placed:
                 x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
             if placed:
-                loaded = self._loaded.of(unit) if len(self.active_batches()) > 1 else None
+                several = len(batch.pieces) > 1 or len(self.active_batches()) > 1
+                loaded = self._loaded.of(unit) if several else None
                 x = self.experts.feed(cfg, unit, weights, x, piece.lengths, self.record, loaded)
             results.append(x)
         return results, cache

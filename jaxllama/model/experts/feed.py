@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.experts.route import route, router_logits
+from jaxllama.model.experts.route import router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.parallel.collectives import row_parallel_matmul
@@ -52,7 +52,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
-    experts, weights = route(options, tokens, own["router"])
+    experts, weights = ops.route(options, tokens, own["router"])
     gated: Options = {"gated": gate_of(cfg, options)}
     summed: Options = {}
     axes = expert_axes()

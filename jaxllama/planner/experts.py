@@ -1,0 +1,173 @@
+"""The cost of experts that lie one by one: how many a step needs, and what they take.
+
+    needed(shares, tokens) -> probability by expert          that one of the tokens passes it
+    layer_seconds(costs, policy, shares, tokens) -> ExpertStep          of a layer's cold experts
+
+A token passes expert e with the probability of its measured share p. Of n tokens at least one does
+so with 1 - (1 - p)^n. The number of needed experts that are not on the device then has a
+distribution (Poisson-binomial). For each number, the run's own rule divides the experts between
+link and CPU (``offloaded.experts.divided``), and
+
+    seconds = longer + beside * shorter          of  load_visit + loads * load
+                                                 and cpu_visit + experts * expert + tokens * token
+
+where ``tokens`` are those beyond the first of an expert. The mean over the distribution is the
+layer's time, beside that of a layer whose experts are all on the device.
+
+Left out: the dependence between a token's experts, which are distinct.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxllama.config import ModelConfig
+from jaxllama.executors.offloaded.experts import divided
+from jaxllama.offload.expert_places import ExpertPlace, places, use_of
+from jaxllama.offload.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertCosts:
+    """Seconds of a layer whose experts lie one by one, as measured on one machine.
+
+    layer: a decode step of a layer whose experts are all on the device: a layer, a row.
+    load: a layer that loads experts, one expert.
+    cpu: a layer with experts on the CPU, one expert, a further token of an expert; empty if this
+        CPU computes none.
+    beside: share of the shorter of both that is not hidden.
+    """
+
+    layer: tuple[float, ...]
+    load: tuple[float, ...]
+    cpu: tuple[float, ...]
+    beside: float
+
+    @property
+    def of_policy(self) -> dict[str, float]:
+        """Return the policy's fields that divide experts between link and CPU."""
+        if not self.cpu:
+            return {}
+        unit = max(self.load[1], 1e-9)
+        return {
+            "cpu_expert": float(f"{max(self.cpu[1] / unit, 1e-6):.4g}"),
+            "cpu_token": float(f"{self.cpu[2] / unit:.4g}"),
+        }
+
+    def seconds(self, loads: int, computed: int, extra: float) -> float:
+        """Return a layer's seconds of ``loads`` and of the CPU's experts with ``extra`` tokens."""
+        link = self.load[0] + loads * self.load[1] if loads else 0.0
+        cpu = 0.0
+        if computed:
+            visit, expert, token = self.cpu
+            cpu = visit + computed * expert + extra * token
+        return max(link, cpu) + self.beside * min(link, cpu)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertStep:
+    """Means of one layer and step: seconds, experts loaded, and experts that the CPU computes."""
+
+    seconds: float
+    loads: float
+    computed: float
+
+
+def needed(shares: np.ndarray, tokens: int) -> np.ndarray:
+    """Return the probability that at least one of ``tokens`` passes each expert."""
+    return 1.0 - (1.0 - np.minimum(shares, 1.0)) ** tokens
+
+
+def distribution(chances: np.ndarray) -> np.ndarray:
+    """Return the probabilities of 0, 1, ... of independent events with these ``chances``."""
+    found = np.ones(1)
+    for chance in chances:
+        found = np.convolve(found, (1.0 - chance, chance))
+    return found
+
+
+def layer_seconds(
+    costs: ExpertCosts, policy: Policy, shares: np.ndarray, tokens: int, known: int = 0
+) -> ExpertStep:
+    """Return what a layer's experts that are not on the device take for ``tokens`` tokens.
+
+    shares: of these experts.  known: tokens of the block's earlier batches, whose loaded experts
+    are still there.
+    """
+    chances = needed(shares, tokens) * (1.0 - needed(shares, known))
+    mean = float(np.sum(chances))
+    if mean == 0.0:
+        return ExpertStep(0.0, 0.0, 0.0)
+    each = max(1.0, float(np.sum(shares) * tokens) / mean)  # tokens of a needed expert
+    seconds = loads = computed = 0.0
+    for count, chance in enumerate(distribution(chances)):
+        if chance < 1e-9 or not count:
+            continue
+        to_load, on_cpu = _divided(count, each, policy)
+        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (each - 1.0))
+        loads += chance * to_load
+        computed += chance * on_cpu
+    return ExpertStep(seconds, loads, computed)
+
+
+def _divided(count: int, each: float, policy: Policy) -> tuple[int, int]:
+    mean = dict.fromkeys(range(count), each)
+    to_load, on_cpu = divided(mean, set(), policy)
+    return len(to_load), len(on_cpu)
+
+
+def shares_of(cfg: ModelConfig, policy: Policy) -> list[tuple[ExpertPlace, np.ndarray]]:
+    """Return (place, shares ``[E]``) of each layer with experts; an empty list without any."""
+    return _shares_of(cfg, policy.experts, policy.expert_use)
+
+
+@functools.lru_cache(maxsize=256)
+def _shares_of(
+    cfg: ModelConfig, experts: str, expert_use: str
+) -> list[tuple[ExpertPlace, np.ndarray]]:
+    policy = Policy(experts=experts, expert_use=expert_use)
+    counts = expert_counts(cfg)
+    use = use_of(policy)
+    found = []
+    for layer, place in places(policy, counts, use).items():
+        own = cfg.experts_of(layer)
+        assert own is not None
+        even = np.full(own.n_experts, own.n_active / own.n_experts)
+        found.append((place, even if use is None else use.of(layer, own.n_experts)))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
+    """Return the number of experts of each layer that has some."""
+    found = ((layer, cfg.experts_of(layer)) for layer in range(cfg.n_layers))
+    return {layer: own.n_experts for layer, own in found if own is not None}
+
+
+@functools.lru_cache(maxsize=4096)
+def experts_step(
+    cfg: ModelConfig, costs: ExpertCosts, policy: Policy, batches: Sequence[int]
+) -> tuple[ExpertStep, ...]:
+    """Return the step of each layer with experts, for a block of batches of so many tokens."""
+    alike: dict[tuple[int, ...], ExpertStep] = {}
+    found = []
+    for place, shares in shares_of(cfg, policy):
+        cold = np.asarray((*place.host, *place.disk), np.int64)
+        key = tuple(np.round(np.sort(shares[cold]) * 1e6).astype(np.int64))
+        if key not in alike:
+            steps, known = [], 0
+            for tokens in batches:
+                steps.append(layer_seconds(costs, policy, shares[cold], tokens, known))
+                if policy.cpu_expert == 0:  # the CPU's experts were not loaded
+                    known += tokens
+            alike[key] = ExpertStep(
+                sum(step.seconds for step in steps),
+                sum(step.loads for step in steps),
+                sum(step.computed for step in steps),
+            )
+        found.append(alike[key])
+    return tuple(found)

@@ -1,0 +1,156 @@
+"""What is predicted of experts that lie one by one: their number, their time and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.config import ExpertsConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded.experts import divided
+from jaxllama.offload.expert_places import ExpertUse
+from jaxllama.offload.experts import ExpertBias, ExpertTensor
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import RowTable, is_stored
+from jaxllama.placement import Placement
+from jaxllama.planner.accounting import footprint
+from jaxllama.planner.calibrate_experts import measure_experts, measured_use
+from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
+from jaxllama.planner.experts import ExpertCosts, experts_step, layer_seconds
+from jaxllama.planner.fitting import Calibration, Moving
+from jaxllama.planner.solve import one_by_one, solve
+from tests.helpers.models import FAMILIES, params_of
+
+EXPERTS = ExpertsConfig(32, 4, 64, bias=True, router_bias=True)
+CFG = FAMILIES["gqa"].first_layers(1).replace(experts=EXPERTS)
+COSTS = ExpertCosts((4e-4, 1e-5), (5e-5, 2.5e-4), (1e-4, 2e-4, 2e-5), 0.3)
+
+
+def machine(costs: ExpertCosts) -> Calibration:
+    """A machine on which a layer takes what ``costs`` say, and the link a nanosecond a byte."""
+    link, free = Moving(1e-5, 1e-9, 4e-9, 0.0), Moving(0.0, 0.0, 0.0, 0.0)
+    none = (0.0, 0.0)
+    return Calibration(
+        link, none, link, link, 0.0, free, free, (*none, 0.0), (*none, 0.0), none, none, (0.0,) * 4,
+        0.0, (*none, 0.0), free, costs,
+    )  # fmt: skip
+
+
+def simulated(policy: Policy, shares: np.ndarray, cold: list[int], tokens: int) -> float:
+    """The mean seconds of a layer: tokens draw distinct experts, and link and CPU each work off
+    their own queue, from one clock."""
+    rng, taken = np.random.default_rng(0), []
+    for _ in range(150):
+        noise = rng.gumbel(size=(tokens, len(shares)))
+        chosen = np.argsort(-(np.log(shares) + noise), axis=1)[:, :4]
+        found = {e: int(np.sum(chosen == e)) for e in cold if np.any(chosen == e)}
+        to_load, on_cpu = divided(found, set(), policy)
+        link = cpu = 0.0
+        for number, _ in enumerate(to_load):
+            link += COSTS.load[1] + (0 if number else COSTS.load[0])
+        for number, expert in enumerate(on_cpu):
+            cpu += COSTS.cpu[1] + (found[expert] - 1) * COSTS.cpu[2]
+            cpu += 0 if number else COSTS.cpu[0]
+        taken.append(max(link, cpu) + COSTS.beside * min(link, cpu))
+    return float(np.mean(taken))
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_expert": 1e-6}, COSTS.of_policy])
+def test_the_predicted_time_is_that_of_a_simulated_timeline(options):
+    policy = Policy(experts="25/75", **options)
+    skewed = 1.0 / np.arange(1, 33)
+    for shares in (np.full(32, 4 / 32), 4 * skewed / skewed.sum()):
+        # The shares that drawing without replacement gives.
+        rng = np.random.default_rng(1)
+        drawn = np.argsort(-(np.log(shares) + rng.gumbel(size=(20000, 32))), axis=1)[:, :4]
+        measured = ExpertUse.of_counts({0: np.bincount(drawn.reshape(-1), minlength=32)}, 4)
+        cold = list(range(8, 32))
+        for tokens in (1, 5, 16):
+            step = layer_seconds(COSTS, policy, measured.layers[0][cold], tokens)
+            want = simulated(policy, shares, cold, tokens)
+            assert abs(step.seconds / want - 1) < 0.06, (tokens, step, want)
+
+
+def test_a_block_loads_an_expert_once():
+    policy = Policy(experts="0/100")
+    [one] = experts_step(CFG, COSTS, policy, (8,))
+    [both] = experts_step(CFG, COSTS, policy, (4, 4))
+    assert both.loads == pytest.approx(one.loads) and both.computed == 0
+    assert one.loads == pytest.approx(32 * (1 - (28 / 32) ** 8))
+
+
+def test_the_solver_places_the_hottest_on_the_device_and_divides_the_rest(tmp_path):
+    path = tmp_path / "use.json"
+    skewed = 1.0 / np.arange(1, 33)
+    ExpertUse(dict.fromkeys(range(4), 4 * skewed / skewed.sum())).save(path)
+    task, settings = Task(1, 4, 8), PlannerSettings(jnp.float32, jnp.float32)
+    cfg = CFG.replace(n_layers=4, layer_types=("attention",) * 4)
+    limits = MemoryLimits(
+        need_of(cfg, Policy(experts="40/60"), task, settings, 0).device, 10**9, 10**9
+    )
+
+    def rate(policy: Policy, costs: ExpertCosts) -> float:
+        return predict(cfg, policy, machine(costs), task, settings).tokens_per_second
+
+    slow = dataclasses.replace(COSTS, layer=(1e-6, 0.0), load=(1e-6, 1e-5), cpu=(1e-4, 1e-3, 1e-3))
+    fast = dataclasses.replace(slow, cpu=(1e-7, 1e-6, 1e-6))
+    divides = solve(cfg, machine(fast), task, limits, settings)
+    assert limits.allow(need_of(cfg, divides, task, settings, 0))
+    assert divides.expert_shares is not None and divides.expert_shares.device > 10
+    assert divides.cpu_expert == pytest.approx(0.1)
+    found = one_by_one(cfg, Policy(), str(path), machine(slow), task, limits, settings)
+    best = max(found, key=lambda policy: rate(policy, slow))
+    even = dataclasses.replace(best, expert_use="")
+    assert best.expert_use == str(path) and rate(best, slow) > rate(even, slow)
+    assert best.cpu_expert == 0.0 or best.cpu_expert > 50
+
+
+@pytest.mark.parametrize("text", ["30/40", "0/100", "100/0"])
+def test_the_footprint_of_experts_is_what_the_store_holds(tmp_path, text):
+    policy = Policy.parse(f"100 0 100 0 100 0 experts={text}")
+    place = Placement(policy, jnp.float32, directory=tmp_path, exact=True)
+    params = jax.tree.map(np.asarray, params_of(CFG))
+    lm = place.model(CFG, place.tree(params), None)
+    held = np.zeros(3, np.int64)
+
+    def known(leaf: object) -> bool:
+        return is_stored(leaf) or isinstance(leaf, RowTable | ExpertTensor | ExpertBias)
+
+    for leaf in jax.tree.leaves(lm.params, is_leaf=known):
+        if isinstance(leaf, ExpertBias):
+            held += (leaf.device.nbytes, leaf.host.nbytes, 0)
+        else:
+            held += leaf.nbytes if known(leaf) else (leaf.nbytes, 0, 0)
+        if isinstance(leaf, ExpertTensor):
+            held[0] += leaf.held.experts.nbytes + leaf.held.slots.nbytes
+    need = footprint(
+        CFG, policy, rows=1, width=4, capacity=8, dtype=jnp.float32, kv_dtype=jnp.float32,
+        compile_programs=False,
+    )  # fmt: skip
+    assert dataclasses.astuple(need.weights) == tuple(held)
+
+
+@pytest.mark.slow
+def test_costs_and_use_are_measured(tmp_path):
+    cfg = CFG.replace(
+        n_layers=2, layer_types=("attention",) * 2, vocab_size=256, window_layers=(),
+    )  # fmt: skip
+
+    def model(policy: Policy):
+        place = Placement(policy, jnp.float32, directory=tmp_path)
+        return place.model(cfg, place.tree(jax.tree.map(np.asarray, params_of(cfg))), None)
+
+    costs = measure_experts(cfg, model, jnp.float32, 64)
+    assert min(costs.layer) >= 0 and len(costs.load) == 2 and 0 <= costs.beside <= 1
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
+    use = measured_use(model(Policy.parse("100 0 100 0 100 0 experts=50/50")), tokens)
+    assert [round(float(own.sum()), 6) for own in use.layers.values()] == [4.0, 4.0]
+
+
+def test_a_table_s_path_has_no_spaces():
+    with pytest.raises(JaxLlamaError, match="expert_use = 'a b': a path without spaces"):
+        Policy(experts="0/100", expert_use="a b")
