@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.few_rows.plan import is_format
 from pallas_kernels.qtensor import QTensor
@@ -107,6 +107,8 @@ def summed_plan(
     """The plan for ``x[..., K]``, ``w[E, N, K]`` and ``fan`` experts of a token, or why there is
     none."""
     _, n, k = w.shape
+    if reason := lacking("wgmma"):  # Hopper alone was timed
+        return Reason(reason)
     if x.dtype != jnp.bfloat16:
         return Reason(f"x is {x.dtype}, the kernel of sums over experts takes bfloat16")
     if not isinstance(w, QTensor) or not (w.dtype == jnp.int4 or is_format(w)):

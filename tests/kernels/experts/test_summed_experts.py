@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_matmul
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts import summed_kernel, summed_program
@@ -96,7 +97,7 @@ def test_lowers_for_cuda() -> None:
     assert text.count("@mosaic_gpu") == 1
 
 
-def test_what_it_takes() -> None:
+def test_what_it_takes(monkeypatch) -> None:
     x, w = jnp.zeros((1, FAN, 256), jnp.bfloat16), stacked("w4-g128", 48, 256)
     found = planning.plan(x, w, FAN, None, joined=FAN)
     own = found.plan if isinstance(found, Reason) else found
@@ -105,3 +106,5 @@ def test_what_it_takes() -> None:
     assert "float32" in summed_plan(x.astype(jnp.float32), w, FAN, FAN).text
     assert "2 tokens" in summed_plan(x, w, 2 * FAN, FAN).text
     assert "too long" in summed_plan(x, w, 72, 72).text
+    monkeypatch.setenv(TARGET, "sm_80")
+    assert "sm_80 has no wgmma" in summed_plan(x, w, FAN, FAN).text
