@@ -80,6 +80,8 @@ def arrays(cache: Cache) -> list[np.ndarray]:
             if isinstance(layer, KVCache):
                 owned = np.arange(leaf.shape[1])[None, :] < np.asarray(cache.lengths)[:, None]
                 leaf = np.where(owned[:, :, None, None], leaf, 0)
+            elif leaf.ndim == 3:  # inputs of a convolution, which shards of heads regroup
+                leaf = np.sort(leaf, axis=-1)
             out.append(leaf)
     return out
 
