@@ -21,10 +21,10 @@ from tests.helpers.compiling import environment
 
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.sequence_child")
-BOUND = {"float32": 1e-5, "int8": 0.02, "int4": 0.2}
+BOUND = {"float32": 1e-5, "prompt": 1e-5, "int8": 0.02, "int4": 0.2}
 FULL = [
     "gqa:4x1",
-    "gqa:8x1",
+    "gqa:8x1:prompt",
     "gqa:2x4",
     "gqa:4x1:int8",
     "gqa:2x2:int4",
