@@ -147,8 +147,8 @@ def _read(path: Path) -> Calibration:
     data = json.loads(path.read_text())
     experts = data.pop("experts")
     if experts is not None:
-        experts = {n: tuple(x) if isinstance(x, list) else x for n, x in experts.items()}
-        experts = ExpertCosts(**experts)
+        layer, load, cpu = (tuple(experts[name]) for name in ("layer", "load", "cpu"))
+        experts = ExpertCosts(layer, load, cpu, experts["beside"])
     for field in dataclasses.fields(Calibration):
         if field.name == "experts":
             continue

@@ -58,7 +58,7 @@ class ExpertCosts:
             "cpu_token": float(f"{self.cpu[2] / unit:.4g}"),
         }
 
-    def seconds(self, loads: int, computed: int, extra: float) -> float:
+    def seconds(self, loads: float, computed: float, extra: float) -> float:
         """Return a layer's seconds of ``loads`` and of the CPU's experts with ``extra`` tokens."""
         link = self.load[0] + loads * self.load[1] if loads else 0.0
         cpu = 0.0

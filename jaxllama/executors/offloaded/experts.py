@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,7 +80,9 @@ def placed_experts(weights: Tree) -> ExpertTensor | None:
     return weight if isinstance(weight, ExpertTensor) else None
 
 
-def divided(tokens: dict[int, int], loaded: set[int], policy: Policy) -> tuple[list[int], ...]:
+def divided(
+    tokens: Mapping[int, float], loaded: set[int], policy: Policy
+) -> tuple[list[int], list[int]]:
     """Return (experts to load, experts for the CPU) of those that a step needs.
 
     tokens: number of tokens by expert.  loaded: experts that need no load.
