@@ -171,3 +171,24 @@ def experts_step(
             )
         found.append(alike[key])
     return tuple(found)
+
+
+def experts_seconds(
+    cfg: ModelConfig,
+    costs: ExpertCosts | None,
+    policy: Policy,
+    rows: int,
+    batches: int,
+    width: int,
+    chunk: int,
+) -> dict[int, float]:
+    """Return the seconds of each layer's experts that lie one by one, for all batches of ``rows``.
+
+    width: tokens of a prompt, which pass in pieces of ``chunk``.
+    """
+    if not policy.experts or costs is None:
+        return {}
+    whole, rest = divmod(width, chunk)
+    pieces = batches * ([chunk] * whole + [rest] * (rest > 0))
+    steps = experts_step(cfg, costs, policy, tuple(rows * tokens for tokens in pieces))
+    return dict(zip(expert_counts(cfg), (step.seconds for step in steps), strict=True))
