@@ -11,6 +11,7 @@ import pytest
 
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.plan import measure
 from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.experts import ExpertBias, ExpertTensor
@@ -169,3 +170,17 @@ def test_costs_and_use_are_measured(tmp_path):
 def test_a_table_s_path_has_no_spaces():
     with pytest.raises(JaxLlamaError, match="expert_use = 'a b': a path without spaces"):
         Policy(experts="0/100", expert_use="a b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "gpu_batch_size=2 num_gpu_batches=2"])
+def test_live_device_bytes_stay_within_the_prediction(tmp_path, options):
+    """Live arrays of the whole process, those of other tests subtracted."""
+    task, settings = Task(4, 16, 8), PlannerSettings(jnp.float32, jnp.float32)
+    policy = Policy.parse(f"100 0 100 0 100 0 experts=25/75 {options}")
+    before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
+    place = Placement(policy, jnp.float32, directory=tmp_path)
+    lm = place.model(CFG, place.tree(jax.tree.map(np.asarray, params_of(CFG))), None)
+    found, _ = measure(lm, task, settings)
+    need = need_of(CFG, policy, task, settings)
+    assert found["device_bytes"] - before <= need.device
