@@ -239,7 +239,7 @@ class _Measure:
                     policy = _policy(lm)
                     overlapped.append((policy, policy.num_gpu_batches, step))
         costs = self._fit(still, on_cpu, moved, joins, lookups, overlapped)
-        if self.cfg.experts is None or not self.moves:
+        if self.cfg.experts is None or self.cfg.parallel_block or not self.moves:
             return costs
         self.progress("calibrating: experts")
         known = functools.partial(random_model, self.cfg, self.dtype, scheme=self.scheme)

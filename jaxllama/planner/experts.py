@@ -144,7 +144,8 @@ def _shares_of(
 @functools.lru_cache(maxsize=64)
 def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
     """Return the number of experts of each layer that has some."""
-    found = ((layer, cfg.experts_of(layer)) for layer in range(cfg.n_layers))
+    layers = (layer for layer in range(cfg.n_layers) if layer not in cfg.bare_layers)
+    found = ((layer, cfg.experts_of(layer)) for layer in layers)
     return {layer: own.n_experts for layer, own in found if own is not None}
 
 
