@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -42,7 +43,6 @@ from jaxllama.evaluation.speed.trace import profiled_graphs, step_parts
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
 from jaxllama.model.shardings import specs
-from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.progress import working
 from pallas_kernels.qtensor import packed_bytes
 
@@ -62,12 +62,16 @@ def memory(lm: LanguageModel) -> dict[str, Any]:
     """Bytes of weights a device: what the way they are split says, the most that one holds, and
     what each device's allocator has in use (null on a CPU)."""
     assert lm.mesh is not None
-    n = lm.mesh.shape[MODEL_AXIS]
-    splits = jax.tree.leaves(specs(lm.params), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    predicted = sum(
-        packed_bytes(leaf.size, leaf.dtype) // (n if MODEL_AXIS in split else 1)
-        for leaf, split in zip(jax.tree.leaves(lm.params), splits, strict=True)
+    splits: list[PartitionSpec] = jax.tree.leaves(
+        specs(lm.params, lm.mesh), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
+    predicted = 0
+    for leaf, split in zip(jax.tree.leaves(lm.params), splits, strict=True):
+        names = [
+            name for axis in split if axis for name in ((axis,) if isinstance(axis, str) else axis)
+        ]
+        shards = math.prod(lm.mesh.shape[name] for name in names)
+        predicted += packed_bytes(leaf.size, leaf.dtype) // shards
     return {
         "predicted_weight_bytes": predicted,
         "weight_bytes": max(_held(lm.params).values()),

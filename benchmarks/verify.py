@@ -1,11 +1,13 @@
 """Decoding with drafts of which a fixed number is right, beside plain decoding.
 
     python -m benchmarks.verify [--model llama-3.1-8b --quantize w4a16 --drafted 4 --accepted 3]
+    python -m benchmarks.verify --model qwen3.6-27b --quantize w4a16 --drafted 3 --accepted 2 --mtp
 
 One row of random weights: a loop of ``verify_step`` and ``commit`` keeps ``--accepted`` of
 ``--drafted`` tokens in each pass, whatever the model says.  Drafting itself costs nothing here.
-Plain decoding is the same loop without a draft.  One line of JSON: seconds a pass and a step, and
-the tokens a second of the one over the other.
+Plain decoding is the same loop without a draft.  ``--mtp`` times ``generate``'s own passes too, in
+which the model's MTP head drafts: how many tokens a pass keeps hardly changes its time.  One line
+of JSON: seconds a pass and a step, and the tokens a second of the one over the other.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from jax import lax
 
 import jaxllama as jl
 from jaxllama import compiler_options
+from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed.harness import timed
+from jaxllama.executors.executor import Call
 from jaxllama.model.cache import Cache
 from jaxllama.typing import Params
 
@@ -91,6 +95,35 @@ def run(
     }
 
 
+def mtp_seconds(
+    lm: jl.LanguageModel, context: int, drafted: int, kv_dtype: str | None, runs: int
+) -> float:
+    """Return the seconds of a pass in which the MTP head drafts, the median of ``runs`` calls."""
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, context), np.int32)
+    room = PASSES * (drafted + 1)
+    dtype, chunk = lm.executor.cache_options(kv_dtype, None, lm.dtype)
+    call = Call(
+        tokens,
+        np.asarray([context], np.int32),
+        SamplingParams.stack([Sampling()], lm.config.vocab_size),
+        jnp.asarray([], jnp.int32),
+        context + room + drafted + 1,
+        room,
+        limit=room,
+        kv_dtype=dtype,
+        chunk=chunk,
+        drafting=lm.drafting("mtp", drafted),
+    )
+    times = []
+    for _ in range(runs + 1):
+        rows = lm.executor.begin(lm.config, lm.params, call)
+        jax.block_until_ready(rows.report)
+        report, took = timed(rows.advance, PASSES)
+        report = jax.device_get(report)
+        times.append(took / (int(report.counts[0]) - 1 - int(report.drafts[1, 0])))
+    return statistics.median(times[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="llama-3.1-8b", help="a preset; weights are random")
@@ -100,9 +133,14 @@ def main() -> None:
     parser.add_argument("--drafted", type=int, default=4)
     parser.add_argument("--accepted", type=int, default=3)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mtp", action="store_true", help="time passes with the MTP head too")
     args = parser.parse_args()
     lm = jl.load(args.model, quantize=args.quantize, random=True)
     report = run(lm, args.context, args.accepted, args.drafted, args.kv_dtype, args.runs)
+    if args.mtp:
+        one = mtp_seconds(lm, args.context, args.drafted, args.kv_dtype, args.runs)
+        report["mtp_pass_seconds"] = one
+        report["mtp_times_plain"] = (args.accepted + 1) * report["step_seconds"] / one
     about = {
         "model": args.model,
         "quantize": args.quantize,

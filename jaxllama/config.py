@@ -283,6 +283,9 @@ class LatentConfig:
         Width of a head's value.
     norm_eps : float
         Epsilon of the latent's norm.
+    q_rank : int, optional
+        Number of features of a latent that queries come from, which is normed. None if queries come
+        from the layer's input.
 
     Raises
     ------
@@ -295,12 +298,13 @@ class LatentConfig:
     d_rope: int
     d_v: int
     norm_eps: float = 1e-6
+    q_rank: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("kv_rank", "d_nope", "d_rope", "d_v"):
-            _require(
-                getattr(self, key) > 0, f"latent.{key}", getattr(self, key), "must be positive"
-            )
+        for key in ("kv_rank", "d_nope", "d_rope", "d_v", "q_rank"):
+            value = getattr(self, key)
+            _require(value is None or value > 0, f"latent.{key}", value, "must be positive")
+        _require(self.d_rope % 2 == 0, "latent.d_rope", self.d_rope, "must be even (RoPE)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +334,10 @@ class ExpertsConfig:
         Whether a bias is added to the scores for the choice, but not for the weights.
     n_groups, n_active_groups : int
         The experts form ``n_groups`` groups, and a token chooses from the ``n_active_groups`` best
-        ones. A group's score is the sum of its two best scores (DeepSeek-V3, arXiv 2412.19437).
+        ones.
+    group_best : int
+        Number of a group's best scores whose sum is the group's score: 2 in DeepSeek-V3 (arXiv
+        2412.19437), 1 in DeepSeek-V2.
     shared : int
         Width of the expert that every token passes; 0 for none.
     shared_gate : bool
@@ -342,11 +349,17 @@ class ExpertsConfig:
         None takes the model's own activation.
     jitter : float
         "sparsemixer" takes logits whose relative distance from the best is at most 2 ``jitter``.
+    choice_by_logits : bool
+        Whether experts are chosen by logits, and not by scores; ``choice_bias`` is added to these.
+    out_norm : bool
+        Whether the layers with experts have a norm of their output (A.X-K1).
     layers : tuple of int
         Indices of the layers with experts; empty for every layer. Other layers have the dense
         feed-forward.
     shards : int
         Devices that hold ``n_experts / shards`` experts each (``split.local_config``).
+    exchanges : bool
+        Whether the devices have different tokens and exchange them (``split.local_config``).
 
     Raises
     ------
@@ -364,18 +377,23 @@ class ExpertsConfig:
     choice_bias: bool = False
     n_groups: int = 1
     n_active_groups: int = 1
+    group_best: int = 2
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.702
     jitter: float = 0.01
+    out_norm: bool = False
+    choice_by_logits: bool = False
     layers: tuple[int, ...] = ()
     shards: int = 1
+    exchanges: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self, "experts.")
-        for key in ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups", "shards"):
+        counts = ("n_experts", "n_active", "d_ff", "n_groups", "n_active_groups", "group_best")
+        for key in (*counts, "shards"):
             value = getattr(self, key)
             _require(value > 0, f"experts.{key}", value, "must be positive")
         limit = self.gate_limit
@@ -434,6 +452,10 @@ class CheckpointForm:
         Multiplier of the last norm's weight.
     norm_offset : float
         Number added to the weights of norms (Gemma's 1 + w).
+    flipped : bool
+        Whether RoPE turns the other way (nanochat).
+    shared : float
+        Multiplier of the output of the expert that every token passes.
     interleaved : bool
         Whether RoPE rotates features 2i and 2i + 1 together, and not i and i + H/2.
 
@@ -449,9 +471,11 @@ class CheckpointForm:
     logits: float = 1.0
     norm_offset: float = 0.0
     interleaved: bool = False
+    shared: float = 1.0
+    flipped: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("embed", "query", "residual", "logits"):
+        for key in ("embed", "query", "residual", "logits", "shared"):
             _require(getattr(self, key) != 0, f"stored.{key}", 0.0, "must not be 0")
 
 
@@ -525,6 +549,8 @@ class ModelConfig:
     parallel_block, parallel_norms : bool
         Whether both sublayers read the stream before either output is added (Cohere), and whether
         each has a norm of its own there (GPT-NeoX).
+    embed_norm : bool
+        Whether embeddings pass an RMSNorm without a weight (nanochat).
     learned_positions : int, optional
         Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
         2: OPT). None for no table.
@@ -540,7 +566,8 @@ class ModelConfig:
     delta : DeltaConfig, optional
         Options of the "delta" layers.
     latent : LatentConfig, optional
-        Keys and values come from latents (Kimi-Linear). The cache stores the keys and values.
+        Keys and values come from latents (DeepSeek-V2). The cache stores the latents. Then
+        ``head_dim`` is the width of a key, and ``rope.rotary_dim`` is ``latent.d_rope``.
     experts : ExpertsConfig, optional
         Mixture of experts in place of the feed-forward, in all or some layers.
     mixers : mapping of str to mapping
@@ -610,6 +637,7 @@ class ModelConfig:
     qk_norm_last: bool = False
     parallel_norms: bool = False
     learned_positions: int | None = None
+    embed_norm: bool = False
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
@@ -757,18 +785,21 @@ class ModelConfig:
             for key, want in (
                 ("head_dim", width),
                 ("n_kv_heads", self.n_heads),
-                ("qkv_bias", False),
                 ("qk_norm", "none"),
                 ("attn_gate", False),
                 ("attn_sinks", False),
+                ("attn_softcap", None),
+                ("attn_sparsity", 1.0),
             ):
                 found = getattr(self, key)
                 _require(found == want, key, found, f"must be {want!r} where keys are latent")
+            turning = self.rope.rotary_dim
+            is_still = len(self.nope_layers) == self.n_layers
             _require(
-                self.rope.rotary_dim == 0 or len(self.nope_layers) == self.n_layers,
-                "nope_layers",
-                self.nope_layers,
-                "must be all layers where keys are latent",
+                turning in (0, self.latent.d_rope) or is_still,
+                "rope.rotary_dim",
+                turning,
+                f"must be latent.d_rope ({self.latent.d_rope}) where keys are latent",
             )
             _require(
                 self.latent.d_v <= width,

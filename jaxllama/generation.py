@@ -42,7 +42,8 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams, sampling_rows
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.resident import loop_for, start
+from jaxllama.executors.prompts import start
+from jaxllama.executors.resident import loop_for
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache

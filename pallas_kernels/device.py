@@ -68,6 +68,7 @@ H200 = Gpu(
         "experts tiles float": KernelCost(start=14.3, serial=(1.09,)),
         "experts tiles int4": KernelCost(start=14.3, serial=(1.04,)),
         "experts tiles int8": KernelCost(start=14.3, serial=(1.5,)),
+        "experts summed int4": KernelCost(start=1.52, serial=(1.36,)),
         "between kernels": KernelCost(1.3),  # in a CUDA graph; not fitted
         # Not fitted: from instruction rates (``matmul.mid_rows.plan``) at 1.7 GHz; of GPUs without
         # wgmma, by whose numbers it is scaled.

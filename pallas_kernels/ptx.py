@@ -401,10 +401,23 @@ def shuffle_up(x: Value, lanes: int) -> Value:
     return ptx(code, x, results=type_of(x), convergent=True)
 
 
-def shuffle_from(x: Value, lane: int) -> Value:
+def shuffle_from(x: Value, lane: Value | int) -> Value:
     """One lane's value."""
-    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;"
-    return ptx(code, x, results=type_of(x), convergent=True)
+    if isinstance(lane, int):
+        code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;"
+        return ptx(code, x, results=type_of(x), convergent=True)
+    code = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+    return ptx(code, x, lane, results=type_of(x), convergent=True)
+
+
+def warp_largest(word: Value) -> Value:
+    """Return the largest of the warp's unsigned words, in each lane."""
+    return ptx("redux.sync.max.u32 $0, $1, -1;", word, results=i32(), convergent=True)
+
+
+def warp_smallest(word: Value) -> Value:
+    """Return the smallest of the warp's unsigned words, in each lane."""
+    return ptx("redux.sync.min.u32 $0, $1, -1;", word, results=i32(), convergent=True)
 
 
 def any_lane(condition: Value) -> Value:
@@ -507,6 +520,12 @@ def load_shared(base: Value, n: int, at: int = 0, kind: str = "b32") -> list[Val
 def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
     """1, 2 or 4 words or floats."""
     _store("shared", base, values, at)
+
+
+def store_shared_if(condition: Value, base: Value, value: Value, at: int = 0) -> None:
+    """A float, in the threads where the condition holds, without a branch."""
+    code = f"{{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.shared.f32 [$0+{at}], $1; }}"
+    ptx(code, base, value, arith.extui(i32(), condition))
 
 
 def add_shared(base: Value, value: Value) -> Value:

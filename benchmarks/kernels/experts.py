@@ -2,6 +2,7 @@
 dense product of as many bytes, and values against the reference.
 
     python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4 mxfp4]
+    python -m benchmarks.kernels.experts --route      the kernel of norm, router and choice instead
 
 The shapes are Qwen3-30B-A3B's (8 of 128 experts) and gpt-oss-20b's (4 of 32), gate and up with
 SwiGLU, and down, which reads a row for each pair.  ``share`` is the bytes of the experts that some
@@ -30,6 +31,8 @@ from pallas_kernels.experts import op, predict, xla
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import apply_gate
 from pallas_kernels.experts.op import grouped_matmul_reference
+from pallas_kernels.experts.route import norm_and_route
+from pallas_kernels.experts.summed_plan import summed_plan
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import QTensor, dequantize, tree_bytes
 
@@ -42,6 +45,7 @@ SHAPES = {  # experts, chosen, rows and columns of one, SwiGLU
     "olmoe down": (64, 8, 2048, 1024, False),
 }
 FOUR_BITS = {"group_size": 128, "symmetric": False}
+MOST_SUMMED = 16  # tokens of which the summing kernel is timed; the op gives it one
 CALLS = 8  # choices of experts, which the calls take in turn
 
 
@@ -86,6 +90,16 @@ def of_plan(plan: Any, gated: str | None) -> Callable[..., jax.Array]:
         fan = experts.size // (x.size // x.shape[-1])
         static = op.GroupedStatic(fan, gated, plan, x.dtype, w.shape[0], False)
         return op.planned(static, x, w, experts)
+
+    return run
+
+
+def of_sum(plan: Any) -> Callable[..., jax.Array]:
+    """The kernel that sums over a token's experts, each with a weight of 1."""
+
+    def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
+        static = op.GroupedStatic(1, None, plan, x.dtype, w.shape[0], False)
+        return op.planned(static, x, w, experts, jnp.ones(experts.shape, jnp.float32))
 
     return run
 
@@ -138,6 +152,10 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
         found = plan(x, w, pairs, gated)
         if not isinstance(found, Reason):
             forms[form] = of_plan(found, gated)
+    if not swiglu:
+        found = summed_plan(x, w, pairs, chosen, most_tokens=MOST_SUMMED)
+        if not isinstance(found, Reason):
+            forms["summed"] = of_sum(found)
     if predict.has_every(w, rows):
         forms["every"] = of_form("every", swiglu)
     forms["ragged"] = ragged(swiglu)
@@ -151,8 +169,9 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
     for form, f in forms.items():
         us, error = device_us(f, sets), ""
         if want is not None:
-            got = np.asarray(jax.jit(f)(*sets[0]), np.float32).reshape(want.shape)
-            error = f"error {np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)):.1e}"
+            wanted = want.sum(axis=1) if form == "summed" else want
+            got = np.asarray(jax.jit(f)(*sets[0]), np.float32).reshape(wanted.shape)
+            error = f"error {np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)):.1e}"
         mark = "*" if form == shortest else ""
         predicted = f"predicted {us_of[form]:.1f}{mark}" if form in us_of else ""
         print(
@@ -175,6 +194,28 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
         )
 
 
+def report_route(tokens: int, n: int, d: int, k: int) -> None:
+    """Time ``norm_and_route``'s kernel beside its parts, and count equal choices."""
+    x, gamma = jnp.ones((tokens, d), jnp.bfloat16), jnp.ones((d,), jnp.bfloat16)
+    x = x * jax.random.normal(jax.random.key(0), x.shape).astype(x.dtype)
+    keys = jax.random.split(jax.random.key(1), 96)  # more than the L2 holds
+    routers = [(jax.random.normal(key, (n, d)) * d**-0.5).astype(x.dtype) for key in keys]
+    us, found = {}, {}
+    for form in ("mosaic", "xla"):
+        options = {"k": k, "normalize": True, "implementation": form}
+        f = jax.jit(lambda x, r, options=options: norm_and_route(x, (gamma, 1e-6), r, **options))
+        us[form] = device_us(f, [(x, router) for router in routers], 96)
+        found[form] = [f(x, router) for router in routers[:8]]
+    pairs = list(zip(found["mosaic"], found["xla"], strict=True))
+    same = np.mean([np.array_equal(ours[1], theirs[1]) for ours, theirs in pairs])
+    off = max(float(jnp.max(jnp.abs(ours[2] - theirs[2]))) for ours, theirs in pairs)
+    print(
+        f"route {k} of {n}, {d} columns, T={tokens}: kernel {us['mosaic']:.1f} us, parts "
+        f"{us['xla']:.1f}; equal choices {same:.0%}, weights off by {off:.1e}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 8192])
@@ -182,8 +223,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--json", metavar="FILE", help="append the times, for experts_fit")
     parser.add_argument("--forms", nargs="+", default=[], help="default: all")
+    parser.add_argument("--route", action="store_true", help="norm, router and choice")
     options = parser.parse_args()
     print(jax.devices()[0].device_kind, "jax", jax.__version__)
+    if options.route:
+        for tokens in (1, 8):
+            report_route(tokens, 128, 2048, 8)
+            report_route(tokens, 32, 2880, 4)
+        return
     for name in options.shapes:
         for scheme in options.schemes:
             for tokens in options.tokens:

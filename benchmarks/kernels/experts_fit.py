@@ -27,7 +27,7 @@ from pallas_kernels.device import H200, TABLES, KernelCost
 from pallas_kernels.experts import predict
 from pallas_kernels.qtensor import QTensor
 
-FORMS: tuple[Any, ...] = (*predict.XLA_FORMS, "mosaic", "tiles")
+FORMS: tuple[Any, ...] = (*predict.XLA_FORMS, "mosaic", "tiles", "summed")
 OUTLIER = 0.1  # relative error from which a time counts less
 
 

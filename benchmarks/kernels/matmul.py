@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import hopper_reason, named_plan
+from pallas_kernels.formats import FORMATS
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.shapes import LLAMA_8B
 
 ROTATED_BYTES = 110e6  # at least twice the L2
@@ -35,6 +37,10 @@ SCHEMES = {  # words, group, symmetric, quantized activations
     "w8a8": ("int8", None, True, True),
     "w4a8": ("int4", 128, False, True),
     "fp8": ("float8_e4m3fn", None, True, True),
+    "mxfp4": ("mxfp4", None, True, False),
+    "nvfp4": ("nvfp4", None, True, False),
+    "fp8-block": ("fp8-block", None, True, False),
+    "fp8-block-a8": ("fp8-block", None, True, True),
 }
 
 
@@ -44,6 +50,8 @@ def _weights(scheme: str, n: int, k: int, copies: int) -> list[QTensor]:
     @jax.jit
     def one(key):
         w = jax.random.normal(key, (n, k), jnp.float32)
+        if words in FORMATS:
+            return quantize(w.astype(jnp.bfloat16), words)
         scale_dtype = jnp.float32 if group is None else jnp.int8 if quantized else jnp.bfloat16
         return quantize(w, words, group_size=group, symmetric=symmetric, scale_dtype=scale_dtype)
 
@@ -63,15 +71,17 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
     """Yields (scheme, shape name, M, kernel us or reason, XLA us, bf16 us, floor us)."""
     for scheme in schemes:
         words, _, _, quantized = SCHEMES[scheme]
-        codes = "int8" if words == "int4" else words
+        codes = FORMATS[words].codes if words in FORMATS else words
+        is_half, group = codes in NIBBLES, 128 if words == "fp8-block" else None
+        codes = "int8" if is_half else codes
         for name, n, k in shapes:
-            size = n * k // (2 if words == "int4" else 1)
+            size = n * k // (2 if is_half else 1)
             count = copies or max(2, min(8, -(-int(ROTATED_BYTES) // size)))
             ws = _weights(scheme, n, k, count)
             for m in tokens:
                 x = jax.random.normal(jax.random.key(99), (m, k), jnp.bfloat16)
                 if quantized:
-                    x = quantize(x, codes, scale_dtype=jnp.float32)
+                    x = quantize(x, codes, group_size=group, scale_dtype=jnp.float32)
 
                 def times(implementation, x=x, ws=ws):
                     def run(x, ws):
@@ -162,7 +172,7 @@ def main() -> None:
         if isinstance(ours, str):
             print(f"{label} {'-':>9s} {'':13s} {'':6s} {xla:9.2f} {dense:9.2f}  {ours}", flush=True)
             continue
-        size = n * k / (2 if scheme.startswith("w4") else 1)
+        size = n * k / (2 if scheme.startswith("w4") or scheme.endswith("fp4") else 1)
         rate = f"{size / ours / 1e6:.2f} TB/s"
         if m > 64:
             rate = f"{2 * m * n * k / ours / 1e6:.0f} TFLOP/s"

@@ -4,13 +4,14 @@
     python benchmarks/peers/cpu_llama_cpp.py --make OUT.gguf --like FILE.gguf
 
 PYTHON is that of an environment with llama-cpp-python, built from source for this machine.  The
-file's own codes on both sides, flash attention on.  Decode: 64 greedy tokens behind 5; stream: the
-same as text, piece by piece; prefill: 512 tokens; with --engine also 16 requests at once through
-our engine beside one.  The file's types, the CPU and llama.cpp's build are printed first: llama.cpp
-repacks Q4_0 for AVX-512, and not Q4_1, so name the file with any figure.  A round in which other
-processes took more than 5% of the cores does not count, unless --busy: both are then judged by
-their own CPU time alone, which on one thread (--threads 1) means something still; llama.cpp's
-threads wait for each other by spinning, and more of them on a busy machine measure that.
+file's own codes on both sides, flash attention on.  --what chooses among three.  Decode: 64 greedy
+tokens (--new) behind 5; stream: the same as text, piece by piece; prefill: 512 tokens; with
+--engine also 16 requests at once through our engine beside one.  The file's types, the CPU and
+llama.cpp's build are printed first: llama.cpp repacks Q4_0 for AVX-512, and not Q4_1, so name the
+file with any figure.  A round in which other processes took more than 5% of the cores does not
+count, unless --busy: both are then judged by their own CPU time alone, which on one thread
+(--threads 1) means something still; llama.cpp's threads wait for each other by spinning, and more
+of them on a busy machine measure that.  Each round stands on stderr.
 
 --make writes a file of Llama-3.2-1B's shape with random Q4_0 weights and another file's tokens.
 """
@@ -35,7 +36,7 @@ FOREIGN = 0.05  # of the cores' time
 PEER = """
 import json, random, sys, time
 from llama_cpp import Llama
-threads = int(sys.argv[2])
+threads, more = int(sys.argv[2]), int(sys.argv[3]) - 1
 import llama_cpp
 model = Llama(sys.argv[1], n_ctx=1024, n_threads=threads, n_threads_batch=threads, flash_attn=True,
               verbose=False)
@@ -49,11 +50,11 @@ for line in sys.stdin:
         tokens = model.generate(prompt[:5], temp=0.0)
         text = [model.detokenize([next(tokens)])]
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(63):
+        for _ in range(more):
             token = next(tokens)
             if line.strip() == "stream":
                 text.append(model.detokenize([token]))
-        work = 63
+        work = more
     else:
         wall, cpu = time.perf_counter(), time.process_time()
         model.eval(prompt)
@@ -66,9 +67,9 @@ for line in sys.stdin:
 class Peer:
     """llama.cpp in a process of its own, which waits while we measure."""
 
-    def __init__(self, python: str, file: str, threads: int) -> None:
+    def __init__(self, python: str, file: str, threads: int, new: int) -> None:
         self.process = subprocess.Popen(
-            [python, "-c", PEER, file, str(threads)],
+            [python, "-c", PEER, file, str(threads), str(new)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,27 +86,27 @@ class Peer:
 
 
 class Ours:
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, new: int) -> None:
         from jaxllama.evaluation.speed.harness import Decoding
         from jaxllama.loading import load
 
-        self.lm = load(file)
+        self.lm, self.new = load(file), new
         self.endless = dataclasses.replace(self.lm, config=self.lm.config.replace(eos_token_ids=()))
         self.decoding = Decoding(self.lm, 1)
 
     def __call__(self, what: str) -> tuple[float, float]:
         if what == "decode":
-            state, _ = self.decoding.prefilled(PROMPT, NEW)
+            state, _ = self.decoding.prefilled(PROMPT, self.new)
             cpu = time.process_time()
-            seconds, work = self.decoding.run(state, NEW), NEW - 1
+            seconds, work = self.decoding.run(state, self.new), self.new - 1
         elif what == "stream":
             # Other tokens than llama.cpp's: a rate depends on their number alone.
-            pieces = self.endless.stream(list(range(1000, 1000 + PROMPT)), NEW)
+            pieces = self.endless.stream(list(range(1000, 1000 + PROMPT)), self.new)
             next(pieces)
             begun, cpu = time.perf_counter(), time.process_time()
             for _ in pieces:
                 pass
-            seconds, work = time.perf_counter() - begun, NEW - 1
+            seconds, work = time.perf_counter() - begun, self.new - 1
         else:
             cpu = time.process_time()
             seconds, work = self.decoding.prefilled(LONG, 1)[1], LONG
@@ -146,6 +147,13 @@ def ticks_of(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def memory_of(pid: int) -> tuple[int, int]:
+    """Resident MB of a process, with the pages of a mapped file, now and at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return tuple(int(fields[name].split()[0]) // 1024 for name in ("VmRSS", "VmHWM"))
+
+
 def measured(sides: dict[str, Any], pids: list[int], what: str, rounds: int, busy: bool) -> Any:
     """Each side's (rate, rate of CPU time) of every round that counts; at most 4 times as many are
     tried."""
@@ -158,6 +166,7 @@ def measured(sides: dict[str, Any], pids: list[int], what: str, rounds: int, bus
         found = {name: side(what) for name, side in sides.items()}
         ticks = (busy_ticks() - before) - (sum(map(ticks_of, pids)) - own)
         share = ticks / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begun) / cores
+        print(f"  {what}, others {share:.0%}: {found}", file=sys.stderr, flush=True)
         if busy or share <= FOREIGN:
             for name, rates in found.items():
                 kept[name].append(rates)
@@ -176,16 +185,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--new", type=int, default=NEW, help="tokens of a decode round")
+    parser.add_argument("--what", nargs="+", default=["decode", "stream", "prefill"])
     parser.add_argument("--make", metavar="OUT")
     parser.add_argument("--like", metavar="FILE")
     args = parser.parse_args()
     if args.make:
         return make(args.make, args.like)
     os.sched_setaffinity(0, range(args.threads))  # before jax counts its threads
-    ours, peer = Ours(args.file), Peer(args.peer, args.file, args.threads)
+    ours = Ours(args.file, args.new)
+    peer = Peer(args.peer, args.file, args.threads, args.new)
     pids = [os.getpid(), peer.process.pid]
     describe(args.file, args.threads)
-    for what in ("decode", "stream", "prefill"):
+    for what in args.what:
         kept = measured({"ours": ours, "llama.cpp": peer}, pids, what, args.rounds, args.busy)
         for index, unit in enumerate(("tokens/s", "tokens a CPU second")):
             rates = {name: [pair[index] for pair in pairs] for name, pairs in kept.items()}
@@ -203,6 +215,9 @@ def main() -> None:
                 flush=True,
             )
     print(f"llama.cpp: flash attention on, {peer.build}")
+    for name, pid in zip(("ours", "llama.cpp"), pids, strict=True):
+        now, most = memory_of(pid)
+        print(f"resident memory of {name}: {now} MB, at most {most} MB")
     peer.process.stdin.close()
     if args.engine:
         engine_rates(ours.lm, 1)
@@ -230,7 +245,7 @@ def read_beside(ours: Ours) -> None:
     from pallas_kernels.cpu import CpuWeight
 
     leaves = jax.tree.leaves(ours.lm.params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
-    codes = [w.q for w in leaves if isinstance(w, CpuWeight)]
+    codes = [w.q.reshape(-1, w.q.shape[-1]) for w in leaves if isinstance(w, CpuWeight)]
     read = reading(codes)
     read()
     rates, size = [], bytes_per_step(ours.lm)

@@ -96,9 +96,9 @@ def quantize_option(group: OptionGroup) -> None:
         "--quantize",
         type=rounding,
         metavar="SCHEME",
-        help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8, fp8, fp8-block, w4a8, w4a8-fp8, "
-        "mxfp4, nvfp4 once loaded, or a mix: w4a16,down=w8a16 (fp8-static needs the quantize "
-        "command)",
+        help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8, fp8, fp8-block, fp8-block-a8, w4a8, "
+        "w4a8-fp8, mxfp4, nvfp4 once loaded, or a mix: w4a16,down=w8a16 (fp8-static needs the "
+        "quantize command)",
     )
 
 
@@ -272,7 +272,7 @@ def mesh_option(sub: Parser) -> None:
         "--mesh",
         type=parse_mesh,
         metavar="AXES",
-        help="several devices: data=N,model=N (1 where left out)",
+        help="several devices: data=N,expert=N,model=N (1 where left out)",
     )
 
 

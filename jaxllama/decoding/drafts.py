@@ -149,7 +149,8 @@ class ModelDraft:
         """The cache after prompts ``tokens[B, T]`` of ``lengths[B]`` tokens."""
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
         cache = init_cache(self.cfg, tokens.shape[0], capacity, dtype, mesh=mesh)
-        chunk = prefill_chunk(*tokens.shape)
+        rows, width = tokens.shape
+        chunk = prefill_chunk(rows, width, mesh)
         return fill_rows(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
 
     def fill(

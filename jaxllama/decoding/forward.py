@@ -19,12 +19,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.records import Hidden
+from jaxllama.parallel.sequence import sequence_shards
 from jaxllama.typing import Params, Tree
 from pallas_kernels.jax_internals import get_opaque_trace_state
 
@@ -66,13 +68,15 @@ def _untraced() -> object:
         return thread.submit(get_opaque_trace_state).result()
 
 
-def prefill_chunk(rows: int, width: int) -> int | None:
+def prefill_chunk(rows: int, width: int, mesh: Mesh | None = None) -> int | None:
     """The ``chunk`` for prompts of ``width`` tokens in ``rows`` rows.
 
     The pieces have equal widths, and are as few as memory for activations allows.  None: one piece.
+    mesh: of the parameters, whose devices may share a chunk's tokens.
     """
     is_cpu = jax.default_backend() == "cpu"
     most = CPU_PREFILL_TOKENS if is_cpu else max(PREFILL_TOKENS // rows, 128)
+    most *= sequence_shards(mesh, rows)
     pieces = -(-width // most)
     return None if pieces == 1 else min(-(-width // pieces // 128) * 128, most)
 

@@ -35,7 +35,6 @@ every cache. On a mesh of several processes each has an engine (``lockstep``). A
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -44,27 +43,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import numpy as np
-
-from jaxllama.engine import blocks
 from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.admission import Admission
-from jaxllama.engine.grammar import Matcher, NextTokens
+from jaxllama.engine.delivery import Delivery
+from jaxllama.engine.grammar import Matcher
+from jaxllama.engine.held import HeldModel
 from jaxllama.engine.inbox import Inbox
 from jaxllama.engine.lockstep import Ended, StepInput, Submitted
-from jaxllama.engine.options import EngineOptions, ResolvedOptions, checked_names
+from jaxllama.engine.options import checked_names
 from jaxllama.engine.output import OnEvent, RequestOutput
+from jaxllama.engine.parts import parts_of
 from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
-from jaxllama.engine.runner import Runner, Running, Written
-from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
+from jaxllama.engine.runner import Runner, Running
+from jaxllama.engine.scheduler import Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
-from jaxllama.engine.weights import replaced, with_params, without_weights
+from jaxllama.engine.weights import replaced
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
-from jaxllama.text.reader import Reader
-from jaxllama.typing import Options, Params
+from jaxllama.typing import Params
 
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
@@ -73,41 +69,6 @@ RECLAIM = 1.0  # seconds to wait for the end of a step, after which the step has
 
 
 Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | None
-
-
-def _back(leaf: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(leaf, shape.sharding)
-
-
-def _of_slots(
-    lm: LanguageModel, draft: str | LanguageModel | None, asked: Options
-) -> tuple[ResolvedOptions, Scheduler, Runner]:
-    """Return options, scheduler and runner of a model on a device or a mesh."""
-    mesh = mesh_of(lm.params)
-    devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
-    drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
-    by = draft.config if isinstance(draft, LanguageModel) else draft
-    asked = {"deterministic": lm.deterministic, **asked, "draft": by}
-    wanted = EngineOptions(**asked)
-    if wanted.lora_slots and mesh is not None:
-        raise JaxLlamaError("lora_slots: a model on a mesh takes only merged adapters")
-    adapters = AdapterSlots(
-        lm.config, lm.params, lm.adapters, wanted.lora_slots, wanted.max_lora_rank
-    )
-    options = wanted.resolve(lm.config, lm.dtype, devices)
-    runner = Runner(lm.config, lm.params, options, adapters, drafting)
-    scheduler = Scheduler(
-        max_slots=options.max_slots,
-        pages=runner.pages,
-        chunk=options.prefill_chunk,
-        token_budget=options.token_budget,
-        widths=options.widths,
-        steps_per_call=options.steps_per_call,
-        recompute=not options.deterministic,
-        may_share=runner.may_share,
-        reach=lambda rows: options.pass_widths(options.size(rows))[-1],
-    )
-    return options, scheduler, runner
 
 
 class Engine:
@@ -134,8 +95,6 @@ class Engine:
     ----------
     failure : str or None
         The error that ended the engine; None while it works.
-    asleep
-        Whether the engine sleeps.
     on_step
         Called before each step with its input, on the engine's thread (``engine.lockstep``).
 
@@ -164,34 +123,42 @@ class Engine:
         **options: Any,
     ) -> None:
         checked_names(options)
-        self.lm = lm
         self.failure: str | None = None
         self.on_step: Callable[[StepInput], None] | None = None
         draft = draft(lm) if callable(draft) else draft
-        if lm.executor.block_size is not None:
-            options |= {} if draft is None else {"draft": draft}
-            self.options = blocks.options_of(lm, options)
-            self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
-            self.runner: Runner | blocks.BlockRunner = blocks.BlockRunner(lm, self.options)
-        else:
-            self.options, self.scheduler, self.runner = _of_slots(lm, draft, options)
+        self.options, self.scheduler, self.runner = parts_of(lm, draft, options)
         self.adapters = self.runner.adapters if isinstance(self.runner, Runner) else None
         self.admission = Admission(lm, self.options, self.scheduler, self.adapters)
-        self._observe = observe or (lambda name, seconds: None)
-        self.live: dict[str, RequestOutput] = {}
         self._decoding: tuple[TurnPlan, Running] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
-        self.arrivals = 0
+        self._inbox = Inbox()
+        observe = observe or (lambda name, seconds: None)
+        parts = self.scheduler, self.runner, self._inbox, self.counts, observe
+        self._delivery = Delivery(lm, *parts)
+        self._held = HeldModel(lm, self.scheduler, self.runner)
+        self.arrivals = 0  # requests so far
         self.steps = 0
         self.compiled = self.runner.compiled_programs()
         self._stats = self._count()
-        self._inbox = Inbox()
-        self._at_rest: Params | None = None
-        self.asleep = False
         self._stepping = threading.RLock()
         self._is_warm = False
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def lm(self) -> LanguageModel:
+        """The model with the weights of now."""
+        return self._held.lm
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._held.asleep
+
+    @property
+    def live(self) -> dict[str, RequestOutput]:
+        """The requests in flight, by id."""
+        return self._delivery.live
 
     # Input, from any thread
 
@@ -305,23 +272,10 @@ class Engine:
             If a leaf differs in path or shape, for codes that a calibration made, for offloaded
             models, and for engines with ``lora_slots``. The engine then keeps its weights.
         """
-        if not isinstance(self.runner, Runner):
-            raise JaxLlamaError("update_params: an offloaded model keeps its weights")
-        if self.runner.adapters is not None and self.runner.adapters.n_free:
-            raise JaxLlamaError("update_params: an engine with lora_slots keeps its weights")
+        self._held.resident_runner("update_params")
         lm = replaced(self.lm, params)
         with self._stepping:
-            self._hold(lm)
-            self._at_rest = None
-
-    def _hold(self, lm: LanguageModel) -> None:
-        """Run ``lm`` from now on; no prefix of the weights before is found again."""
-        assert isinstance(self.runner, Runner)
-        self.lm = lm
-        self.runner.params = lm.params
-        if self.runner.adapters is not None:
-            self.runner.adapters.params = lm.params
-        self.scheduler.weights += 1
+            self._held.hold(lm)
 
     def sleep(self, weights: Literal["keep", "host", "drop"] = "keep") -> None:
         """Free the device's memory until ``wake``; the compiled programs stay.
@@ -344,23 +298,13 @@ class Engine:
         """
         if weights not in ("keep", "host", "drop"):
             raise JaxLlamaError(f"weights = {weights!r}: allowed are keep, host and drop")
-        if not isinstance(self.runner, Runner):
-            raise JaxLlamaError("sleep: an offloaded model has its memory on the host already")
-        if self.adapters is not None and self.adapters.n_free:
-            raise JaxLlamaError("sleep: an engine with lora_slots keeps its weights")
+        self._held.resident_runner("sleep")
         with self._stepping:
             if self.asleep:
                 raise JaxLlamaError("the engine sleeps already")
             if self.live or len(self._inbox):
                 raise JaxLlamaError("sleep: requests are in flight")
-            self.asleep = True
-            self.runner.sleep()
-            if weights == "host":
-                self._at_rest = jax.device_get(self.lm.params)
-            if weights == "keep":
-                self.scheduler.weights += 1  # the cached prefixes are gone
-            else:
-                self._hold(without_weights(self.lm))
+            self._held.sleep(weights)
 
     def wake(self) -> None:
         """Take requests again, behind an empty cache; nothing is compiled.
@@ -371,16 +315,7 @@ class Engine:
             If the engine does not sleep, or its weights were dropped and not replaced.
         """
         with self._stepping:
-            if not self.asleep or not isinstance(self.runner, Runner):
-                raise JaxLlamaError("the engine does not sleep")
-            if self._at_rest is not None:
-                params = jax.tree.map(_back, self._at_rest, self.lm.params)
-                self._hold(with_params(self.lm, params))
-                self._at_rest = None
-            elif any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.lm.params)):
-                raise JaxLlamaError("wake: the weights were dropped; update_params gives new ones")
-            self.runner.wake()
-            self.asleep = False
+            self._held.wake()
 
     def _slots(self) -> AdapterSlots:
         if self.adapters is None or not self.adapters.n_free:
@@ -427,7 +362,7 @@ class Engine:
                 ends = [Ended(sequence.request.id, reason) for sequence, reason in overdue]
                 self.on_step(StepInput(self.steps, (*taken, *ends)))
             for sequence, reason in overdue:
-                self._end_from_outside(sequence.request.id, reason)
+                self._delivery.end_from_outside(sequence.request.id, reason)
             if not self.live:
                 self._stats = self._count()
                 self._told()
@@ -441,11 +376,11 @@ class Engine:
 
     def _run(self) -> None:
         scheduler = self.scheduler
-        self._look_ahead()
+        self._delivery.look_ahead()
         plan = scheduler.plan()
         self.counts["preemptions"] += len(plan.preempted)
-        self._admitted(plan.admitted)
-        masks = self._masks(plan)
+        self._delivery.admit(plan.admitted)
+        masks = self._delivery.masks(plan)
         before = self._decoding
         self._decoding = plan, self.runner.run(plan, masks)
         if before is not None:
@@ -459,108 +394,12 @@ class Engine:
             self._take(*self._decoding)
             self._decoding = None
 
-    def _look_ahead(self) -> None:
-        """Update how far ahead the allowed tokens of restricted requests are known."""
-        for live in list(self.live.values()):
-            if live.matcher is not None:
-                try:
-                    live.sequence.known = live.matcher.ahead().known
-                except Exception as error:
-                    live.error = error
-                    self._end(live.sequence.request.id, "error")
-
-    def _masks(self, plan: TurnPlan) -> dict[Sequence, NextTokens]:
-        """Return the allowed next tokens of restricted rows, after those of earlier plans."""
-        masks = {}
-        for sequence, budget in plan.budgets.items():
-            matcher = self.live[sequence.request.id].matcher
-            if matcher is not None and sequence.is_masked:
-                known, told = matcher.ahead(), sequence.ahead - budget
-                masks[sequence] = known._replace(forced=known.forced[told : sequence.ahead])
-        return masks
-
     def _take(self, plan: TurnPlan, running: Running) -> None:
         """Wait for a step's results and read them, while the next step runs."""
         drawn = running.drawn.result()
         if drawn is None:
             return
-        written = self.runner.read(drawn)
-        now = time.monotonic()
-        for sequence in plan.budgets:
-            plan.settle(sequence)
-            self.counts["drafted_tokens"] += written[sequence].drafted
-            self.counts["accepted_tokens"] += written[sequence].accepted
-            live = self.live.get(sequence.request.id)
-            # The request may have ended meanwhile, and another may have its id.
-            if live is not None and live.sequence is sequence and written[sequence].tokens:
-                self._read(live, written[sequence], now)
-
-    def _admitted(self, newcomers: list[Sequence]) -> None:
-        now = time.monotonic()
-        for sequence in newcomers:
-            if not sequence.admitted:
-                self.counts["prefix_hit_tokens"] += sequence.cached
-                self._observe("queue", now - sequence.submitted)
-                sequence.admitted = now
-
-    def _read(self, live: RequestOutput, written: Written, now: float) -> None:
-        """Hand a row's new tokens to its listener."""
-        if live.error is not None:
-            return
-        try:
-            news = live.read(written)
-        except Exception as error:
-            self._blame(live, error)
-            return
-        n_tokens = len(news["tokens"])
-        if not n_tokens:  # all of them are the listener's already
-            return
-        is_first = live.first_time is None
-        seconds, live.last_time = now - live.last_time, now
-        self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
-        if is_first:
-            live.first_time = now
-            self._observe("prefill", now - live.sequence.admitted)
-        self.counts["completion_tokens"] += n_tokens
-        if live.reason is None:
-            try:
-                live.emit(**news)
-            except Exception as error:
-                self._blame(live, error)
-        else:
-            self._end(live.sequence.request.id, live.reason, **news)
-
-    def _blame(self, live: RequestOutput, error: Exception) -> None:
-        """Record an exception of the request's own work; the next step ends the request."""
-        live.error = error
-        self.cancel(live.sequence.request.id)
-
-    def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
-        live = self.live[request_id]
-        self.scheduler.finish(live.sequence)
-        self.runner.drop(live.sequence)
-        if live.reason is None and live.error is None:
-            try:
-                event["text"] = live.reader.close()
-            except Exception as error:
-                live.error = error
-        if live.error is not None:
-            reason, event = "error", {"error": live.error}
-        now, sequence = time.monotonic(), live.sequence
-        self._observe("e2e", now - sequence.submitted)
-        if live.first_time is not None:
-            self._observe("decode", now - live.first_time)
-            event["times"] = (sequence.submitted, sequence.admitted, live.first_time, now)
-        self._tell_end(live, reason, **event)
-
-    def _tell_end(self, live: RequestOutput, reason: FinishReason, **event: Any) -> None:
-        """Send the last event and forget the request."""
-        self.counts[f"finished {reason}"] += 1
-        self.counts["ended"] += 1
-        with contextlib.suppress(Exception):  # the request has ended, even if its listener raises
-            live.emit(finish_reason=reason, **event)
-        del self.live[live.sequence.request.id]
-        self._inbox.forget(live.sequence.request.id)
+        self._delivery.deliver(plan, self.runner.read(drawn))
 
     # Input, taken by a step
 
@@ -573,12 +412,8 @@ class Engine:
                 self._add(*entry)
             elif entry[0] in self.live:
                 taken.append(Ended(*entry))
-                self._end_from_outside(*entry)
+                self._delivery.end_from_outside(*entry)
         return taken
-
-    def _end_from_outside(self, request_id: str, reason: FinishReason) -> None:
-        reason = reason if self.live[request_id].error is None else "error"
-        self._end(request_id, reason)
 
     def _add(
         self,
@@ -591,7 +426,7 @@ class Engine:
         sequence = Sequence(request, self.arrivals, submitted)
         self.arrivals += 1
         self.counts["prompt_tokens"] += len(request.prompt)
-        live = self._follow(sequence, on_event, matcher, with_text)
+        live = self._delivery.follow(sequence, on_event, matcher, with_text)
         if request.begun and self._recomputes:
             live.to_skip = len(request.begun)
         elif request.begun:
@@ -601,7 +436,7 @@ class Engine:
                 self.adapters.number(request.adapter)
             self.scheduler.add(sequence)
         except JaxLlamaError as error:  # the request could run when it was submitted
-            self._tell_end(live, "error", error=error)
+            self._delivery.tell_end(live, "error", error=error)
 
     @property
     def _recomputes(self) -> bool:
@@ -611,23 +446,6 @@ class Engine:
         programs than those that generate them.
         """
         return self.options.deterministic or not isinstance(self.runner, Runner)
-
-    def _follow(
-        self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None, with_text: bool
-    ) -> RequestOutput:
-        request = sequence.request
-        eos = () if request.ignore_eos else self.lm.config.eos_token_ids
-        reader = Reader(
-            self.lm.tokenizer if with_text else None,
-            (*eos, *request.stop_token_ids),
-            request.stop if with_text else (),
-            least=request.min_tokens,
-            skip_special=request.skip_special_tokens,
-            include_stop=request.include_stop,
-        )
-        live = RequestOutput(sequence, on_event, reader, matcher, sequence.submitted)
-        self.live[request.id] = live
-        return live
 
     # Convenience
 
@@ -717,9 +535,9 @@ class Engine:
                 if kind == "submit":
                     request, on_event, matcher, submitted, with_text = entry
                     sequence = Sequence(request, self.arrivals, submitted)
-                    self._follow(sequence, on_event, matcher, with_text)
+                    self._delivery.follow(sequence, on_event, matcher, with_text)
             for live in list(self.live.values()):
-                self._tell_end(live, "error", error=EngineFailed(self.failure))
+                self._delivery.tell_end(live, "error", error=EngineFailed(self.failure))
             self._told()
         self._inbox.wake()
 
@@ -729,7 +547,7 @@ class Engine:
                 if kind == "submit":
                     self._add(*entry)
             for request_id in list(self.live):
-                self._end(request_id, "cancelled")
+                self._delivery.end(request_id, "cancelled")
             self._stats = self._count()
             self._told()
         self._inbox.wake()

@@ -7,7 +7,6 @@ requests.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +15,13 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import NGram
 from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.engine import lazy_zeros
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
+from jaxllama.engine.calls import Calls, Decode, IdleCall, blank
 from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.pages import KVPages
@@ -36,7 +35,7 @@ from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.typing import Jitted, Tree
+from jaxllama.typing import Tree
 
 
 class Written(NamedTuple):
@@ -51,21 +50,6 @@ class Written(NamedTuple):
     drafted: int = 0
     accepted: int = 0
     top: tuple[np.ndarray, ...] = ()
-
-
-class Decode(NamedTuple):
-    """The arguments of a decode call of ``n`` rows with up to ``context`` pages each.
-
-    row_of: the call's row of each sequence.
-    """
-
-    params: device.Params
-    orders: np.ndarray
-    masks: jax.Array
-    row_of: dict[Sequence, int]
-    n: int
-    context: int
-    wants_top: bool
 
 
 class DrawnOnDevice(NamedTuple):
@@ -101,7 +85,6 @@ class Runner:
         if adapters is not None:
             adapters.params = self.params
         self._draft = NGram() if drafting is None else drafting.plan.draft
-        self._draft_params = None if drafting is None else drafting.params
         self.mesh = mesh_of(params)
         self.pages = KVPages(
             options.pages,
@@ -110,24 +93,14 @@ class Runner:
             unit=options.unit,
             share=options.prefix_cache,
         )
-        # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
-        compiled = functools.partial(
-            compiler_options.compiled_for, static_argnums=0, donate_argnums=2
-        )
-        names = ("n", "context", "width", "widths", "most", "draft")
-        self._fill_program = device.fill
-        if self.mesh is None:
-            self._fill_program = compiled(device.fill, None, static_argnames=("fresh", "draft"))
-        self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
+        draft_params = None if drafting is None else drafting.params
+        self._calls = Calls(cfg, options, self.mesh, self._draft, draft_params)
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
         self._programs = Programs(folder("engines") if self.mesh is None else None, home)
         self._asleep = False
         self._told: dict[Sequence, int] = {}  # number of pages that the device knows, by sequence
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
-        self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
-        self._n_masks = -(-cfg.vocab_size // 32)
-        self._no_masks = {size: jax.device_put(self._masks(size)) for size in options.sizes}
 
     def _empty(self) -> device.BatchState:
         options = self.options
@@ -153,16 +126,6 @@ class Runner:
             jax.eval_shape(lambda: device.empty_slots(*sizes)), self.mesh
         )
         return jax.jit(lambda: device.empty_slots(*sizes), out_shardings=places)()
-
-    def _masks(self, size: int) -> np.ndarray:
-        """Return masks for ``size`` rows that allow everything."""
-        masks = np.zeros((size, self._n_masks + self._width(size)), np.uint32)
-        masks[:, : self._n_masks] = 2**32 - 1
-        return masks
-
-    def _width(self, size: int) -> int:
-        """Return the largest number of tokens that a row of such a decode call generates."""
-        return self.options.steps_per_call * self.options.pass_widths(size)[-1]
 
     def _with(self, rows: int, sequences: Mapping[int, Sequence]) -> device.Params:
         """Return the parameters for a call of ``rows`` rows, of which ``sequences`` are in use.
@@ -273,22 +236,11 @@ class Runner:
         rows = self.options.prefill_rows
         for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
             for first in range(0, len(group), rows):
-                packed = self._pack(group[first : first + rows], width)
+                packed = self._calls.pack(group[first : first + rows], width)
                 yield lambda packed=packed: self._admit(packed)
 
-    def _pack(self, newcomers: list[device.Newcomer], width: int) -> np.ndarray:
-        options = self.options
-        return device.pack(
-            device.make_rows(
-                newcomers, options.prefill_rows, width, options.row_pages, self.cfg.vocab_size
-            )
-        )
-
     def _admit(self, packed: np.ndarray) -> device.BatchState:
-        return self._programs.call(*self._admission(packed))
-
-    def _admission(self, packed: np.ndarray) -> tuple[Hashable, Wanted]:
-        return ("admit", *packed.shape), Wanted(device.admit, (self.slots, packed))
+        return self._programs.call(*self._calls.admission(self.slots, packed))
 
     def _history_width(self, tokens: int) -> int:
         return next(width for width in self.options.history_widths if width >= tokens)
@@ -313,7 +265,7 @@ class Runner:
 
     def _fill(self, fills: list[Fill], width: int, fresh: bool) -> Callable[[], device.BatchState]:
         rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
-        tokens, facts = _blank(rows, width)
+        tokens, facts = blank(rows, width)
         for row, fill in enumerate(fills):
             sequence = fill.sequence
             tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
@@ -327,15 +279,8 @@ class Runner:
     def _fill_call(
         self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
     ) -> device.BatchState:
-        return self._programs.call(*self._filling(params, tokens, facts, fresh))
-
-    def _filling(
-        self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
-    ) -> tuple[Hashable, Wanted]:
-        told = params, self.slots, tokens, facts, self._draft_params
-        static = {"fresh": fresh, "draft": self._draft}
-        wanted = Wanted(self._fill_program, told, self.cfg, static)
-        return ("fill", *tokens.shape, fresh), wanted
+        call = self._calls.filling(self.slots, params, tokens, facts, fresh)
+        return self._programs.call(*call)
 
     # Answers
 
@@ -353,13 +298,13 @@ class Runner:
             row[:3] = sequence.own_slot, budget, told
             row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
-        allowed: Tree = self._no_masks[n]
+        allowed: Tree = self._calls.no_masks[n]
         if masks:
-            allowed = self._masks(n)
+            allowed, words = self._calls.masks(n), self._calls.mask_words
             for sequence, known in masks.items():
                 row = allowed[row_of[sequence]]
-                row[: self._n_masks] = known.mask
-                row[self._n_masks :][: len(known.forced)] = [token + 1 for token in known.forced]
+                row[:words] = known.mask
+                row[words:][: len(known.forced)] = [token + 1 for token in known.forced]
             # jit treats device arrays and numpy arrays as different arguments
             allowed = jax.device_put(allowed)
         requests = [sequence.request for sequence in sequences]
@@ -374,28 +319,8 @@ class Runner:
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
 
     def _decode(self, decode: Decode) -> DrawnOnDevice:
-        self.slots, rows, top = self._programs.call(*self._decoding(decode))
+        self.slots, rows, top = self._programs.call(*self._calls.decoding(self.slots, decode))
         return DrawnOnDevice(decode.row_of, rows, top if decode.wants_top else ())
-
-    def _decoding(self, decode: Decode) -> tuple[Hashable, Wanted]:
-        n, context = decode.n, decode.context
-        told = (
-            decode.params,
-            self.slots,
-            decode.orders,
-            decode.masks,
-            self._stop_ids,
-            self._draft_params,
-        )
-        static = {
-            "n": n,
-            "context": context,
-            "width": self._width(n),
-            "widths": self.options.pass_widths(n),
-            "most": self.options.longest_draft,
-            "draft": self._draft,
-        }
-        return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
 
     def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
         """Wait for the results of a decode call, and return them by sequence."""
@@ -418,12 +343,7 @@ class Runner:
 
     def compiled_programs(self) -> int:
         """Return the number of programs compiled outside of the warm-up."""
-        programs: tuple[Jitted, ...] = (
-            device.admit,
-            self._fill_program,
-            self._decode_program,
-        )
-        return sum(program._cache_size() for program in programs)
+        return self._calls.compiled()
 
     def warm_up(self) -> None:
         """Compile every program in every shape, and run it once without rows; the state stays."""
@@ -442,7 +362,7 @@ class Runner:
         is_busy
             True while the engine has requests, to which the thread yields.
         """
-        wanted, n = self._wanted(), self._first()
+        wanted, n = self._wanted(), self._calls.n_first
         calls = dict(zip(wanted, self._idle_calls(), strict=True))
 
         def run(key: Hashable) -> Future[None]:
@@ -459,59 +379,19 @@ class Runner:
         """Let the compiling thread end."""
         self._programs.stop()
 
-    def _run_idle(self, call: Callable[[], tuple[Hashable, Wanted]]) -> None:
+    def _run_idle(self, call: IdleCall) -> None:
         """Run a program without rows, in the runner's thread; a sleeping engine has no slots."""
         if self._asleep:
             return
         outcome = self._programs.call(*call())
         self.slots = outcome[0] if isinstance(outcome, tuple) else outcome
 
-    def _first(self) -> int:
-        """Return how many of ``_idle_calls`` a first request may need."""
-        return len(self.options.history_widths[:2]) + len(self.options.widths) + 1
-
-    def _idle_calls(self) -> list[Callable[[], tuple[Hashable, Wanted]]]:
-        """Return a call without rows of every program, in the order in which requests need them.
-
-        The first programs are for one request at a time: its admission without and with a short
-        history, a prompt of each width, and the decode call of one row.
-        """
-        options = self.options
-
-        def admission(width: int) -> Callable[[], tuple[Hashable, Wanted]]:
-            return lambda: self._admission(self._pack([], width))
-
-        def filling(rows: int, width: int, fresh: bool) -> Callable[[], tuple[Hashable, Wanted]]:
-            return lambda: self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
-
-        def decoding(n: int, context: int) -> Callable[[], tuple[Hashable, Wanted]]:
-            return lambda: self._decoding(self._idle(n, context))
-
-        shapes = [(rows, width) for width in options.widths for rows in options.row_counts(width)]
-        alone = [(options.row_counts(width)[0], width) for width in options.widths]
-        together = [shape for shape in shapes if shape not in alone]
-        decodes = [(n, context) for context in options.contexts for n in options.sizes]
-        return [
-            *(admission(width) for width in options.history_widths[:2]),
-            *(filling(*shape, True) for shape in alone),
-            decoding(*decodes[0]),
-            *(admission(width) for width in options.history_widths[2:]),
-            *(decoding(n, context) for n, context in decodes[1:] if context == decodes[0][1]),
-            *(filling(*shape, False) for shape in alone),
-            *(filling(*shape, fresh) for shape in together for fresh in (True, False)),
-            *(decoding(n, context) for n, context in decodes if context != decodes[0][1]),
-        ]
+    def _idle_calls(self) -> list[IdleCall]:
+        return self._calls.idle(lambda: self.slots, lambda rows: self._with(rows, {}))
 
     def _wanted(self) -> dict[Hashable, Wanted]:
         """Return every program that may be called."""
         return dict(call() for call in self._idle_calls())
-
-    def _idle(self, n: int, context: int) -> Decode:
-        """Return a decode call without rows."""
-        rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
-        rows[:, 1] = 0
-        orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
-        return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
 
 
 def _committed(tree: Tree) -> Tree:
@@ -546,10 +426,3 @@ def _groups(items: list[Item], kind: Callable[[Item], Kind]) -> Iterator[tuple[K
     for item in items:
         groups.setdefault(kind(item), []).append(item)
     return iter(groups.items())
-
-
-def _blank(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and facts of ``fill`` for unused rows."""
-    facts = np.zeros((rows, 5), np.int32)
-    facts[:, [0, 3]] = NOBODY
-    return np.zeros((rows, width), np.int32), facts

@@ -112,10 +112,8 @@ def _scheme_of(weight: QTensor | CpuWeight, path: str) -> tuple[Scheme, str]:
     if codes == "float4_e2m1fn":
         name = "mxfp4" if form.unit is None else "nvfp4"
         found = Scheme(name, group_size=FORMATS[name].group, activations=activations)
-    elif (
-        codes == "float8_e4m3fn"
-        and activations is None
-        and (groups > 1 or form.shape[-1] <= FORMATS["fp8-block"].group)
+    elif codes == "float8_e4m3fn" and (
+        groups > 1 or (activations is None and form.shape[-1] <= FORMATS["fp8-block"].group)
     ):
         group = FORMATS["fp8-block"].group
         found = Scheme("fp8-block", group_size=group, activations=activations)

@@ -29,7 +29,7 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE, LayerState
 from jaxllama.model.records import Hidden
-from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, row_axis
 from jaxllama.typing import Tree
 from pallas_kernels.attention.rope_cache import WIDTHS, capacity_of
 from pallas_kernels.brief import short_repr
@@ -159,12 +159,15 @@ def default_dtype() -> jnp.dtype:
 def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
     """Features of a head in an attention layer's cache, where this process (or the mesh) runs.
 
-    It is ``head_dim``, or more where the kernels of decoding run.  These take heads of 64, 128 and
-    256.  Heads of at least 5/8 of such a width (80, 96, 192) are padded to it with zeros.  That
-    takes at most 1.6 times the memory, but is read at several times the rate of XLA's form.
+    It is ``kv_rank + d_rope`` of latents.  Else it is ``head_dim``, or more where the kernels of
+    decoding run.  These take heads of 64, 128 and 256.  Heads of at least 5/8 of such a width (80,
+    96, 192) are padded to it with zeros.  That takes at most 1.6 times the memory, but is read at
+    several times the rate of XLA's form.
     """
     place = None if mesh is None else NamedSharding(mesh, P())
     where = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    if cfg.latent is not None:
+        return cfg.latent.kv_rank + cfg.latent.d_rope
     if dtype == "float32" or hopper_reason(where) is not None:
         return cfg.head_dim
     fits = (width for width in WIDTHS if cfg.head_dim <= width <= 1.6 * cfg.head_dim)
@@ -201,7 +204,7 @@ def _init_on_mesh(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype:
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 
-def cache_specs(cache: Cache, rows: str | None) -> Cache:
+def cache_specs(cache: Cache, rows: RowAxis) -> Cache:
     """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's.
     Rows that share pages are not split."""
     if cache.table is not None:
@@ -213,7 +216,7 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
     return Cache(tuple(layer.specs(rows) for layer in cache.layers), *specs)
 
 
-def proposal_specs(cache: Cache, rows: str | None) -> Proposal:
+def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:
     """Return the specs of a ``Proposal``, as ``cache_specs`` does for a cache."""
     tokens: Tree = P(rows, None, MODEL_AXIS)
 

@@ -47,10 +47,11 @@ from jaxllama.model.lora import ROWS, chosen
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
-from jaxllama.model.records import At, Hidden, new_tokens, positions_of
-from jaxllama.model.sharded import over_mesh
+from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
+from jaxllama.model.sharded import over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
-from jaxllama.parallel.mesh import MODEL_AXIS, is_split, traced_mesh
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
+from jaxllama.parallel.sequence import cut, is_cut, joined, piece_width, sequence_shards
 from jaxllama.typing import Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
@@ -58,6 +59,7 @@ from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.rows.rms_norm import rms_norm
 
 # A layer
 
@@ -220,6 +222,9 @@ def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -
 
 
 def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return embeddings ``[..., D]`` as the first layer reads them."""
+    if cfg.embed_norm:
+        return rms_norm(x, jnp.ones((cfg.d_model,), x.dtype), cfg.norm_eps)
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
 
 
@@ -313,6 +318,10 @@ def forward(
     mesh = traced_mesh(params)
     if mesh is not None:
         rows = tokens, lengths, cache, total_lengths
+        if cache is not None and sparse is False:
+            batch, n_new = tokens.shape
+            if is_cut(mesh, batch, n_new, cache.table is not None):
+                return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
         return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
     params = chosen(params) if ROWS in params else params
@@ -358,11 +367,50 @@ def _forward_over(
 ) -> tuple[Hidden, Cache | None]:
     """``forward`` of parameters on a mesh."""
 
-    def specs(rows: str | None) -> tuple[P, Cache | None]:
+    def specs(rows: RowAxis) -> tuple[P, Cache | None]:
         return P(rows), None if cache is None else cache_specs(cache, rows)
 
     arrays = tokens, lengths, cache, total_lengths
     return over_mesh(forward, mesh, cfg, params, *arrays, out=specs, **options)
+
+
+def _forward_in_pieces(
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total_lengths: jax.Array | None,
+) -> tuple[Hidden, Cache]:
+    """``forward`` of long rows that the devices of the "data" axis share (``parallel.sequence``).
+
+    Each device computes its pieces of every row, and has the whole cache.
+    """
+    batch, n_new = tokens.shape
+    n = sequence_shards(mesh, batch, cache.table is not None)
+    width = piece_width(n_new, n)
+    if cache.capacity is not None:
+        lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - cache.lengths, 0))
+    total = cache.lengths + lengths if total_lengths is None else total_lengths
+
+    def run(
+        cfg: ModelConfig,
+        params: Params,
+        tokens: jax.Array,
+        cache: Cache,
+        lengths: jax.Array,
+        total: jax.Array,
+    ) -> tuple[Hidden, Cache]:
+        check(cfg, params)
+        at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
+        stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+        stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
+        return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
+
+    pieces = cut(tokens, n, width)
+    hidden, after = over_pieces(run, mesh, cfg, params, pieces, cache, lengths, total)
+    return Hidden(joined(hidden.x, batch, n, n_new)), after
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
@@ -376,7 +424,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
 def _logits_over(mesh: AbstractMesh, cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
     """``logits`` of parameters on a mesh, without the rows that pad the vocabulary."""
 
-    def spec(rows: str | None) -> P:
+    def spec(rows: RowAxis) -> P:
         return P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS)
 
     return over_mesh(logits, mesh, cfg, params, hidden, out=spec)[..., : cfg.vocab_size]

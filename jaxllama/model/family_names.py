@@ -112,6 +112,7 @@ _SHARED = ExpertNames(shared="shared_experts.")
 _LFM2_EXPERTS = ExpertNames(
     "feed_forward.", gate_up=("w1", "w3"), down="w2", choice_bias="expert_bias"
 )
+_APERTUS = Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
 _GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
@@ -176,7 +177,7 @@ FAMILIES = {
     ),
     "hyperclovax": Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     "starcoder2": Names(gate_up=("c_fc",), down="c_proj"),
-    "apertus": Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
+    "apertus": _APERTUS,
     "hunyuan_v1_dense": Names(q_norm="query_layernorm", k_norm="key_layernorm"),
     "exaone": Names(
         embed="transformer.wte",
@@ -191,7 +192,50 @@ FAMILIES = {
     ),
     "lfm2": _LFM2,
     "lfm2_moe": dataclasses.replace(_LFM2, mixers={"experts": _LFM2_EXPERTS}),
-    **dict.fromkeys(("dots1", "solar_open"), Names(mixers={"experts": _SHARED})),
+    **dict.fromkeys(
+        ("dots1", "solar_open", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sarvam_mla"),
+        Names(mixers={"experts": _SHARED}),
+    ),
+    "aria_text": Names(
+        mixers={
+            "experts": dataclasses.replace(
+                _SHARED,
+                router="router",
+                fused=("experts.fc1.weight", "experts.fc2.weight"),
+                is_fused=True,
+                is_transposed=True,
+            )
+        }
+    ),
+    "apertus1p5_text": _APERTUS,
+    "nanochat": Names(gate_up=("fc1",), down="fc2"),
+    "gpt_neox_japanese": dataclasses.replace(
+        _NEOX,
+        embed="gpt_neox_japanese.embed_in",
+        layer="gpt_neox_japanese.layers.{}",
+        norm="gpt_neox_japanese.final_layer_norm",
+        last_bias="dense_bias",
+    ),
+    "flint": Names(sinks="softmax_offset"),
+    "kolibri1": Names(
+        mixer_out_norm="post_attn_norm",
+        mlp_out_norm="post_ffn_norm",
+        mixers={
+            "experts": dataclasses.replace(
+                _SHARED, choice_bias="moe.router.expert_bias", is_bias_beside=True
+            )
+        },
+    ),
+    "cohere2_moe": Names(mixers={"experts": _SHARED}),
+    "afmoe": Names(
+        gate="gate_proj",
+        mixer_out_norm="post_attention_layernorm",
+        mlp_norm="pre_mlp_layernorm",
+        mixers={
+            "experts": dataclasses.replace(_SHARED, router="router.gate", choice_bias="expert_bias")
+        },
+    ),
+    "axk1": Names(mixers={"experts": dataclasses.replace(_SHARED, may_lack_bias=True)}),
     "exaone_moe": Names(
         mixers={"experts": dataclasses.replace(_SHARED, choice_bias="e_score_correction_bias")}
     ),

@@ -8,7 +8,7 @@ from typing import Protocol, overload
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model.linear import Input, Stream
 from jaxllama.typing import Params, Tree
 from pallas_kernels.experts.gate import Gate
@@ -42,6 +42,9 @@ class LayerOps(Protocol):
     def product(
         self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: Params
     ) -> Input: ...
+    def route(
+        self, options: ExpertsConfig, x: jax.Array, router: Params, /
+    ) -> tuple[jax.Array, jax.Array]: ...
     def grouped(
         self,
         x: jax.Array,

@@ -33,6 +33,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.elementwise import layer_norm
+from jaxllama.model.experts.route import route as route
 from jaxllama.model.lora import Adapted, Lora
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
@@ -354,7 +355,8 @@ def _codes_matmul(
     dtype = x.dtype if dtype is None else dtype
     if not isinstance(x, QTensor):
         assert weight.activations is not None
-        x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+        group = weight.group_size if has_blocks(weight) else None
+        x = quantize_tokens(x, weight.activations, scale=weight.input_scale, group_size=group)
     return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
 
 
@@ -396,8 +398,15 @@ def _lora(linear: Params) -> Lora | None:
     return None if lora is None or lora.rows is None else lora
 
 
+def has_blocks(weight: QTensor) -> bool:
+    """Whether the weight's input is quantized in the weight's groups of columns: FP8 in blocks."""
+    return weight.dtype == jnp.float8_e4m3fn and weight.scale.shape[-1] > 1
+
+
 def input_codes(linear: Params) -> str | None:
     """Return the dtype to which a layer's input is quantized token by token; None for floats.
+
+    Floats also go to a weight whose input is quantized in groups of columns.
 
     The op that computes that input can then quantize it in the same pass.
     """
@@ -405,6 +414,6 @@ def input_codes(linear: Params) -> str | None:
     if isinstance(weight, RowBlocks) and _lora(linear) is None:
         wanted = {input_codes({"weight": block}) for block in weight.blocks}
         return wanted.pop() if len(wanted) == 1 else None
-    if isinstance(weight, QTensor) and weight.input_scale is None:
+    if isinstance(weight, QTensor) and weight.input_scale is None and not has_blocks(weight):
         return weight.activations
     return None

@@ -192,7 +192,7 @@ def row_norms(
     sizes : sequence of int
         Rows of each tensor.
     """
-    whole, begin, parts = _floats(weight), 0, []
+    whole, begin, parts = floats(weight), 0, []
     for low, size in zip(a, sizes, strict=True):
         rows = slice(begin, begin + size)
         added = jnp.dot(b[rows], low, precision="highest", preferred_element_type=jnp.float32)
@@ -201,12 +201,15 @@ def row_norms(
     return jnp.concatenate(parts)
 
 
-def _floats(weight: Tree) -> jax.Array:
-    """Return a weight in float32."""
+def floats(weight: Tree) -> jax.Array:
+    """Return a weight ``[out, in]`` in float32.
+
+    Raises JaxLlamaError if it is not on a device.
+    """
     if isinstance(weight, CpuWeight):
         weight = restore(weight)
     if isinstance(weight, RowBlocks):
-        return jnp.concatenate([_floats(block) for block in weight.blocks])
+        return jnp.concatenate([floats(block) for block in weight.blocks])
     if isinstance(weight, QTensor):
         return dequantize(weight)
     if not isinstance(weight, (jax.Array, np.ndarray)):

@@ -29,6 +29,8 @@ class Names:
     mixer, mlp: prefixes of their tensors' names.  other_mlp: a prefix that files may have instead
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
+    gate: the gate of attention's heads, where it is a tensor apart from q.
+    last_bias: the bias of o, where only the last layer has one.
     positions: the table of learned positions.
     other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
@@ -52,6 +54,8 @@ class Names:
     head: str = "lm_head"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gate: str = ""
+    last_bias: str = ""
     o: str = "o_proj"
     sinks: str = "sinks"
     down: str = "down_proj"

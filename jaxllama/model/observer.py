@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model import linear as ops
 from jaxllama.model.linear import Input, Stream
 from jaxllama.typing import Options, Params, Tree
@@ -68,6 +68,11 @@ class Observer:
         into: Params | None = None,
     ) -> Tree:
         return self._tell(linear, x, ops.product(x, linear, dtype, cfg, into=into))
+
+    def route(
+        self, options: ExpertsConfig, x: jax.Array, router: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        return ops.route(options, x, router)
 
     def grouped(
         self,

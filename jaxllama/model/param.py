@@ -26,7 +26,8 @@ class Turned:
 
     Ours are a head's two halves, row i turning with row i + head_dim / 2; rows that do not turn
     stand behind those that do in each half.  gated: behind each head are as many rows of its gate,
-    which in ours stand before all heads.
+    which in ours stand before all heads.  first: rows of a head before those that turn, which stay.
+    flipped: the halves change places, so that a pair turns the other way.
     """
 
     heads: int
@@ -34,6 +35,8 @@ class Turned:
     rotary_dim: int
     interleaved: bool
     gated: bool = False
+    first: int = 0
+    flipped: bool = False
 
     @property
     def block(self) -> int:
@@ -42,9 +45,11 @@ class Turned:
 
     def rows(self) -> np.ndarray:
         """For each of our rows the checkpoint's."""
-        turning, rest = np.arange(self.rotary_dim), np.arange(self.rotary_dim, self.head_dim)
+        turning, rest = np.split(np.arange(self.first, self.head_dim), (self.rotary_dim,))
         halves = (turning[0::2], turning[1::2]) if self.interleaved else np.split(turning, 2)
-        head = np.concatenate([halves[0], *np.split(rest, 2)[:1], halves[1], np.split(rest, 2)[1]])
+        halves = halves[::-1] if self.flipped else halves
+        still, others = np.arange(self.first), np.split(rest, 2)
+        head = np.concatenate([still, halves[0], others[0], halves[1], others[1]])
         starts = np.arange(self.heads)[:, None] * self.head_dim
         if not self.gated:
             return (starts + head).reshape(-1)

@@ -80,7 +80,8 @@ def param_table(
         if mlp and pre_norms and (cfg.parallel_norms or not cfg.parallel_block):
             table |= norm((layer, "mlp_norm"), f"{feed}.{names.mlp_norm}")
         table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
-        if mlp and post_norms:
+        own = cfg.experts_of(index)
+        if mlp and (post_norms or (own is not None and own.out_norm)):
             table |= after((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)

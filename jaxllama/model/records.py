@@ -1,11 +1,12 @@
 """Records passed between the parts of a model: the places of new tokens, and the hidden states.
 
-    at = Chunk(...) | Step(...) | Draft(...)      the kind of a call's tokens, for every mixer
+    at = Chunk(...) | Step(...) | Draft(...) | Pieces(...)      the kind of a call's tokens
     hidden = Hidden(x)                            before the last norm; ``decoder.logits`` reads it
 
 A ``Chunk`` is any number of consecutive tokens of each row: a prompt, a piece of it, or a whole
 sequence without a cache.  A ``Step`` is one generated token of each row.  A ``Draft`` is several
-tokens of each row that may not stay.  A mixer asks which of them it has, never how many tokens.
+tokens of each row that may not stay.  ``Pieces`` are a ``Chunk`` whose tokens are spread over
+devices.  A mixer asks which of them it has, never how many tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.rope import Ropes, rope_tables
+from jaxllama.parallel.sequence import gathered, own, piece_indices
 from jaxllama.typing import ArrayOrNumpy
 
 
@@ -122,7 +124,57 @@ class Draft:
         return x.reshape(-1, self.width, *x.shape[2:])
 
 
-At = Chunk | Step | Draft
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """This device's pieces of a chunk that ``parallel.sequence`` cut: two of each row.
+
+    Each is a row of the batch, first those of all rows with the lower index. The cache is whole on
+    every device of the "data" axis, which all do the same with it.
+
+    Attributes
+    ----------
+    positions, lengths
+        int32 ``[2 B, T]``, and int32 ``[2 B]``, the number of valid tokens of each piece.
+    rope
+        As ``Chunk``'s, of these positions.
+    start, totals
+        int32 ``[B]``: tokens that each row of the cache holds, and its new tokens on all devices.
+    n
+        Number of devices.
+    table
+        The cache's table of pages.
+    """
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: Ropes | None
+    start: jax.Array
+    totals: jax.Array
+    n: int = dataclasses.field(metadata={"static": True})
+    table: jax.Array | None = None
+    sparse: ClassVar[bool] = False
+    sparse_tokens: ClassVar[None] = None
+    segments: ClassVar[None] = None
+
+    def row_lengths(self) -> jax.Array:
+        """Return the number of valid tokens of each piece, int32 ``[2 B]``."""
+        return self.lengths
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """As ``Chunk``'s, for pieces."""
+        return x
+
+    def every(self, x: jax.Array) -> jax.Array:
+        """``x[2 B, ...]`` of these pieces -> ``[2n, B, ...]`` of all, in the tokens' order."""
+        return gathered(x, self.start.shape[0], self.n)
+
+    def own(self, every: jax.Array) -> jax.Array:
+        """The inverse of ``every``: ``[2n, B, ...]`` -> ``[2 B, ...]``."""
+        return own(every, self.n)
+
+
+At = Chunk | Step | Draft | Pieces
 
 
 def new_tokens(
@@ -156,6 +208,26 @@ def positions_of(
         return positions, None
     tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
     return positions, Ropes(cfg.ropes, tuple(tables))
+
+
+def pieces_of(
+    cfg: ModelConfig,
+    start: jax.Array,
+    lengths: jax.Array,
+    total: jax.Array,
+    width: int,
+    n: int,
+    table: jax.Array | None = None,
+) -> Pieces:
+    """Return this device's pieces of ``lengths[B]`` new tokens behind ``start[B]`` others.
+
+    total: as for ``positions_of``.  width: tokens of a piece.  n: devices.
+    """
+    first = (piece_indices(n)[:, None] * width).astype(jnp.int32)
+    of_pieces = jnp.clip(lengths[None, :] - first, 0, width).reshape(-1)
+    starts, totals = (start[None, :] + first).reshape(-1), jnp.tile(total, 2)
+    positions, rope = positions_of(cfg, starts, totals, width)
+    return Pieces(positions, of_pieces, rope, start, lengths, n, table)
 
 
 def places_of(

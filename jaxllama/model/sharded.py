@@ -2,7 +2,8 @@
 
 Under ``shard_map`` a device has the kernels of one, on ``model.split.local_config``'s shapes,
 with two sums a layer (``parallel.collectives``).  Rows are split over "data" where it divides them;
-otherwise, and where they share pages, every group does all of them.
+otherwise, and where they share pages, every group does all of them.  Long rows that "data" does not
+divide are split by their tokens (``over_pieces``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, cache_specs
 from jaxllama.model.shardings import specs
 from jaxllama.model.split import local_config
-from jaxllama.parallel.mesh import MODEL_AXIS, row_axis
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, expert_groups, row_axes, row_axis
 from jaxllama.typing import Params, Tree
 
 Result = TypeVar("Result")
@@ -30,7 +31,7 @@ def over_mesh(
     cfg: ModelConfig,
     params: Params,
     *args: Tree,
-    out: Callable[[str | None], Tree],
+    out: Callable[[RowAxis], Tree],
     **options: bool | jax.Array | None,
 ) -> Result:
     """``function(cfg, params, *args, **options)`` on global arrays.
@@ -38,10 +39,10 @@ def over_mesh(
     Arguments are caches, None, or (trees of) arrays that, like those among the options, have the
     first one's rows.  out: the results' specs, from the axis that rows are split over.
     """
-    local = local_config(cfg, mesh.shape[MODEL_AXIS])
     rows = row_axis(mesh, jax.tree.leaves(args[0])[0].shape[0])
     if any(isinstance(arg, Cache) and arg.table is not None for arg in args):
         rows = None
+    local = local_config(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), rows == row_axes(mesh))
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     fixed = {name: value for name, value in options.items() if name not in arrays}
 
@@ -52,7 +53,37 @@ def over_mesh(
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(P(rows), specs(params), *split),
+        in_specs=(P(rows), specs(params, mesh), *split),
         out_specs=out(rows),
         check_vma=False,  # kernels do not say over which axes their results vary
     )(arrays, dict(params), *args)
+
+
+def over_pieces(
+    function: Callable[..., tuple[Tree, Cache]],
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    pieces: jax.Array,
+    cache: Cache,
+    *rows: jax.Array,
+) -> tuple[Tree, Cache]:
+    """``function(cfg, params, pieces, cache, *rows)`` of tokens that ``sequence.cut`` cut.
+
+    Each device gets its own pieces, and the whole cache and rows.  The first result is an array of
+    pieces, or a tree of them.
+    """
+    local = local_config(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), True)
+    pieces_over: Tree = P(row_axes(mesh))
+    whole = cache_specs(cache, None)
+
+    def run(params: Params, pieces: jax.Array, cache: Cache, *rows: jax.Array):
+        return function(local, params, pieces, cache, *rows)
+
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(specs(params, mesh), pieces_over, whole, *(P(),) * len(rows)),
+        out_specs=(pieces_over, whole),
+        check_vma=False,  # as in over_mesh
+    )(dict(params), pieces, cache, *rows)

@@ -1,6 +1,6 @@
 """Parameters on a mesh: functions that split, place, load and gather them.
 
-    specs(params) -> tree of PartitionSpec
+    specs(params, mesh) -> tree of PartitionSpec
     shard_params(cfg, params, mesh) -> (config, params)        gather_params undoes it
     read_leaf(cfg, mesh, dtype, path, shape, read) -> array
 
@@ -25,20 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.split import (
     Path,
-    check_shards,
+    check_groups,
     natural_rows,
     replicated_config,
     row_order,
     split_axis,
 )
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.parallel.mesh import EXPERT_AXIS, MODEL_AXIS, expert_groups
 from jaxllama.typing import ArrayOrNumpy, Leaf, Params, ParamsDict, Tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
@@ -54,14 +54,19 @@ class _Shaped(Protocol):
 Read = Callable[[int, np.ndarray], None]
 
 
-def specs(params: Params) -> Tree:
-    """How the arrays of a parameter tree (as ``shard_params`` leaves it) are split."""
-    return _map_arrays(lambda path, field, array, _: _spec(path, field, array), params)
+def specs(params: Params, mesh: Mesh | AbstractMesh | None = None) -> Tree:
+    """How the arrays of a parameter tree (as ``shard_params`` leaves it) are split.
+
+    mesh: says whether an axis divides the experts alone; without it, none does.
+    """
+    return _map_arrays(lambda path, field, array, _: _spec(mesh, path, field, array), params)
 
 
-def _spec(path: Path, field: str, array: _Shaped) -> P:
+def _spec(mesh: Mesh | AbstractMesh | None, path: Path, field: str, array: _Shaped) -> P:
     """field: of a QTensor, "" of a plain array."""
     axis = split_axis(path)
+    if mesh is not None and expert_groups(mesh) > 1 and path[-2].startswith("experts_"):
+        return P((EXPERT_AXIS, MODEL_AXIS))
     if field == "columns" and axis == 1:
         return P(MODEL_AXIS)
     one_scale_a_row = axis == 1 and field in ("scale", "zero", "unit") and array.shape[-1] == 1
@@ -75,6 +80,7 @@ def shard_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelCon
 
     Raises JaxLlamaError naming what the mesh does not divide.
     """
+    check_groups(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh))
     config = replicated_config(cfg, mesh.shape[MODEL_AXIS])
     return config, _map_leaves(lambda path, leaf: shard_leaf(cfg, mesh, path, leaf), dict(params))
 
@@ -85,7 +91,7 @@ def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Leaf) -> Leaf:
 
     def one(path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None) -> jax.Array:
         array = array if order is None else _take(array, order)
-        return put(array, NamedSharding(mesh, _spec(path, field, array)))
+        return put(array, NamedSharding(mesh, _spec(mesh, path, field, array)))
 
     leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
     return _arrays_of_leaf(one, path, leaf, row_order(cfg, path, n))
@@ -98,7 +104,7 @@ def leaf_readers(
 
     Raises JaxLlamaError naming what the mesh does not divide.
     """
-    check_shards(cfg, mesh.shape[MODEL_AXIS])
+    check_groups(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh))
     return (
         functools.partial(shard_leaf, cfg, mesh),
         functools.partial(read_leaf, cfg, mesh, dtype),
@@ -120,11 +126,11 @@ def computed_leaf(
         )
 
     def part(path: Path, field: str, x: jax.Array, _: object) -> jax.Array:
-        split = _spec(path, field, x)
-        if MODEL_AXIS not in split:
+        split = _spec(mesh, path, field, x)
+        axis = next((axis for axis, names in enumerate(split) if names is not None), None)
+        if axis is None:
             return x
-        axis, at = split.index(MODEL_AXIS), lax.axis_index(MODEL_AXIS)
-        size = x.shape[axis] // n
+        at, size = lax.axis_index(split[axis]), x.shape[axis] // lax.axis_size(split[axis])
         return lax.dynamic_slice_in_dim(x, at * size, size, axis)
 
     shapes = jax.eval_shape(stored, *args)
@@ -132,7 +138,7 @@ def computed_leaf(
         lambda *args: _arrays_of_leaf(part, path, stored(*args), None),
         mesh=mesh,
         in_specs=P(),
-        out_specs=_arrays_of_leaf(lambda *leaf: _spec(*leaf[:3]), path, shapes, None),
+        out_specs=_arrays_of_leaf(lambda *leaf: _spec(mesh, *leaf[:3]), path, shapes, None),
         check_vma=False,  # nothing says that all devices compute the same
     )(*args)
 
@@ -146,7 +152,7 @@ def place_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelCon
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
         return _arrays_of_leaf(
             lambda path, field, array, _: jax.device_put(
-                array, NamedSharding(mesh, _spec(path, field, array))
+                array, NamedSharding(mesh, _spec(mesh, path, field, array))
             ),
             path,
             leaf,
@@ -233,7 +239,7 @@ def read_leaf(
     """
     order = row_order(cfg, path, mesh.shape[MODEL_AXIS])
     stored = shape if order is None else (len(order), *shape[1:])
-    sharding = NamedSharding(mesh, _spec(path, "", np.empty(0)))
+    sharding = NamedSharding(mesh, _spec(mesh, path, "", np.empty(0)))
     needed = [
         tuple(part.indices(size)[:2] for part, size in zip(index, stored, strict=True))
         for index in sharding.addressable_devices_indices_map(stored).values()

@@ -15,9 +15,11 @@ the cache.  The function stays the same: query head i reads a copy of the head t
 A vocabulary that n does not divide is padded with rows of zeros, whose logits are cut off again.
 
 Each shard has whole experts.  It routes every token, and computes the pairs of its own experts
-(``experts.feed``).  The expert that every token passes is split as a dense feed-forward.
+(``experts.feed``).  The expert that every token passes is split as a dense feed-forward.  The
+"expert" axis of a mesh divides nothing but the experts: along it, every group of shards has its own
+rows and exchanges their tokens (``parallel.exchange``).
 
-Left out: splitting the sequence or the layers.
+Left out: splitting the layers.  The sequence is split over another axis (``parallel.sequence``).
 """
 
 from __future__ import annotations
@@ -73,6 +75,20 @@ def check_shards(cfg: ModelConfig, n: int) -> None:
     )
 
 
+def check_groups(cfg: ModelConfig, n: int, groups: int) -> None:
+    """``check_shards`` of ``n`` shards in ``groups`` groups, which divide the experts."""
+    check_shards(cfg, n)
+    if groups == 1:
+        return
+    if cfg.experts is None:
+        raise JaxLlamaError(f"mesh: expert={groups}: {cfg.name} has no experts; allowed: 1")
+    if cfg.experts.n_experts % (n * groups):
+        raise JaxLlamaError(
+            f"mesh: expert={groups},model={n} does not divide the {cfg.experts.n_experts} experts "
+            f"of {cfg.name}"
+        )
+
+
 def _kinds(cfg: ModelConfig) -> list[Parameters]:
     """Return the ``parameters`` modules of the mixers that ``cfg`` uses."""
     return [mixer.parameters for kind, mixer in MIXERS.items() if kind in cfg.layer_types]
@@ -105,13 +121,23 @@ def replicated_config(cfg: ModelConfig, n: int) -> ModelConfig:
     return cfg.replace(**changes)
 
 
-def local_config(cfg: ModelConfig, n: int) -> ModelConfig:
-    """The model that one of ``n`` shards of ``replicated_config(cfg, n)`` is."""
+def local_config(cfg: ModelConfig, n: int, groups: int = 1, own_rows: bool = False) -> ModelConfig:
+    """The model that one of ``n`` shards of ``replicated_config(cfg, n)`` is.
+
+    groups: groups of shards that divide the experts.  own_rows: whether each group has its own
+    rows.
+    """
     cfg = replicated_config(cfg, n)
+    check_groups(cfg, n, groups)
     changes: Options = {"d_ff": cfg.d_ff // n, "vocab_size": padded_vocab(cfg, n) // n}
     if (experts := cfg.experts) is not None:
         # A shard routes among all experts.
-        changes["experts"] = dataclasses.replace(experts, shared=experts.shared // n, shards=n)
+        changes["experts"] = dataclasses.replace(
+            experts,
+            shared=experts.shared // n,
+            shards=n * groups,
+            exchanges=own_rows and groups > 1,
+        )
     for kind in _kinds(cfg):
         changes |= kind.shard(cfg, n)
     return cfg.replace(**changes)

@@ -29,8 +29,9 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import decoder
+from jaxllama.model import decoder, linear
 from jaxllama.model.decoder import block, embed_tokens, final_norm, layer_config
+from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.param import Path
@@ -85,7 +86,7 @@ def is_stacked(params: Params) -> bool:
     return any(name.startswith(PREFIX) for name in params)
 
 
-def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
+def stack_layers(cfg: ModelConfig, tree: Tree, *, release: bool = False) -> Tree:
     """Stack the layers of a parameter tree, or of every parameter tree inside ``tree``.
 
     Parameters
@@ -95,6 +96,9 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
     tree : pytree
         Parameters of ``Decoder(cfg)``, or a pytree that contains such parameters (moments of an
         optimizer, a training state).
+    release : bool
+        Whether to delete each array of ``tree`` that was copied. At most one weight of all layers
+        then exists twice.
 
     Returns
     -------
@@ -121,13 +125,14 @@ def stack_layers(cfg: ModelConfig, tree: Tree) -> Tree:
         for run in runs(cfg):
             for offset, name in enumerate(run.names):
                 start = run.first + offset
-                found[name] = _joined(params, range(start, cfg.n_layers, run.period)[: run.count])
+                indices = range(start, cfg.n_layers, run.period)[: run.count]
+                found[name] = _joined(params, indices, release)
         return found
 
     return _of_params(stacked, tree, lambda params: "layer_0" in params)
 
 
-def _joined(params: Params, indices: range) -> Tree:
+def _joined(params: Params, indices: range, release: bool) -> Tree:
     layers = [params[f"layer_{index}"] for index in indices]
     if len(layers) == 1:
         return layers[0]
@@ -137,7 +142,21 @@ def _joined(params: Params, indices: range) -> Tree:
                 f"layer_{index}: its parameters are not stored as layer_{indices[0]}'s are, "
                 "so one loop (scan) cannot run both"
             )
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    def join(*leaves: jax.Array) -> jax.Array:
+        if not release:
+            return jnp.stack(leaves)
+        whole = jax.block_until_ready(_stacked(*leaves))
+        for leaf in leaves:
+            leaf.delete()
+        return whole
+
+    return jax.tree.map(join, *layers)
+
+
+@jax.jit
+def _stacked(*leaves: jax.Array) -> jax.Array:
+    return jnp.stack(leaves)
 
 
 def unstack_layers(tree: Tree) -> Tree:
@@ -223,19 +242,35 @@ def walk(
     each: what a layer does, called as ``decoder.block``.  Between the turns of a loop the stream is
     one array: what is pending has been added, rounded as the next norm would.
     """
+    return walk_with_results(cfg, params, stream, at, each)[0]
+
+
+def walk_with_results(
+    cfg: ModelConfig,
+    params: Params,
+    stream: Stream,
+    at: At,
+    each: Callable[..., tuple[Stream, LayerState]],
+) -> tuple[Stream, list[LayerState]]:
+    """As ``walk``, with the second results of ``each``; those of layers in a loop are one, whose
+    leaves have a leading axis of layers."""
     if not is_stacked(params):
-        return decoder.walk(cfg, params, stream, None, at, each)[0]
+        stream, results = decoder.walk(cfg, params, stream, None, at, each)
+        return stream, list(results)
+    found: list[LayerState] = []
     for run in runs(cfg):
         layers = tuple(params[name] for name in run.names)
         period = _period(cfg, run, at, each)
         if run.count == 1:
-            stream = period(stream, layers)
+            stream, results = period(stream, layers)
         else:
-            stream = Stream(_repeated(period, stream.total, layers))
-    return stream
+            x, results = _repeated(period, stream.total, layers)
+            stream = Stream(x)
+        found += results
+    return stream, found
 
 
-_Period = Callable[[Stream, tuple[Params, ...]], Stream]
+_Period = Callable[[Stream, tuple[Params, ...]], tuple[Stream, tuple[LayerState, ...]]]
 
 
 def _period(
@@ -244,24 +279,43 @@ def _period(
     """Through the layers of one period."""
     configs = [layer_config(cfg, run.first + offset) for offset in range(run.period)]
 
-    def through(stream: Stream, layers: tuple[Params, ...]) -> Stream:
+    def through(
+        stream: Stream, layers: tuple[Params, ...]
+    ) -> tuple[Stream, tuple[LayerState, ...]]:
+        results = []
         for config, layer in zip(configs, layers, strict=True):
-            stream, _ = each(*config, layer, stream, None, at)
-        return stream
+            stream, result = each(*config, layer, stream, None, at)
+            results.append(result)
+        return stream, tuple(results)
 
     return through
 
 
-def _repeated(period: _Period, x: jax.Array, layers: tuple[Params, ...]) -> jax.Array:
-    """The stream behind all turns of a loop."""
-    return lax.scan(lambda x, now: (period(Stream(x), now).total, None), x, layers)[0]
+def _repeated(
+    period: _Period, x: jax.Array, layers: tuple[Params, ...]
+) -> tuple[jax.Array, tuple[LayerState, ...]]:
+    """The stream behind all turns of a loop, and their results."""
+
+    def turn(x: jax.Array, now: tuple[Params, ...]) -> tuple[jax.Array, tuple[LayerState, ...]]:
+        stream, results = period(Stream(x), now)
+        return stream.total, results
+
+    return lax.scan(turn, x, layers)
 
 
 def recomputed_block(
-    cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+    cfg: ModelConfig,
+    kind: str,
+    params: Params,
+    stream: Stream,
+    state: None,
+    at: At,
+    ops: LayerOps = linear,
 ) -> tuple[Stream, None]:
     """Run ``decoder.block``; for the backward pass only the layer's input is kept."""
-    layer = jax.checkpoint(lambda params, stream: block(cfg, kind, params, stream, None, at)[0])
+    layer = jax.checkpoint(
+        lambda params, stream: block(cfg, kind, params, stream, None, at, ops)[0]
+    )
     return layer(params, stream), state
 
 
@@ -272,6 +326,7 @@ def hidden_states(
     dtype: jnp.dtype,
     remat: bool = False,
     segments: jax.Array | None = None,
+    each: Callable[..., tuple[Stream, LayerState]] | None = None,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
@@ -279,9 +334,10 @@ def hidden_states(
     params: per layer, or stacked: then layers that are alike are one loop.
     remat: for the backward pass, keep only each layer's input.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
+    each: what a layer does in place of that, as ``walk`` takes it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments)
-    stream = walk(cfg, params, stream, at, recomputed_block if remat else block)
+    stream = walk(cfg, params, stream, at, each or (recomputed_block if remat else block))
     return final_norm(cfg, params, stream)
 
 

@@ -1,18 +1,23 @@
-"""Tensor and data parallelism: one mesh ("data", "model"), and a model cut over it.
+"""Tensor, data and expert parallelism: one mesh of devices, and a model cut over it.
 
     mesh = make_mesh("data=1,model=4")
     config, params = shard_params(cfg, params, mesh)      or jl.load(..., mesh="model=4")
     cache = init_cache(config, batch, max_len, dtype, mesh=mesh)
 
-and then ``prefill``, ``decode_step``, ``generate``, ``logits`` as always.  The mesh is part of the
-arrays' types, so the model finds it while tracing (``traced_mesh``). It runs under ``shard_map``
-(``model.sharded``). Each device runs its own, smaller model (``model.split``) on local arrays, with
-its own kernels. A layer has two sums (``parallel.collectives``).  The code around the model
-(sampling, inserting rows) is plain jnp on sharded arrays, which XLA partitions: logits stay split
-over the vocabulary.  Gradients pass through; a parameter's is summed over the data axis.
+and then ``prefill``, ``decode_step``, ``generate``, ``logits`` as always.  A mesh has the axes
+"data" and "model", and "expert" between them where its size is above 1.  That axis divides the
+experts of a mixture, and the rows as "data" does (``parallel.exchange``).
+
+The mesh is part of the arrays' types, so the model finds it while tracing (``traced_mesh``). It
+runs under ``shard_map`` (``model.sharded``). Each device runs its own, smaller model
+(``model.split``) on local arrays, with its own kernels. A layer has two sums
+(``parallel.collectives``). The code around the model (sampling, inserting rows) is plain jnp on
+sharded arrays, which XLA partitions: logits stay split over the vocabulary. Gradients pass through;
+a parameter's is summed over the data axis.
 
 Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
-several hosts are ``parallel.hosts``.  Left out: sequence and pipeline parallelism.
+several hosts are ``parallel.hosts``, and long rows cut by their tokens ``parallel.sequence``.  Left
+out: pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -31,8 +37,10 @@ from jax.sharding import PartitionSpec as P
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 
-DATA_AXIS, MODEL_AXIS = "data", "model"
-AXES = (DATA_AXIS, MODEL_AXIS)
+DATA_AXIS, EXPERT_AXIS, MODEL_AXIS = "data", "expert", "model"
+AXES = (DATA_AXIS, EXPERT_AXIS, MODEL_AXIS)
+_WITHOUT_EXPERTS = (DATA_AXIS, MODEL_AXIS)
+RowAxis: TypeAlias = str | tuple[str, ...] | None  # the axes that rows are split over
 
 
 # The mesh
@@ -40,6 +48,8 @@ AXES = (DATA_AXIS, MODEL_AXIS)
 
 def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
     """ "data=1,model=4", a mapping of the same, or a Mesh with these axes; a missing axis is 1.
+
+    The result has the axis "expert" only if its size is above 1.
 
     "model" is the inner axis, so that it stays on one host where it fits.  Raises JaxLlamaError
     naming the axis, or the number of devices that there are.
@@ -53,7 +63,11 @@ def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
         devices = np.transpose(shape.devices, order)
     else:
         devices = _first_devices(sizes)
-    return Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 2)
+    if sizes[1] == 1:
+        names, sizes = _WITHOUT_EXPERTS, (sizes[0], sizes[2])
+    else:
+        names = AXES
+    return Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def mesh_sizes(shape: str | Mapping[str, int] | Mesh) -> tuple[int, ...]:
@@ -75,14 +89,17 @@ def _parse(text: str) -> dict[str, int]:
     for entry in text.split(","):
         axis, _, size = (word.strip() for word in entry.partition("="))
         if not size.isdecimal() or axis in sizes:
-            raise JaxLlamaError(f"mesh {text!r}: expected data=N,model=N, each at most once")
+            raise JaxLlamaError(
+                f"mesh {text!r}: expected data=N,expert=N,model=N, each at most once"
+            )
         sizes[axis] = int(size)
     return sizes
 
 
 def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
     wanted, devices = math.prod(sizes), jax.devices()
-    words = ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    named = [*zip(AXES, sizes, strict=True)]
+    words = ",".join(f"{axis}={n}" for axis, n in named if n > 1 or axis != EXPERT_AXIS)
     if wanted > len(devices):
         raise JaxLlamaError(
             f"mesh {words}: needs {wanted} devices, and there are {len(devices)} "
@@ -102,14 +119,15 @@ def mesh_of(params: Tree) -> Mesh | None:
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    return sharding.mesh if sharding.mesh.axis_names == AXES else None
+    return sharding.mesh if sharding.mesh.axis_names in (AXES, _WITHOUT_EXPERTS) else None
 
 
 def traced_mesh(params: Tree) -> AbstractMesh | None:
     """The same from the arrays' types, so inside ``jit`` too; None inside a shard_map, where arrays
     are one shard's."""
     mesh = jax.typeof(jax.tree.leaves(params)[0]).sharding.mesh
-    return mesh if mesh.axis_names == AXES and not mesh.manual_axes else None
+    is_own = mesh.axis_names in (AXES, _WITHOUT_EXPERTS)
+    return mesh if is_own and not mesh.manual_axes else None
 
 
 def is_split() -> bool:
@@ -118,13 +136,49 @@ def is_split() -> bool:
     return MODEL_AXIS in mesh.manual_axes and mesh.shape[MODEL_AXIS] > 1
 
 
+def expert_axes() -> tuple[str, ...]:
+    """Return the axes over which the experts are split, inside a shard_map over axes of two or
+    more devices; none outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = (axis for axis in (EXPERT_AXIS, MODEL_AXIS) if axis in mesh.manual_axes)
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def expert_groups(mesh: Mesh | AbstractMesh) -> int:
+    """Return the size of the "expert" axis."""
+    return mesh.shape.get(EXPERT_AXIS, 1)
+
+
 # Rows
 
 
-def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> str | None:
-    """The axis that ``batch`` rows are split over."""
+def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the axes along which weights outside of experts are whole: "data" and "expert"."""
+    return tuple(axis for axis in (DATA_AXIS, EXPERT_AXIS) if axis in mesh.shape)
+
+
+def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> RowAxis:
+    """Return the axis or axes that ``batch`` rows are split over, None if every device has all."""
+    axes = row_axes(mesh)
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if len(axes) > 1 and batch % size == 0:
+        return axes
     size = mesh.shape[DATA_AXIS]
     return DATA_AXIS if size > 1 and batch % size == 0 else None
+
+
+def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:
+    """Raise JaxLlamaError for a mesh with "model" or "expert" above 1, or rows that "data" does not
+    divide.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    data, model = (mesh.shape[axis] for axis in (DATA_AXIS, MODEL_AXIS))
+    if expert_groups(mesh) > 1:
+        raise JaxLlamaError("mesh: expert: training splits the data only; allowed: 1")
+    if model > 1:
+        raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+    if count % data:
+        raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
 
 
 # Data-parallel functions
@@ -145,12 +199,7 @@ def data_parallel(function: Callable[..., Tree]) -> Callable[..., Tree]:
         mesh = traced_mesh(params)
         if mesh is None:
             return function(params, *args)
-        count = jax.tree.leaves(args[-1])[0].shape[0]
-        data, model = (mesh.shape[axis] for axis in AXES)
-        if model > 1:
-            raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
-        if count % data:
-            raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
+        check_rows(mesh, args[-1])
         average = functools.partial(jax.tree.map, lambda x: lax.pmean(x, DATA_AXIS))
         return jax.shard_map(
             lambda *args: average(function(*args)),

@@ -229,7 +229,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
 
     def one(row: jax.Array) -> jax.Array:
-        heads = split_heads(cfg, mixer, unpacked(cfg, mixer, row[None])[1])
+        heads = split_heads(cfg, mixer, unpacked(cfg, row[None])[1])
         q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
         scores = attention_scores(rotate(q, *rope), rotate(k, *rope), softcap=cfg.attn_softcap)
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)

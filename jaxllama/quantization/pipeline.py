@@ -74,7 +74,7 @@ def _searches(scheme: Scheme, method: str) -> bool:
         return scheme.activations is None or scheme.weights == "int4"
     if method == "gptq":  # measured for this scheme only
         return scheme.weights == scheme.activations == "int8"
-    return method == "smoothquant" and scheme.activations is not None
+    return method == "smoothquant" and scheme.activations is not None and not scheme.is_format
 
 
 def calibrate(

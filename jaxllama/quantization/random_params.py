@@ -29,8 +29,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.shardings import computed_leaf
-from jaxllama.model.split import check_shards
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.model.split import check_groups
+from jaxllama.parallel.mesh import MODEL_AXIS, expert_groups
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.typing import Leaf, Params, ParamsDict
@@ -76,7 +76,7 @@ def random_params(
         does not divide.
     """
     if mesh is not None:
-        check_shards(cfg, mesh.shape[MODEL_AXIS])
+        check_groups(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh))
     shapes = param_shapes(cfg, dtype)
     if scheme is not None:
         shapes = jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)

@@ -17,6 +17,8 @@ floats. The others also quantize activations, inside the matmul's input.
     mxfp4       float4_e2m1fn weights, a power of two as the scale of 32 inputs
     nvfp4       float4_e2m1fn weights, a float8_e4m3fn scale for 16 inputs, a float32 one for all
     fp8-block   float8_e4m3fn weights, one scale for 128 x 128 of them; activations in floats
+    fp8-block-a8  fp8-block's weights, activations float8_e4m3fn with a scale for 128 columns of a
+                token (DeepSeek-V3, arXiv 2412.19437, section 3.3)
     none        floats
 
 ``-gN`` after w8a16 or a scheme of 4 bits fixes its group (``w4a16-g32``, ``w8a16-g128``). ``-zero``
@@ -41,7 +43,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +67,10 @@ SCHEMES = (
     "mxfp4",
     "nvfp4",
     "fp8-block",
+    "fp8-block-a8",
 )
 # Parents of a "weight" that is a matmul.
+_FP8 = ("float8_e4m3fn", "fp8-block")
 _EXPERTS = ("experts_gate_up", "experts_down")  # [E, out, in]
 _MIXERS = ("qkv", "qkvz", "zxbcdt", "q", "k", "v", "g", "o")
 MATMULS = frozenset((*_MIXERS, "gate_up", "up", "down", "head", *_EXPERTS))
@@ -151,6 +155,7 @@ _BASES = {
     "w4a8": Scheme("int4", group_size=0, zeros=True, activations="int8"),
     "w4a8-fp8": Scheme("int4", group_size=0, zeros=True, activations="float8_e4m3fn"),
     **{name: Scheme(name, group_size=found.group) for name, found in FORMATS.items()},
+    "fp8-block-a8": Scheme("fp8-block", group_size=128, activations="float8_e4m3fn"),
 }
 
 
@@ -256,7 +261,7 @@ def _scheme(text: str) -> Scheme | None:
         else:
             raise JaxLlamaError(f"scheme {text!r}: {option!r} is not one of gN, zero, sym")
     grouped = scheme.zeros or scheme.group_size is not None
-    if scheme.activations and scheme.weights != "int4" and grouped:
+    if scheme.activations and scheme.weights != "int4" and grouped and not scheme.is_format:
         raise JaxLlamaError(
             f"scheme {text!r}: groups and zero points are for weights of 4 bits and w8a16"
         )
@@ -292,18 +297,39 @@ def quantize_leaf(
     recipe.check_rounding()
     name = "/".join(path[:-1])
     chosen = recipe.of(name) if path[-1] == "weight" else None
-    if chosen is None or isinstance(leaf, Packed):
+    if chosen is None:
         return leaf
+    if isinstance(leaf, Packed):
+        return _with_activations(leaf, chosen) if chosen == _BASES["fp8-block-a8"] else leaf
     return round_weight(jnp.asarray(leaf), chosen, name, scale_dtype)
+
+
+_T = TypeVar("_T")
+
+
+def _with_activations(leaf: _T, scheme: Scheme) -> _T:
+    """Return FP8 codes in blocks with the scheme's activations, and other leaves as they are."""
+    if isinstance(leaf, RowBlocks):
+        blocks = tuple(_with_activations(block, scheme) for block in leaf.blocks)
+        return dataclasses.replace(leaf, blocks=blocks)
+    if not isinstance(leaf, QTensor) or leaf.dtype != jnp.float8_e4m3fn or leaf.ndim > 3:
+        return leaf
+    if leaf.activations is not None:
+        return leaf
+    if leaf.group_size != format_group(scheme.weights, leaf.shape[-1]):
+        return leaf
+    return dataclasses.replace(leaf, activations=scheme.activations)
 
 
 def check_experts(
     weight: jax.Array | QTensor | jax.ShapeDtypeStruct, scheme: Scheme, name: str
 ) -> None:
-    """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations."""
-    if weight.ndim == 3 and scheme.activations is not None:
+    """Raise JaxLlamaError for experts ``[E, out, in]`` with quantized activations, unless both are
+    FP8."""
+    is_float8 = scheme.activations == "float8_e4m3fn" and scheme.weights in _FP8
+    if weight.ndim == 3 and scheme.activations is not None and not is_float8:
         raise JaxLlamaError(
-            f"{name}: experts read activations in floats: add experts_*=w8a16 to the scheme"
+            f"{name}: experts read activations in floats or FP8: add experts_*=w8a16 to the scheme"
         )
 
 
@@ -317,7 +343,7 @@ def round_weight(
     """Round ``weight[out, in]`` or ``[E, out, in]`` to nearest.
 
     name: for errors. scale_dtype: as in ``Scheme.scale_dtype``. importance: ``[in]`` or ``[E,
-    in]``, as in ``rounding``. Raises JaxLlamaError for experts with quantized activations.
+    in]``, as in ``rounding``. Raises JaxLlamaError as ``check_experts`` does.
     """
     check_experts(weight, scheme, name)
     grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)

@@ -115,6 +115,25 @@ class QuantizeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """Losses of the routers of a mixture of experts, which are added to the cross entropy.
+
+    balance: weight of the load-balance loss. z: weight of the z-loss. (``training.routers``)
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("balance", "z"):
+            value = getattr(self, key)
+            require(value >= 0, f"router.{key}", value, "must not be negative")
+        require(
+            self.balance + self.z > 0, "router.balance", self.balance, "with z = 0 adds nothing"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The settings of one training run.
 
@@ -136,6 +155,8 @@ class TrainConfig:
         Quantization-aware training.
     objective : ObjectiveConfig or None
         What is minimized; by default what the data are for.
+    router : RouterConfig or None
+        Losses of the routers of a mixture of experts.
     lora : LoraConfig or None
         Trains adapters beside frozen weights, not the weights.
     samples : SamplesConfig or None
@@ -152,10 +173,15 @@ class TrainConfig:
         Number of parts in which a step's sequences pass the model, one after the other.
     dtype : str
         Dtype of activations; weights and sums are float32.
+    products : str or None
+        "fp8" multiplies the layers' matrices in float8_e4m3fn (``training.fp8``). None multiplies
+        them in ``dtype``.
     remat : bool
         Whether the backward pass recomputes a layer's activations instead of keeping them.
     scan : bool
         Whether layers of one kind are compiled once and run as a loop, which a deep model needs.
+    fsdp : bool
+        Whether the devices of a mesh divide the weights and moments too (``training.fsdp``).
     validate_every, checkpoint_every : int
         Number of steps between two validations or checkpoints; 0 means only at the end.
     keep_checkpoints : int
@@ -181,6 +207,7 @@ class TrainConfig:
     distill: DistillConfig | None = None
     quantize: QuantizeConfig | None = None
     objective: ObjectiveConfig | None = None
+    router: RouterConfig | None = None
     lora: LoraConfig | None = None
     samples: SamplesConfig | None = None
     rollout: RolloutConfig | None = None
@@ -189,8 +216,10 @@ class TrainConfig:
     seed: int = 0
     microbatches: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
+    products: Literal["fp8"] | None = None
     remat: bool = False
     scan: bool = False
+    fsdp: bool = False
     validate_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 1
@@ -221,18 +250,13 @@ class TrainConfig:
             self.optimizer.warmup_steps,
             f"must be below steps ({self.steps})",
         )
-        require(
-            not (self.validate_every and not self.data.held_out),
-            "validate_every",
-            self.validate_every,
-            "needs data.validation_tokens above 0, or validation_conversations or _prompts",
-        )
-        require(
-            not (self.keep_best and not self.data.held_out),
-            "keep_best",
-            self.keep_best,
-            "needs data.validation_tokens above 0, or validation_conversations or _prompts",
-        )
+        for key in ("validate_every", "keep_best"):
+            require(
+                not (getattr(self, key) and not self.data.held_out),
+                key,
+                getattr(self, key),
+                "needs data.validation_tokens above 0, or validation_conversations or _prompts",
+            )
         if self.data.validation_tokens:
             require(
                 self.data.validation_tokens > self.sequence_length,
@@ -243,6 +267,12 @@ class TrainConfig:
         self._check_start()
         self._check_tuning()
         self._check_rewards()
+        mixers = self.distill is not None and self.distill.objective == "mixers"
+        others = {"lora": self.lora, "quantize": self.quantize, "mixers": mixers}
+        for key in filter(lambda key: getattr(self, key), ("products", "fsdp")):
+            for name in filter(others.get, others):
+                require(False, key, getattr(self, key), f"excludes {name}")
+        require(not (self.fsdp and self.router), "fsdp", self.fsdp, "excludes [router]")
         if self.model is not None:
             require(
                 self.sequence_length <= self.model.max_position,
@@ -324,6 +354,12 @@ class TrainConfig:
         )
         has = "[distill]" if self.distill and kind == "tokens" else f"data.{kind}"
         require(needs == has, "objective.kind", goal.kind, f"needs {needs}")
+        require(
+            self.router is None or goal.kind in ("pretrain", "sft"),
+            "router",
+            self.router,
+            f"is for the objectives pretrain and sft, not {goal.kind}",
+        )
         for key in ("lora", "samples"):
             require(
                 getattr(self, key) is None or self.distill is None,

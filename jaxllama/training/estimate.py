@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jaxllama.model.flops import parameters
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.passes import rows_of, run_step, sharding, validate
+from jaxllama.training.passes import placed, rows_of, run_step, sharding, validate
 from jaxllama.training.start import Data, begin
 from jaxllama.training.step import init_state
-from pallas_kernels.qtensor import tree_bytes
+from jaxllama.typing import Tree
 
 STEPS = 3  # steps that are timed after the first, which compiles
 
@@ -45,7 +45,8 @@ def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estim
     """Return the estimate of a run. Raises JaxLlamaError as ``loop.train`` does for wrong data."""
     begun = time.perf_counter()
     setup, params, fixed = begin(config, data, False)
-    state = jax.device_put(init_state(setup, params), sharding(mesh))
+    state = init_state(setup, params)
+    state = jax.device_put(state, placed(setup, state, mesh))
     fixed = jax.device_put(fixed, sharding(mesh))
     training, held_out = rows_of(setup, state["params"], fixed, data)
     marks = []
@@ -68,9 +69,18 @@ def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estim
     return Estimate(
         parameters=parameters(setup.model),
         tokens=config.steps * config.batch_size * config.sequence_length,
-        state_bytes=tree_bytes((state, fixed)) if config.lora else tree_bytes(state),
+        state_bytes=_bytes_of_a_device((state, fixed) if config.lora else state),
         start_seconds=start,
         step_seconds=a_step,
         validation_seconds=once,
         seconds=start + config.steps * a_step + times * once,
+    )
+
+
+def _bytes_of_a_device(tree: Tree) -> int:
+    """Return the bytes that the first device has of a tree's arrays."""
+    return sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array)
     )

@@ -11,10 +11,9 @@ Metrics are fetched one step late, so that the device never waits for the host. 
 current step before it ends the run. A run whose ``steps`` have grown continues under the longer
 schedule.
 
-The devices of a mesh share the rows of every step, and each holds all weights and moments. A mesh
-is not part of a run: the run may resume on another mesh, with the same curve up to the order in
-which gradients are added. Left out: several hosts, splitting the weights or moments, early
-stopping.
+The devices of a mesh share the rows of every step, and with ``fsdp`` the weights and moments too.
+A mesh is not part of a run: the run may resume on another mesh, with the same curve up to the order
+in which gradients are added. Left out: several hosts, early stopping.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from jaxllama.training import adapters, report, samples
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.packing import PackedRows
-from jaxllama.training.passes import Rows, rows_of, run_step, sharding, validate
+from jaxllama.training.passes import Rows, placed, rows_of, run_step, sharding, validate
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.sampler import Rewarded
@@ -155,9 +154,9 @@ def _run(
     try:
         setup, params, fixed = begin(config, data, progress)
         # The devices are explicit, as in a restored state, so that both run the same program.
-        whole = sharding(mesh)
-        state = jax.device_put(init_state(setup, params), whole)
-        fixed = jax.device_put(fixed, whole)
+        state = init_state(setup, params)
+        state = jax.device_put(state, placed(setup, state, mesh))
+        fixed = jax.device_put(fixed, sharding(mesh))
         training, held_out = rows_of(setup, state["params"], fixed, data)
         shows = config.samples is not None or config.rollout is not None
         del params
@@ -165,9 +164,12 @@ def _run(
         if first:
             shapes = jax.eval_shape(per_layer, state)
             like = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+                lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                shapes,
+                placed(setup, shapes, mesh),
             )
-            state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), whole)
+            where = placed(setup, state, mesh)
+            state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), where)
         run.keep_until(first)
         if best is not None:
             best.keep_until(first)

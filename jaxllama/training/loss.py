@@ -23,7 +23,7 @@ from jaxllama.typing import Tree
 CHUNK = 4096  # tokens
 # Most logits at once of a head that does not learn: 512 MB of float32. Such a head has no gradient
 # to add up, so small chunks cost nothing.
-FROZEN_LOGITS = 1 << 27
+FROZEN_LOGITS = 1 << 26
 
 # chunk(logits [C, V], valid [C], per-token operands, others)
 #   -> (sum of losses, other sums, gradient of the former by the logits)

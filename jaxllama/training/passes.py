@@ -1,6 +1,7 @@
 """Batches through the compiled functions: one update, a validation, a reference's pass.
 
-Rows lie on the devices of a mesh, if there is one; parameters lie on each.
+Rows lie on the devices of a mesh, if there is one. Parameters lie on each, or with ``fsdp`` in
+parts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxllama.parallel.mesh import DATA_AXIS
+from jaxllama.training import fsdp
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
@@ -31,6 +33,13 @@ def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
         return SingleDeviceSharding(jax.devices()[0])
     axes = () if rows is None else (None,) * rows + (DATA_AXIS,)
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def placed(setup: TrainingSetup, tree: Tree, mesh: Mesh | None) -> Tree:
+    """Return where each leaf of a state or of parameters lies: shardings in the tree's form."""
+    if mesh is None:
+        return jax.tree.map(lambda _: sharding(None), tree)
+    return fsdp.shardings(setup, tree, mesh)
 
 
 def rows_of(setup: TrainingSetup, params: ParamsDict, fixed: Tree, data: Data) -> tuple[Rows, Rows]:

@@ -45,7 +45,8 @@ class RunDirectory:
         self.path = Path(directory)
         self.model = self.path / ("model" if config.lora is None else "adapter")
         settings = dataclasses.asdict(config)
-        del settings["scan"]  # an option of compiling, like a mesh; checkpoints do not depend on it
+        for key in ("scan", "fsdp"):  # like a mesh; checkpoints do not depend on them
+            del settings[key]
         identity = _plain({**settings, "data_sha256": data_sha256})
         try:
             if self.path.is_dir() and not (self.path / RUN).exists():

@@ -19,6 +19,7 @@ trainer's in both cases. Left out: a mesh, a temperature, several steps of sampl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -41,6 +42,7 @@ from jaxllama.training.step import State, per_layer, update
 from jaxllama.typing import JsonObject, ParamsDict, Tree
 
 GREEDY, PLAIN = Sampling(), Sampling(temperature=1.0)
+PAGE = 64  # tokens, at most, of a page of the cache
 SHOWN = 4  # prompts whose answers samples.md shows
 
 
@@ -75,10 +77,15 @@ class Sampler:
         has_reference = config.goal.beta > 0
         self._reference = jax.tree.map(jnp.copy, params) if has_reference else None
         lm = self._model(params, fixed)
+        slots = min(self._rollout.slots, config.batch_size)
+        # By default an engine's cache takes the memory that is free, which the update needs.
+        row = -(-config.sequence_length // PAGE) * PAGE
         self._engine = Engine(
             lm,
-            max_slots=min(self._rollout.slots, config.batch_size),
+            max_slots=slots,
             max_len=config.sequence_length,
+            cache_tokens=slots * row,
+            max_queue=max(config.batch_size, slots),
             kv_dtype="float32" if config.dtype == "float32" else None,
         )
 
@@ -139,6 +146,11 @@ class Sampler:
             **clock.seconds,
         }
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers."""
+        return self._engine
+
     def _microbatches(self, leaf: np.ndarray) -> np.ndarray:
         return leaf.reshape(self._config.microbatches, -1, leaf.shape[-1])
 
@@ -174,9 +186,15 @@ class Sampler:
     def _model(self, params: ParamsDict, fixed: ParamsDict | None) -> LanguageModel:
         """Return the model of the engine, which shares no array with the state."""
         setup = self._setup
+        if setup.config.lora is None:
+            return LanguageModel(
+                setup.model,
+                _engine_weights(setup.config.dtype, params),
+                self._tokenizer,
+                self._rollout.deterministic,
+                exact=True,
+            )
         tree, frozen = per_layer(params), None if fixed is None else per_layer(fixed)
-        if setup.config.lora is None and setup.config.dtype == "float32":  # a cast copies too
-            tree = jax.tree.map(jnp.copy, tree)
         return samples.model_of(
             setup, tree, frozen, self._tokenizer, deterministic=self._rollout.deterministic
         )
@@ -207,6 +225,12 @@ class Sampler:
         self._refresh(params, fixed)
         adapter = None if self._config.lora is None else samples.ADAPTER
         return _padded(rescore(self._engine, found, adapter=adapter), tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _engine_weights(dtype: str, params: ParamsDict) -> ParamsDict:
+    """Return parameters by layer in the engine's dtype; no array is shared with ``params``."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), per_layer(params))
 
 
 @dataclasses.dataclass(frozen=True)

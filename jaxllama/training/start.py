@@ -127,7 +127,7 @@ def _begin_adapters(
     adapters = jax.device_put(first_adapters(model, lora, config.seed))
     if lora.dora:
         adapters = with_magnitudes(model, lora, adapters, base)
-    return setup, adapters, stack_layers(model, base) if config.scan else base
+    return setup, adapters, stack_layers(model, base, release=True) if config.scan else base
 
 
 def tokenizer_of(data: Data) -> Tokenizer:
@@ -152,6 +152,8 @@ def _check(setup: TrainingSetup, data: Data) -> None:
     for one in (model, teacher):
         if one is not None and one.head_bias:
             raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
+    if config.router is not None and model.experts is None:
+        raise JaxLlamaError(f"router = {config.router}: {model.name} has no experts")
     if data.vocab_size > model.vocab_size:
         options = config.data
         source = options.tokens or options.conversations or options.prompts

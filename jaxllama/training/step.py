@@ -6,24 +6,35 @@ adapters, or a teacher's. Nothing is random here: the same state and batch give 
 ``scan`` the state's parameters and moments are stacked (``model.stacked``); ``per_layer`` is the
 form on disk.
 
-On a mesh every device holds the whole state and takes its part of every microbatch's rows. The
-gradients are averaged once a step, and all devices make the same update.
+On a mesh each device takes its part of every microbatch's rows. It keeps the whole state, or with
+``fsdp`` its part.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxllama.model.decoder import head
-from jaxllama.model.stacked import hidden_states, stack_layers, unstack_layers
-from jaxllama.parallel.mesh import data_parallel
-from jaxllama.training import adapters, distill, preference
+from jaxllama.model import linear
+from jaxllama.model.decoder import block, head
+from jaxllama.model.layer_ops import LayerOps
+from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.common import LayerState
+from jaxllama.model.stacked import (
+    hidden_states,
+    recomputed_block,
+    stack_layers,
+    unstack_layers,
+)
+from jaxllama.training import adapters, distill, fsdp, preference, routers
 from jaxllama.training.batch import Batch
+from jaxllama.training.config import RouterConfig
+from jaxllama.training.fp8 import Fp8
 from jaxllama.training.loss import cross_entropy, distillation, token_logprobs, token_scores
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
@@ -69,7 +80,7 @@ def update(
     """
     multipliers, params = setup.multipliers, state["params"]
     # The rows are the leading axis, which the devices of a mesh share.
-    gradient = data_parallel(functools.partial(_gradient, setup))
+    gradient = fsdp.gradient_on_rows(setup, functools.partial(_gradient, setup))
     rows = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), Batch.of(batch))
     grads, metrics = gradient(params, fixed, rows)
     grads = times_multipliers(multipliers, grads)
@@ -120,13 +131,16 @@ def loss(
     dtype = jnp.dtype(config.dtype)
     if goal is None:
         params = _weights(setup, params, fixed, len(inputs))
+        if config.router is not None:
+            return _with_routers(setup, config.router, params, batch)
         return _objective(setup, params, batch, config.remat)
     teacher = setup.teacher
     assert teacher is not None and fixed is not None
     params = rounded(params) if config.quantize else params
     if goal.objective == "mixers":
         return distill.mixer_loss(cfg, teacher, params, fixed, inputs, dtype, config.remat)
-    x = hidden_states(cfg, params, inputs, dtype, config.remat)
+    params = _outside_of_layers(setup, params)
+    x = hidden_states(cfg, params, inputs, dtype, each=_each(setup, config.remat))
     teacher_x = hidden_states(teacher, fixed, inputs, dtype)
     return distillation(
         x,
@@ -167,16 +181,59 @@ def _objective(
     return cross_entropy(x, weight, batch.targets, cap, weights, is_frozen=is_frozen)[0], {}
 
 
+def _with_routers(
+    setup: TrainingSetup, router: RouterConfig, params: Params, batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return (the weighted cross entropy with the routers' losses added; its parts)."""
+    cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
+    remat, segments = setup.config.remat, batch.input_segments
+    x, parts = routers.hidden_states(cfg, params, batch.inputs, dtype, remat, segments, _ops(setup))
+    weight, is_frozen = _head(setup, params)
+    weights = None if batch.weights is None else jnp.asarray(batch.weights)
+    ce, _ = cross_entropy(x, weight, batch.targets, cfg.logit_softcap, weights, is_frozen=is_frozen)
+    return ce + router.balance * parts["balance"] + router.z * parts["z"], {"ce": ce, **parts}
+
+
 def _states_and_head(
     setup: TrainingSetup, params: Params, batch: Batch, remat: bool
 ) -> tuple[jax.Array, jax.Array, bool]:
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
-    x = hidden_states(cfg, params, batch.inputs, dtype, remat, batch.input_segments)
+    params, segments = _outside_of_layers(setup, params), batch.input_segments
+    x = hidden_states(cfg, params, batch.inputs, dtype, False, segments, _each(setup, remat))
+    return x, *_head(setup, params)
+
+
+def _head(setup: TrainingSetup, params: Params) -> tuple[jax.Array, bool]:
+    """Return (the head's weight in floats, whether it is frozen)."""
     weight = head(params)["weight"]
     if isinstance(weight, QTensor):
-        weight = dequantize(weight, dtype)
-    return x, weight, setup.config.lora is not None
+        weight = dequantize(weight, jnp.dtype(setup.config.dtype))
+    return weight, setup.config.lora is not None
+
+
+def _ops(setup: TrainingSetup) -> LayerOps:
+    """Return who does the layers' products."""
+    return Fp8() if setup.config.products == "fp8" else linear
+
+
+def _each(setup: TrainingSetup, remat: bool) -> Callable[..., tuple[Stream, LayerState]]:
+    """Return what a layer does: with FP8 products, with parts of its weights, or neither."""
+    config = setup.config
+    ops = _ops(setup)
+    if fsdp.has_parts(config):
+        dtype = config.dtype if config.products is None else None
+        return functools.partial(fsdp.gathered_block, ops=ops, dtype=dtype, remat=remat)
+    return functools.partial(recomputed_block if remat else block, ops=ops)
+
+
+def _outside_of_layers(setup: TrainingSetup, params: Params) -> Params:
+    """Return the parameters with embedding and head whole."""
+    if not fsdp.has_parts(setup.config):
+        return params
+    layers = {name: node for name, node in params.items() if name.startswith("layer")}
+    rest = {name: node for name, node in params.items() if name not in layers}
+    return {**layers, **fsdp.gathered(setup.model, rest)}
 
 
 def _pair_sums(
@@ -226,4 +283,4 @@ def validation_loss(
     def mean(params: Params, fixed: Params | None, rows: Batch) -> jax.Array:
         return _objective(setup, _weights(setup, params, fixed, len(rows.tokens)), rows)[0]
 
-    return data_parallel(mean)(params, fixed, Batch.of(batch))
+    return fsdp.mean_on_rows(setup, mean)(params, fixed, Batch.of(batch))

@@ -39,7 +39,6 @@ import dataclasses
 from typing import Literal
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.executor import DETERMINISTIC_ROWS
 
 ALL_PRODUCTS = "all-linear"
 
@@ -247,7 +246,8 @@ class RolloutConfig:
     updates : int
         Updates with the same answers. From the second on, ratios differ from 1 and are clipped.
     slots : int
-        Answers that the engine writes at a time.
+        Answers that the engine writes at a time. With ``deterministic`` above 32, the numbers are
+        not to the bit those of ``LanguageModel.generate``.
     deterministic : bool
         Whether the engine's own log-probabilities are the policy's, to the bit
         (``training.policy``).
@@ -275,12 +275,6 @@ class RolloutConfig:
         )
         cap = self.importance_cap
         require(cap == 0 or cap >= 1, "rollout.importance_cap", cap, "must be 0 or at least 1")
-        require(
-            not self.deterministic or self.slots <= DETERMINISTIC_ROWS,
-            "rollout.slots",
-            self.slots,
-            f"a deterministic engine decodes {DETERMINISTIC_ROWS} rows",
-        )
 
     def check(self, batch_size: int, sequence_length: int) -> None:
         """Raise JaxLlamaError if the sizes do not fit those of a run."""

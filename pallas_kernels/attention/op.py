@@ -39,7 +39,7 @@ from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
     unusual,
 )
-from pallas_kernels.cpu import attention as cpu
+from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
@@ -137,7 +137,7 @@ def _kernel(
 ) -> jax.Array:
     window, scale, plan = call
     if isinstance(plan, cpu.CpuPlan):
-        out = cpu.decode_attention(
+        out = cpu.attend(
             q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
         )
         return from_cache_basis(v, out)

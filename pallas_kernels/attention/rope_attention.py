@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import rope_cache, rope_tokens
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_cache import Cached, norm_heads, place
-from pallas_kernels.cpu import attention as cpu
-from pallas_kernels.cpu import prefill
+from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
@@ -106,7 +105,9 @@ def rope_and_attend(
     weights, eps = (None, None) if norm is None else _checked_norm(qkv, norm)
     static = window, float(qkv.shape[-1] ** -0.5 if scale is None else scale), eps
     find = functools.partial(plan, qkv, k, weights, table)
-    on_cpu = functools.partial(_cpu_plan, qkv, k, table, norm is not None, sinks is not None)
+    on_cpu = functools.partial(
+        cpu.new_token_plan, qkv, k, table, norm is not None, sinks is not None
+    )
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
     operands = qkv, cos, sin, k, v, slots, weights, table, sinks
     if found is None:
@@ -125,14 +126,6 @@ def _checked_norm(
                 f"rope_and_attend: norm of {name} {weight.shape} is not [{qkv.shape[-1]}]"
             )
     return weights, float(norm[2])
-
-
-def _cpu_plan(
-    qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool, sinks: bool
-) -> Plan | Reason:
-    """Return the plan of the CPU's handler: of a step, or of several tokens a row."""
-    planner = prefill.new_token_plan if qkv.ndim == 4 else cpu.new_token_plan
-    return planner(qkv, k, table, norm, sinks)
 
 
 def _composed(
@@ -172,8 +165,9 @@ def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None)
 
     This holds where the CPU's handler runs.  qkv: ``[B, T, N + 2K, H]``.
     """
+    token = jax.ShapeDtypeStruct((qkv.shape[0], *qkv.shape[2:]), qkv.dtype)
     on_cpu = device_of((qkv, k)).platform == "cpu"
-    return on_cpu and isinstance(cpu.new_token_plan(qkv, k, table), cpu.CpuPlan)
+    return on_cpu and isinstance(cpu.new_token_plan(token, k, table), cpu.CpuPlan)
 
 
 def _kernel(static: _Static, *operands: Any) -> _Result:

@@ -299,13 +299,23 @@ def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, ja
 def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Cached:
     """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots outside of [0, S) are
     dropped.  table: as ``rope_and_write`` takes it."""
+    return store_codes(kv, to_stored(kv, new), slots, table)
+
+
+def to_stored(kv: Cached, new: jax.Array) -> Cached:
+    """``new[B, T, K, H]`` in the form in which ``kv`` stores keys or values."""
+    if isinstance(kv, QTensor):
+        return quantize_kv(new, jnp.dtype(kv.dtype).name)
+    return new.astype(kv.dtype)
+
+
+def store_codes(
+    kv: Cached, new_tokens: Cached, slots: jax.Array, table: jax.Array | None = None
+) -> Cached:
+    """``store`` of what ``to_stored`` returned."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     if table is not None:
         rows, slots = place(kv, slots, table)
-    if isinstance(kv, QTensor):
-        new_tokens: Cached = quantize_kv(new, jnp.dtype(kv.dtype).name)
-    else:
-        new_tokens = new.astype(kv.dtype)
 
     def written(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)

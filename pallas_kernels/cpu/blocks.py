@@ -1,6 +1,7 @@
 """A file's blocks of 32 codes, in the layout of the CPU's products (``weight``).
 
     from_blocks(bytes[n, groups, size], bits, has_minimum) -> CpuWeight | None
+    stacked(CpuWeight, experts)                            -> CpuWeight [experts, ...]
 
 ``prepare`` gives the same bits from a QTensor of these codes.  Most GGUF files hold such blocks
 (Q4_0, Q4_1, Q8_0), and a process waits for them before its first text.  So codes of 4 bits are
@@ -9,6 +10,7 @@ never unpacked, which takes a fourth of the time.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,6 +61,22 @@ def from_blocks(blocks: np.ndarray, bits: int, has_minimum: bool) -> CpuWeight |
     scale = by_tile(heads[0]).view(np.float16)
     # numpy's arrays, as a QTensor of a file has.
     return CpuWeight(q, scale, zero, None, None, None, form)  # pyright: ignore[reportArgumentType]
+
+
+def stacked(w: CpuWeight | None, count: int) -> CpuWeight | None:
+    """A weight whose rows are those of ``count`` experts, as the weight ``[count, n, k]``.
+
+    An expert's rows must be whole tiles.  None stays None.
+    """
+    if w is None:
+        return None
+    n = w.form.n // count
+
+    def apart(v: np.ndarray | None) -> np.ndarray | None:
+        return None if v is None else v.reshape(count, -1, *v.shape[1:])
+
+    parts = {name: apart(getattr(w, name)) for name in ("q", "scale", "zero")}
+    return dataclasses.replace(w, **parts, form=dataclasses.replace(w.form, n=n))
 
 
 def _has_exact_zero(scale: np.ndarray, minimum: np.ndarray) -> bool:

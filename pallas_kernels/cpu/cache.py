@@ -15,13 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from pallas_kernels.cpu.frame import CallFrame
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.qtensor import QTensor
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
@@ -57,17 +52,11 @@ class CacheForm:
         return self.width * _BITS[self.dtype] // 8
 
 
-Stored = tuple[str, tuple[int, ...], int]  # dtype, (heads, width), scales of a head
-
-
-def form(k: jax.Array | QTensor) -> CacheForm | Reason:
-    """Return the form of a cache ``[..., heads, width]``, or why the handlers do not read it."""
-    groups = k.scale.shape[-1] if isinstance(k, QTensor) else 0
-    return form_of(jnp.dtype(k.dtype).name, k.shape[-2:], groups)
-
-
 def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason:
-    """Return ``form`` of a cache that is stored so."""
+    """Return the form of a cache, or why the handlers do not read it.
+
+    name: its dtype.  head: (heads, width).  groups: scales of a head, 0 in a cache of floats.
+    """
     heads, width = head
     if name not in _BITS:
         return Reason(f"a cache of {name}; the handler reads {', '.join(_BITS)}")
@@ -98,12 +87,6 @@ class AttendForm(Protocol):
     def heads(self) -> int: ...
     @property
     def arguments(self) -> int: ...
-
-
-def attributes(window: int | None, scale: float, eps: float = 0.0) -> dict[str, np.generic]:
-    """Return the attributes of an ``AttendForm``'s call (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
-    seen = np.int32(2**31 - 1 if window is None else window)
-    return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
 class CachePlaces:

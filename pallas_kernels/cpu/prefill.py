@@ -1,4 +1,5 @@
-"""Attention of several query tokens a row over keys and values in floats or a cache: a handler.
+"""Attention of several query tokens a row over keys and values in floats or a cache: a program.
+``cpu.attend`` plans and calls it.
 
     out[r, n] = softmax_s(scale q[r, n] . k[b, s, n // G]) v[b, s, n // G],
                 lengths[r] - window <= s < lengths[r],      r = b T + t
@@ -25,17 +26,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-
-from pallas_kernels.cpu import attention, jit
-from pallas_kernels.cpu.attention import FLOATS, STACK, Cached
-from pallas_kernels.cpu.cache import LANES, CacheForm, attributes, form
-from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
+from pallas_kernels.cpu.cache import LANES, CacheForm
+from pallas_kernels.cpu.handler import Phase, Program
 from pallas_kernels.cpu.parts import SCALE, CallRows, Write
 from pallas_kernels.cpu.scores import columns_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
-from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
@@ -45,81 +40,6 @@ if TYPE_CHECKING:
 ROWS = 64  # of a tile: query tokens times the heads that share a kv head
 AT_ONCE = 4  # rows
 WRITTEN = 32  # tokens in a chunk of the phase that writes
-FEW_TOKENS = 8  # a row that ``cpu.attention`` takes one by one
-
-
-class PrefillPlan(CpuPlan):
-    kernel = "prefill_cpu"
-
-
-def plan(
-    q: jax.Array,
-    k: Cached,
-    table: jax.Array | None,
-    softcap: float | None,
-    sinks: bool = False,
-) -> CpuPlan | Reason:
-    """Return the plan of ``attend``, or the reason why it has none."""
-    if q.dtype not in FLOATS:
-        return Reason(f"q is {q.dtype.name}")
-    if softcap is not None:
-        return Reason("the handler does not cap scores")
-    return _plan(k, q.shape[2], table, sinks=sinks)
-
-
-def new_token_plan(
-    qkv: jax.Array,
-    k: Cached,
-    table: jax.Array | None,
-    norm: bool = False,
-    sinks: bool = False,
-) -> CpuPlan | Reason:
-    """Return the plan of ``rope_and_attend``.
-
-    Many tokens a row take this handler, few take the one of ``cpu.attention``.
-    """
-    found = attention.new_token_plan(qkv, k, table, norm, sinks)
-    if qkv.ndim < 4 or qkv.shape[1] <= FEW_TOKENS or isinstance(found, Reason):
-        return found
-    return _plan(k, qkv.shape[-2] - 2 * k.shape[2], table, new=True, norm=norm, sinks=sinks)
-
-
-def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPlan | Reason:
-    if isinstance(found := form(k), Reason):
-        return found
-    if reason := jit.unavailable():
-        return reason
-    program = Prefill(found, heads // found.heads, table is not None, **more)
-    if program.stack > STACK:
-        text = f"{program.group} heads of {found.width} features on one"
-        return Reason(f"{text} take {program.stack} bytes of stack")
-    return PrefillPlan(program, jit.host().name)
-
-
-def attend(
-    q: jax.Array,
-    k: Cached,
-    v: Cached,
-    positions: jax.Array,
-    table: jax.Array | None,
-    *,
-    sinks: jax.Array | None = None,
-    window: int | None,
-    scale: float,
-    plan: CpuPlan,
-) -> jax.Array:
-    """Return attention ``[B, T, N, H]`` in q's dtype.
-
-    q: ``[B, T, N, H]``.  positions: ``[B, T]``; a query at -1 sees nothing and gives zeros.
-    k, v: ``[B, S, K, H]``, or pages with a table.
-    """
-    rows = q.astype(jnp.float32).reshape(-1, *q.shape[2:])
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
-    operands = [rows, positions.reshape(-1) + 1, *jax.tree.leaves((k, v, table, sinks))]
-    results = [jax.ShapeDtypeStruct(rows.shape, jnp.float32)]
-    call = jax.ffi.ffi_call(jit.register(plan.program), results)
-    (out,) = call(*operands, **attributes(window, scale))
-    return out.astype(q.dtype).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)

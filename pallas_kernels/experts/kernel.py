@@ -37,7 +37,7 @@ from pallas_kernels.ptx import Value
 from pallas_kernels.qtensor import QTensor
 
 
-@functools.partial(jax.jit, static_argnames=("fan", "gate", "plan", "out_dtype"))
+@functools.partial(jax.jit, static_argnames=("fan", "gate", "plan", "out_dtype", "partial"))
 def grouped_rows(
     x: jax.Array,
     w: jax.Array | QTensor,
@@ -48,16 +48,17 @@ def grouped_rows(
     gate: Gate | None,
     plan: GroupedRowPlan,
     out_dtype: DTypeLike = jnp.float32,
+    partial: bool = False,
 ) -> jax.Array:
     """``[P, N]`` in out_dtype (float32 or bfloat16), or ``[P, N / 2]`` with a gate.
 
-    x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]``, bias ``[E, N]``.  The row
-    of a pair whose expert is E is not computed and may hold anything.
+    x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]``, bias ``[E, N]``.
+    Experts are clamped to [0, E).  With ``partial`` the row of a pair whose expert is E is not
+    computed and may hold anything.
     """
     _, n, k = w.shape
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
-    bias = None if bias is None else bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
     n_out = n if gate is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)
@@ -79,13 +80,22 @@ def grouped_rows(
         pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
         p.await_kernel()
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
+        if not partial:
+            expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(w.shape[0] - 1))
         is_own = p.less(expert, w.shape[0])
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
         token, _ = divided(pair, fan)
         moved["x"] = p.offset(operands.x, token, 2 * k)
         moved["out"] = p.offset(operands.out, pair, out.dtype.itemsize * n_out)
         operands = dataclasses.replace(operands, **moved)
-        p.when(is_own, lambda: row.run(plan.row, scheme, operands, smem, block))
+
+        def product() -> None:
+            row.run(plan.row, scheme, operands, smem, block)
+
+        if partial:
+            p.when(is_own, product)
+        else:
+            product()
 
     sizes_of_scratch = [size // 4 for size in plan.row.scratch_sizes(normed=False)]
     (found,) = launch(

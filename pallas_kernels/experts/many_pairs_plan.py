@@ -49,34 +49,43 @@ class PairsScheme(SlotGroups):
     values: "bfloat16", "int8", "int4", "float8_e4m3fn", or float4 by its scales, "e8m0" or "e4m3".
     group: 0 where rows alone have a scale.
     gated: whether an expert's rows are gate, then up, and a result is made of one of each.
-    row_bytes: of a row's scales and zeros of groups.
+    vectors: bytes of a row's scales of groups, and of its zeros.
     """
 
     values: str
     gated: bool
-    row_bytes: int
+    vectors: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, w: Weight, gated: bool) -> PairsScheme:
         if not isinstance(w, QTensor):
-            return cls(0, BLOCK_K, "bfloat16", gated, 0)
+            return cls(0, BLOCK_K, "bfloat16", gated)
         if w.scale.shape[-1] == 1 and w.zero is None and w.dtype not in (jnp.int4, FLOAT4):
-            return cls(0, BLOCK_K, w.dtype.name, gated, 0)
+            return cls(0, BLOCK_K, w.dtype.name, gated)
         values = w.dtype.name
         if w.dtype == FLOAT4:
             values = "e8m0" if w.scale.dtype.name == "float8_e8m0fnu" else "e4m3"
         of_groups = [v for v in (w.scale, w.zero) if v is not None]
-        row_bytes = sum(v.shape[-1] * v.dtype.itemsize for v in of_groups)
-        return cls(w.group_size, BLOCK_K, values, gated, row_bytes)
+        vectors = tuple(v.shape[-1] * v.dtype.itemsize for v in of_groups)
+        return cls(w.group_size, BLOCK_K, values, gated, vectors)
 
     @property
     def bits(self) -> int:
         """Bits of a value of the weight."""
         return {"bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}.get(self.values, 4)
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's scales and zeros of groups."""
+        return sum(self.vectors)
+
+    def is_aligned(self, tile: WeightTile) -> bool:
+        """Whether the scales and zeros of up begin at a multiple of 128 bytes, as copies do."""
+        rows = self.rows_in_memory(tile) // 2
+        return not self.gated or all(rows * size % 128 == 0 for size in self.vectors)
+
     def rows_in_memory(self, tile: WeightTile) -> int:
-        """Rows of w in a slot.  Those of gate fill a multiple of 64, or a copy of their scales
-        would be no multiple of 128 bytes."""
+        """Rows of w in a slot.  Those of gate fill a multiple of 64, for ``is_aligned``."""
         return tile.rows if not self.gated else 2 * (-(-tile.rows // 128) * 64)
 
     def results(self, tile: WeightTile) -> int:
@@ -96,7 +105,7 @@ def tile_plan(
     if reason := lacking("wgmma"):
         return Reason(reason)
     gated = inner_gate(gated)
-    if reason := _refusal(x, w, gated is not None):
+    if reason := _refusal(x, w):
         return Reason(reason)
     scheme = PairsScheme.of(w, gated is not None)
     tile, _ = shortest_tile(w, n_pairs, scheme)
@@ -105,7 +114,7 @@ def tile_plan(
     return GroupedTilePlan(tile)
 
 
-def _refusal(x: jax.Array, w: Weight, gated: bool) -> str | None:
+def _refusal(x: jax.Array, w: Weight) -> str | None:
     _, n, k = w.shape
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, the kernel of many pairs takes bfloat16"
@@ -119,9 +128,6 @@ def _refusal(x: jax.Array, w: Weight, gated: bool) -> str | None:
         return f"w has group size {w.group_size}, not a multiple of {BLOCK_K}"
     if w.zero is not None and w.dtype != jnp.int4:
         return f"no kernel of many pairs takes zeros beside {w.dtype} codes"
-    for v in (w.scale, w.zero):
-        if gated and v is not None and 64 * v.shape[-1] * v.dtype.itemsize % 128:
-            return f"{v.shape[-1]} groups of gate are no multiple of 128 bytes for 64 rows"
     return None
 
 
@@ -129,6 +135,7 @@ def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[WeightT
     """The tile with the least work, with as many stages as fit, and the microseconds that its
     busiest block computes on the card that was measured."""
     found = [(fitted(tile, scheme), us) for tile, us in TILES]
+    found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
     timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
     return min(timed, key=lambda one: one[1])

@@ -15,10 +15,13 @@ groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the f
 handler (``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the
 choice, and x is rounded to 8 bits in blocks.
 
+float8 codes that ask for activations in float8 (``QTensor.activations``) get them: x is rounded to
+codes, with a scale for a token or a group of columns, and multiplied as floats.
+
 Gradients: x, weights, bias, and a plain w or a QTensor's scales and floating zeros.  Codes have
 none.  The backward pass keeps only the operands.
 
-Left out: quantized activations, act-order (``columns``), experts over several devices.
+Left out: activations in int8, act-order (``columns``), experts over several devices.
 Sources: sparsely gated mixtures (arXiv 1701.06538), MegaBlocks (2211.15841).
 """
 
@@ -38,8 +41,10 @@ from pallas_kernels.experts import xla
 from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
+from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.transform import XLA, Op, OpChoice, chosen
 
 __all__ = ["ClampedGate", "grouped_matmul", "grouped_matmul_reference"]
@@ -128,34 +133,47 @@ def grouped_matmul(
     outline = w.outline if isinstance(w, CpuWeight) else w
     sizes = check(op, {"x": rows, **_OPERANDS}, w=outline, **given)
     check_gate(op, gated, sizes["out"])
-    w = _weight_only(op, w)
+    x, w = _rounded(x, w), _weight_only(op, w)
     on_cpu = functools.partial(_cpu_plan, w, experts, gated == "silu" and bias is None)
     is_cpu = isinstance(w, CpuWeight) or implementation == "cpu"
-    find = functools.partial(_kernel_plan, x, w, experts, gated)
+    find = functools.partial(_kernel_plan, x, w, experts, gated, weights is not None, first)
     plan = choose_plan(op, implementation, find, x, w, experts, cpu=on_cpu if is_cpu else None)
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if is_empty(x, w, experts):
         out = sizes["out"] // 2 if gated else sizes["out"]
         shape = experts.shape if weights is None else experts.shape[:1]
         return jnp.zeros((*shape, out), dtype)
-    if first is None:
-        experts = jnp.clip(experts, 0, sizes["E"] - 1)
-    else:  # E is none of them
+    if first is not None:  # E is none of them
         own = experts - jnp.asarray(first, jnp.int32)
         experts = jnp.where((own >= 0) & (own < sizes["E"]), own, sizes["E"])
     fan = 1 if x.ndim == 3 else sizes["k"]
     static = GroupedStatic(fan, gated, plan, dtype, sizes["E"], first is not None)
     if plan is None and not isinstance(w, CpuWeight):
-        return _composed(static, x, w, experts, weights, bias)
+        return _composed(static, x, w, _clipped(static, experts), weights, bias)
     return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
 
 
-def _kernel_plan(x: jax.Array, w: Weight, experts: jax.Array, gated: Gate | None) -> Plan | Reason:
+def _kernel_plan(
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    gated: Gate | None,
+    summed: bool,
+    first: jax.Array | int | None,
+) -> Plan | Reason:
     from pallas_kernels.experts import plan
 
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")
-    return plan.plan(x, w, experts.size, gated)
+    joined = experts.shape[1] if summed and x.ndim == 3 and gated is None else 0
+    found = plan.plan(x, w, experts.size, gated, joined=joined)
+    is_whole = first is None
+    return found if is_whole else plan.partial(found)
+
+
+def _clipped(static: GroupedStatic, experts: jax.Array) -> jax.Array:
+    """Experts that w has, or E for none of them."""
+    return experts if static.partial else jnp.clip(experts, 0, static.n_experts - 1)
 
 
 def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
@@ -164,12 +182,29 @@ def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
     return cpu.plan(w, experts.size, swiglu)
 
 
+def _has_float8(w: Weight) -> bool:
+    """Whether w has float8 codes and asks for activations in float8."""
+    return isinstance(w, QTensor) and w.dtype.name == w.activations == "float8_e4m3fn"
+
+
+def _rounded(x: jax.Array, w: Weight) -> jax.Array:
+    """x as float8 codes and scales hold it, if w asks for that.  A token has one scale, or one for
+    each group of columns, as w has them.  Every form multiplies floats, so these are floats."""
+    if not _has_float8(w):
+        return x
+    assert isinstance(w, QTensor) and w.activations is not None
+    is_static = w.input_scale is not None
+    group_size = None if is_static else w.group_size
+    codes = quantize_tokens(x, w.activations, scale=w.input_scale, group_size=group_size)
+    return dequantize(codes, x.dtype)
+
+
 def _weight_only(op: str, w: Weight) -> Weight:
     """Return w without notes, and int4 codes with one level of scales; checks them first."""
     if not isinstance(w, QTensor | CpuWeight):
         return w
     activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
-    if activations is not None:
+    if activations is not None and not _has_float8(w):
         raise ValueError(f"{op}: w asks for activations in {activations}; experts read floats")
     if w.columns is not None:
         raise ValueError(f"{op}: w has columns in another order, which experts have not")
@@ -265,20 +300,29 @@ def planned(
 ) -> jax.Array:
     """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
     gated, plan = static.gated, static.plan
+    if isinstance(plan, GroupedSumPlan):
+        from pallas_kernels.experts.summed_kernel import grouped_sum
+
+        assert weights is not None
+        out_dtype = static.out if static.out == jnp.bfloat16 else jnp.float32
+        y = grouped_sum(x, w, experts, weights, bias, plan=plan, out_dtype=out_dtype)
+        return y.astype(static.out)
+    if not isinstance(plan, cpu.GroupedPlan | GroupedTilePlan):
+        from pallas_kernels.experts.kernel import grouped_rows
+
+        how = {**_inside(static, weights), "partial": static.partial}  # it clamps experts itself
+        y = grouped_rows(x.reshape(-1, x.shape[-1]), w, experts.reshape(-1), bias, plan=plan, **how)
+        return _finished(static, y, _left(gated), _clipped(static, experts), weights, None)
+    experts = _clipped(static, experts)
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
         y = _handled(static.fan, plan, rows, w, pairs)
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
-    elif isinstance(plan, GroupedTilePlan):
+    else:
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
 
         how, left, added = _inside(static, weights), _left(gated), None
         y = grouped_tiles(rows, w, pairs, bias, tile=plan.tile, **how)
-    else:
-        from pallas_kernels.experts.kernel import grouped_rows
-
-        how, left, added = _inside(static, weights), _left(gated), None
-        y = grouped_rows(rows, w, pairs, bias, plan=plan, **how)
     return _finished(static, y, left, experts, weights, added)
 
 
@@ -316,7 +360,7 @@ def _planned_xla(
 ) -> jax.Array:
     """The XLA form; a weight in the CPU handler's layout is converted back first."""
     plain: Any = _weight_only("grouped_matmul", restore(w)) if isinstance(w, CpuWeight) else w
-    return _composed(static, x, plain, experts, weights, bias)
+    return _composed(static, x, plain, _clipped(static, experts), weights, bias)
 
 
 _planned = Op("grouped_matmul", _planned_xla, planned)

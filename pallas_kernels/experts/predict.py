@@ -23,7 +23,7 @@ from pallas_kernels.rounding import NIBBLES
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 XlaForm = Literal["gather", "blocks", "every"]
-Form = XlaForm | Literal["mosaic", "tiles"]
+Form = XlaForm | Literal["mosaic", "tiles", "summed"]
 XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "every")
 MOST_SUMS = 1 << 28  # bytes of the sums of all rows with all experts that "every" holds
 _UNPACK_RATE = 3.0e12  # bytes a second that stand for a cost of 1 where int4 codes are unpacked
@@ -72,7 +72,8 @@ def xla_us(w: Weight, n_pairs: int, n_rows: int) -> float:
 
 
 def form_us(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = False) -> float:
-    """Predicted microseconds of a form; "mosaic" is the kernel of few pairs, "tiles" of many.
+    """Predicted microseconds of a form; "mosaic" is the kernel of few pairs, "tiles" of many,
+    "summed" of sums over experts.
 
     gated: whether a gate is in the kernel of many pairs.
     """
@@ -84,14 +85,14 @@ def form_us(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = Fals
 def form_work(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = False) -> FormWork:
     """The amounts of a form's work, for ``w[E, out, in]``, so many pairs and rows of x.
 
-    The kernel and "gather" read an expert for each pair.  "blocks" writes an expert's floats and
-    reads them again once a block.  "every" does so once for all experts' codes; it reads a float
-    weight as it lies.  "tiles" reads an expert once, or takes as long as its busiest block.
+    "mosaic", "summed" and "gather" read an expert for each pair.  "blocks" writes an expert's
+    floats and reads them again once a block.  "every" does so once for all experts' codes; it reads
+    a float weight as it lies.  "tiles" reads an expert once, or takes as long as its busiest block.
     """
     n_experts, out, width = w.shape
     stored = tree_bytes(w) / n_experts  # of one expert
     floats = 2 * out * width
-    if form in ("mosaic", "gather"):
+    if form in ("mosaic", "gather", "summed"):
         return FormWork(f"experts {form} {_codes(w)}", (_read_us(w, n_pairs * stored),))
     if form == "tiles":
         read = _copy_us(chosen_experts(n_experts, n_pairs) * stored)

@@ -30,11 +30,30 @@ def codes(
     """The product of codes by codes, ``x[M, K]`` times ``w[N, K]`` transposed."""
     if w.dtype == jnp.int4:
         return finish(_int4_sums(x, w) * x.scale.astype(jnp.float32), bias, static.out)
-    scales = x.scale.astype(jnp.float32) * w.scale.astype(jnp.float32)[:, 0]
-    sums = pair_sums(x.q, w.q) * scales
+    if x.scale.shape[1] > 1:
+        sums = _sums_by_group(x, w)
+    else:
+        scales = x.scale.astype(jnp.float32) * w.scale.astype(jnp.float32)[:, 0]
+        sums = pair_sums(x.q, w.q) * scales
     if low_rank is not None:
         sums = sums + low_rank_sums(*low_rank)
     return finish(sums, bias, static.out)
+
+
+def _sums_by_group(x: QTensor, w: QTensor) -> jax.Array:
+    """``x[M, K]`` times ``w[N, K]`` of codes with scales ``[M, G]`` and ``[N, G]``, in float32."""
+    groups = x.scale.shape[1]
+
+    def by_group(t: QTensor) -> tuple[jax.Array, jax.Array]:
+        rows = t.q.reshape(t.shape[0], groups, -1).swapaxes(0, 1)
+        return rows, t.scale.astype(jnp.float32).T
+
+    def add(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        xq, x_scale, wq, w_scale = group
+        return total + pair_sums(xq, wq) * (x_scale[:, None] * w_scale), None
+
+    zero = jnp.zeros((x.shape[0], w.shape[0]), jnp.float32)
+    return lax.scan(add, zero, (*by_group(x), *by_group(w)))[0]
 
 
 def _int4_sums(x: QTensor, w: QTensor) -> jax.Array:

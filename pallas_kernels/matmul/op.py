@@ -6,15 +6,16 @@ The scheme is read off the operands:
     x float  x  w float4_e2m1fn                 weight-only: MXFP4 and NVFP4
     x float  x  w float                         plain
     x int8   x  w int8                          W8A8: int32 accumulation, exact
-    x fp8    x  w fp8                           FP8: float32 accumulation
+    x fp8    x  w fp8                           FP8: float32 accumulation; also both in groups
     x int8   x  w int4, scales in two levels    W4A8: int32 accumulation, exact
     x int8 or fp8  x  w int4                    W4A8: float32 accumulation of groups' sums
 
-In the last four schemes ``x`` is a QTensor with one scale per token, without zeros.  In W8A8 and
-FP8 ``w`` has one scale per output channel and no zeros either.  An int4 ``w`` may have groups and
-integer zeros.  The scales of tokens and rows and the bias are applied to the accumulator, then the
-result is cast once.  A ``w`` with ``columns`` (act-order) takes x's features in that order.  x is
-gathered before everything else, so no kernel sees that order.
+In the last four schemes ``x`` is a QTensor with one scale per token, without zeros. In W8A8 and FP8
+``w`` has one scale per output channel and no zeros either. In FP8 x and w may instead have as many
+groups of columns, each with a scale (DeepSeek-V3's blocks, arXiv 2412.19437, section 3.3). An int4
+``w`` may have groups and integer zeros. The scales of tokens and rows and the bias are applied to
+the accumulator, then the result is cast once. A ``w`` with ``columns`` (act-order) takes x's
+features in that order. x is gathered before everything else, so no kernel sees that order.
 
 The call may include the work around the product in a decoder: an RMSNorm of x before it, and
 SwiGLU, an activation or a residual after it.  With up to 16 rows of 16-bit floats all of it but the
@@ -34,8 +35,8 @@ get none.  On an accelerator, the gradient of x is one product with the dequanti
 blocks of 512 MiB if it is larger.  Its operands have x's dtype and its sums are float32. On a CPU
 it goes by tiles, in float32.
 
-Leaves out: mixed pairs of dtypes other than with int4; scales that vary along K for quantized x; a
-residual after SwiGLU in one kernel.
+Leaves out: mixed pairs of dtypes other than with int4; scales that vary along K for a quantized x
+other than FP8; a residual after SwiGLU in one kernel.
 Sources: LLM.int8 (arXiv 2208.07339), AWQ (2306.00978), GPTQ (2210.17323), SmoothQuant (2211.10438).
 """
 

@@ -29,6 +29,15 @@ def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, is_fused: bool) 
         )
     if x.columns is not None:
         raise ValueError("quantized_matmul: a quantized x has its columns in order")
+    if pair == ("float8_e4m3fn", "float8_e4m3fn") and x.scale.shape[-1] > 1:
+        groups = x.scale.shape[-1], w.scale.shape[-1]
+        if groups[0] != groups[1]:
+            raise ValueError(
+                f"quantized_matmul: x has {groups[0]} groups of scales, and w {groups[1]}"
+            )
+        if is_fused:
+            raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
+        return
     for name, t in (("x", x), ("w", w)):
         if t.dtype == jnp.int4:
             if t.zero is not None and not jnp.issubdtype(t.zero.dtype, jnp.integer):

@@ -171,6 +171,10 @@ def product_us(call: MatmulCall) -> float:
     as_floats = is_int4 and (call.codes.unit is None or call.x != jnp.int8)
     if as_floats or not (call.plain or call.quantized_x):
         return min(form_us(form, call) for form in forms(call.codes.q, call.codes.group_size))
+    if call.quantized_x and not is_int4 and (groups := call.codes.scale.shape[1]) > 1:
+        width = call.k // groups
+        part = jax.eval_shape(lambda w: QTensor(w.q[:, :width], w.scale[:, :1]), call.codes)
+        return groups * product_us(dataclasses.replace(call, w=part))
     us = predicted_us(product_work(call))
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
         us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))

@@ -28,6 +28,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from pallas_kernels.derivative import is_codes
@@ -239,6 +240,7 @@ def weight_only_gradients(
     """Return the cotangents of ``weight_only``'s operands; codes have none."""
     x, w, bias = operands
     dy = dy.astype(jnp.float32)
+    # In a loop over layers XLA would else transpose the codes of all layers before the loop.
     dx = contract_rows(dy, w, x.dtype).astype(x.dtype)
     # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
     dw = outer_sums(dy, x).reshape(*w.scale.shape, -1)
@@ -275,7 +277,10 @@ def _contract(dy: jax.Array, w: QTensor, *, tile: int, dtype: jnp.dtype) -> jax.
     main = n // tile * tile
 
     def product(dy: jax.Array, rows: QTensor) -> jax.Array:
-        return dot(dy, rows.floats(dtype), (((1,), (0,)), ((), ())), dtype)
+        # Else XLA would transpose the codes of all layers before a loop over layers.
+        codes = with_layout_constraint(rows.q, Layout((0, 1)))
+        floats = dataclasses.replace(rows, q=codes).floats(dtype)
+        return dot(dy, floats, (((1,), (0,)), ((), ())), dtype)
 
     def body(i: jax.Array, acc: jax.Array) -> jax.Array:
         rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile), w)

@@ -47,8 +47,7 @@ def _warp_max(value: p.Value) -> p.Value:
 
     Their bits have the same order, and NaN is last.
     """
-    code = "redux.sync.max.u32 $0, $1, -1;"
-    return p.from_bits(p.ptx(code, p.bits(value), results=p.i32(), convergent=True))
+    return p.from_bits(p.warp_largest(p.bits(value)))
 
 
 def load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -> list[p.Value]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import to_codes
@@ -28,9 +28,10 @@ def quantize_tokens(
     dtype: DTypeLike = "int8",
     *,
     scale: jax.Array | None = None,
+    group_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> QTensor:
-    """Return ``x`` as codes, with a float32 scale for each row.
+    """Return ``x`` as codes, with a float32 scale for each row, or for each of its groups.
 
     Parameters
     ----------
@@ -41,13 +42,16 @@ def quantize_tokens(
     scale : float scalar, optional
         Scale of every row; values beyond its range are clipped. By default each row has a scale for
         its largest magnitude.
+    group_size : int, optional
+        Number of columns that share a scale; it divides D. By default a row has one. Groups are
+        the XLA form's, and exclude ``scale``.
     implementation : "xla", "mosaic" or None
         See ``pallas_kernels.dispatch``.
 
     Returns
     -------
     QTensor
-        Codes ``[..., D]`` and scales ``[..., 1]``.
+        Codes ``[..., D]`` and scales ``[..., 1]``, or ``[..., D / group_size]``.
 
     Raises
     ------
@@ -65,10 +69,18 @@ def quantize_tokens(
     check("quantize_tokens", _OPERANDS, x=x, scale=scale)
     codes = dtype_name("quantize_tokens", "dtype", dtype, ROW_CODES)
     if scale is not None:
+        if group_size is not None:
+            raise ValueError("quantize_tokens: scale excludes group_size")
         rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
         return QTensor(to_codes(x.astype(jnp.float32) / rows, codes), rows)
+    if group_size not in (None, x.shape[-1]):
+        choose_plan("quantize_tokens", implementation, lambda: _GROUPS, x)
+        return quantize(x, codes, group_size=group_size, scale_dtype=jnp.float32)
     found = choose_plan("quantize_tokens", implementation, lambda: plan("copy", x, codes), x)
     return _quantize(chosen(found, implementation), (codes, found), x)
+
+
+_GROUPS = Reason("groups of columns: one fusion of XLA reads x once")
 
 
 def _kernel(static: tuple[str, RowsPlan], x: jax.Array) -> QTensor:

@@ -326,11 +326,12 @@ def test_every_type_dequantizes_as_gguf_does(kind: Type, originals: Any) -> None
         else:
             assert leaf.group_size == GROUPS.get(kind, 32)
             if kind != Type.Q4_K:
-                assert leaf.q.dtype == (ml_dtypes.int4 if kind in INT4 else np.int8)
+                codes = ml_dtypes.float4_e2m1fn if kind == Type.MXFP4 else np.int8
+                assert leaf.q.dtype == (ml_dtypes.int4 if kind in INT4 else codes)
             assert (leaf.zero is not None) == (kind in MINIMA)
         got = floats_of(leaf)
         # But for the sign of a zero: -0 * d - 0 there, 8 d - 8 d here; words under a scale of 0.
-        if kind in (Type.Q4_K, Type.Q3_K, Type.IQ4_XS, Type.NVFP4):
+        if kind in (Type.Q4_K, Type.Q3_K, Type.IQ4_XS, Type.NVFP4, Type.MXFP4):
             got, value = got + 0.0, value + 0.0
         np.testing.assert_array_equal(bits(got), bits(value), err_msg=name)
 
@@ -387,6 +388,21 @@ def test_a_minimum_far_below_its_scale_keeps_unsigned_words(tmp_path: Path) -> N
     down = down["layer_0"]["mlp"]["down"]["weight"]
     assert down.q.dtype == np.int8 and down.q.min() == 0
     np.testing.assert_array_equal(bits(floats_of(down)), bits(expected["blk.0.ffn_down.weight"]))
+
+
+def test_scales_of_mxfp4_that_are_no_float8(tmp_path: Path) -> None:
+    """Powers that a float8_e8m0fnu has not, or whose products are denormal, stand in float32."""
+    blocks = np.random.default_rng(1).integers(0, 256, (32, 2, 17), np.uint8)
+    blocks[..., 0] = 120
+    blocks[3, 1, 1:] = 0x91  # so that the largest power has finite products
+    path, name = tmp_path / "m.gguf", "blk.0.ffn_down.weight"
+    for byte in (0, 255, 2):
+        blocks[3, 1, 0] = byte
+        expected = Tiny(type=Type.MXFP4, tensors={name: blocks.reshape(32, 34)}).write(path)
+        params = load_params(path, read_config(path), np.float32, keep_quantized=True)
+        down = params["layer_0"]["mlp"]["down"]["weight"]
+        assert down.q.dtype == (ml_dtypes.float4_e2m1fn if byte == 2 else np.int8)
+        np.testing.assert_array_equal(floats_of(down) + 0.0, expected[name] + 0.0)
 
 
 @pytest.mark.core
@@ -533,7 +549,7 @@ def test_unsupported_configs_are_named(tiny: Tiny, message: str, tmp_path: Path)
             {"blk.0.attn_k.weight": np.zeros((8, 32), np.float32)},
             "tensor 'blk.0.attn_k.weight': shape [8, 32], but the config wants [16, 32]",
         ),
-        ({"output_norm.weight": np.zeros((1, 32), np.float32)}, "shape [1, 32]"),
+        ({"output_norm.weight": np.zeros((32, 1), np.float32)}, "shape [32, 1]"),
     ],
 )
 def test_wrong_tensors_are_named(tensors: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 
 import jaxllama as jl
@@ -80,7 +81,17 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+    "glm4_moe",
+    "glm4_moe-groups",
+    "ernie4_5_moe",
+    "phimoe",
+    "lfm2",
+    "lfm2_moe",
 )
+# Cases of ``test_gguf_delta``, damaged here.
+HYBRIDS = ("qwen3_next-experts", "qwen3_5_moe_text", "kimi_linear-experts", "granitemoehybrid")
 # What transformers' own reader knows of a file: no biases, no head size of Qwen3 but the default,
 # no scale of q, no scaling of RoPE and no second pattern of Gemma 3.
 LIVE = ("llama-gqa", "qwen3-128", "phi3", "gemma3-plain", "stablelm")
@@ -101,6 +112,15 @@ def case(name: str) -> ModelConfig:
     if name == "gpt_oss":  # no key says the limit
         assert cfg.experts is not None
         return cfg.replace(experts=dataclasses.replace(cfg.experts, gate_limit=7.0))
+    if name == "phimoe":  # the file has llama.cpp's formula of the amplitude, and no jitter
+        experts = dataclasses.replace(cfg.experts, jitter=0.01)
+        rope = dataclasses.replace(cfg.rope, attention_factor=1.1022202)
+        return cfg.replace(experts=experts, rope=rope)
+    if name == "lfm2_moe":  # no key says the scale
+        return cfg.replace(experts=dataclasses.replace(cfg.experts, scale=1.0))
+    if name == "ernie4_5_moe":  # no key says the last layer with experts
+        experts = dataclasses.replace(cfg.experts, layers=(1, 3))
+        return cfg.replace(n_layers=4, experts=experts)
     return (
         cfg.replace(stored=dataclasses.replace(cfg.stored, query=1.0))
         if (name.startswith("gemma"))
@@ -130,7 +150,9 @@ def test_a_file_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None
     want_cfg, want = hf.load(directory)
     cfg = read_config(path)
     got = load_params(path, cfg, np.float32)
-    if cfg.rope.attention_factor is not None:  # the file says what the directory implies
+    if (
+        cfg.rope.attention_factor is not None and name != "phimoe"
+    ):  # the file says what the directory implies
         assert cfg.rope.attention_factor == pytest.approx(
             np.sqrt(1 + np.log(cfg.rope.factor) / np.log(cfg.rope.original_max_position)), rel=1e-7
         )
@@ -139,16 +161,48 @@ def test_a_file_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("name", ["granite", "glm", "cohere2", "gpt_oss"])
-def test_kept_codes_take_multipliers_and_the_order_of_rows(name: str, tmp_path: Path) -> None:
-    path, _ = written(name, tmp_path, kind=Type.Q4_1)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, Type.Q4_1) for name in ("granite", "glm", "cohere2", "gpt_oss", "glm4_moe")),
+        ("mixtral", Type.Q4_0),
+        ("gpt_oss", Type.MXFP4),
+        ("granitemoe", Type.MXFP4),
+    ],
+    ids=str,
+)
+def test_kept_codes_take_multipliers_and_the_order_of_rows(
+    name: str, kind: Type, tmp_path: Path
+) -> None:
+    path, _ = written(name, tmp_path, kind=kind)
     cfg = read_config(path)
     dense = load_params(path, cfg, np.float32)
     kept = load_params(path, cfg, np.float32, keep_quantized=True)
     assert isinstance(kept["layer_0"]["mixer"]["qkv"]["weight"], QTensor)
+    if cfg.experts is not None:  # a router's rounded input could choose other experts
+        assert isinstance(kept[f"layer_{cfg.n_layers - 1}"]["mlp"]["router"]["weight"], np.ndarray)
     is_leaf = lambda leaf: isinstance(leaf, QTensor)  # noqa: E731
     floats = jax.tree.map(lambda w: dequantize(w) if is_leaf(w) else w, kept, is_leaf=is_leaf)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6), floats, dense)
+
+
+def test_a_head_for_drafts_of_glm_is_left_out(tmp_path: Path) -> None:
+    """Its tensors are of the layer behind the last; other tensors without a place are errors."""
+    _, directory = written("glm4_moe", tmp_path)
+    file, n = directory / "model.safetensors", case("glm4_moe").n_layers
+    more = {f"model.layers.{n}.nextn.eh_proj.weight": np.ones((32, 64), np.float32)}
+    save_file({**load_file(file), **more}, file)
+    heads = {"glm4moe.block_count": n + 1, "glm4moe.nextn_predict_layers": 1}
+    write_gguf(tmp_path / "with.gguf", directory, **heads)
+    cfg = read_config(tmp_path / "with.gguf")
+    assert (cfg.n_layers, cfg.mtp_layers) == (n, 0)
+    want = load_params(tmp_path / "glm4_moe.gguf", cfg, np.float32)
+    jax.tree.map(
+        np.testing.assert_array_equal, load_params(tmp_path / "with.gguf", cfg, np.float32), want
+    )
+    write_gguf(tmp_path / "without.gguf", directory)
+    with pytest.raises(JaxLlamaError, match=f"unexpected: blk.{n}.nextn.eh_proj.weight"):
+        load_params(tmp_path / "without.gguf", cfg, np.float32)
 
 
 @pytest.mark.slow
@@ -203,6 +257,7 @@ def test_patterns_of_windows(pattern: Any, layers: tuple[int, ...], tmp_path: Pa
         ("gemma2", {"gemma2.rope.freq_base_swa": 5.0}, "gemma2.rope.freq_base_swa"),
         ("cohere2", {"cohere2.attention.sliding_window_pattern": [True]}, "sliding_window_pattern"),
         ("cohere2", {"cohere2.attention.sliding_window": None}, "None is not a window"),
+        ("glm4_moe", {"glm4moe.expert_gating_func": 1}, "glm4moe.expert_gating_func: 1.0 is not"),
         ("stablelm", {"stablelm.rope.dimension_count": 3}, "stablelm.rope.dimension_count"),
     ],
 )
@@ -283,7 +338,7 @@ VALUES: tuple[Any, ...] = (
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("originals")
-    return [written(name, folder)[0] for name in NAMES]
+    return [written(name, folder)[0] for name in (*NAMES, *HYBRIDS)]
 
 
 def damaged(original: Path, rng: random.Random) -> bytes:
@@ -376,3 +431,21 @@ def test_mutated_configs_raise_only_our_error(n: int) -> None:
             failed += 1
             assert "\n" not in str(error) and len(str(error)) < 2000
     assert failed > n // 2
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "message"),
+    [
+        ("gpt_neo", "attention_types", 0.5, "attention_types = 0.5: expected pairs"),
+        ("codegen", "num_attention_heads", 2**20, "must not exceed hidden_size"),
+        ("solar_open", "first_k_dense_replace", 31, "leaves no layer with experts"),
+        ("granitemoehybrid", "layer_types", 7, "layer_types = 7: must be 3 entries"),
+    ],
+)
+def test_values_that_mutations_found(case: str, key: str, value: Any, message: str) -> None:
+    name = next(name for name in CASES if name.split("-")[0] == case)
+    config = hf.config_to_hf(CASES[name]) | {key: value}
+    names = {"num_attention_heads": "n_head"}  # GPT-J's own name of the key
+    config |= {names[key]: value} if names.get(key) in config else {}
+    with pytest.raises(JaxLlamaError, match=message):
+        hf.config_from_hf(config, "mutated")

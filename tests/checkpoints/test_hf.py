@@ -289,8 +289,8 @@ _EXPERTS = "a mixture of experts, which is not supported"
         ({"model_type": "unknown", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
         # Types whose reason is known
         (
-            {"model_type": "deepseek_v3", "n_routed_experts": 256},
-            "not supported: mixer: attention from latents with RoPE",
+            {"model_type": "deepseek_v32", "n_routed_experts": 256},
+            "not supported: mixer: sparse attention by an indexer",
         ),
         ({"model_type": "dbrx"}, "not supported: a mixture of experts with a router of its own"),
         # Dense models with the keys of experts
@@ -408,7 +408,13 @@ KINDS = sorted(set(FAMILIES) - {"internlm3", "nemotron_h"})
 
 
 # Types whose config has a class of its own, and whose model is another type's.
-MODEL_OF = {"exaone": "llama", "iquestcoder": "llama", "gpt-sw3": "gpt2", "sarvam_moe": "glm4_moe"}
+MODEL_OF = {
+    "exaone": "llama",
+    "iquestcoder": "llama",
+    "gpt-sw3": "gpt2",
+    "sarvam_moe": "glm4_moe",
+    "sarvam_mla": "deepseek_v3",
+}
 
 
 def transformers_reads(kind: str) -> dict[str, Any]:
@@ -421,6 +427,7 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         "kimi_linear": {"first_k_dense_replace": 99},
         "glm4_moe": {"head_dim": 128},
         "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        "deepseek_v2": {"num_experts_per_tok": 6},
     }
     config = transformers.AutoConfig.for_model(kind, **given.get(kind, {})).to_dict()
     config.pop("transformers_version")
@@ -429,6 +436,10 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
     # Its masks read is_causal; layer_types it looks for in classes that share the code.
     others = {"layer_types"}
+    if kind in ("aria_text", "apertus1p5_text"):  # the same file has the multimodal model
+        others |= {name for pair in found for name in pair} - {*config}
+    if kind == "minicpm3":
+        others |= {"logits_scaling"}  # computed from other keys
     if kind == "gemma3_text":  # the same file has the multimodal model
         others |= {
             "text_config",

@@ -76,13 +76,19 @@ def others(family: str):
 def test_a_model_that_drafts_changes_no_tokens(family, draft):
     """Drawn, with penalties and bias, cancelled, preempted, with prefixes that are known.
 
-    A blurred copy is often right. Another model is right by chance, for one token in 256.
+    A blurred copy is often right. Another model is right by chance, for one token in 256. The model
+    itself, which is also the first layer of a model of one layer, is always right.
     """
     eng = drafting(family, draft)
+    is_itself = draft == family or (draft == "first" and CONFIGS[family].n_layers == 1)
     for _ in range(2):
         run_schedule(family, eng, SCHEDULE)
     stats = eng.stats()
     assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    if is_itself:  # a stop token is the first to third of a draft; those after it do not count
+        wrong = stats.drafted_tokens - stats.accepted_tokens
+        assert 0 <= wrong <= 2 * stats.finished.get("stop", 0) and stats.accepted_tokens > 100
+        return
     assert stats.drafted_tokens > stats.accepted_tokens
     if draft in ("blurred", "first"):
         assert stats.accepted_tokens > (60 if draft == "blurred" else 0)

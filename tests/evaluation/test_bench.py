@@ -26,7 +26,7 @@ from jaxllama.evaluation.speed.harness import (
     held_cache,
 )
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
-from jaxllama.executors import resident
+from jaxllama.executors import prompts, resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.quantization import random_params
@@ -90,7 +90,7 @@ def state_of(cfg, batch: int = 2, room: int = 6):
     tokens, lengths = tokens_of(cfg, batch, 5), jnp.full((batch,), 5)
     cache = init_cache(cfg, batch, 5 + room)
     held = cache.layers, cache.lengths
-    state = resident.start(
+    state = prompts.start(
         cfg, params_of(cfg), tokens, lengths, *held, sampling, stops, max_new_tokens=room
     )
     return state, sampling, stops

@@ -9,10 +9,11 @@ from typing import Any
 
 EPS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
-    **dict.fromkeys(("jais2", "phi", "gpt_neox"), "layer_norm_eps"),
+    **dict.fromkeys(("jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
+    "cohere2_moe": "layer_norm_eps",
 }
 _GRANITE = {
     "embedding_multiplier": 12.0,
@@ -25,13 +26,33 @@ DEFAULT = (
     "hunyuan_v1_dense",
     "ministral3",
     "gpt_neo",
+    "deepseek_v3",
+    "nanochat",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 1.5,
 }
+_ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 _MHA = {"head_dim": 8, "num_key_value_heads": 4}
+_RANKS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+_LATENT = {**_SIGMOID, **_RANKS, "num_hidden_layers": 3, "n_routed_experts": 8}
+_MSCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
     ("gemma", "gelu", {"hidden_act": "gelu", "attention_bias": True}),
@@ -235,6 +256,150 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "mlp_layer_types": ["dense", "sparse", "sparse"],
             "attention_bias": True,
         },
+    ),
+    (
+        "deepseek_v2",
+        "",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _MSCALE,
+        },
+    ),
+    (
+        "deepseek_v2",
+        "groups",
+        {
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
+    ),
+    (
+        "deepseek_v3",
+        "",
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _MSCALE,
+            "attention_bias": True,
+        },
+    ),
+    (
+        "deepseek_v3",
+        "halves",
+        {
+            **_LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 3,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+        },
+    ),
+    ("glm4_moe_lite", "", {**_LATENT, "v_head_dim": 16}),
+    ("sarvam_mla", "", {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    ("axk1", "", {**_LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),
+    ("youtu", "", _RANKS),
+    ("minicpm3", "", {**_RANKS, "v_head_dim": 8, "tie_word_embeddings": True}),
+    ("minicpm3", "unscaled", {**_RANKS, "scale_emb": 1, "scale_depth": None, "q_lora_rank": None}),
+    (
+        "aria_text",
+        "",
+        {"moe_num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "attention_bias": True},
+    ),
+    ("apertus1p5_text", "", {}),
+    (
+        "mellum",
+        "",
+        {
+            **_ROUTED,
+            "num_experts": 6,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    (
+        "flint",
+        "",
+        {
+            **_ROUTED,
+            "num_experts": 6,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0],
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 9,
+        },
+    ),
+    (
+        "kolibri1",
+        "",
+        {
+            **_ROUTED,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    (
+        "afmoe",
+        "",
+        {
+            "moe_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "route_scale": 1.5,
+            "num_experts": 8,
+            "num_dense_layers": 1,
+            "num_hidden_layers": 3,
+            "global_attn_every_n_layers": 2,
+            "sliding_window": 9,
+            "mup_enabled": True,
+        },
+    ),
+    (
+        "cohere2_moe",
+        "",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "intermediate_size": 24,
+            "prefix_dense_intermediate_size": 40,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 1,
+            "sliding_window_pattern": 2,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "cohere2_moe",
+        "sigmoid",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "sigmoid",
+            "rms_norm_eps": 1e-5,
+            "intermediate_size": 24,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    ("nanochat", "", {"head_dim": 16}),
+    (
+        "gpt_neox_japanese",
+        "",
+        {**_MHA, "intermediate_size": 64, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
     ),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.

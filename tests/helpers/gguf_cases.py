@@ -16,6 +16,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
+from tests.helpers.gguf_parts import halved, joined, linear_attention, of_gpt_oss, of_kimi
+
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -42,8 +44,21 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "phimoe": "phimoe",
+    "kimi_linear": "kimi-linear",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
-_PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", "granite")
+_GRANITE = ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")
+_PERMUTED = ("mixtral", "llama", "mistral", "ministral", "smollm3", *_GRANITE)
+_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -66,11 +81,26 @@ _NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b",
     "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm",
     "mtp.pre_fc_norm_hidden": "nextn.hnorm",
@@ -78,15 +108,27 @@ _NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "block_sparse_moe.shared_experts.gate_proj": "ffn_gate_shexp",
+    "block_sparse_moe.shared_experts.up_proj": "ffn_up_shexp",
+    "block_sparse_moe.shared_experts.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
 }
 _LAYER = r"model\.layers\.(\d+)\."
-_EXPERT = re.compile(_LAYER + r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_GPT_OSS = re.compile(_LAYER + r"mlp\.experts\.(gate_up|down)_proj(_bias)?")
-_SINKS = re.compile(_LAYER + r"self_attn\.sinks")
+_EXPERT = re.compile(
+    _LAYER + r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight"
+)
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 # Which of the two norms between attention and MLP "post_attention_layernorm" is.
 _BEHIND = (
@@ -95,8 +137,9 @@ _BEHIND = (
     "olmo2",
     "olmo3",
     "seed_oss",
-    "qwen3_5_text",
     "gpt_oss",
+    "glm4_moe",
+    *_DELTA,
 )
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -118,11 +161,35 @@ _KEYS = {
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
+    "num_experts_per_token": "expert_used_count",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "linear_head_dim": "kda.head_dim",
+    "moe_num_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
+    "conv_L_cache": "shortconv.l_cache",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
@@ -138,11 +205,17 @@ _ROPE = {
 
 
 def write_gguf(
-    path: Path, directory: Path, kind: Type | None = None, split: int = 0, **changes: Any
+    path: Path,
+    directory: Path,
+    kind: Type | None = None,
+    split: int = 0,
+    is_whole: bool = False,
+    **changes: Any,
 ) -> None:
     """The model of a Hugging Face directory as one file; kind: of matrices whose rows are whole
-    blocks; split: tensors of each of several files; changes: of its metadata, None leaves a key
-    out."""
+    blocks; split: tensors of each of several files; is_whole: whether an expert's gate and up,
+    Qwen3-Next's q, k, v and z, and what makes Kimi's keys and values, are one tensor, and shapes
+    do not begin with 1, as in older files; changes: of its metadata, None leaves a key out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
@@ -158,13 +231,23 @@ def write_gguf(
             list: writer.add_array,
         }[type(value)]
         add(key, value)
-    tensors = load_file(directory / "model.safetensors")
-    own = _of_gpt_oss(tensors)
-    for name, value in {**_stacked(tensors), **own}.items():
+    behind = f"model.layers.{config['num_hidden_layers']}."  # where a head for drafts is
+    tensors = {
+        name.replace("mtp.layers.0.", behind)
+        if ".layers." in name
+        else name.replace("mtp.", f"{behind}mtp."): value
+        for name, value in load_file(directory / "model.safetensors").items()
+    }
+    own = of_gpt_oss(tensors)
+    if arch == "kimi-linear":
+        own |= of_kimi(tensors, config, is_whole)
+    stacked = _stacked(tensors)
+    split_up = joined(stacked) if is_whole else halved(stacked, config)
+    for name, value in {**split_up, **own}.items():
         if not name.startswith("blk."):
             name, value = _tensor(name, value, config)
-        value = value.squeeze()
-        is_weight = value.ndim > 1 and name.endswith(".weight")
+        value = value[0] if is_whole and len(value) == 1 else value
+        is_weight = value.ndim > 1 < len(value) and name.endswith(".weight")
         if kind is None or not is_weight or value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(name, value)
         else:
@@ -195,25 +278,6 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def _of_gpt_oss(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """gpt-oss's experts and sinks under GGUF's names, taken out of ``tensors``: gate and up apart,
-    as [E, out, in]."""
-    found: dict[str, np.ndarray] = {}
-    for name in [*tensors]:
-        if sinks := _SINKS.fullmatch(name):
-            found[f"blk.{sinks[1]}.attn_sinks.weight"] = tensors.pop(name)
-        if (one := _GPT_OSS.fullmatch(name)) is None:
-            continue
-        value, leaf = tensors.pop(name), "bias" if one[3] else "weight"
-        value = value if one[3] else value.swapaxes(1, 2)
-        parts = {"down": value}
-        if one[2] == "gate_up":
-            parts = {"gate": value[:, 0::2], "up": value[:, 1::2]}
-        for part, own in parts.items():
-            found[f"blk.{one[1]}.ffn_{part}_exps.{leaf}"] = np.ascontiguousarray(own)
-    return found
-
-
 def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     keys = {_KEYS[k]: v for k, v in config.items() if k in _KEYS and v is not None}
     keys["vocab_size"] = config["vocab_size"]
@@ -223,12 +287,35 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         keys["attention.sliding_window_pattern"] = slides
-    if kind == "qwen3_5_text":
-        heads = config["linear_num_value_heads"]
+    if kind == "glm4_moe":
+        keys |= {"expert_gating_func": 2, "expert_weights_norm": config["norm_topk_prob"]}
+    if kind == "kimi_linear":
+        has_heads = [int(kind == "full_attention") for kind in config["layer_types"]]
+        rank, d_rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        keys |= {
+            "expert_gating_func": 2,
+            "attention.head_count_kv": has_heads,
+            "attention.key_length": rank + d_rope,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + d_rope,
+        }
+        del keys["attention.value_length"]
+    if kind in ("granitemoehybrid", "lfm2", "lfm2_moe"):
+        kv, kinds = config["num_key_value_heads"], config["layer_types"]
+        keys["attention.head_count_kv"] = [kv * (kind == "full_attention") for kind in kinds]
+    if kind == "lfm2_moe":
+        keys["expert_gating_func"] = 2
+        del keys["expert_weights_scale"], keys["expert_shared_count"]
+    if kind == "granitemoehybrid":
+        keys["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+    if kind in _DELTA:
+        heads, n_mtp = config["linear_num_value_heads"], config.get("mtp_num_hidden_layers", 0)
         keys["ssm.inner_size"] = heads * config["linear_value_head_dim"]
-        keys["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+        is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+        keys["attention.recurrent_layers"] = is_recurrent + [False] * n_mtp
+        keys["full_attention_interval"] = 4
         keys["rope.dimension_sections"] = [11, 11, 10, 0]
-        keys["block_count"] += config.get("mtp_num_hidden_layers", 0)
+        keys["block_count"] += n_mtp
     rope = config.get("rope_scaling") or {}
     parameters = config.get("rope_parameters") or {}
     if "sliding_attention" in parameters:
@@ -253,8 +340,12 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = value.reshape(heads, 2, -1, *value.shape[1:])
         value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
-    if kind == "qwen3_5_text":
-        name, value = _linear_attention(name, value, config)
+    if name.endswith(".conv.conv.weight"):
+        value = value.squeeze(1)
+    if kind in _DELTA:
+        name, value = linear_attention(name, value, config)
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
+        name = f"{name}.bias"
     stem, leaf = name.rsplit(".", 1)
     layer = re.match(r"model\.layers\.(\d+)\.", stem)
     stem = stem[layer.end() :] if layer else stem
@@ -263,36 +354,3 @@ def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         return f"blk.{layer[1]}.ssm_a", value
     new = between if stem == "post_attention_layernorm" else _NAMES.get(stem, stem)
     return f"{f'blk.{layer[1]}.' if layer else ''}{new}.{leaf}", value
-
-
-def _linear_attention(
-    name: str, value: np.ndarray, config: dict[str, Any]
-) -> tuple[str, np.ndarray]:
-    """As llama.cpp's ``conversion/qwen.py``: norms plus one, -exp(A_log), and value heads in the
-    order head 0 of every key head, head 1 of every key head."""
-    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
-
-    def tiled(value: np.ndarray, width: int) -> np.ndarray:
-        grid = value.reshape(groups, heads // groups, width, *value.shape[1:])
-        return np.ascontiguousarray(grid.swapaxes(0, 1)).reshape(value.shape)
-
-    if name.startswith("mtp."):
-        layer = f"model.layers.{config['num_hidden_layers']}."
-        name = name.replace("mtp.layers.0.", layer) if ".layers." in name else layer + name
-    *_, room, part, leaf = f"..{name}".split(".")
-    if leaf == "A_log":
-        return f"{name}.", tiled(-np.exp(value), 1)
-    if leaf == "dt_bias":
-        return name.replace("linear_attn.dt_bias", "ssm_dt.bias"), tiled(value, 1)
-    if room != "linear_attn":
-        return name, value + 1 if "norm" in part else value
-    if part in ("in_proj_qkv", "conv1d"):
-        keys = 2 * groups * d_k
-        value = value.reshape(len(value), -1)
-        return name, np.concatenate([value[:keys], tiled(value[keys:], d_v)])
-    if part == "out_proj":
-        return name, np.ascontiguousarray(tiled(value.T, d_v).T)
-    if part == "norm":
-        return name, value
-    return name, tiled(value, d_v if part == "in_proj_z" else 1)

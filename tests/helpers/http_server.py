@@ -27,7 +27,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, create_app
-from jaxllama.serving.ipc.hub import Served
+from jaxllama.serving.ipc.served import Served
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params

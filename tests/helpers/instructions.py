@@ -162,6 +162,11 @@ def _largest_of_warp(block, x, members):
     return np.repeat(x.reshape(-1, 32).max(1), 32)
 
 
+@result_of("redux.sync.min.u32")
+def _smallest_of_warp(block, x, members):
+    return np.repeat(x.reshape(-1, 32).min(1), 32)
+
+
 @result_of("vote.sync.any.pred")
 def _any_of_warp(block, x, members):
     return np.repeat(x.reshape(-1, 32).any(1), 32)

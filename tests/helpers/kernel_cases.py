@@ -15,6 +15,7 @@ from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
+from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.gated_delta import kernel as delta
 from pallas_kernels.gated_delta import step_kernel as delta_step
@@ -43,15 +44,19 @@ def weight(scheme: str, n: int, k: int):
         return floats
     if scheme in FORMATS:
         return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
-    how = {"int4": (128, True), "zeros": (128, False)}.get(scheme, (k, True))
-    words = scheme.replace("zeros", "int4")
+    how = {"int4": (128, True), "zeros": (128, False), "zeros-64": (64, False)}
+    how = how.get(scheme, (k, True))
+    words = "int4" if scheme.startswith("zeros") else scheme
     return jax.eval_shape(lambda w: quantize(w, words, group_size=how[0], symmetric=how[1]), floats)
 
 
 def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
     """A product of ``rows`` tokens; words: the tokens' own codes."""
     x = S((rows, shape[1]), BF16)
-    if words is not None:
+    if words == "fp8-block":
+        to_codes = functools.partial(quantize_tokens, dtype="float8_e4m3fn", group_size=128)
+        x = jax.eval_shape(to_codes, x)
+    elif words is not None:
         x = jax.eval_shape(functools.partial(quantize_tokens, dtype=words), x)
     return functools.partial(quantized_matmul, implementation="mosaic", **named), (
         x,
@@ -69,6 +74,19 @@ def grouped(
     given = S((tokens, k) if gated else (tokens, chosen, k), BF16), w, S((tokens, chosen), I32)
     f = functools.partial(grouped_matmul, gated=gated, implementation="mosaic")
     return functools.partial(f, **named), given
+
+
+def grouped_sum(scheme: str, n: int, k: int, of=(128, 8)):
+    """One token's sum over its experts, with a bias where the model has one."""
+    f, given = grouped(scheme, n, k, of=of)
+    weights, bias = S((1, of[1]), F32), S((of[0], n), BF16)
+    return lambda *x: f(*x[:3], weights=x[3], bias=x[4]), (*given, weights, bias)
+
+
+def routed(n: int, d: int, k: int):
+    f = functools.partial(norm_and_route, k=k, normalize=True, implementation="mosaic")
+    given = S((1, d), BF16), S((d,), BF16), S((n, d), BF16), S((n,), BF16)
+    return lambda x, gamma, router, bias: f(x, (gamma, 1e-6), router, bias), given
 
 
 def cache_of(kind: str, batch: int, capacity: int, heads=HEADS):
@@ -160,6 +178,10 @@ CASES = {
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
     "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
+    "experts 64 zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 64, (32, 4)),
+    "experts sum zeros": lambda: grouped_sum("zeros", 2048, 768),
+    "experts sum mxfp4": lambda: grouped_sum("mxfp4", 2880, 2880, (32, 4)),
+    "norm and route": lambda: routed(128, 2048, 8),
     "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
     "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),
     "product 8 int4": lambda: product(8, "int4"),
@@ -185,6 +207,8 @@ CASES = {
     "product 2048 int8": lambda: product(2048, "int8"),
     "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
     "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
+    "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
+    "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),
     "product 2048 W4A8 zeros": lambda: product(2048, "zeros", "int8"),
     "decode 64 bfloat16": lambda: decode("bfloat16", 64, 8192),

@@ -102,6 +102,14 @@ HYBRIDS = {
     ),
 }
 
+# DeepSeek-V3's attention: keys, values and queries from latents, and a part of a key that turns.
+LATENT = LLAMA.replace(
+    n_kv_heads=4,
+    latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=10),
+    rope=RopeConfig(theta=10000.0, rotary_dim=2),
+    stored=CheckpointForm(family="deepseek_v3", interleaved=True),
+)
+
 # The layer loop is the same for all: the identities run on one layer where layers are alike.
 IDENTITIES = {
     name: cfg if name == "gqa" or len(set(cfg.layer_types)) > 1 else cfg.first_layers(1)

@@ -26,12 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import compiler_options, generation
-from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, ModelConfig
+from jaxllama.config import DeltaConfig, ExpertsConfig, GLAConfig, LatentConfig, ModelConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.evaluation.speed.hlo import computations
-from jaxllama.executors import resident
+from jaxllama.executors import prompts, resident
 from jaxllama.loading import load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.shardings import fetch, gather_params, shard_params
@@ -39,9 +39,19 @@ from jaxllama.parallel import mesh as parallel
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training import loop, train
+from jaxllama.training.passes import placed, sharding
+from jaxllama.training.start import TrainingSetup
+from jaxllama.training.step import init_state, update
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.models import LLAMA, params_of, tokens_of
-from tests.helpers.training_cases import TEXT, byte_model, run_config, token_file
+from tests.helpers.training_cases import (
+    TEXT,
+    byte_model,
+    first_params,
+    rows_of,
+    run_config,
+    token_file,
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -100,6 +110,11 @@ FAMILIES = {
         qk_norm="head",
         delta=DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5),
     ),
+    "latent": WIDE.replace(
+        n_kv_heads=8,
+        latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=16),
+        rope=dataclasses.replace(WIDE.rope, rotary_dim=2),
+    ),
     "short-conv": WIDE.replace(
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
     ),
@@ -130,7 +145,7 @@ def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
     cache = init_cache(cfg, 4, 9 + NEW, kv_dtype or dtype, mesh=mesh)
     stacked = SamplingParams.stack(sampling, cfg.vocab_size, 0)
     stop_ids = jnp.zeros((0,), jnp.int32)
-    state = resident.start(
+    state = prompts.start(
         cfg,
         params,
         tokens,
@@ -231,7 +246,7 @@ def one_row() -> None:
     config, params = shard_params(cfg, params_of(cfg), mesh)
     stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
     cache = init_cache(config, 1, 9 + NEW, "float32", mesh=mesh)
-    state = resident.start(
+    state = prompts.start(
         config,
         params,
         tokens_of(cfg, 1, 9),
@@ -302,8 +317,40 @@ def gradients() -> None:
         )
 
 
+def divided() -> None:
+    """Steps on one device and on four that share the weights, and the share of a device."""
+    for name, family, more in (
+        ("whole layers", "gqa", {"scan": True}),
+        ("inputs", "hybrid", {"scan": True, "remat": True}),
+        ("fp8", "gla", {"products": "fp8"}),
+    ):
+        model = byte_model(family, **({"d_model": 128, "d_ff": 128} if name == "fp8" else {}))
+        with tempfile.TemporaryDirectory() as folder:
+            config = run_config(
+                Path(folder), model, batch_size=16, microbatches=2, fsdp=True, **more
+            )
+        setup = TrainingSetup(config, model)
+        tokens = rows_of(model, 16, 25).reshape(2, 8, 25)
+        curves, shares = [], []
+        for grid in (None, parallel.make_mesh("data=4")):
+            state = init_state(setup, first_params(model))
+            state = jax.device_put(state, placed(setup, state, grid))
+            batch = jax.device_put(tokens, sharding(grid, 1))
+            curve = []
+            for _ in range(4):
+                state, metrics = update(setup, state, None, batch)
+                curve.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+            curves.append(curve)
+            shares.append(sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)))
+        off = np.max(np.abs(np.divide(*curves) - 1), axis=0).tolist()
+        report(case=name, off=off, share=shares[1] / shares[0])
+
+
 def training(
-    model: ModelConfig, runs: dict[str, list[str | None]], is_scored: bool = False
+    model: ModelConfig,
+    runs: dict[str, list[str | None]],
+    is_scored: bool = False,
+    fsdp: bool = False,
 ) -> None:
     """The curves of one run by its name, on the meshes that it has one after the other."""
     curves = {}
@@ -316,6 +363,7 @@ def training(
             batch_size=16,
             microbatches=2,
             checkpoint_every=4,
+            fsdp=fsdp,
             data={"tokens": tokens, "validation_tokens": 25 * 10},
         )
         for name, meshes in runs.items():
@@ -386,9 +434,23 @@ def main(names: list[str]) -> None:
             one_row()
         elif name == "random":
             random()
+        elif name == "sequence":
+            from tests.helpers import sequence_child
+
+            sequence_child.compare("gqa:4x1:prompt")
+        elif name == "sizes":
+            from tests.helpers import exchange_child
+
+            exchange_child.sizes_of_exchanges()
         elif name == "training":
             model = byte_model("gqa", n_layers=1, layer_types=("attention",))
             training(model, {"one": [None], "moved": ["data=4", None]})
+        elif name == "parts":
+            model = byte_model("gqa", n_layers=1, layer_types=("attention",))
+            runs = {"one": [None], "moved": ["data=4", None], "wider": ["data=2", "data=4"]}
+            training(model, runs, fsdp=True)
+        elif name == "divided":
+            divided()
         elif name == "resumed":
             runs = {"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2}
             training(byte_model("hybrid"), runs, is_scored=True)

@@ -31,6 +31,35 @@ _CONV = {
     "conv_L_cache": [2, 3, 4],
     "layer_types": [["conv", "full_attention", "conv"], ["full_attention", "conv", "conv"]],
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+}
+_LATENT = {
+    **_BIAS,
+    "kv_lora_rank": [8, 16],
+    "q_lora_rank": [None, 12],
+    "qk_nope_head_dim": [6, 12],
+    "qk_rope_head_dim": [4, 8],
+    "v_head_dim": [6, 10],
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {**_YARN, "factor": 4.0},
+        {**_YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    ],
+}
+_ORDER = {"rope_interleave": _FLAG}
+_GROUPS = {
+    **_LATENT,
+    **_SIGMOID,
+    "n_routed_experts": [8],
+    "n_shared_experts": [1, 2],
+    "n_group": [2, 4],
+    "topk_group": [1, 2],
+    "first_k_dense_replace": [0, 1],
+    "num_experts_per_tok": [1, 2],
+}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gemma": {**_BIAS, "hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
     "vaultgemma": {
@@ -153,6 +182,99 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "num_hidden_layers": [2, 3],
     },
     "lfm2_moe": {**_CONV, **_SIGMOID, "num_experts": [8], "num_dense_layers": [1, 2]},
+    "nanochat": {
+        **_BIAS,
+        "hidden_act": ["relu2", "gelu"],
+        "final_logit_softcapping": [None, 3.0, 15.0],
+    },
+    "gpt_neox_japanese": {
+        "intermediate_size": [64],
+        "intermediate_multiple_size": [2],
+        "rotary_pct": [0.5, 1.0],
+        "hidden_act": ["gelu", "relu"],
+    },
+    "aria_text": {**_BIAS, "moe_num_experts": [4, 6], "moe_topk": [1, 2, 3]},
+    "apertus1p5_text": {**_BIAS, "hidden_act": ["xielu", "relu2"]},
+    "mellum": {
+        **_BIAS,
+        **_EXPERTS,
+        "num_experts": [6],
+        "moe_intermediate_size": [16, 24],
+        "norm_topk_prob": _FLAG,
+        "num_hidden_layers": [2],
+        "sliding_window": [3, 9],
+        "layer_types": [
+            ["sliding_attention", "full_attention"],
+            ["full_attention", "full_attention"],
+        ],
+        "mlp_layer_types": [["sparse", "dense"], ["sparse", "sparse"]],
+    },
+    "flint": {
+        **_BIAS,
+        **_EXPERTS,
+        "num_experts": [6],
+        "moe_intermediate_size": [16, 24],
+        "norm_topk_prob": _FLAG,
+        "num_hidden_layers": [4, 5],
+        "mlp_only_layers": [[0], [1]],
+        "shared_expert_intermediate_size": [16, 40],
+        "sliding_window": [3, 9],
+    },
+    "kolibri1": {
+        **_EXPERTS,
+        "num_experts": [6],
+        "moe_intermediate_size": [16, 24],
+        "norm_topk_prob": _FLAG,
+        "num_hidden_layers": [2],
+        "shared_expert_intermediate_size": [16, 40],
+        "sliding_window": [3, 9],
+        "layer_types": [
+            ["sliding_attention", "full_attention"],
+            ["full_attention", "sliding_attention"],
+        ],
+    },
+    "afmoe": {
+        **_EXPERTS,
+        "num_experts": [6],
+        "moe_intermediate_size": [16, 24],
+        "route_scale": [1.0, 1.5],
+        "num_dense_layers": [0, 1],
+        "num_hidden_layers": [2, 3],
+        "global_attn_every_n_layers": [2, 3],
+        "sliding_window": [3, 9],
+        "mup_enabled": _FLAG,
+    },
+    "cohere2_moe": {
+        **_BIAS,
+        **_EXPERTS,
+        "num_experts": [6],
+        "num_shared_experts": [0, 1, 2],
+        "shared_expert_combination_strategy": ["sum", "average"],
+        "expert_selection_fn": ["sigmoid", "softmax"],
+        "norm_topk_prob": _FLAG,
+        "num_hidden_layers": [3],
+        "first_k_dense_replace": [0, 1],
+        "prefix_dense_sliding_window_pattern": [1, 2],
+        "prefix_dense_intermediate_size": [None, 40],
+        "sliding_window": [3, 9],
+        "sliding_window_pattern": [2, 3],
+    },
+    "deepseek_v2": {
+        **_GROUPS,
+        "topk_method": ["greedy", "group_limited_greedy"],
+        "norm_topk_prob": [False],
+    },
+    "deepseek_v3": {**_GROUPS, **_ORDER},
+    "sarvam_mla": {**_GROUPS, **_ORDER},
+    "axk1": {**_GROUPS, **_ORDER, "q_lora_rank": [12]},
+    "glm4_moe_lite": {**_GROUPS, **_ORDER, "topk_group": [1]},
+    "youtu": {**_LATENT, **_ORDER},
+    "minicpm3": {
+        **_LATENT,
+        "scale_emb": [1, 12],
+        "scale_depth": [None, 1.4],
+        "dim_model_base": [None, 16],
+    },
     "minimax_m2": {
         **_EXPERTS,
         "num_local_experts": [8],
@@ -176,6 +298,7 @@ DIVIDED = (
     "gptj",
     "codegen",
     "gpt_neox",
+    "gpt_neox_japanese",
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -185,4 +308,8 @@ DIVIDED = (
     "phi",
 )
 # Families without groups of q heads that share k and v.
-UNGROUPED = ("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox")
+UNGROUPED = (
+    *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
+    "gpt_neox_japanese",
+    *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
+)

@@ -37,7 +37,7 @@ STEP = 0.02
 
 
 class SleepingEngine:
-    """``hub.Served``: a thread sleeps for each step, and the first ``ROWS`` rows get a token."""
+    """``served.Served``: a thread sleeps for each step, and the first ``ROWS`` rows get a token."""
 
     def __init__(self, step: float, max_queue: int = 256) -> None:
         self.options = Sizes(4096, max_queue)

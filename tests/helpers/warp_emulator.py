@@ -253,6 +253,7 @@ ARITH = SimpleNamespace(
     muli=np.multiply,
     select=np.where,
     minui=np.minimum,
+    maxui=np.maximum,
     minsi=_words(np.minimum),
     maxsi=_words(np.maximum),
     addf=np.add,

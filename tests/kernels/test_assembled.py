@@ -51,6 +51,8 @@ BESIDE = {
     "experts zeros swiglu",
     "experts zeros short row",
     "experts 64 zeros",
+    "experts 64 zeros-64",
+    "experts sum zeros",
     "experts 8192 fp8-block",
     "product 1 nvfp4",
     "product 1 fp8-block",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.config import LatentConfig, RopeConfig
+from jaxllama.config import RopeConfig
 from jaxllama.model import cache as caches
 from jaxllama.model.mixers.attention.mix import mix
 from jaxllama.model.records import new_tokens, positions_of
@@ -20,7 +20,6 @@ from tests.helpers.delta_cases import relative_rms
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
 
 ONE_LAYER = LLAMA.first_layers(1)
-LATENT = LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6)
 CASES = {
     "gate, norm of heads, half turns by yarn": (
         ONE_LAYER.replace(
@@ -32,18 +31,12 @@ CASES = {
         ),
         "int8",
     ),
-    "latent": (
-        ONE_LAYER.replace(
-            n_kv_heads=4, latent=LATENT, nope_layers=(0,), rope=RopeConfig(theta=1e4)
-        ),
-        "float32",
-    ),
     "gqa": (ONE_LAYER, "float32"),
     "sparse": (ONE_LAYER.replace(attn_sparsity=0.4), "float32"),
     "mqa-window": (IDENTITIES["mqa-window"], "int8"),
     "norm of all heads, capped": (ONE_LAYER.replace(qk_norm="full", attn_softcap=5.0), "int8"),
 }
-SLOW = ("latent", "gqa", "sparse", "mqa-window", "norm of all heads, capped")
+SLOW = ("gqa", "sparse", "mqa-window", "norm of all heads, capped")
 WIDER = 12  # than heads of 8
 
 

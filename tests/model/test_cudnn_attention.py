@@ -16,38 +16,20 @@ from jaxllama.generation import prefill
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
-from jaxllama.model.mixers.attention import mix as attention
 from jaxllama.model.mixers.attention.state import KVCache, write
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
-from pallas_kernels.attention.plain import attention_scores, weighted_values
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.attention.rope_tokens import as_stored
 from tests.helpers.arrays import as_jax
+from tests.helpers.cudnn_plain import plain
 from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
-
-
-def plain(q, k, v, n_keys=None, *, is_causal=False, window=None):
-    """What cuDNN gives: causal, through a window too, over the first n_keys, or both."""
-    scores = attention_scores(q, k)  # [B, K, G, T, S]
-    index = jnp.arange(k.shape[1])
-    token = jnp.arange(q.shape[1])[:, None]
-    seen = (index <= token if is_causal else index >= 0)[None]
-    if window is not None:
-        seen &= index > token - window
-    if n_keys is not None:
-        seen &= index < n_keys[:, None, None]
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    out = weighted_values(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype)
-    log = jax.nn.logsumexp(scores, axis=-1)
-    return out, jnp.moveaxis(log, 3, 1).reshape(q.shape[:3])
 
 
 def pretend_a_gpu(monkeypatch):
     """``extend`` in float32 on any machine, in blocks of 128 keys."""
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 128)
-    for module in (attention, chunk):
-        monkeypatch.setattr(module, "has_cudnn", lambda q: True)
+    monkeypatch.setattr(chunk, "has_cudnn", lambda q: True)
 
 
 def poison(cache: Cache) -> Cache:

@@ -20,7 +20,8 @@ from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.decoding.forward import verify
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors import resident
-from jaxllama.executors.resident import advance, start
+from jaxllama.executors.prompts import start
+from jaxllama.executors.resident import advance
 from jaxllama.generation import init_params
 from jaxllama.model import verification
 from jaxllama.model.cache import cache_specs

@@ -142,6 +142,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "kimi_linear": {
         **_SIGMOID,
         "num_hidden_layers": [3],
+        "rope_theta": [1e4],  # which no layer reads
+        "tie_word_embeddings": [False],  # transformers' class has its own head in any case
         "num_attention_heads": [4],
         "num_key_value_heads": [4],
         "num_experts": [8],
@@ -190,6 +192,10 @@ def drawn(family: str, seed: int) -> ModelConfig:
     config = {key: draw.choice(values) for key, values in options.items()}
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = 1
+    if "n_group" in config:  # a token chooses among the experts of some groups
+        per_group = config["n_routed_experts"] // config["n_group"]
+        least = -(-config["num_experts_per_tok"] // per_group)
+        config["topk_group"] = max(config["topk_group"], least)
     if family in random_options.UNGROUPED:
         config["num_key_value_heads"] = config["num_attention_heads"]
     config[dense_cases.EPS.get(family, "rms_norm_eps")] = config.pop("rms_norm_eps")

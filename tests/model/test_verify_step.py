@@ -12,7 +12,7 @@ from jaxllama.config import RopeConfig
 from jaxllama.model.lora import attach, for_rows
 from tests.helpers import lora_cases
 from tests.helpers.arrays import as_jax
-from tests.helpers.models import FAMILIES, IDENTITIES, LLAMA, params_of, tokens_of
+from tests.helpers.models import FAMILIES, IDENTITIES, LATENT, LLAMA, params_of, tokens_of
 
 # Heads as wide as real ones where an int4 cache rotates them: XLA has other code for tiny products.
 ONE_LAYER = LLAMA.first_layers(1)
@@ -38,6 +38,8 @@ CASES = {
     "dynamic-rope": (ONE_LAYER.replace(rope=DYNAMIC), "float32"),
     "softcap": (ONE_LAYER.replace(attn_softcap=20.0, logit_softcap=30.0), "float32"),
     "gla": (IDENTITIES["gla-variant"], "float32"),
+    "latent": (LATENT.first_layers(1), "float32"),
+    "latent-int8": (LATENT.first_layers(1), "int8"),
 }
 CORE = ("gqa", "delta")
 # Each has a mechanism that an earlier case has too, beside another.
@@ -55,6 +57,7 @@ SLOW = (
     "gla",
     "hybrid-int8",
     "kda",
+    "latent-int8",
 )
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(SLOW, pytest.mark.slow)}
 # A convolution is fused with what reads it, and the compiler rounds the two programs differently.

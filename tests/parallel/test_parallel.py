@@ -38,6 +38,7 @@ from tests.helpers.seeded import seeded_params
 
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
+LATENT = ("q_a", "kv_a", "kv_norm")  # what all heads share
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 CORE = "gqa:float32:2x4:sampled"
 QUICK = ("delta:w8a8:2x2:greedy:int8", "experts:w4a16:2x4:greedy")
@@ -56,6 +57,7 @@ FULL = [
             "kda",
             "qwen3.5",
             "experts",
+            "latent",
         )
     ),
     *(
@@ -93,7 +95,16 @@ def check_tokens(case: str, result: dict) -> None:
     share, whole = result["share"]
     assert share * int(mesh.split("x")[1]) == pytest.approx(1), case
     norms = {"norm", "mixer_norm", "mlp_norm", "g_norm", "o_norm", "q_norm", "k_norm"}
-    assert set(whole) <= norms | {"gk_0", "f_0", "g_0", "o", "down", "router", "shared_gate"}, case
+    assert set(whole) <= norms | {
+        "gk_0",
+        "f_0",
+        "g_0",
+        "o",
+        "down",
+        "router",
+        "shared_gate",
+        *LATENT,
+    }, case
     if result["collectives"] is not None:
         check_collectives(case, result["collectives"], result["layers"])
 
@@ -111,7 +122,7 @@ def check_collectives(case: str, found: dict[str, list[str]], n_layers: int) -> 
 @pytest.fixture(scope="module")
 def quick() -> dict[str, dict]:
     """All default cases by one process, whose start is dearer than most of them."""
-    return child(CORE, *QUICK, "one-row", "random", "gradients")
+    return child(CORE, *QUICK, "one-row", "random", "gradients", "sizes", "sequence")
 
 
 @pytest.mark.core
@@ -134,6 +145,22 @@ def test_random_weights_do_not_depend_on_the_mesh(quick):
 def test_nothing_gathers_the_logits_of_one_row(quick):
     """Where a gather of the chosen token's logit would be cheapest as a gather of all of them."""
     assert set(quick["one-row"]["collectives"]) == {"all-reduce"}
+
+
+def test_devices_that_share_a_prompt_give_the_logits_and_the_cache_of_one(quick):
+    """``test_sequence`` has every mixer."""
+    result = quick["gqa:4x1:prompt"]
+    assert result["is_cut"], "the devices did not share the prompt"
+    assert max(result["logits"], result["cache"]) < 1e-5
+
+
+def test_every_token_reaches_its_experts_whatever_they_are(quick):
+    """Also where all tokens want one device's, which no fixed capacity below all of them holds;
+    ``test_exchange`` has whole models."""
+    result = quick["sizes"]
+    assert max(result["worst"].values()) < 1e-5
+    assert "all-to-all" in result["kinds"]
+    assert result["sizes"] == [24, 48, 96]
 
 
 def test_options_that_the_backend_refuses_are_not_taken(quick):
@@ -172,12 +199,24 @@ def check_training(result: dict) -> None:
 
 
 @pytest.mark.slow
-def test_training_on_a_mesh_follows_one_device_s_curve():
+@pytest.mark.parametrize("name", ["training", "parts"])
+def test_training_on_a_mesh_follows_one_device_s_curve(name):
     """Loss, gradient norm and validation of every step, where the run is moved to another mesh
-    midway."""
-    result = child("training")["training"]
-    assert set(result["off"]) == {"one", "moved"}
+    midway; with whole weights on each device, and with parts of them."""
+    result = child(name)["training"]
+    assert set(result["off"]) == {"one", "moved", *(["wider"] if name == "parts" else [])}
     check_training(result)
+
+
+@pytest.mark.slow
+def test_devices_share_weights_and_moments():
+    """A device of four has a quarter of the state, but for vectors. Losses and norms of gradients
+    follow those of one device: float32 up to the order of sums. In FP8 a column of activations has
+    a scale on each device, so its loss follows up to rounding."""
+    for name, result in child("divided").items():
+        assert result["share"] < 0.3, name
+        off = result["off"][:1] if name == "fp8" else result["off"]
+        assert max(off) < (2e-3 if name == "fp8" else 2e-6), name
 
 
 @pytest.mark.slow
@@ -283,10 +322,11 @@ def test_presets_name_the_meshes_that_divide_them():
     "mesh, message",
     [
         ("model=64", "mesh data=1,model=64: needs 64 devices, and there are"),
-        ("expert=2", "axis 'expert' is not one of data, model"),
-        ("model=2,model=2", "expected data=N,model=N, each at most once"),
-        ("model=-1", "expected data=N,model=N"),
-        ("", "expected data=N,model=N"),
+        ("tensor=2", "axis 'tensor' is not one of data, expert, model"),
+        ("expert=64", "mesh data=1,expert=64,model=1: needs 64 devices, and there are"),
+        ("model=2,model=2", "expected data=N,expert=N,model=N, each at most once"),
+        ("model=-1", "expected data=N,expert=N,model=N"),
+        ("", "expected data=N,expert=N,model=N"),
         ({"model": 0}, "model = 0: must be a whole number from 1 on"),
     ],
 )

@@ -14,7 +14,7 @@ from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.quantization.rounding import nearest
-from jaxllama.quantization.scheme import parse
+from jaxllama.quantization.scheme import parse, round_weight
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.cases import slow
 from tests.helpers.models import LLAMA, relative_error
@@ -88,12 +88,44 @@ def test_random_codes_have_the_deviation_of_random_floats() -> None:
     [
         ("mxfp4-g64", "mxfp4 fixes its groups"),
         ("nvfp4-sym", "nvfp4 fixes its groups"),
-        ("mxfp5", "is not one of .*, mxfp4, nvfp4, fp8-block, none"),
+        ("mxfp5", "is not one of .*, mxfp4, nvfp4, fp8-block, fp8-block-a8, none"),
     ],
 )
 def test_a_format_takes_no_options(text, words) -> None:
     with pytest.raises(jl.JaxLlamaError, match=words):
         parse(text)
+
+
+def test_blocks_of_fp8_beside_fp8_activations(tmp_path) -> None:
+    """Codes are fp8-block's.  Own files keep the activations' dtype; other files' regain it."""
+    cfg = CFG.replace(d_model=256, d_ff=256)
+    params = seeded_params(cfg)
+    plain, rounded = (quantize_params(params, name) for name in ("fp8-block", "fp8-block-a8"))
+    weight = rounded["layer_0"]["mlp"]["down"]["weight"]
+    assert weight.activations == "float8_e4m3fn" and weight.scale.shape[1] == 2
+    rows = np.arange(24, dtype=np.int32).reshape(2, 12), np.asarray([12, 12])
+    of_floats, want, got = (np.asarray(jl.logits(cfg, p, *rows)) for p in (params, plain, rounded))
+    change = np.std(got - want) / np.std(of_floats)
+    assert 0 < change < 0.05  # a code of e4m3 is off by 2^-4 of itself at most, 0.02 on average
+
+    saved = packed.save(tmp_path / "own", cfg, jax.device_get(rounded))
+    assert jax.tree.structure(hf.load(saved)[1]) == jax.tree.structure(rounded)
+    named = "fp8-block-a8,head=none,qkv=none,o=none"
+    rounded = jax.device_get(quantize_params(params, named))
+    saved = packed.save(tmp_path / "fp8", cfg, rounded, format="fp8")
+    read = quantize_params(hf.load(saved)[1], named)
+    assert jax.tree.structure(read) == jax.tree.structure(rounded)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), rounded)
+
+
+def test_experts_have_activations_of_fp8_alone() -> None:
+    experts = jnp.ones((2, 8, 128))
+    for text in ("fp8-block-a8", "fp8"):
+        recipe = parse(text)
+        rounded = round_weight(experts, recipe.of("layer_0/mlp/experts_down"), "experts_down")
+        assert rounded.activations == "float8_e4m3fn" and rounded.shape == experts.shape
+    with pytest.raises(jl.JaxLlamaError, match="experts read activations in floats or FP8"):
+        round_weight(experts, parse("w8a8").of("layer_0/mlp/experts_down"), "experts_down")
 
 
 def test_a_weight_that_groups_do_not_divide_is_named() -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from jaxllama.typing import JsonMapping, JsonObject
+
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +24,11 @@ class GGUFArchitecture:
     a sliding window, None if there are none. interleaved: whether RoPE rotates features 2i and 2i +
     1 of the stored q and k. keys: further metadata -> the key of config.json. more: (sizes) -> keys
     that the file does not have. mixture: the family of files with experts, None if there are none.
-    experts: their metadata -> the key of config.json. mlp_norm: name of the norm before the
+    experts: their metadata -> the key of config.json. gating: llama.cpp's number of the router's
+    scores: 1 softmax, 2 sigmoid, 3 softmax of the chosen. mlp_norm: name of the norm before the
     feed-forward. has_mtp: whether the file may have a head for multi-token prediction behind its
-    layers.
+    layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
+    attention.
     """
 
     family: str
@@ -33,8 +38,11 @@ class GGUFArchitecture:
     more: Callable[[JsonMapping], JsonObject] | None = None
     mlp_norm: str = "ffn_norm"
     has_mtp: bool = False
+    ignores_mtp: bool = False
+    mixer: Literal["", "delta", "latent", "ssm", "short_conv"] = ""
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gating: int = SOFTMAX
 
 
 def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
@@ -50,9 +58,84 @@ def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
 
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _COUNTED = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_WIDE = {**_COUNTED, "expert_feed_forward_length": "moe_intermediate_size"}
+_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_WIDE = {**_COUNTED, **_WIDTH}
+_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_GLM_EXPERTS = {
+    **_WIDTH,
+    **_GROUPS,
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_GLM_DEFAULTS = {
+    "n_shared_experts": 0,
+    "norm_topk_prob": False,
+    "first_k_dense_replace": 0,
+}
+_KIMI_EXPERTS = {
+    **_WIDTH,
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_token",
+    "expert_shared_count": "num_shared_experts",
+    "expert_group_count": "num_expert_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "moe_renormalize",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_KIMI_DEFAULTS = {
+    "num_shared_experts": 0,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+}
+_ERNIE_EXPERTS = {
+    **_WIDTH,
+    "expert_count": "moe_num_experts",
+    "expert_used_count": "moe_k",
+    "expert_shared_count": "moe_num_shared_experts",
+    "interleave_moe_layer_step": "moe_layer_interval",
+    "leading_dense_block_count": "moe_layer_start_index",
+}
+_ERNIE_DEFAULTS = {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_GRANITE = GGUFArchitecture(
+    "granite",
+    interleaved=True,
+    keys={
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    more=lambda sizes: {"attention_multiplier": sizes["head_dim"] ** -0.5},
+)
+_DELTA = GGUFArchitecture(
+    "qwen3_5_text",
+    keys={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "ssm.inner_size": "linear_value_head_dim",
+        "full_attention_interval": "full_attention_interval",
+    },
+    mlp_norm="post_attention_norm",
+    has_mtp=True,
+    mixer="delta",
+)
+_LFM2 = GGUFArchitecture(
+    "lfm2",
+    keys={"shortconv.l_cache": "conv_L_cache"},
+    mixer="short_conv",
+    more=lambda sizes: {"block_auto_adjust_ff_dim": False},
+)
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
         "llama", windowed="mistral", interleaved=True, mixture="mixtral", experts=_LOCAL
@@ -63,10 +146,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "qwen2moe": GGUFArchitecture(
         "qwen2_moe",
         mixture="qwen2_moe",
-        experts={
-            **_WIDE,
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        experts={**_WIDE, **_SHARED_WIDTH},
     ),
     "qwen3moe": GGUFArchitecture(
         "qwen3_moe",
@@ -79,24 +159,49 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         windowed="gpt_oss",
         mixture="gpt_oss",
         experts={**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
+        gating=SOFTMAX_OF_CHOSEN,
         mlp_norm="post_attention_norm",
     ),
     "phi3": GGUFArchitecture("phi3", windowed="phi3"),
     "internlm2": GGUFArchitecture("llama", interleaved=True),
     "smollm3": GGUFArchitecture("smollm3", interleaved=True),
-    "granite": GGUFArchitecture(
-        "granite",
-        interleaved=True,
+    "phimoe": GGUFArchitecture("phimoe", windowed="phimoe", mixture="phimoe", experts=_LOCAL),
+    "granite": _GRANITE,
+    "granitemoe": dataclasses.replace(
+        _GRANITE,
+        mixture="granitemoe",
+        experts={**_LOCAL, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+    ),
+    "granitehybrid": dataclasses.replace(
+        _GRANITE,
+        family="granitemoehybrid",
         keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+            **_GRANITE.keys,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_d_head",
         },
-        more=lambda sizes: {"attention_multiplier": sizes["head_dim"] ** -0.5},
+        mixture="granitemoehybrid",
+        experts=_LOCAL,
+        mixer="ssm",
+        more=lambda sizes: {
+            "attention_multiplier": sizes["head_dim"] ** -0.5,
+            "shared_intermediate_size": sizes["intermediate_size"],
+            "num_local_experts": 0,
+        },
     ),
     "seed_oss": GGUFArchitecture("seed_oss", mlp_norm="post_attention_norm"),
     "ernie4_5": GGUFArchitecture("ernie4_5", interleaved=True),
+    "ernie4_5-moe": GGUFArchitecture(
+        "ernie4_5_moe",
+        interleaved=True,
+        mixture="ernie4_5_moe",
+        experts=_ERNIE_EXPERTS,
+        more=lambda sizes: _ERNIE_DEFAULTS,
+    ),
     "olmo2": GGUFArchitecture("olmo2", windowed="olmo3"),
     "gemma2": GGUFArchitecture(
         "gemma2",
@@ -109,22 +214,56 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     ),
     "chatglm": GGUFArchitecture("glm", interleaved=True),
     "glm4": GGUFArchitecture("glm4", interleaved=True),
+    "glm4moe": GGUFArchitecture(
+        "glm4_moe",
+        mlp_norm="post_attention_norm",
+        ignores_mtp=True,
+        mixture="glm4_moe",
+        experts=_GLM_EXPERTS,
+        gating=SIGMOID,
+        more=lambda sizes: _GLM_DEFAULTS,
+    ),
     "stablelm": GGUFArchitecture("stablelm"),
     "command-r": GGUFArchitecture(
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
     "cohere2": GGUFArchitecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
-    "qwen35": GGUFArchitecture(
-        "qwen3_5_text",
+    "lfm2": _LFM2,
+    "lfm2moe": dataclasses.replace(
+        _LFM2,
+        family="lfm2_moe",
+        mixture="lfm2_moe",
+        experts={**_WIDE, **_GROUPS, "leading_dense_block_count": "num_dense_layers"},
+        gating=SIGMOID,
+        more=lambda sizes: {"norm_topk_prob": True, "num_dense_layers": 0},
+    ),
+    "kimi-linear": GGUFArchitecture(
+        "kimi_linear",
+        mixture="kimi_linear",
         keys={
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.key_length_mla": "qk_nope_head_dim",
+            "attention.value_length_mla": "v_head_dim",
+            "kda.head_dim": "linear_head_dim",
             "ssm.conv_kernel": "linear_conv_kernel_dim",
-            "ssm.state_size": "linear_key_head_dim",
-            "ssm.group_count": "linear_num_key_heads",
-            "ssm.time_step_rank": "linear_num_value_heads",
-            "ssm.inner_size": "linear_value_head_dim",
-            "full_attention_interval": "full_attention_interval",
         },
-        mlp_norm="post_attention_norm",
-        has_mtp=True,
+        experts=_KIMI_EXPERTS,
+        gating=SIGMOID,
+        mixer="latent",
+        more=lambda sizes: _KIMI_DEFAULTS,
+    ),
+    "qwen35": _DELTA,
+    "qwen35moe": dataclasses.replace(
+        _DELTA,
+        family="qwen3_5_moe_text",
+        mixture="qwen3_5_moe_text",
+        experts={**_WIDE, **_SHARED_WIDTH},
+    ),
+    "qwen3next": dataclasses.replace(
+        _DELTA,
+        family="qwen3_next",
+        mixture="qwen3_next",
+        experts={**_WIDE, **_SHARED_WIDTH},
+        more=lambda sizes: {"norm_topk_prob": True},
     ),
 }

@@ -7,7 +7,8 @@
     Q2_K              groups of 16   word * (d * s) - dmin * m     s, m: 4 bits each
     Q3_K              groups of 16   (word - 4) * (d * (s - 32))   s: 6 bits
     TQ1_0 TQ2_0       groups of 256  (word - 1) * d
-    IQ4_NL MXFP4      groups of 32   table[word] * d               d of MXFP4: a power of two
+    IQ4_NL            groups of 32   table[word] * d
+    MXFP4             groups of 32   e2m1(word) * d                d: a power of two
     NVFP4             groups of 16   table[word] * d               d: 8-bit float
     IQ4_XS            groups of 32   table[word] * (d * (s - 32))  s: 6 bits
     IQ3 IQ2_XXS       groups of 32   +-table[..] * d * (2 s + 1) / 4 (IQ3_S: 1, IQ2: 8)    s: 4 bits
@@ -18,7 +19,9 @@ A word is a stored code. In the first rows d, dmin and m are float16. So ``d * s
 are exact in float32, and so is their product with a word. Unsigned words of 4 bits become int4 with
 ``zero = m + 8 d`` if that sum is exact. It is, unless the two are some 2^9 apart. Otherwise they
 stay 0..15, as int8. A table's values, from -127 to 113, are int8: exact, but larger than the file's
-words. So every quantized type can be kept. Source: llama.cpp's ggml-quants.
+words. MXFP4's words are float4_e2m1fn beside scales in float8_e8m0fnu; under a multiplier, and for
+scales that are no number there, they are int8 too. So every quantized type can be kept. Source:
+llama.cpp's ggml-quants.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import numpy as np
 
 from jaxllama.checkpoints.gguf.types import BLOCKS
 from jaxllama.checkpoints.gguf.types import TensorType as Type
-from jaxllama.checkpoints.packed.codes import to_int4
+from jaxllama.checkpoints.packed.codes import E8M0, FP4, to_int4
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -51,6 +54,9 @@ _MINIMUM = (Type.Q4_1, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.Q5_K)
 # Types whose words fit four bits as they are, and types whose words fit after subtracting 8.
 _INT4 = (Type.Q4_0, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
 _UINT4 = (Type.Q4_1, Type.Q4_K)
+# Twice the values of float4_e2m1fn, whose float32 is half the exponent's power of two.
+_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_NAN = 255  # as float8_e8m0fnu; 0 and 1 are powers that make denormal numbers
 
 
 def to_floats(raw: np.ndarray, kind: Type) -> np.ndarray:
@@ -71,7 +77,7 @@ class Words(NamedTuple):
 
     kind: Type
     q: np.ndarray  # int8, in the range of the file
-    scale: np.ndarray
+    scale: np.ndarray  # of MXFP4 the exponents' bytes
     minimum: np.ndarray | None
 
     def fill(self, rows: slice, raw: np.ndarray) -> None:
@@ -90,14 +96,24 @@ class Words(NamedTuple):
             self.minimum[rows] = minimum.reshape(len(target), -1)
 
     def finite(self, rows: slice) -> bool:
+        if self.kind == Type.MXFP4:
+            return True
         both = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
         return all(bool(np.isfinite(values[rows]).all()) for values in both)
 
-    def to_qtensor(self) -> QTensor:
-        """Return the words, which are consumed, with their scales."""
+    def to_qtensor(self, is_multiplied: bool = False) -> QTensor:
+        """Return the words, which are consumed, with their scales.
+
+        is_multiplied: whether the scales must be numbers that a multiplier changes.
+        """
         from pallas_kernels.qtensor import QTensor
 
         q, scale, minimum = self.q, self.scale, self.minimum
+        if self.kind == Type.MXFP4:
+            if not is_multiplied and scale.max(initial=0) < _NAN and scale.min(initial=2) > 1:
+                return QTensor(q.view(FP4), scale.view(E8M0))
+            powers = np.ldexp(np.float32(1), scale.astype(np.int32) - 128)
+            return QTensor(_E2M1_DOUBLED[q], powers)
         if minimum is None:
             return QTensor(to_int4(q) if self.kind in _INT4 else q, scale)
         if self.kind not in _UINT4:
@@ -111,13 +127,16 @@ class Words(NamedTuple):
 
 
 def empty(kind: Type, rows: int, columns: int) -> Words:
-    scale = np.empty((rows, columns // _GROUP.get(kind, 32)), np.float32)
+    dtype = np.uint8 if kind == Type.MXFP4 else np.float32
+    scale = np.empty((rows, columns // _GROUP.get(kind, 32)), dtype)
     minimum = np.empty_like(scale) if kind in _MINIMUM else None
     return Words(kind, np.empty((rows, columns), np.int8), scale, minimum)
 
 
 def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return ``raw[rows, blocks, bytes]`` as words (int8), scales and minima (float32)."""
+    if kind == Type.MXFP4:
+        return _halves(raw[..., 1:]), raw[..., :1], None
     if kind == Type.Q8_0:
         return raw[..., 2:].view(np.int8), _half(raw, 0), None
     if kind in (Type.Q5_0, Type.Q5_1):
@@ -259,7 +278,6 @@ _SCALES: dict[Type, Callable[[np.ndarray], np.ndarray]] = {
     Type.Q3_K: _q3_k_scales,
     Type.TQ1_0: lambda raw: _half(raw, 52),
     Type.TQ2_0: lambda raw: _half(raw, 64),
-    Type.MXFP4: lambda raw: np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 128),
     Type.NVFP4: _nvfp4_scales,
     Type.IQ1_S: lambda raw: _half(raw, 0) * ((raw[..., 35:50:2] >> 4 & 7) * 2 + 1) / 8,
     Type.IQ1_M: _iq1_m_scales,

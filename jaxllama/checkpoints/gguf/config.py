@@ -8,14 +8,13 @@ sizes that differ between layers.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, GGUFArchitecture
-from jaxllama.checkpoints.gguf.file import GGUFFile, GGUFTensor, opened
-from jaxllama.checkpoints.gguf.types import TensorType
+from jaxllama.checkpoints.gguf.file import GGUFFile, opened
+from jaxllama.checkpoints.gguf.rope import rope_keys
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
@@ -50,6 +49,9 @@ _ROPE_KEYS = (
     "attn_factor",
     "yarn_attn_factor",
 )
+_SHARED = "expert_shared_feed_forward_length"
+_RECURRENT = "attention.recurrent_layers"
+_TURNING = "rope.dimension_count"
 # Keys that change the computation, with the supported value. ``_INERT`` has the keys that are read
 # by name or have no effect.
 _FIXED: JsonObject = {
@@ -71,13 +73,8 @@ _INERT = (
     "rope.scaling.finetuned",
     "use_parallel_residual",
     "rope.dimension_sections",  # axes of an image's positions, which are alike in a text
+    _SHARED,  # read by name, or the count and the experts' width say it
 )
-# The constants of the rope factors in circulation (Llama 3.1 and 3.2).
-_LLAMA3 = {
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
 
 
 def read_config(path: str | Path | GGUFFile) -> ModelConfig:
@@ -109,7 +106,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     if has_experts and arch.mixture is None:
         raise file.error(f"{name}.expert_count", "a mixture of experts, which is not supported")
     _check_keys(file, name, arch)
-    sizes = _sizes(file, name)
+    sizes = _sizes(file, name, arch)
     mtp_layers = _mtp_layers(file, name, arch)
     sizes["num_hidden_layers"] -= mtp_layers
     window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
@@ -118,22 +115,25 @@ def _config(file: GGUFFile) -> ModelConfig:
     kind = arch.windowed if window and arch.windowed else arch.family
     if has_experts and arch.mixture is not None:
         kind = arch.mixture
+        if file.integer(f"{name}.{_SHARED}", 0) and kind == "granitemoe":
+            kind = "granitemoeshared"
     config: JsonObject = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
-        key = f"{name}.{key}"
-        if key in file:  # by its type, since config.json distinguishes 4 from 4.0
-            config[theirs] = file.number(key) if file.is_float(key) else file.integer(key)
-    if arch.family == "qwen3_5_text":
-        config |= _delta_heads(file, name, config)
+        if f"{name}.{key}" in file:
+            config[theirs] = file.value(f"{name}.{key}")
+    if arch.mixer:
+        config |= _MIXERS[arch.mixer](file, name, config)
     if has_experts:
         found = {theirs: f"{name}.{key}" for key, theirs in arch.experts.items()}
-        config |= {theirs: file.integer(key) for theirs, key in found.items() if key in file}
+        config |= {theirs: file.value(key) for theirs, key in found.items() if key in file}
+    if name == "glm4moe":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if name == "stablelm":  # its key is True even if config.json had no value
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
+    eps = "rms_epsilon" if FAMILIES[kind].eps in ("rms_norm_eps", "norm_eps") else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
-    config |= _rope(file, name, kind, sizes)
+    config |= rope_keys(file, name, kind, sizes)
     scaling = config.get("rope_scaling")
     if name == "gpt-oss" and isinstance(scaling, dict):
         scaling["truncate"] = False  # as the model has it, which no key says
@@ -149,25 +149,92 @@ def _config(file: GGUFFile) -> ModelConfig:
         qkv_bias=has("attn_q", "attn_qkv"),
         o_bias=has("attn_output"),
         mlp_bias=has("ffn_up"),
-        mtp_layers=mtp_layers,
+        head_bias="output.bias" in file.tensors,
+        mtp_layers=0 if arch.ignores_mtp else mtp_layers,
     )
 
 
 def _mtp_layers(file: GGUFFile, name: str, arch: GGUFArchitecture) -> int:
-    """Return how many of the file's last layers are a head for multi-token prediction."""
+    """Return how many of the file's last layers are heads for multi-token prediction."""
     key = f"{name}.nextn_predict_layers"
     count = file.integer(key, 0)
+    if arch.ignores_mtp and count >= 0:
+        return count
     if count not in ((0, 1) if arch.has_mtp else (0,)):
         raise file.error(key, f"{count} is not supported (only {1 if arch.has_mtp else 0})")
     return count
 
 
-def _delta_heads(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
-    """Return the width of a value head, of which the file has the sum over the heads."""
-    heads, inner = config.get("linear_num_value_heads"), config.get("linear_value_head_dim")
+def _delta(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return the width of a value head, of which the file has the sum over the heads, and which
+    layers are recurrent, if the file lists them.
+    """
+    width = "linear_value_head_dim"
+    heads = config.get("linear_num_value_heads")
+    found: JsonObject = {width: _of_each(file, name, heads, width, config)}
+    key, n = f"{name}.{_RECURRENT}", config["num_hidden_layers"]
+    if key in file:
+        layers = file.array(key)[:n].tolist()
+        if len(layers) != n:
+            raise file.error(key, f"has {len(layers)} entries for {n} layers")
+        found["layer_types"] = ["linear_attention" if x else "full_attention" for x in layers]
+    return found
+
+
+def _latent(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return the parts of a key's width, and which layers are recurrent: those without kv heads.
+
+    The file counts one kv head, the latent; the model's keys and values have all heads.
+    """
+    d_rope, heads = config["head_dim"], config["num_attention_heads"]
+    key = f"{name}.attention.key_length_mla"
+    width = file.integer(key)
+    if width <= d_rope:
+        raise file.error(key, f"{width} must exceed the {d_rope} features that {_TURNING} names")
+    return {
+        "qk_rope_head_dim": d_rope,
+        "qk_nope_head_dim": width - d_rope,
+        "linear_num_heads": heads,
+        "layer_types": _layers_with_heads(file, name, config, {0, 1, heads}),
+    }
+
+
+def _ssm(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return the width of a Mamba-2 head, which layers these are, and whether attention turns."""
+    has_bias = "blk.0.ssm_conv1d.bias" in file.tensors or "blk.1.ssm_conv1d.bias" in file.tensors
+    turns = file.boolean(f"{name}.rope.scaling.finetuned", True)
+    return {
+        "mamba_d_head": _of_each(file, name, config.get("mamba_n_heads"), "mamba_d_head", config),
+        "mamba_conv_bias": has_bias,
+        "layer_types": _layers_with_heads(file, name, config, {0, config["num_key_value_heads"]}),
+        "position_embedding_type": "rope" if turns else None,
+    }
+
+
+def _short_conv(file: GGUFFile, name: str, config: JsonObject) -> JsonObject:
+    """Return which layers are short convolutions."""
+    kinds = _layers_with_heads(file, name, config, {0, config["num_key_value_heads"]})
+    return {"layer_types": ["conv" if kind == "linear_attention" else kind for kind in kinds]}
+
+
+_MIXERS = {"delta": _delta, "latent": _latent, "ssm": _ssm, "short_conv": _short_conv}
+
+
+def _of_each(file: GGUFFile, name: str, heads: int | None, key: str, config: JsonObject) -> int:
+    """Return the width of a head, of which the file has the sum over the heads."""
+    inner = config.get(key)
     if not heads or not inner or inner % heads:
         raise file.error(f"{name}.ssm.inner_size", f"{inner} is not a width of {heads} heads each")
-    return {"linear_value_head_dim": inner // heads}
+    return inner // heads
+
+
+def _layers_with_heads(file: GGUFFile, name: str, config: JsonObject, known: set[int]) -> list[str]:
+    """Return the kinds of the layers: those without kv heads are recurrent."""
+    key, n = f"{name}.attention.head_count_kv", config["num_hidden_layers"]
+    counts = file.array(key)[:n].tolist()
+    if len(counts) != n or not set(counts) <= known:
+        raise file.error(key, f"{counts} is not one of {sorted(known)} for each of {n} layers")
+    return ["full_attention" if x else "linear_attention" for x in counts]
 
 
 def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
@@ -181,15 +248,17 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
         *arch.experts,
         *rope,
         *_INERT,
+        *((_RECURRENT,) if arch.mixer == "delta" else ()),
         "nextn_predict_layers",
     }
     for key in file.keys:
         prefix, _, rest = key.partition(".")
         if prefix != name or rest in known:
             continue
-        if rest not in _FIXED:
+        fixed = {**_FIXED, "expert_gating_func": arch.gating}
+        if rest not in fixed:
             raise file.error(key, f"is not a key of {name!r} that is known")
-        value = _FIXED[rest]
+        value = fixed[rest]
         found = file.boolean(key) if isinstance(value, bool) else file.number(key)
         if found != value:
             raise file.error(key, f"{found} is not supported (only {value})")
@@ -198,7 +267,7 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
         raise file.error(finetuned, "a model without positions is not supported")
 
 
-def _sizes(file: GGUFFile, name: str) -> JsonObject:
+def _sizes(file: GGUFFile, name: str, arch: GGUFArchitecture) -> JsonObject:
     """Return the keys that every config.json has."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
@@ -215,20 +284,30 @@ def _sizes(file: GGUFFile, name: str) -> JsonObject:
     n_heads = _per_layer(file, f"{name}.attention.head_count")
     if n_heads <= 0:
         raise file.error(f"{name}.attention.head_count", f"{n_heads} must be positive")
+    is_latent = arch.mixer == "latent"
     head_dim = file.integer(f"{name}.attention.key_length", d_model // n_heads)
+    if is_latent:  # key_length is that of the latent
+        head_dim = file.integer(f"{name}.{_TURNING}")
     values = file.integer(f"{name}.attention.value_length", head_dim)
-    if values != head_dim:
+    if values != head_dim and not is_latent:
         raise file.error(
             f"{name}.attention.value_length", f"{values} differs from the head's {head_dim}"
         )
+    n_kv_heads = n_heads
+    if arch.mixer in ("ssm", "short_conv"):  # layers without attention have none
+        n_kv_heads = int(file.array(f"{name}.attention.head_count_kv").max(initial=0))
+    elif not is_latent:
+        n_kv_heads = _per_layer(file, f"{name}.attention.head_count_kv", n_heads)
+    is_dense = f"{name}.feed_forward_length" in file
+    width = "feed_forward_length" if is_dense else "expert_feed_forward_length"
     return {
         "vocab_size": vocab_size,
         "hidden_size": d_model,
         "num_hidden_layers": n_layers,
         "num_attention_heads": n_heads,
-        "num_key_value_heads": _per_layer(file, f"{name}.attention.head_count_kv", n_heads),
+        "num_key_value_heads": n_kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": _per_layer(file, f"{name}.feed_forward_length"),
+        "intermediate_size": _per_layer(file, f"{name}.{width}"),
         "max_position_embeddings": file.integer(f"{name}.context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.integer("tokenizer.ggml.bos_token_id", None),
@@ -277,120 +356,6 @@ def _window(
         **result,
         "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
     }
-
-
-def _rope(file: GGUFFile, name: str, kind: str, sizes: JsonObject) -> JsonObject:
-    """Return the keys of RoPE, with a table for each kind of layer if the family has two."""
-    head_dim, family = sizes["head_dim"], FAMILIES[kind]
-    theta = file.number(f"{name}.rope.freq_base", 10000.0)
-    turning = file.integer(f"{name}.rope.dimension_count", head_dim)
-    result: JsonObject = {"rope_theta": theta}
-    if "partial_rotary_factor" in family.defaults:
-        result["partial_rotary_factor"] = turning / head_dim if head_dim else 1.0
-    elif turning != head_dim:
-        raise file.error(
-            f"{name}.rope.dimension_count", f"{turning} differs from the head's {head_dim}"
-        )
-    scaling = _scaling(file, name, theta, turning, sizes["max_position_embeddings"])
-    if "original_max_position_embeddings" in scaling:
-        original = scaling["original_max_position_embeddings"]
-        result["original_max_position_embeddings"] = original
-    key = f"{name}.rope.freq_base_swa"
-    local = file.number(key, 10000.0 if name == "gemma3" else theta)
-    if not family.is_local:
-        if key in file and local != theta:
-            raise file.error(key, f"{local} differs from {name}.rope.freq_base ({theta})")
-        return result | ({"rope_scaling": scaling} if scaling else {})
-    return result | {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", **scaling, "rope_theta": theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-    }
-
-
-def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int) -> JsonObject:
-    prefix = f"{name}.rope.scaling"
-    factor = file.number(f"{prefix}.factor", 1.0)
-    kind = file.string(f"{prefix}.type", "none" if factor == 1.0 else "linear")
-    if kind == "none" and file.number(f"{name}.rope.scale_linear", 1.0) != 1.0:
-        kind, factor = "linear", file.number(f"{name}.rope.scale_linear")
-    trained = file.integer(f"{prefix}.original_context_length", context)
-    tables = [f"rope_factors_{which}.weight" for which in ("long", "short")]
-    if any(table in file.tensors for table in tables):
-        if kind not in ("none", "longrope") or "rope_freqs.weight" in file.tensors:
-            raise file.error(f"tensor {tables[0]!r}", f"beside {kind!r} scaling or rope_freqs")
-        long, short = (_factors(file, table, turning).tolist() for table in tables)
-        found: JsonObject = {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": trained,
-            "long_factor": long,
-            "short_factor": short,
-        }
-        key = f"{prefix}.attn_factor"
-        return found | ({"attention_factor": file.number(key)} if key in file else {})
-    for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
-        key = f"{prefix}.{key}"
-        own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # yarn's own rule gives this value
-        value = file.number(key, neutral)
-        if value != neutral and not (kind == "yarn" and math.isclose(value, own, rel_tol=1e-5)):
-            raise file.error(key, f"{value} is not supported (only {neutral})")
-    if "rope_freqs.weight" in file.tensors:
-        if kind != "none":
-            raise file.error(f"{prefix}.type", f"{kind!r} beside rope_freqs.weight")
-        return _llama3_rope(file, _factors(file, "rope_freqs.weight", turning), theta)
-    if kind == "none":
-        return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        why = "without its tensors of factors" if kind == "longrope" else "is not none, linear"
-        raise file.error(f"{prefix}.type", f"{kind!r} {why} or yarn")
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": trained,
-        "beta_fast": file.number(f"{prefix}.yarn_beta_fast", 32.0),
-        "beta_slow": file.number(f"{prefix}.yarn_beta_slow", 1.0),
-    }
-
-
-def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
-    """Return a tensor with the divisor of each frequency, float64 ``[turning / 2]``."""
-    info: GGUFTensor | None = file.tensors.get(name)
-    if info is None:
-        raise file.error(f"tensor {name!r}", "is missing")
-    if info.shape != (turning // 2,) or info.type != TensorType.F32:
-        raise file.error(
-            f"tensor {name!r}", f"{info.type.name} {info.shape}; expected F32 ({turning // 2},)"
-        )
-    found = file.rows(info).view("<f4")[0]
-    # the shortest decimals that round to these values
-    return np.array([str(x) for x in found], np.float64)
-
-
-def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> JsonObject:
-    """Find the llama3 rule that gives ``rope_freqs.weight``, which holds each frequency's divisor.
-
-    The file does not have the rule's constants. Those of Llama 3.1 and 3.2 are tried with the
-    factor that the slowest frequency implies, and must reproduce the tensor.
-    """
-    if (divisors == 1.0).all():
-        return {}
-    with np.errstate(all="ignore"):  # invalid values become NaN and fail the comparison
-        inv_freq = np.float64(theta) ** (-np.arange(len(divisors)) / len(divisors))
-        turns = _LLAMA3["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        # 1 / divisor = keep + (1 - keep) / factor, solved for the slowest frequency.
-        factor = float(np.round((1.0 - keep[-1]) / (1.0 / divisors[-1] - keep[-1]), 3))
-        expected = 1.0 / (keep + (1.0 - keep) / np.float64(factor))
-    if not np.allclose(divisors, expected, rtol=1e-4):
-        raise file.error(
-            "tensor 'rope_freqs.weight'",
-            "is not Llama 3.1's rule (original context 8192, factors 1 and 4): not supported",
-        )
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
 def _in_their_words(error: str, name: str, arch: GGUFArchitecture) -> str:

@@ -177,8 +177,12 @@ class GGUFFile:
             raise self.error(key, f"{value} is not a finite number")
         return float(str(np.float32(value))) if self._values[key].kind == 6 else float(value)
 
-    def is_float(self, key: str) -> bool:
-        return key in self._values and self._values[key].kind in (6, 12)
+    def value(self, key: str) -> float | int | bool:
+        """Return a number or a truth value by its type: config.json distinguishes 4 from 4.0."""
+        kind = self._values[key].kind if key in self._values else None
+        if kind in (6, 12):
+            return self.number(key)
+        return self.boolean(key) if kind == 7 else self.integer(key)
 
     def is_array(self, key: str) -> bool:
         return key in self._values and self._values[key].count is not None

@@ -32,20 +32,17 @@ from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.codes import to_floats
 from jaxllama.checkpoints.gguf.config import read_config
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
+from jaxllama.checkpoints.gguf.names import param_tensors
 from jaxllama.checkpoints.gguf.types import BLOCKS, FLOATS, KEPT, READABLE
 from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.experts.parameters import ExpertNames
-from jaxllama.model.mixers.delta.parameters import DeltaNames
-from jaxllama.model.names import MTPNames, Names
 from jaxllama.model.param import Param, TensorSource, Tiled
 from jaxllama.model.param import Path as TreePath
-from jaxllama.model.params import param_table
 from jaxllama.progress import working
 from jaxllama.typing import Leaf, ParamsDict
-from pallas_kernels.cpu import from_blocks
+from pallas_kernels.cpu import TILE, from_blocks, stacked
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu import CpuWeight
@@ -53,49 +50,10 @@ if TYPE_CHECKING:
 
 __all__ = ["load_params", "read_config"]
 
-_NAMES = Names(
-    embed="token_embd",
-    layer="blk.{}",
-    mixer_norm="attn_norm",
-    mixer="attn_",
-    mixer_out_norm="post_attention_norm",
-    mlp_norm="ffn_norm",
-    mlp="ffn_",
-    mlp_out_norm="post_ffw_norm",
-    norm="output_norm",
-    head="output",
-    qkv=("q", "k", "v"),
-    gate_up=("gate", "up"),
-    o="output",
-    down="down",
-    sinks="sinks.weight",
-)
-_EXPERTS = ExpertNames(
-    "ffn_",
-    router="gate_inp",
-    gate_up=("gate_exps", "up_exps"),
-    down="down_exps",
-    is_apart=True,
-    shared="",
-    shared_parts=("gate_shexp", "up_shexp", "down_shexp"),
-    shared_gate="gate_inp_shexp",
-)
-# llama.cpp's conversion counts value heads across the key heads first, and stores -exp(A_log).
-_DELTA = DeltaNames(
-    mixer="",
-    inputs=(("attn_qkv", 3), ("attn_gate", 1)),
-    gates=(("ssm_beta", 1), ("ssm_alpha", 1)),
-    conv=(("ssm_conv1d", 3),),
-    norm="ssm_norm",
-    o="ssm_out",
-    a_log="ssm_a",
-    dt_bias="ssm_dt.bias",
-    tiled=True,
-    flat_conv=True,
-    is_rate=True,
-)
 # Tables of frequencies, which follow from the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Weights that choose experts, or one expert's share, and are read as floats in any case.
+_FLOATS = ("router", "shared_gate")
 # Types that ``from_blocks`` reads -> bits of a code, and whether blocks have a minimum.
 _LAID_OUT = {Type.Q4_0: (4, False), Type.Q4_1: (4, True), Type.Q8_0: (8, False)}
 _CHUNK = 1 << 17  # number of features dequantized at once: 512 KB of float32 stay in the L2 cache
@@ -148,8 +106,8 @@ def load_params(
     with opened(path) as file:
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
-        table = _table(file, cfg)
-        _check(file, table)
+        table = param_tensors(file, cfg)
+        _check(file, table, _left_out(file, cfg))
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
         params: ParamsDict = {}
         with working(f"reading {file.path.name}", total, progress) as advance:
@@ -159,9 +117,13 @@ def load_params(
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
                 is_kept = keep_quantized and any(info.type in KEPT for info in infos)
+                is_kept = is_kept and rooms[-1] not in _FLOATS and len(spec.shape) > 1
                 value = None
                 if rooms[-1].startswith("experts_"):
-                    value = _read_experts(file, spec, dtype, is_kept)
+                    value = _experts_laid_out(file, spec) if is_kept and laid_out else None
+                    value = value or _read_experts(file, spec, dtype, is_kept)
+                elif rooms[-1] == "kv_b" and len(infos) == 2:
+                    value = _read_latent(file, spec, dtype)
                 elif is_kept and laid_out:
                     value = _read_laid_out(file, spec.sources)
                 if value is None:
@@ -177,50 +139,31 @@ def load_params(
         return params
 
 
-def _table(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
-    """Return the parameters of ``cfg`` and this file's tensors of each.
-
-    ``cfg.stored`` describes the family's Hugging Face directories. A GGUF file has its offsets
-    folded already, and an order of its own for the features that RoPE rotates. Raises JaxLlamaError
-    naming a tensor that cannot be folded.
-    """
-    arch = ARCHITECTURES[file.string("general.architecture")]
-    is_fused = "blk.0.attn_qkv.weight" in file.tensors and cfg.delta is None
-    qkv = ("qkv",) if is_fused else _NAMES.qkv
-    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
-        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
-    gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
-    nextn = f"blk.{cfg.n_layers}"
-    names = dataclasses.replace(
-        _NAMES,
-        mlp_norm=arch.mlp_norm,
-        qkv=qkv,
-        gate_up=gate_up,
-        mixers={"delta": _DELTA, "experts": _EXPERTS},
-        mtp=MTPNames(
-            layer=nextn,
-            embed_norm=f"{nextn}.nextn.enorm",
-            hidden_norm=f"{nextn}.nextn.hnorm",
-            fc=f"{nextn}.nextn.eh_proj",
-            norm=f"{nextn}.nextn.shared_head_norm",
-        ),
-    )
-    stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
-    return param_table(cfg.replace(stored=stored), names=names)
+def _left_out(file: GGUFFile, cfg: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of tensors that no parameter has: heads behind the layers."""
+    name = file.string("general.architecture")
+    if not ARCHITECTURES[name].ignores_mtp:
+        return ()
+    heads = file.integer(f"{name}.nextn_predict_layers", 0)
+    return tuple(f"blk.{cfg.n_layers + index}." for index in range(heads))
 
 
-def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
+def _check(file: GGUFFile, table: dict[TreePath, Param], left_out: tuple[str, ...]) -> None:
     """Check names, shapes and types before anything is allocated."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in file.tensors]
     if missing:
         raise file.error("tensors", f"missing: {_some(missing)}")
-    unexpected = [name for name in file.tensors if name not in sources and name not in _IN_CONFIG]
+    unexpected = [
+        name
+        for name in file.tensors
+        if name not in sources and name not in _IN_CONFIG and not name.startswith(left_out)
+    ]
     if unexpected:
         raise file.error("tensors", f"unexpected: {_some(unexpected)}")
     for name, source in sources.items():
         info = file.tensors[name]
-        if info.shape != source.shape:
+        if _own_shape(info.shape) != _own_shape(source.shape):
             raise file.error(
                 f"tensor {name!r}",
                 f"shape {list(info.shape)}, but the config wants {list(source.shape)}",
@@ -230,6 +173,12 @@ def _check(file: GGUFFile, table: dict[TreePath, Param]) -> None:
         if info.type not in kinds:
             known = ", ".join(kind.name for kind in kinds)
             raise file.error(f"tensor {name!r}", f"type {info.type.name} is not one of {known}")
+
+
+def _own_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without its first ones, which converters keep or leave out."""
+    ones = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
+    return shape[ones:]
 
 
 def _some(names: list[str]) -> str:
@@ -297,6 +246,31 @@ def _read_experts(
     return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts)
 
 
+def _experts_laid_out(file: GGUFFile, spec: Param) -> CpuWeight | None:
+    """Return the matrices of all experts as ``_read_laid_out`` returns one, or None as it does."""
+    kind = _kind_laid_out(file, spec.sources)
+    n_experts, high, _ = spec.shape
+    if kind is None or high % TILE:
+        return None
+    parts = [
+        file.rows(file.tensors[source.name]).reshape(n_experts, source.shape[1], -1)
+        for source in spec.sources
+    ]
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    blocks = rows.reshape(n_experts * high, -1, BLOCKS[kind][1])
+    return stacked(from_blocks(blocks, *_LAID_OUT[kind]), n_experts)
+
+
+def _read_latent(file: GGUFFile, spec: Param, dtype: np.dtype) -> np.ndarray:
+    """Return the matrix that makes keys and values of latents, each head's keys before its values.
+
+    A file has the heads' keys as ``[heads, rank, d]``, so their codes run along the other axis and
+    become floats.
+    """
+    keys, values = (_read_dense(file, [source], dtype) for source in spec.sources)
+    return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(spec.shape)
+
+
 def _warn(file: GGUFFile, source: TensorSource) -> None:
     warnings.warn(
         f"{file.path}: tensor {source.name!r} holds NaN or infinite weights",
@@ -311,18 +285,23 @@ def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight
     Returns None for a matrix that must become a QTensor or RowBlocks first: one of another type, of
     several types, with a multiplier, or with scales that ``from_blocks`` refuses.
     """
-    infos = [file.tensors[source.name] for source in sources]
-    kind = infos[0].type
-    is_plain = all(source.scale == 1.0 and source.columns is None for source in sources)
-    if kind not in _LAID_OUT or any(info.type != kind for info in infos) or not is_plain:
+    kind = _kind_laid_out(file, sources)
+    if kind is None:
         return None
     parts = []
-    for source, info in zip(sources, infos, strict=True):
-        order = source.row_order()
-        parts.append(file.rows(info) if order is None else file.rows(info)[order])
+    for source in sources:
+        order, rows = source.row_order(), file.rows(file.tensors[source.name])
+        parts.append(rows if order is None else rows[order])
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
     size = BLOCKS[kind][1]
     return from_blocks(rows.reshape(len(rows), -1, size), *_LAID_OUT[kind])
+
+
+def _kind_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> Type | None:
+    """Return the type of these tensors if ``from_blocks`` can read them as one matrix."""
+    kind, *others = {file.tensors[source.name].type for source in sources}
+    is_plain = all(source.scale == 1.0 and source.columns is None for source in sources)
+    return kind if kind in _LAID_OUT and not others and is_plain else None
 
 
 @np.errstate(all="ignore")
@@ -332,7 +311,8 @@ def _read_quantized(
     """Return the stored codes and scales; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}
     whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
-    if any(source.scale != 1.0 or source.columns is not None for source in sources):
+    is_multiplied = any(source.scale != 1.0 for source in sources)
+    if is_multiplied or any(source.columns is not None for source in sources):
         whole = [[source] for source in sources]
     blocks = []
     for alike in whole:
@@ -353,7 +333,7 @@ def _read_quantized(
             if not words.finite(part):
                 _warn(file, source)
         in_order = dataclasses.replace(alike[0], turned=None)
-        block = fold(in_order, words.to_qtensor())
+        block = fold(in_order, words.to_qtensor(is_multiplied))
         columns = alike[0].columns
         blocks.append(block if columns is None else _with_columns(block, columns))
     return fuse(blocks)

@@ -1,7 +1,6 @@
 """``config.json`` <-> ModelConfig, for every family of ``hf.families``.
 
-RoPE is read in both spellings (``rope_theta`` + ``rope_scaling``; ``rope_parameters`` of
-transformers 5). ``hf.fla`` reads flash-linear-attention's models and ``hf.gla_paper`` those of
+``hf.rope`` reads RoPE, ``hf.fla`` flash-linear-attention's models, and ``hf.gla_paper`` those of
 GLA's authors. A missing key has the default of transformers. An unsupported value that would change
 the computation is a JaxLlamaError naming the key. Keys that the family's class in transformers
 ignores give one warning. ``check_preset`` compares a preset with a checkpoint's config.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,8 +27,9 @@ from jaxllama.checkpoints.hf.fla import (
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
 from jaxllama.checkpoints.hf.refused import REFUSED
+from jaxllama.checkpoints.hf.rope import rope_scaling, ropes, usable_context
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import UNGATED, CheckpointForm, ModelConfig, RopeConfig
+from jaxllama.config import UNGATED, CheckpointForm, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
 
@@ -61,6 +60,9 @@ _NULLABLE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "rope_parameters",
+    "q_lora_rank",
+    "scale_depth",
+    "dim_model_base",
 )
 _KEYS = frozenset(
     """
@@ -129,16 +131,19 @@ def config_from_hf(
     d_model = read.size("hidden_size")
     n_heads = read.size("num_attention_heads")
     n_layers = read.size("num_hidden_layers", limit=_MAX_LAYERS)
-    if read.config.get("head_dim") is None and d_model % n_heads:
+    key = family.turning or "head_dim"
+    if read.config.get(key) is None and d_model % n_heads:
         raise read.error("num_attention_heads", f"must divide hidden_size ({d_model})")
-    head_dim = read.size("head_dim", d_model // n_heads)
+    head_dim = read.size(key, d_model // n_heads)
     activation = read.text(family.activation, "silu")
     is_gated = family.facts.get("gated_mlp", True)
     known_ones = [name for name in ACTIVATIONS if not (is_gated and name in UNGATED)]
     if activation not in known_ones:
         raise read.error(family.activation, f"not supported; supported: {', '.join(known_ones)}")
     max_position = read.size("max_position_embeddings")
-    rope, window_rope = _ropes(kind, read, head_dim, max_position)
+    rope, window_rope = ropes(kind, read, head_dim, max_position)
+    if family.turning:
+        rope = dataclasses.replace(rope, rotary_dim=head_dim)
     window, window_layers = _window(family, read, n_layers)
     slides = set(window_layers or range(n_layers) if window else ())
     nope: set[int] = set()
@@ -158,7 +163,7 @@ def config_from_hf(
         "head_dim": head_dim,
         "d_ff": read.size("intermediate_size"),
         "norm_eps": read.number(family.eps),
-        "max_position": _usable_context(rope, max_position),
+        "max_position": usable_context(rope, max_position),
         "rope": rope,
         "window_rope": window_rope if slides else None,
         "nope_layers": tuple(sorted(nope)),
@@ -222,13 +227,14 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         family.eps: cfg.norm_eps,
         "max_position_embeddings": cfg.max_position,
         "rope_theta": cfg.rope.theta,
-        "rope_scaling": _rope_scaling(cfg.rope),
+        "rope_scaling": rope_scaling(cfg.rope),
         "tie_word_embeddings": cfg.tie_embeddings,
         "pad_token_id": None,  # some classes have a default that a small vocabulary lacks
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": _id_or_ids(cfg.eos_token_ids),
     }
-    if cfg.rope.rotary_dim is not None or "partial_rotary_factor" in family.defaults:
+    is_partial = cfg.rope.rotary_dim is not None and not family.turning
+    if is_partial or "partial_rotary_factor" in family.defaults:
         turning = cfg.head_dim if cfg.rope.rotary_dim is None else cfg.rope.rotary_dim
         result["partial_rotary_factor"] = turning / cfg.head_dim
     if cfg.rope.scaling == "dynamic":
@@ -239,7 +245,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         local = cfg.window_rope or cfg.rope
         result |= {"rope_local_base_freq": local.theta} if kind == "gemma3_text" else {}
         result["rope_parameters"] = {
-            name: {"rope_type": "default", **(_rope_scaling(one) or {}), "rope_theta": one.theta}
+            name: {"rope_type": "default", **(rope_scaling(one) or {}), "rope_theta": one.theta}
             for name, one in zip(_LAYER_TYPES, (cfg.rope, local), strict=True)
         }
     for key, path, _ in family.same:
@@ -459,166 +465,6 @@ def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None
     if layers and window is None:
         raise read.error("layer_types", "'sliding_attention' without a sliding_window")
     return (window, layers) if layers else (None, ())
-
-
-def _ropes(
-    kind: str, top: JsonReader, head_dim: int, max_position: int
-) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return (RoPE of all layers, RoPE of sliding layers if they have their own)."""
-    config, family = top.config, FAMILIES[kind]
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    scaling = config.get(key) or {}
-    if isinstance(config.get("rope_parameters"), Mapping) and family.is_local:
-        key, scaling = "rope_parameters", config["rope_parameters"]
-    if not isinstance(scaling, Mapping):
-        raise top.error(key, "expected an object")
-    theta = top.number("rope_theta")
-    local: JsonMapping = {}
-    nested = [value for value in scaling.values() if isinstance(value, Mapping)]
-    if nested:  # one entry for each kind of layer, as transformers 5 may write it
-        full = scaling.get("full_attention") or {}
-        local = scaling.get("sliding_attention") or {}
-        if not all(isinstance(entry, Mapping) for entry in (full, local)):
-            raise top.error(key, "expected an object of objects")
-        if not family.is_local:
-            if len(nested) < len(scaling) or any(entry != nested[0] for entry in nested):
-                raise top.error(key, "RoPE that differs between layers is not supported")
-            full = nested[0]
-        scaling = full
-    rope = _rope(kind, top, JsonReader(scaling, f"{key}."), theta, head_dim, max_position)
-    if not family.is_local:
-        return rope, None
-    theta = top.number("rope_local_base_freq", family.defaults["rope_theta"])
-    window_rope = _rope(kind, top, JsonReader(local, f"{key}."), theta, head_dim, max_position)
-    return rope, None if window_rope == rope else window_rope
-
-
-def _rope(
-    family: str, top: JsonReader, read: JsonReader, theta: float, head_dim: int, max_position: int
-) -> RopeConfig:
-    scaling = read.config
-    theta = read.number("rope_theta", theta)
-    if theta <= 1.0:
-        raise (read if scaling.get("rope_theta") else top).error("rope_theta", "must exceed 1")
-    share = read.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
-    turning = int(head_dim * share)
-    said_by = top if scaling.get("partial_rotary_factor") is None else read
-    if share != 1 and "partial_rotary_factor" not in FAMILIES[family].defaults:
-        raise said_by.error("partial_rotary_factor", "only 1.0 is supported")
-    if not 0 < share <= 1 or turning % 2 or not turning:
-        raise said_by.error(
-            "partial_rotary_factor", f"must leave 2 to {head_dim} features, in twos"
-        )
-    beta = read.number("llama_4_scaling_beta", 0.0)
-    build = functools.partial(
-        RopeConfig, theta, rotary_dim=None if share == 1 else turning, query_beta=beta
-    )
-    type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
-    kind = read.text(type_key, "default")
-    if family == "phi3" and kind in ("su", "yarn"):  # older names
-        kind = "longrope"
-    if kind == "default":
-        return build()
-    if kind == "linear":
-        return build("linear", read.positive("factor"))
-    if kind == "dynamic" and scaling.get("alpha") is not None:  # HunYuan's static form
-        alpha = read.positive("alpha") ** (head_dim / (head_dim - 2))
-        return RopeConfig(theta * alpha, rotary_dim=None if share == 1 else turning)
-    if kind == "dynamic":
-        return build("dynamic", read.positive("factor"), max_position)
-    if kind not in ("llama3", "yarn", "longrope"):
-        supported = "default, linear, dynamic, llama3, yarn, longrope"
-        raise read.error(type_key, f"not supported; supported: {supported}")
-    original_key = "original_max_position_embeddings"
-    original = read.size(original_key, max_position)
-    original = top.size(original_key, original)
-    if kind == "llama3":
-        return build(
-            "llama3",
-            read.positive("factor"),
-            original,
-            low_freq_factor=read.positive("low_freq_factor"),
-            high_freq_factor=read.positive("high_freq_factor"),
-        )
-    if kind == "longrope":
-        return build(
-            "longrope",
-            read.positive("factor", max_position / original),
-            original,
-            attention_factor=_amplitude(family, read),
-            short_factor=_factors(read, "short_factor", turning),
-            long_factor=_factors(read, "long_factor", turning),
-        )
-    return build(
-        "yarn",
-        read.positive("factor", max_position / original),
-        original,
-        # As in transformers, zero counts as absent here.
-        beta_fast=read.number("beta_fast", 32.0) or 32.0,
-        beta_slow=read.number("beta_slow", 1.0) or 1.0,
-        attention_factor=read.number("attention_factor", None),
-        mscale=read.number("mscale", None),
-        mscale_all_dim=read.number("mscale_all_dim", None),
-        truncate=read.flag("truncate", True),
-    )
-
-
-def _amplitude(family: str, read: JsonReader) -> float | None:
-    """Return longrope's multiplier of cos and sin, None for its own formula."""
-    if family != "phimoe":
-        return read.number("attention_factor", None)
-    short, long = (read.positive(f"{name}_mscale") for name in ("short", "long"))
-    if short != long:
-        raise read.error("long_mscale", f"differs from short_mscale ({short}), which is not done")
-    return short
-
-
-def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
-    values = read.config.get(key)
-    if not isinstance(values, list):
-        values = []
-    if len(values) != turning // 2 or not all(
-        type(x) in (int, float) and 0 < x < 1e30 for x in values
-    ):
-        raise read.error(key, f"expected {turning // 2} positive numbers")
-    return tuple(map(float, values))
-
-
-def _rope_scaling(rope: RopeConfig) -> JsonObject | None:
-    if rope.scaling == "none":
-        return None
-    result: JsonObject = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling in ("llama3", "yarn", "longrope"):
-        result["original_max_position_embeddings"] = rope.original_max_position
-    if rope.scaling == "llama3":
-        result["low_freq_factor"] = rope.low_freq_factor
-        result["high_freq_factor"] = rope.high_freq_factor
-    if rope.scaling == "longrope":
-        result |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
-        result |= (
-            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
-        )
-    if rope.scaling == "yarn":
-        keys = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-        values = {key: getattr(rope, key) for key in keys}
-        result |= {key: value for key, value in values.items() if value is not None}
-        result |= {} if rope.truncate else {"truncate": False}
-        result |= {"llama_4_scaling_beta": rope.query_beta} if rope.query_beta else {}
-    return result
-
-
-def _usable_context(rope: RopeConfig, max_position: int) -> int:
-    """Return the largest usable context in tokens.
-
-    For dynamic and sometimes for yarn scaling, files state the trained context. The extended
-    context is the intended one.
-    """
-    if rope.scaling == "dynamic":
-        return int(max_position * rope.factor)
-    if rope.scaling == "yarn":
-        assert rope.original_max_position is not None
-        return max(max_position, int(rope.original_max_position * rope.factor))
-    return max_position
 
 
 def _id_or_ids(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -6,6 +6,7 @@ GPT-NeoX's line, ``hf.hybrid`` those with several kinds of layers, ``hf.sparse``
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import (
@@ -96,6 +97,26 @@ _GEMMA2 = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 
+_APERTUS = Family(
+    ("ApertusForCausalLM",),
+    defaults={
+        "hidden_act": "xielu",
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12_000_000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    keys=("qk_norm", "post_norm", "mlp_bias"),
+    same=BIAS,
+    facts={"gated_mlp": False, "qk_norm": "head"},
+)
 FAMILIES: dict[str, Family] = {
     "gemma": Family(
         ("GemmaForCausalLM",),
@@ -193,25 +214,11 @@ FAMILIES: dict[str, Family] = {
         eps="norm_epsilon",
         window="all",
     ),
-    "apertus": Family(
-        ("ApertusForCausalLM",),
-        defaults={
-            "hidden_act": "xielu",
-            "max_position_embeddings": 65536,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 12_000_000.0,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 12_000_000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 8192,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            },
-        },
-        keys=("qk_norm", "post_norm", "mlp_bias"),
-        same=BIAS,
-        facts={"gated_mlp": False, "qk_norm": "head"},
+    "apertus": _APERTUS,
+    "apertus1p5_text": dataclasses.replace(
+        _APERTUS,
+        architectures=("Apertus1p5TextForCausalLM",),
+        fixed={"output_vocab_size": (None,)},  # a head of fewer tokens than the embedding
     ),
     "hunyuan_v1_dense": Family(
         ("HunYuanDenseV1ForCausalLM",),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import dense, gpt, hybrid, mamba, sparse
+from jaxllama.checkpoints.hf import dense, gpt, hybrid, latent, mamba, routed, sparse
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -29,7 +29,7 @@ from jaxllama.checkpoints.hf.family import (
     granite_to_hf,
 )
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import DeltaConfig, LatentConfig, ModelConfig
+from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 
 MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
@@ -173,12 +173,6 @@ def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
 
 
 def _kimi(read: JsonReader) -> Fields:
-    latent = LatentConfig(
-        kv_rank=read.size("kv_lora_rank", 512),
-        d_nope=read.size("qk_nope_head_dim", 128),
-        d_rope=read.size("qk_rope_head_dim", 64),
-        d_v=read.size("v_head_dim", 128),
-    )
     own = read.config.get("linear_attn_config") or {}
     own = JsonReader(own if isinstance(own, Mapping) else {}, "linear_attn_config.")
     width = own.size("head_dim", read.size("linear_head_dim", 128))
@@ -199,27 +193,21 @@ def _kimi(read: JsonReader) -> Fields:
         context["max_position"] = read.size("model_max_length")
     return {
         "layer_types": _kimi_layers(read),
-        "latent": latent,
+        **latent.latent_fields(read),
         "delta": delta,
-        "head_dim": latent.d_nope + latent.d_rope,
         **_KIMI_EXPERTS.fields(read),
         **context,
     }
 
 
 def _kimi_to_hf(cfg: ModelConfig) -> Fields:
-    latent, delta = cfg.latent, cfg.delta
-    if latent is None or delta is None:
-        raise JaxLlamaError(f"latent = {latent!r}: this family's attention has it")
+    delta = cfg.delta
+    if delta is None:
+        raise JaxLlamaError("delta = None: this family's layers have it")
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
         **_KIMI_EXPERTS.to_hf(cfg),
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.d_nope,
-        "qk_rope_head_dim": latent.d_rope,
-        "v_head_dim": latent.d_v,
-        "q_lora_rank": None,
-        "head_dim": latent.d_rope,
+        **latent.latent_to_hf(cfg),
         "linear_head_dim": delta.d_k,
         "linear_num_heads": delta.n_heads,
         "linear_conv_kernel_dim": delta.conv_size,
@@ -473,6 +461,10 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family(
         ("KimiLinearForCausalLM",),
         defaults={
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
             "max_position_embeddings": 1048576,
             "rms_norm_eps": 1e-5,
             "bos_token_id": 163584,
@@ -484,24 +476,19 @@ FAMILIES: dict[str, Family] = {
             "linear_head_dim",
             "linear_num_heads",
             "linear_conv_kernel_dim",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "qk_head_dim",
+            *latent.KEYS,
             "model_max_length",
             "use_grouped_topk",
             "moe_layer_freq",
             "num_nextn_predict_layers",
             *_KIMI_EXPERTS.keys,
         ),
+        same=BIAS,
         fields=_kimi,
         to_hf=_kimi_to_hf,
         fixed={
-            "q_lora_rank": (None,),
             "mla_use_nope": (True, None),
             "moe_router_activation_func": ("sigmoid", None),
-            "attention_bias": (False, None),
         },
         is_nope=lambda *_: True,
     ),
@@ -945,6 +932,8 @@ FAMILIES: dict[str, Family] = {
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
     **sparse.FAMILIES,
+    **latent.FAMILIES,
+    **routed.FAMILIES,
 }
 
 

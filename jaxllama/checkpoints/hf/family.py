@@ -47,7 +47,8 @@ class Family:
     the shared name. derived: shared keys that a file may leave out, computed from the others.
     absent: shared keys that the family's class in transformers does not take. unused_endings: of
     tensors that follow from the config. unused: prefixes of tensors that a file may have and the
-    model does not use; ``{n_layers}`` in them becomes the number of layers.
+    model does not use; ``{n_layers}`` in them becomes the number of layers. turning: the key of the
+    number of a head's features that RoPE turns, where the rest of a head has another width.
     """
 
     architectures: tuple[str, ...]
@@ -70,6 +71,7 @@ class Family:
     absent: tuple[str, ...] = ()
     unused_endings: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    turning: str = ""
 
     def shared(self, config: JsonMapping) -> JsonMapping:
         """Return a config.json under the shared names of its keys."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxllama.checkpoints.hf.family import Family, Fields
+from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -50,6 +50,8 @@ def _four_times(read: JsonReader) -> Fields:
 def _rotary_share(read: JsonReader) -> Fields:
     """Return GPT-J's share of a head's features that turn."""
     head_dim = read.size("hidden_size") // read.size("num_attention_heads")
+    if not head_dim:
+        raise read.error("num_attention_heads", "must not exceed hidden_size")
     return {
         **_four_times(read),
         "partial_rotary_factor": read.size("rotary_dim", 64) / head_dim,
@@ -68,7 +70,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
     if entries is None:
         entries = [[["global", "local"], n // 2]]
     pattern: list[Any] = []
-    for entry in entries:
+    for entry in entries if isinstance(entries, list) else [entries]:
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
         if not is_pair or type(entry[1]) is not int or not 0 <= entry[1] <= n:
             raise read.error("attention_types", "expected pairs of kinds and a count")
@@ -191,6 +193,17 @@ _GPTJ = Family(
     unused_endings=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
 )
 
+
+def _multiple(read: JsonReader) -> Fields:
+    return {
+        "intermediate_size": read.size("hidden_size") * read.size("intermediate_multiple_size", 4)
+    }
+
+
+def _multiple_to_hf(cfg: ModelConfig) -> Fields:
+    return {"intermediate_multiple_size": cfg.d_ff // cfg.d_model}
+
+
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
     "gpt-sw3": _GPT2,
@@ -303,6 +316,37 @@ FAMILIES: dict[str, Family] = {
         names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         absent=_HEADS,
         unused_endings=(".attention.bias", ".attention.masked_bias"),
+    ),
+    "gpt_neox_japanese": Family(
+        ("GPTNeoXJapaneseForCausalLM",),
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "bos_token_id": 31996,
+            "eos_token_id": 31999,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 1.0,
+        },
+        keys=("intermediate_multiple_size", "hidden_dropout"),
+        facts={**_LINE, "o_bias": True},
+        to_hf=_multiple_to_hf,
+        derived=_multiple,
+        eps="layer_norm_eps",
+        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        absent=(*_HEADS, "intermediate_size"),
+    ),
+    "nanochat": Family(
+        ("NanoChatForCausalLM",),
+        defaults={"hidden_act": "relu2", "bos_token_id": 0, "eos_token_id": 1},
+        same=(*BIAS, ("final_logit_softcapping", "logit_softcap", 15.0)),
+        facts={
+            "norm_weight": False,
+            "gated_mlp": False,
+            "qk_norm": "head",
+            "qk_norm_last": True,
+            "embed_norm": True,
+        },
+        stored={"flipped": True},
     ),
     "phi": Family(
         ("PhiForCausalLM",),

@@ -169,6 +169,7 @@ def mamba_layers(read: JsonReader) -> tuple[str, ...]:
     types = read.config.get("layer_types") or read.config.get("layers_block_type")
     if types is None:
         return ("ssm",) * n
+    types = types if isinstance(types, list) else [types]
     found = [_KINDS.get(kind) if isinstance(kind, str) else None for kind in types]
     if len(found) != n or not set(found) <= {"ssm", "attention"}:
         raise read.error("layer_types", f"must be {n} entries of linear_attention, full_attention")

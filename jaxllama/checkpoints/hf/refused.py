@@ -22,15 +22,13 @@ _REASONS: dict[str, str] = {
         modernbert-decoder
         """,
     "image input": """
-        aria_text cohere_compass_text emu3 fuyu git got_ocr2 llama4 mllama trocr phi4_multimodal
-        apertus1p5_text minimax_m3_vl_text dots3_note dots3_note_text gemma3n gemma4 gemma4_unified
+        cohere_compass_text emu3 fuyu git got_ocr2 llama4 mllama trocr phi4_multimodal
+        minimax_m3_vl_text dots3_note dots3_note_text gemma3n gemma4 gemma4_unified
         """,
     "audio input or output": """
         moshi moss_transcribe_diarize musicgen musicgen_melody whisper
         """,
-    "mixer: attention from latents with RoPE (DeepSeek's MLA)": """
-        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu
-        """,
+    "mixer: two layers of attention from latents, and experts that skip one": "longcat_flash",
     "mixer: sparse attention by an indexer": """
         axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
         """,
@@ -67,11 +65,9 @@ _REASONS: dict[str, str] = {
     "mixer: attention with relative position biases": "cpmant",
     "norms: LayerNorm of each head of q and k": "persimmon",
     "norms: after the sum with the residual": "openai-gpt",
-    "biases: of attention in the last layer only": "gpt_neox_japanese",
-    "norms: without a weight, of q and k behind RoPE": "nanochat",
     "norms: inside of the sublayers, before their last product": "bitnet",
     "a mixture of experts with a router of its own": """
-        afmoe cohere2_moe dbrx flint kolibri1 lara_mini mellum
+        dbrx lara_mini
         """,
 }
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}

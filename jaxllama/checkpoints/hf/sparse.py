@@ -18,7 +18,8 @@ from jaxllama.checkpoints.hf.family import (
 )
 from jaxllama.checkpoints.hf.hybrid import conv_layers, conv_to_hf
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
 
 _GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
 _FLEX_EXPERTS = Mixture(7, 5, width_key="intermediate_size", normalize=False, has_norm_key=True)
@@ -92,6 +93,8 @@ def _hunyuan(read: JsonReader) -> Fields:
 def _of_experts(mixture: SigmoidMixture, read: JsonReader) -> Fields:
     """Return the fields of a family without a dense layer: no other width exists."""
     experts = mixture.fields(read)
+    if experts["experts"] is None:
+        raise read.error("first_k_dense_replace", "leaves no layer with experts")
     return {**experts, "d_ff": experts["experts"].d_ff}
 
 
@@ -104,7 +107,39 @@ def _minimax_derived(read: JsonReader) -> Fields:
     return {**_moe_width(read), "partial_rotary_factor": share}
 
 
+def _aria(read: JsonReader) -> Fields:
+    """Return the fields.  The shared experts, which have no gate, are one wide expert."""
+    width = read.size("intermediate_size", 4096)
+    experts = ExpertsConfig(
+        n_experts=read.size("moe_num_experts", 8),
+        n_active=read.size("moe_topk", 2),
+        d_ff=width,
+        shared=width * read.natural("moe_num_shared_experts", 2),
+    )
+    return {"experts": experts}
+
+
+def _aria_to_hf(cfg: ModelConfig) -> Fields:
+    experts = cfg.experts
+    if experts is None:
+        raise JaxLlamaError("experts = None: this family's layers have them")
+    return {
+        "intermediate_size": experts.d_ff,
+        "moe_num_experts": experts.n_experts,
+        "moe_topk": experts.n_active,
+        "moe_num_shared_experts": experts.shared // experts.d_ff,
+    }
+
+
 FAMILIES: dict[str, Family] = {
+    "aria_text": Family(
+        ("AriaTextForCausalLM",),
+        keys=("moe_num_experts", "moe_topk", "moe_num_shared_experts"),
+        same=BIAS,
+        fields=_aria,
+        to_hf=_aria_to_hf,
+        fixed={"hidden_act": ("silu",), "mlp_bias": (False, None)},
+    ),
     "dots1": Family(
         ("Dots1ForCausalLM",),
         defaults={

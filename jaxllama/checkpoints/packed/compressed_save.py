@@ -125,6 +125,8 @@ def _group(w: QTensor) -> JsonObject:
             "strategy": "token" if w.input_scale is None else "tensor",
             "dynamic": w.input_scale is None,
         }
+        if fp8.is_blocked(w):
+            inputs |= {"strategy": "group", "group_size": fp8.BLOCK}
     plain = "float-quantized" if kind == "float" else "int-quantized"
     return {
         "weights": {**weights, "dynamic": False},

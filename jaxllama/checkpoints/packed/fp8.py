@@ -10,7 +10,7 @@ write those with blocks of 128 x 128.
 Scales are expanded to rows, which loses nothing. With scales of rows or tensors, activations become
 FP8 too, with one scale for each token or the static one. Blocks become groups along the inputs, and
 activations stay in floats. That is more exact than the FP8 activations with which such models are
-often served.
+often served; the scheme ``fp8-block-a8`` takes those.
 
 A QTensor of the format "fp8-block", or one that was read so, is written with ``weight_scale_inv``,
 bit for bit.
@@ -146,7 +146,9 @@ def with_input_scale(w: QTensor, module: Module, tensor: str) -> QTensor:
 
 def is_blocked(w: QTensor) -> bool:
     """Whether blocks of 128 x 128 hold these codes and scales."""
-    is_plain = w.activations is None and w.zero is None and w.columns is None
+    # The format's readers quantize activations in groups of 128 columns of a token.
+    of_groups = w.activations is None or (w.input_scale is None and w.scale.shape[1] > 1)
+    is_plain = of_groups and w.zero is None and w.columns is None
     return np.dtype(w.q.dtype) == FP8 and is_plain and by_block(w, BLOCK) is not None
 
 

@@ -129,7 +129,8 @@ def _quantized(name: str, entry: Tree, shape: tuple[int, ...], files: Tensors) -
         module.expect("unit", ("F32",), (*out, 1))
         if words not in _PACKED:
             raise module.error("unit", f"beside {words} codes")
-    if activations is not None and words != "int4" and (groups != (1,) or module.has("zero")):
+    grouped = groups != (1,) and words != "float8_e4m3fn"
+    if activations is not None and words != "int4" and (grouped or module.has("zero")):
         raise _wrong(name, "quantized activations need one scale a row and no zeros")
     if "zero" in beside and words == "float4_e2m1fn":
         raise module.error("zero", f"beside {words} codes")

@@ -282,7 +282,8 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
     if format == "modelopt":
         return f"it has no {words} codes"
     if format == "fp8":
-        if words != FP8 or w.activations is not None or w.columns is not None:
+        rounds = w.activations is not None and not packed_fp8.is_blocked(w)
+        if words != FP8 or rounds or w.columns is not None:
             return "it holds FP8 codes without quantized activations or another order of columns"
         return None
     if format == "compressed-tensors":

@@ -29,7 +29,7 @@ from jaxllama.decoding.forward import prefill_chunk
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
-from jaxllama.executors import resident
+from jaxllama.executors import prompts, resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import Cache, cache_shardings, init_cache
@@ -211,23 +211,23 @@ class Decoding:
         """
         arguments, fixed = self._start(prompt, room, held)
         jax.block_until_ready(arguments)
-        return timed(functools.partial(resident.start, self.lm.config, **fixed), *arguments)
+        return timed(functools.partial(prompts.start, self.lm.config, **fixed), *arguments)
 
     def prefill_text(self, prompt: int) -> str:
         """Return the text of the program of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
-        start: Jitted = resident.start
+        start: Jitted = prompts.start
         lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 
     def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Tree, ...], Options]:
-        """Return the arguments of ``resident.start`` after the config."""
+        """Return the arguments of ``prompts.start`` after the config."""
         cfg = self.lm.config
         ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (self.batch, prompt))
         tokens = jnp.asarray(ids, jnp.int32)
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
-        chunk = self.chunk or prefill_chunk(self.batch, prompt)
+        chunk = self.chunk or prefill_chunk(self.batch, prompt, self.lm.mesh)
         arguments = (
             self.lm.params,
             tokens,
@@ -240,11 +240,15 @@ class Decoding:
         return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> Rows:
-        """Return a state with one token a row and an empty cache; no prefill runs."""
+        """Return a state with one token a row and an empty cache; no prefill runs.
+
+        The rows' tokens differ, because rows that are alike choose the same experts.
+        """
         cache = init_cache(self.lm.config, self.batch, room, self.kv_dtype, mesh=self.lm.mesh)
         one = jnp.ones((self.batch,), jnp.int32)
         none = jnp.zeros_like(one)
-        ints = Fields(one, none, one, none, one).packed()
+        newest = jnp.arange(self.batch, dtype=jnp.int32) % self.lm.config.vocab_size
+        ints = Fields(newest, none, one, none, one).packed()
         written = jnp.zeros((2, self.batch, room + 1), jnp.int32)
         ints, written = self._everywhere((ints, written))
         return jax.block_until_ready(Rows(ints, written, cache.layers))

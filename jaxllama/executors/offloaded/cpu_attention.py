@@ -23,6 +23,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.linear import Stream, linear_add, norm_linear
+from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.mix import (
     finished,
     inputs,
@@ -37,7 +38,12 @@ from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
 from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.attention.blockwise import blockwise_attention
-from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
+from pallas_kernels.attention.rope_cache import (
+    from_cache_basis,
+    rope_and_write,
+    store,
+    to_cache_basis,
+)
 
 Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
 
@@ -121,11 +127,18 @@ def decode_layer(
 def project(
     cfg: ModelConfig, weights: Tree, stream: Stream
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
-    """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream."""
+    """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream.
+
+    With latents, ``[B, N + 1, R + r]``: the queries of latents, and what the cache holds.
+    """
     mixer = weights["mixer"]
     of = weights.get("mixer_norm"), inputs(cfg, mixer)
     projected, stream = norm_linear(stream, *of, cfg)
-    gate, qkv = unpacked(cfg, mixer, projected)
+    if cfg.latent is not None:
+        heads = latent.heads_of(cfg, mixer, projected)
+        both = latent.absorbed(cfg, mixer, heads), latent.entries(heads)
+        return jnp.concatenate(both, axis=2)[:, 0], None, stream
+    gate, qkv = unpacked(cfg, projected)
     return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
 
 
@@ -143,6 +156,14 @@ def _attend(
     anywhere.
     """
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
+    last = jnp.where(lengths > 0, position, -1)[:, None]
+    if cfg.latent is not None:
+        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope))
+        (heads,) = to_cache_basis(cache.k, heads)
+        q, new = jnp.split(heads, (cfg.n_heads,), axis=2)
+        k = store(cache.k, new, slots[:, None])
+        out = blockwise_attention(q, k, k, last, window=cfg.sliding_window)
+        return from_cache_basis(k, out[:, 0]), KVCache(k, None)
     qkv, rope = widened(qkv, rope, cache.k.shape[-1])
     cos, sin = (table[:, 0] for table in rope.of(cfg.rope))
     q, k, v = rope_and_write(qkv, cos, sin, cache.k, cache.v, slots, implementation="xla")
@@ -152,7 +173,6 @@ def _attend(
             q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
         )
         return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
-    last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(
         q[:, None],
         k,
@@ -170,5 +190,7 @@ def output(
     cfg: ModelConfig, weights: Tree, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
     """Return the stream after the layer's first half, with heads ``[B, N, H]``."""
-    heads, o = finished(cfg, heads[:, None], gate), weights["mixer"]["o"]
-    return linear_add(heads, o, stream, cfg, weights.get("mixer_out_norm"))
+    mixer, heads = weights["mixer"], heads[:, None]
+    if cfg.latent is not None:
+        heads = latent.lifted(cfg, mixer, heads)
+    return linear_add(finished(heads, gate), mixer["o"], stream, cfg, weights.get("mixer_out_norm"))

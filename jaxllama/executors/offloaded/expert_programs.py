@@ -22,7 +22,6 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.experts.feed import gate_of, shared, with_output
-from jaxllama.model.experts.route import route
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
 from jaxllama.typing import Options, Params, Tree
@@ -44,7 +43,7 @@ def routed_tokens(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Arra
     assert cfg.experts is not None
     x, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
     tokens = x.reshape(-1, x.shape[-1])
-    experts, weights = route(cfg.experts, tokens, p["mlp"]["router"])
+    experts, weights = linear.route(cfg.experts, tokens, p["mlp"]["router"])
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
     return Routed(tokens, experts, weights, stream)

@@ -3,7 +3,8 @@
     stream += sum_j weight_j down_j(act(gate_j x) * up_j x)  +  gate(x) * shared(x)
 
 ``grouped_matmul`` computes the two products with experts.  All else is as in a dense layer.  On a
-mesh each device routes all tokens and computes the pairs of its own experts; then one sum.
+mesh each device routes all tokens and computes the pairs of its own experts; then one sum.  Devices
+of the "expert" axis have tokens of their own, and exchange them (``parallel.exchange``).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from jax import lax
 
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.experts.route import route, router_logits
+from jaxllama.model.experts.route import router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.parallel.collectives import row_parallel_matmul
-from jaxllama.parallel.mesh import MODEL_AXIS, is_split
+from jaxllama.parallel.exchange import exchanged
+from jaxllama.parallel.mesh import EXPERT_AXIS, expert_axes, is_split
 from jaxllama.typing import Options, Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
 
@@ -50,17 +52,26 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
-    experts, weights = route(options, tokens, own["router"])
+    experts, weights = ops.route(options, tokens, own["router"])
     gated: Options = {"gated": gate_of(cfg, options)}
-    summed: Options = {"weights": weights}
-    if is_split():  # this device's experts, whose sums are added up before they are rounded
-        first = lax.axis_index(MODEL_AXIS) * own["experts_down"]["weight"].shape[0]
+    summed: Options = {}
+    axes = expert_axes()
+    if axes:  # this device's experts, whose sums are added up before they are rounded
+        first = lax.axis_index(axes) * own["experts_down"]["weight"].shape[0]
         gated |= {"first": first}
         summed |= {"first": first, "dtype": jnp.float32}
-    inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
-    y = ops.grouped(inner, own["experts_down"], experts, **summed).reshape(x.shape)
-    if is_split():
-        y = lax.psum(y, MODEL_AXIS).astype(x.dtype)
+
+    def compute(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
+        return ops.grouped(inner, own["experts_down"], experts, weights=weights, **summed)
+
+    if options.exchanges:
+        per_group = options.n_experts // lax.axis_size(EXPERT_AXIS)
+        y = exchanged(tokens, experts, weights, per_group, compute)
+        axes = tuple(axis for axis in axes if axis != EXPERT_AXIS)
+    else:
+        y = compute(tokens, experts, weights)
+    y = (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
     return y + shared(cfg, own, x, ops) if options.shared else y
 
 

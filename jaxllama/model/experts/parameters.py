@@ -32,23 +32,27 @@ class ExpertNames:
     fused: (gate and up, down) tensors of all experts, which a file may have instead.
     is_fused: whether to assume ``fused`` when the file's tensor names are not known.
     alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
-    (gpt-oss).
+    (gpt-oss).  is_transposed: every matrix of the fused tensors is [in, out].
     fused_bias: ending of the biases of fused tensors.
-    is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's.
+    is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's, or
+    ``gate_up`` is one tensor with an expert's gate before its up.
     shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
     expert's own gate, up and down, where they are not a dense layer's.
     is_beside: the shared expert is beside ``prefix``, not behind it.
     choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
+    is_bias_beside: that bias is beside ``prefix``, not behind it.  may_lack_bias: files may leave
+    it out, which stands for zeros.
     """
 
     prefix: str = "mlp."
     router: str = "gate"
     expert: str = "experts.{}."
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     is_fused: bool = False
     alternates: bool = False
+    is_transposed: bool = False
     fused_bias: str = "_bias"
     is_apart: bool = False
     shared: str = "shared_expert."
@@ -57,6 +61,8 @@ class ExpertNames:
     choice_bias: str = "gate.e_score_correction_bias"
     is_matrix: bool = False
     is_beside: bool = False
+    is_bias_beside: bool = False
+    may_lack_bias: bool = False
 
 
 def table(
@@ -71,8 +77,11 @@ def table(
     if options.router_bias:
         rows["router", "bias"] = one(f"{prefix}{own.router}.bias", n, std=0.0)
     if options.choice_bias:
-        source = TensorSource(f"{prefix}{own.choice_bias}", (1, n) if own.is_matrix else (n,))
-        rows["router", "choice_bias"] = Param((source,), (n,), std=0.0, is_float32=True)
+        name = f"{layer if own.is_bias_beside else prefix}{own.choice_bias}"
+        source = TensorSource(name, (1, n) if own.is_matrix else (n,))
+        lacks = own.may_lack_bias and bool(present) and source.name not in present
+        sources = () if lacks else (source,)
+        rows["router", "choice_bias"] = Param(sources, (n,), std=0.0, is_float32=True)
     rows |= _experts(options, d, prefix, own, present, residual)
     if options.shared:
         shared = f"{layer if own.is_beside else prefix}{own.shared}"
@@ -80,7 +89,8 @@ def table(
         width = 2 * options.shared // len(gate_up)
         parts = [(f"{shared}{name}", width, {}) for name in gate_up]
         rows |= fused("gate_up", parts, d, False)
-        rows |= written("down", f"{shared}{down}", d, options.shared, False, residual)
+        scale = residual * cfg.stored.shared
+        rows |= written("down", f"{shared}{down}", d, options.shared, False, scale)
     if options.shared_gate:
         gate = TensorSource(f"{prefix}{own.shared_gate}.weight", (d,) if own.is_apart else (1, d))
         rows["shared_gate", "weight"] = Param((gate,), (1, d))
@@ -100,24 +110,25 @@ def _experts(
     is_fused = any(name.startswith(gate_up) for name in present)
     if own.is_apart:
         up, out = [f"{prefix}{name}" for name in own.gate_up], f"{prefix}{own.down}"
+        high = 2 * width // len(up)
         weights = (
-            [TensorSource(f"{name}.weight", (n, width, d)) for name in up],
+            [TensorSource(f"{name}.weight", (n, high, d)) for name in up],
             [TensorSource(f"{out}.weight", (n, d, width), residual)],
         )
         biases = (
-            [TensorSource(f"{name}.bias", (n, width)) for name in up],
+            [TensorSource(f"{name}.bias", (n, high)) for name in up],
             [TensorSource(f"{out}.bias", (n, d), residual)],
         )
     elif is_fused or (own.is_fused and not present):
-        alternates = own.alternates
+        alternates, turned = own.alternates, own.alternates or own.is_transposed
         inner, outer = (
-            Stacked(n, 2 * width, alternates, alternates),
-            Stacked(n, d, False, alternates),
+            Stacked(n, 2 * width, alternates, turned),
+            Stacked(n, d, False, turned),
         )
         of_bias = Stacked(n, 2 * width, alternates)
         weights = (
-            [TensorSource(gate_up, (n, 2 * width, d), turned=inner if alternates else None)],
-            [TensorSource(down, (n, d, width), residual, turned=outer if alternates else None)],
+            [TensorSource(gate_up, (n, 2 * width, d), turned=inner if turned else None)],
+            [TensorSource(down, (n, d, width), residual, turned=outer if turned else None)],
         )
         biases = (
             [

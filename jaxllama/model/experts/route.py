@@ -58,7 +58,8 @@ def choose(
         return _sparsemixer(options, logits)
     is_softmax = options.scores == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
-    by = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)
+    by = logits if options.choice_by_logits else scores
+    by = by if choice_bias is None else by + choice_bias.astype(jnp.float32)
     if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
         by = logits  # the same order, and fewer ties
     by = _best_groups(options, by)
@@ -98,12 +99,12 @@ def _sparsemixer(options: ExpertsConfig, logits: jax.Array) -> tuple[jax.Array, 
 def _best_groups(options: ExpertsConfig, by: jax.Array) -> jax.Array:
     """``by[T, E]`` with -inf for experts outside of a token's best groups.
 
-    A group's score is the sum of its two best experts' scores (DeepSeek-V3).
+    A group's score is the sum of its ``group_best`` best experts' scores.
     """
     if options.n_active_groups == options.n_groups:
         return by
     groups = by.reshape(by.shape[0], options.n_groups, -1)
-    best = jnp.sum(lax.top_k(groups, min(2, groups.shape[-1]))[0], axis=-1)
+    best = jnp.sum(lax.top_k(groups, min(options.group_best, groups.shape[-1]))[0], axis=-1)
     _, kept = lax.top_k(best, options.n_active_groups)
     is_kept = jnp.any(kept[:, :, None] == jnp.arange(options.n_groups), axis=1)
     return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(by.shape)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -36,7 +36,7 @@ class RecurrentState:
 
     __repr__ = short_repr
 
-    def specs(self, rows: str | None) -> RecurrentState:
+    def specs(self, rows: RowAxis) -> RecurrentState:
         """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
         conv: Tree = jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self.conv)
         state: Tree = P(rows, MODEL_AXIS)

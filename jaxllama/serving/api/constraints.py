@@ -23,6 +23,7 @@ from jaxllama.engine.request import Grammar
 from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
 from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.api.strict import check_strict
 from jaxllama.serving.api.tools import Tools
 from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, tight
 from jaxllama.text.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ def _response_format(body: GenerationBody) -> AnswerConstraint | None:
         return AnswerConstraint("regex", asked.regex)
     if asked.type == "json_schema" and asked.json_schema is not None:
         if asked.json_schema.strict:
+            check_strict(asked.json_schema.schema_, "response_format.json_schema.schema")
             return AnswerConstraint("json_schema", json.dumps(asked.json_schema.schema_))
         return _best_effort(asked.json_schema.schema_)
     raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxllama.serving.api.bodies import Chat, Function
 from jaxllama.serving.api.schemas import ApiError
+from jaxllama.serving.api.strict import check_strict
 from jaxllama.serving.tools.format import CallFormat
 from jaxllama.serving.tools.formats import format_of
 from jaxllama.typing import JsonObject
@@ -59,6 +60,9 @@ def offered(body: Chat, template: str) -> Tools | None:
     functions = {tool.function.name: tool.function for tool in body.tools}
     if len(functions) < len(body.tools):
         raise _wrong("tools", "two of them have the same name")
+    for index, tool in enumerate(body.tools):
+        if tool.function.strict and tool.function.parameters is not None:
+            check_strict(tool.function.parameters, f"tools[{index}].function.parameters")
     for name in chosen or ():
         if name not in functions:
             raise _wrong("tool_choice", f"no tool is called {name!r}")

@@ -56,8 +56,9 @@ try:
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.server import ServerSettings, create_app
     from jaxllama.serving.ipc.facts import ModelFacts
-    from jaxllama.serving.ipc.hub import Hub, Port, forward_passes
+    from jaxllama.serving.ipc.hub import Hub, Port
     from jaxllama.serving.ipc.replicas import Replicas
+    from jaxllama.serving.ipc.served import forward_passes
     from jaxllama.serving.ipc.wire import Pulse, Wire
 except ImportError as error:
     if not extras.is_optional(error.name):

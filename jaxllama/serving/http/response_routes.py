@@ -1,6 +1,6 @@
 """The routes of /v1/responses: create, stream, continue, retrieve, list the input, cancel, delete.
 
-The memory of the engine's process keeps responses for all front ends (``hub.StoredResponses``).
+The memory of the engine's process keeps responses for all front ends (``ipc.stored_responses``).
 They are not in the state folder, so a restarted server knows none of them. A response in the
 background is stored as it begins and again as it ends. A task of the front end that took it makes
 it, so it ends with that process. Any front end can cancel it.

@@ -93,8 +93,9 @@ from jaxllama.serving.http.runs import CallRun, ChunkStream, Outcome, submit
 from jaxllama.serving.http.traces import Tracer
 from jaxllama.serving.http.vector_routes import VectorRoutes
 from jaxllama.serving.ipc import link
-from jaxllama.serving.ipc.hub import Hub, Passes, Served, forward_passes
+from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.ipc.served import Passes, Served, forward_passes
 
 MAX_CHOICES = 128  # prompts times n of one body
 BATCH_SHARE = 4  # the lines of batches take one part in so many of the engine's queue

@@ -11,9 +11,7 @@ exact whatever front ends do. The front end of a request with stop strings finds
 text. Tokens and reason are counted when the front end reports that end.
 
 While the journal cannot be written (a full disk), requests for it are refused with
-JournalUnavailable, and everything else goes on. Answers that could not be written stay in memory,
-and the hub tries again every ``RETRY`` seconds. The next server makes the answers that are still
-unwritten at the end.
+JournalUnavailable, and everything else goes on (``journalled``).
 
 One event loop calls all this. The engine's thread leaves its news and wakes that loop. Grammars are
 compiled in threads of their own. ``embed``, ``rank`` and ``score`` share one thread that computes
@@ -26,12 +24,10 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from jaxllama.engine.adapters import AdapterSlots
-from jaxllama.engine.embeddings import Embedder, Ranker
 from jaxllama.engine.journal import Journal, JournalUnavailable
 from jaxllama.engine.request import (
     EngineClosed,
@@ -40,90 +36,16 @@ from jaxllama.engine.request import (
     FinishReason,
     Request,
 )
-from jaxllama.engine.scoring import Scorer
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.keys import Quotas
 from jaxllama.serving.api.messages import IdTaken, RowEvent
 from jaxllama.serving.api.metrics import Metrics
+from jaxllama.serving.ipc.journalled import JournalledAnswers
+from jaxllama.serving.ipc.served import Adapting, Passes, Served
+from jaxllama.serving.ipc.stored_responses import StoredResponses
 
-STORED_BYTES = 64 * 2**20  # bytes of responses that can be continued
-RETRY = 1.0  # seconds between two attempts to write to a journal that failed
 _log = logging.getLogger("jaxllama.serving")
-
-
-class EngineLimits(Protocol):
-    """Sizes of an engine."""
-
-    @property
-    def max_len(self) -> int:
-        """Largest number of tokens of a request, prompt and answer together."""
-        ...
-
-    @property
-    def max_queue(self) -> int:
-        """Largest number of waiting requests."""
-        ...
-
-
-class Served(Protocol):
-    """The interface of an engine that a server needs; ``Engine`` and ``Replicas`` have it."""
-
-    @property
-    def options(self) -> EngineLimits: ...
-
-    @property
-    def failure(self) -> str | None:
-        """Why the engine has ended, or None."""
-        ...
-
-    @property
-    def closed(self) -> str | None:
-        """Why the engine takes no more requests, or None."""
-        ...
-
-    def submit(
-        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
-    ) -> None: ...
-
-    def end(self, request_id: str, reason: FinishReason) -> None: ...
-
-    def listen(self, listener: Callable[[], None]) -> None: ...
-
-
-@runtime_checkable
-class Adapting(Protocol):
-    """An engine that loads adapters while it runs."""
-
-    def load_adapter(self, name: str, path: str) -> str: ...
-
-    def unload_adapter(self, id: str) -> None: ...
-
-
-Passes = Mapping[str, Callable[..., object]]
-
-
-def forward_passes(lm: LanguageModel, adapters: AdapterSlots | None = None) -> Passes:
-    """Return the passes beside the engine: a row's embedding (float32 bytes), the probabilities
-    of its classes or answers, a prompt's logprobs.
-
-    adapters: of the running engine, if it loads some.
-
-    An offloaded model refuses them, because its weights belong to the running block.
-    """
-    if not lm.executor.on_device:
-
-        def refused(*_: object) -> None:
-            raise JaxLlamaError("the model is offloaded: no embeddings, no logprobs of prompts")
-
-        return {"embed": refused, "rank": refused, "score": refused}
-    embed = Embedder(lm)
-    return {
-        "embed": lambda row: embed(row).tobytes(),
-        "rank": Ranker(lm),
-        "score": Scorer(lm, adapters),
-    }
 
 
 class Hub:
@@ -143,13 +65,12 @@ class Hub:
         quotas: Quotas | None = None,
     ) -> None:
         self.quotas = quotas or Quotas(())
-        self.engine, self.metrics, self.journal = engine, metrics, journal
+        self.engine, self.metrics = engine, metrics
+        tell = lambda trouble: self.tell(messages.Trouble(trouble))  # noqa: E731
+        self._answers = JournalledAnswers(journal, tell)
         # number of rows in flight, by id
         self.calls: collections.Counter[str] = collections.Counter()
         self.owed: dict[str, Port] = {}
-        self.trouble: str | None = None  # why the journal cannot be written
-        self._unwritten: dict[str, str] = {}  # answers that the journal could not take, by id
-        self._retrying: asyncio.TimerHandle | None = None
         self.responses = StoredResponses()
         self._ports: list[Port] = []
         self._with_news: set[Port] = set()
@@ -194,17 +115,7 @@ class Hub:
         self._forward.shutdown(wait=False, cancel_futures=True)
         self._adapters.shutdown(wait=False, cancel_futures=True)
         self.grammars.shutdown(wait=False, cancel_futures=True)
-        if self._retrying is not None:
-            self._retrying.cancel()
-        if self.journal is not None:
-            try:
-                self._write_answers(self.journal)
-            except JournalUnavailable as error:
-                fields = {"reason": str(error), "answers": len(self._unwritten)}
-                _log.error(
-                    "answers were not written: the next server owes them", extra={"fields": fields}
-                )
-            self.journal.close()
+        self._answers.close()
 
     def check(self, call: messages.Submit) -> None:
         """Raise EngineFailed, JournalUnavailable or IdTaken if a body cannot be accepted."""
@@ -212,70 +123,28 @@ class Hub:
             raise EngineFailed(self.engine.failure)
         if self.trouble is not None and call.entry is not None:
             raise JournalUnavailable(self.trouble)
-        is_stored = not call.is_known and self.journal and self.journal.find(call.id) is not None
+        is_stored = not call.is_known and self._answers.has(call.id)
         if call.id in self.calls or is_stored or call.id in self.responses:
             raise IdTaken(call.id)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the journal cannot be written, or None."""
+        return self._answers.trouble
 
     # The journal
 
     def accept(self, port: Port, call: messages.Submit) -> None:
         """Write a body to the journal before its answer begins."""
-        if self.journal is not None and call.entry is not None:
-            entry = call.entry
-            try:
-                self.journal.accept(call.id, entry.kind, entry.at, entry.body, entry.owner)
-            except JournalUnavailable as error:
-                self._journal_failed(error)
-                raise
+        if call.entry is not None and self._answers.accept(call.id, call.entry):
             self.owed[call.id] = port
 
     def finish(self, id: str, answer: str | None) -> None:
-        if self.journal is not None and answer is not None:
-            try:
-                self.journal.finish(id, answer)
-            except JournalUnavailable as error:
-                self._unwritten[id] = answer
-                self._journal_failed(error)
+        if answer is not None:
+            self._answers.finish(id, answer)
         self.owed.pop(id, None)
         for port, ask in self._waiting.pop(id, ()):
             port.answer(ask)
-
-    def _write_answers(self, journal: Journal) -> None:
-        for id in list(self._unwritten):
-            journal.finish(id, self._unwritten[id])
-            del self._unwritten[id]
-
-    def _journal_failed(self, error: JournalUnavailable) -> None:
-        """Report the failure once to the log and the front ends, and try again later."""
-        if self.trouble is None:
-            self.trouble = str(error)
-            _log.error("the journal cannot be written", extra={"fields": {"reason": self.trouble}})
-            self.tell(messages.Trouble(self.trouble))
-        if self._retrying is None:
-            self._retrying = asyncio.get_running_loop().call_later(RETRY, self._retry)
-
-    def _retry(self) -> None:
-        self._retrying = None
-        assert self.journal is not None
-        try:
-            self.journal.check_writable()
-            self._write_answers(self.journal)
-        except JournalUnavailable as error:
-            self._journal_failed(error)
-            return
-        self.trouble = None
-        _log.warning("the journal can be written again")
-        self.tell(messages.Trouble(None))
-
-    def find(self, id: str, kind: str, owner: str) -> str | None:
-        """Return the answer to a body of this kind and owner.
-
-        "" means that there is no answer yet, and None that there is no such body.
-        """
-        answer = None if self.journal is None else self.journal.find(id)
-        if answer is None or (answer.kind, answer.owner) != (kind, owner):
-            return None
-        return answer.text or self._unwritten.get(id, "")
 
     # Adapters, in a thread of their own
 
@@ -325,17 +194,16 @@ class Hub:
             return None
         if ask.name == "find":
             id, kind, owner = ask.arguments
-            answer = self.find(id, kind, owner)
+            answer = self._answers.find(id, kind, owner)
             if answer == "" and id in self.owed:
                 self._waiting.setdefault(id, []).append((port, ask))
                 return None
             return [answer]
         if ask.name == "owed":
-            entries = [] if self.journal is None else self.journal.unfinished()
             entries = [
                 entry
-                for entry in entries
-                if entry.id not in self._unwritten and self.owed.get(entry.id) not in self._ports
+                for entry in self._answers.unfinished()
+                if self.owed.get(entry.id) not in self._ports
             ]
             self.owed.update({entry.id: port for entry in entries})
             return [dataclasses.astuple(entry) for entry in entries]
@@ -599,75 +467,3 @@ def row_event(number: int, request: Request, event: Event) -> RowEvent:
         scored: Any = event.logprobs, event.top_logprobs
         row.logprobs, row.top_logprobs = scored
     return row
-
-
-class StoredResponses:
-    """The newest ``STORED_BYTES`` of responses that can be continued, as JSON with conversations.
-
-    Each conversation is stored whole, so it outlives the response that it continues. A response of
-    another owner counts as missing.
-    """
-
-    def __init__(self) -> None:
-        self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()
-        self._size = 0
-
-    def __contains__(self, id: str) -> bool:
-        return id in self._kept
-
-    def keep(
-        self,
-        id: str,
-        owner: str,
-        response: bytes,
-        conversation: bytes,
-        items: bytes,
-        body_size: int,
-    ) -> None:
-        """Store a response with its conversation and its input items, as JSON."""
-        kept = _Kept(owner, response, conversation, items, len(response) + body_size)
-        if id in self._kept:
-            self._size -= self._kept[id].size
-        self._kept[id] = kept
-        self._size += kept.size
-        while self._size > STORED_BYTES:
-            self._size -= self._kept.popitem(last=False)[1].size
-
-    def recall(self, id: str, owner: str) -> tuple[bytes, bytes] | None:
-        kept = self._kept.get(id)
-        if kept is None or kept.owner != owner:
-            return None
-        return kept.response, kept.conversation
-
-    def replace(
-        self,
-        id: str,
-        owner: str,
-        response: bytes,
-        conversation: bytes,
-        items: bytes,
-        body_size: int,
-    ) -> None:
-        """Store the end of a response in the background, unless it was deleted meanwhile."""
-        if self.recall(id, owner) is not None:
-            self.keep(id, owner, response, conversation, items, body_size)
-
-    def items(self, id: str, owner: str) -> bytes | None:
-        """Return the response's input items, as JSON."""
-        return None if self.recall(id, owner) is None else self._kept[id].items
-
-    def forget(self, id: str, owner: str) -> bool:
-        """Drop a response; returns whether it existed."""
-        if self.recall(id, owner) is None:
-            return False
-        self._size -= self._kept.pop(id).size
-        return True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    owner: str
-    response: bytes
-    conversation: bytes
-    items: bytes
-    size: int

@@ -45,7 +45,8 @@ from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.ipc.facts import ModelFacts
-from jaxllama.serving.ipc.hub import Hub, forward_passes
+from jaxllama.serving.ipc.hub import Hub
+from jaxllama.serving.ipc.served import forward_passes
 from jaxllama.serving.ipc.wire import Pulse, Wire
 from jaxllama.typing import Options
 

@@ -32,7 +32,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.parallel import hosts
 from jaxllama.serving import logs
 from jaxllama.serving.ipc.facts import ModelFacts
-from jaxllama.serving.ipc.hub import Passes
+from jaxllama.serving.ipc.served import Passes
 from jaxllama.serving.ray.replica import Observe, Started
 from jaxllama.typing import Options
 

@@ -32,8 +32,9 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.serving import logs
 from jaxllama.serving.api import messages
 from jaxllama.serving.ipc.facts import ModelFacts
-from jaxllama.serving.ipc.hub import Passes, Served, forward_passes, row_event
+from jaxllama.serving.ipc.hub import row_event
 from jaxllama.serving.ipc.replicas import About
+from jaxllama.serving.ipc.served import Passes, Served, forward_passes
 from jaxllama.typing import Options
 
 PIECE = 0.04  # seconds between two messages of a request

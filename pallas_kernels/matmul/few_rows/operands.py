@@ -49,9 +49,7 @@ class FewRowsOperands:
 
     def eight(self, name: str, at: Value) -> list[Value]:
         """Load 8 neighbouring values of gamma or of the pending term, as floats."""
-        if self.kinds[name] != "f32":
-            return floats(p.load_global(at, 4))
-        return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32")]
+        return load_eight(at, self.kinds[name])
 
     def store_total(
         self, words: Sequence[Value], pending: Sequence[Value], place: Callable, block: Callable
@@ -101,6 +99,21 @@ class FewRowsOperands:
             p.store_global(at, [value])
         else:
             p.store_global_half(at, p.narrow(value, kind))
+
+
+def load_number(base: Value, index: Value, kind: str) -> Value:
+    """Load one value of an array of floats."""
+    at = p.offset(base, index, BYTES[kind])
+    if kind == "f32":
+        return p.load_global(at, 1, 0, "f32")[0]
+    return p.widen(p.load_half(at), kind)
+
+
+def load_eight(at: Value, kind: str) -> list[Value]:
+    """Load 8 neighbouring values of an array of floats."""
+    if kind != "f32":
+        return floats(p.load_global(at, 4), kind)
+    return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32")]
 
 
 def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Value] | None) -> Value:

@@ -39,7 +39,12 @@ from types import SimpleNamespace
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import (
+    FewRowsOperands,
+    add_squares,
+    load_number,
+    over_lanes,
+)
 from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
@@ -203,10 +208,7 @@ class WeightRows:
         }
 
     def number(self, name: str, index: Value) -> Value:
-        kind, base = self.operands.kinds[name], getattr(self.operands, name)
-        if kind == "f32":
-            return p.load_global(p.offset(base, index, 4), 1, 0, "f32")[0]
-        return p.widen(p.load_half(p.offset(base, index, 2)), kind)
+        return load_number(getattr(self.operands, name), index, self.operands.kinds[name])
 
     def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
         totals = over_lanes(self.loop.totals(sums))

@@ -249,13 +249,6 @@ class Float4(Nibbles):
             return [p.load_signed_byte(places[0], start)]
         return [p.load_half(places[0], start)]
 
-    def factors(self, scales: Value) -> list[Value]:
-        """Return the factor of each of a lane's 4 words."""
-        if self.scheme.scale_kind == "e8m0":
-            return [widen.e8m0_factor(scales)] * 4
-        low, high = p.masked(scales, 255), p.shift_right(scales, 8)
-        return [f for half in (low, high) for f in [widen.e4m3_factor(half)] * 2]
-
     def nothing(self):
         return [p.cf(0.0)] * 4
 
@@ -264,7 +257,7 @@ class Float4(Nibbles):
         at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
-            factors = [self.factors(next(words)) for _ in range(2)]
+            factors = [widen.float4_factors(self.scheme, next(words)) for _ in range(2)]
             for i in range(4):
                 low, high = (
                     widen.float4_pairs(row[i], factor[i])

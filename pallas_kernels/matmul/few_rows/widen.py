@@ -35,6 +35,20 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     return [int8_pair(p.shift_right(word, 8 * i)) for i in range(2)]
 
 
+def biased_nibbles(scheme: FewRowsScheme, word: Value) -> list[Value]:
+    """Return 136 plus the word's int4 codes as pairs of bfloat16: nibbles i, i + 4."""
+    low = (p.shift_right(word, 4 * i) for i in range(4))
+    return [p.and_xor(w, 0x000F000F, scheme.bias) for w in low]
+
+
+def float4_factors(scheme: FewRowsScheme, scales: Value) -> list[Value]:
+    """Return the factor of each of a lane's 4 words, of its scales as they are stored."""
+    if scheme.scale_kind == "e8m0":
+        return [e8m0_factor(scales)] * 4
+    low, high = p.masked(scales, 255), p.shift_right(scales, 8)
+    return [f for half in (low, high) for f in [e4m3_factor(half)] * 2]
+
+
 def float4_pairs(word: Value, factor: Value) -> list[Value]:
     """Return the word's float4_e2m1fn codes times a pair of bfloat16: nibbles i, i + 4.
 

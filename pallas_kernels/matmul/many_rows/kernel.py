@@ -4,7 +4,8 @@ Weights stay in the plain ``[N, K]`` layout; int4 stays packed up to the registe
 
 Accuracy.  int8: the int32 sum is exact.  FP8: the tensor cores add with about 14 bits, so every
 256 columns the sum moves to a float32 register (``promote``): relative RMS error 2.2e-4 on normal
-values, K = 4096, against 1.3e-3 for one long sum (which is what XLA's fp8 dot does).  Weight-only:
+values, K = 4096, against 1.3e-3 for one long sum (which is what XLA's fp8 dot does).  FP8 in groups
+of 128 columns: a group's sum is multiplied by both scales in float32.  Weight-only:
 a weight is (q - zero) * scale rounded once to x's dtype where there are groups; with one scale per
 row the scale multiplies the float32 accumulator instead.  Codes of x beside int4: in two levels of
 scales int8 sums are exact; else a group's sum is multiplied in float32 by its scale (int8 exact up
@@ -47,7 +48,10 @@ def matmul(
     if isinstance(plan, WeightTile):
         return _weight_only(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
-        scales = x.scale.reshape(-1), w.scale.reshape(-1)
+        if x.scale.shape[1] > 1:
+            scales = _by_step(x.scale), _by_step(w.scale)
+        else:
+            scales = x.scale.reshape(-1), w.scale.reshape(-1)
         return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
     out_dtype = jnp.dtype(out_dtype)
     fused = swiglu and bias is None and activation == "silu"
@@ -56,6 +60,11 @@ def matmul(
     if swiglu and not fused:
         y = gate(y, activation, implementation="xla").astype(out_dtype)
     return y
+
+
+def _by_step(scale: jax.Array) -> jax.Array:
+    """float32 ``[groups, rows]`` of scales ``[rows, groups]``; copies want 16 bytes of rows."""
+    return jnp.pad(scale.astype(jnp.float32).T, ((0, 0), (0, -scale.shape[0] % 4)))
 
 
 def _weight_only(

@@ -21,6 +21,11 @@ clusters of 64 rows of w then have as much to do as 128 blocks of 32, and read h
 block sends the sums of one warpgroup to the other's shared memory and finishes the other.  With
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
+Groups of 128 columns (FP8 blocks) have scales in both operands.  A slot of the ring brings those of
+its step, and a step's sum is multiplied by both in float32 before it is added:
+
+    out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
+
 A low-rank term (LoRA) is ``inner[M, R] second[N, R]^T``, 16-bit floats into a float32 sum of its
 own. It comes through the same ring, behind a tile's last step of K, in slots of 64 ranks.
 
@@ -68,7 +73,8 @@ def pair_matmul(
     x, w : [M, K], [N, K]
         Both int8, e4m3, bfloat16 or float16.
     scale_x, scale_w : [M], [N]
-        Floats, or both None.
+        Floats, or both None.  Of e4m3 in groups of 128 columns float32 [K / 128, M] and
+        [K / 128, N], M and N multiples of 4 there.
     bias : [N] or None
         Floats.
     swiglu : bool
@@ -98,6 +104,8 @@ def pair_matmul(
     }
     sources = tuple(b.shape[0] for b in second)
     kind = {"int8": "w8a8", "float8_e4m3fn": "fp8"}.get(x.dtype.name, "plain")
+    if scale_x is not None and scale_x.ndim == 2:
+        kind = "fp8_block"
     (out,) = launch_persistent(
         functools.partial(_run, tile=tile, swiglu=swiglu, sources=sources, shape=(m, n, k)),
         operands,
@@ -117,7 +125,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     """Shared memory of a block, and its barriers."""
     x, w, low = operands["x"], operands["w"], operands["low"]
     scale_x, scale_w, bias = (operands[name] for name in ("scale_x", "scale_w", "bias"))
-    n_vectors = sum(v is not None for v in (scale_x, scale_w, bias))
+    by_group = scale_x is not None and scale_x.ndim == 2
+    n_vectors = sum(v is not None for v in ((bias,) if by_group else (scale_x, scale_w, bias)))
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
     copied = -(-tile.n // 64) * 64  # of a vector: whole units of 128 bytes
@@ -135,7 +144,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         }
 
     def vector(v, size):
-        return plgpu.SMEM((32,), jnp.float32) if v is None else plgpu.SMEM((2, size), v.dtype)
+        slots = tile.stages if by_group and v is not bias else 2
+        return plgpu.SMEM((32,), jnp.float32) if v is None else plgpu.SMEM((slots, size), v.dtype)
 
     return {
         "x": pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype, **more),
@@ -146,7 +156,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "scale_x": vector(scale_x, tile.m),
         "scale_w": vector(scale_w, copied),
         "bias": vector(bias, copied),
-        **ring_barriers(tile.stages, 2 + swiglu),
+        **ring_barriers(tile.stages, 2 + swiglu + 2 * by_group),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
         # Warpgroups that finish a tile.
         "vectors_empty": plgpu.Barrier(num_arrivals=2 // tile.split, num_barriers=2),

@@ -36,7 +36,7 @@ class PairBlock:
     """A block's memory, its place in the grid, and the tiles that it computes.
 
     gmem.low: inner products and second factors of a low-rank term, or None; sources: the rows of w
-    that each second factor is for.
+    that each second factor is for.  by_group: a step of K has scales of its own.
     """
 
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
@@ -57,7 +57,9 @@ class PairBlock:
         self.loads = self.steps + self.low_steps
         self.part = lax.axis_index("part")
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
-        self.vectors = [x for x in ("scale_x", "scale_w", "bias") if getattr(gmem, x) is not None]
+        self.by_group = gmem.scale_x is not None and gmem.scale_x.ndim == 2
+        names = ("bias",) if self.by_group else ("scale_x", "scale_w", "bias")
+        self.vectors = [x for x in names if getattr(gmem, x) is not None]
 
     def origin(self, t):
         """The first row of x and of w of this block's t-th tile."""
@@ -117,10 +119,16 @@ class _Feeder:
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, stages, full = self.block, self.tile.stages, self.barrier.full.at[at]
         x, w = self.smem.x, self.smem.w
-        columns = pl.ds((block.part * block.steps + j) * block.block_k, block.block_k)
+        step = block.part * block.steps + j
+        columns = pl.ds(step * block.block_k, block.block_k)
         pl.when(t * block.loads + j >= stages)(
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
+        if block.by_group:
+            for name, first in (("scale_x", m0), ("scale_w", n0)):
+                to = getattr(self.smem, name)
+                scales = getattr(self.gmem, name).at[step, pl.ds(first, to.shape[1])]
+                plgpu.copy_gmem_to_smem(scales, to.at[at], full)
         plgpu.copy_gmem_to_smem(
             self.gmem.x.at[pl.ds(m0, self.box), columns],
             x.rows.at[at, pl.ds(0, self.box)],
@@ -222,6 +230,8 @@ class _Multiplier:
             run = functools.partial(self.accumulate, views, first, count)
             return pl.run_scoped(run, ref)
 
+        if block.by_group:
+            return self.product_by_group(t, ref)
         if not tile.promote:
             return summed(t * block.loads, block.steps)
 
@@ -234,6 +244,35 @@ class _Multiplier:
         if rest := block.steps % tile.promote:
             total += summed(t * block.loads + block.steps - rest, rest)
         return total
+
+    def product_by_group(self, t, ref):
+        """The sum over K of each step's product times the scales of its rows of x and of w."""
+        block, tile, smem = self.block, self.tile, self.smem
+        shape = tile.rows, tile.cols
+
+        def scales(vector, first, axis):
+            part = vector.at[pl.ds(first, shape[axis])]
+            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
+            return lax.broadcast_in_dim(loaded, shape, [axis])
+
+        def step(_, carry):
+            at, total = carry
+            plgpu.barrier_wait(self.barrier.full.at[at])
+
+            def multiplied(acc):
+                plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+            sums = pl.run_scoped(multiplied, ref)
+            of_x = scales(smem.scale_x.at[at], self.row0, 0)
+            of_w = scales(smem.scale_w.at[at], self.col0, 1)
+            total += sums * (of_x * of_w)
+            plgpu.barrier_arrive(self.barrier.empty.at[at])
+            return ring_next(at, 1, tile.stages), total
+
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+        first = ring_slot(t * block.loads, tile.stages)
+        return lax.fori_loop(0, block.steps, step, (first, zero))[1]
 
     def low_rank(self, t):
         """The low-rank term, from the slots behind the tile's last step of K; or None."""
@@ -301,7 +340,7 @@ class _Multiplier:
         if block.swiglu:
             up = block.out_cols + c
             y = jax.nn.silu(y) * acc[r : r + 64, up : up + width]
-        if self.gmem.scale_x is not None:
+        if self.gmem.scale_x is not None and not block.by_group:
             y = y.astype(jnp.float32)
             y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
             y = y * vector(smem.scale_w, self.col0 + c, width, 1)

@@ -70,7 +70,8 @@ class PairTile(Predicted):
     cluster: 2 blocks that lie below each other in m share (multicast) the weight tile, or with
         m == 64 two beside each other in n the rows of x.
     width: of the planar snake, in tiles of m.
-    promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
+    promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one;
+        in groups of 128 columns 1.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
         of its warpgroups to the other's shared memory and finishes those of the other.
     """
@@ -302,12 +303,17 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
 
 
 def quantized_plan(call: MatmulCall) -> PairTile | Reason:
-    """Return the plan for x and w both int8 or both e4m3, each with one scale a row."""
+    """Return the plan for x and w both int8 or both e4m3, with one scale a row.
+
+    e4m3 in groups of 128 columns has scales of both operands in each group.
+    """
     n, k = call.w.shape
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")
     if k % 16:
         return Reason(f"w has K = {k}, not a multiple of 16")
+    if call.codes.scale.shape[1] > 1:
+        return _block_plan(call)
     tile = pair_tile(call.m, n, k, call.x)
     if (low := call.low_rank) is not None:
         if call.m > 64:
@@ -318,6 +324,17 @@ def quantized_plan(call: MatmulCall) -> PairTile | Reason:
             return Reason(f"sources of {low.sources} rows, not multiples of 32")
         return pair_tile(call.m, n, k, call.x, low.sources)
     return tile
+
+
+def _block_plan(call: MatmulCall) -> PairTile | Reason:
+    """Return the plan for e4m3 operands that both have scales of groups."""
+    n, k = call.w.shape
+    if call.codes.group_size != CODES_K:
+        return Reason(f"groups of {call.codes.group_size} columns, the kernel takes {CODES_K}")
+    if call.low_rank is not None:
+        return Reason("a low-rank term beside FP8 codes in groups")
+    tile = pair_tile(call.m, n, k, call.x)
+    return dataclasses.replace(tile, promote=1)
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:

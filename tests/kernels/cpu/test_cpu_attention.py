@@ -14,9 +14,13 @@ import pytest
 from pallas_kernels import decode_attention, explain, rope_and_attend
 from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
-from pallas_kernels.cpu import attention, frame, jit
-from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
-from pallas_kernels.cpu.cache import CacheForm, attributes
+from pallas_kernels.cpu import attend as cpu
+from pallas_kernels.cpu import frame, jit
+from pallas_kernels.cpu.attend import attributes
+from pallas_kernels.cpu.attention import Attend
+from pallas_kernels.cpu.cache import CacheForm
+from pallas_kernels.cpu.handler import CpuPlan
+from pallas_kernels.cpu.softmax import PART
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import cache_of, heads_of, in_pages, poisoned, same, values_of
@@ -72,11 +76,11 @@ def new_token(capacity, heads, dtype="float32", cache=None, batch=5):
 
 def by_hand(q, k, v, lengths, table=None, window=None, threads=1, on=None, place=lambda a: a):
     """Without XLA, each array where ``place`` copies it."""
-    found = attention.plan(q, k, table)
+    found = cpu.plan(q, k, table)
     assert isinstance(found, CpuPlan), found
     program = found.program
     arrays = [place(stored(x)) for x in jax.tree.leaves((q, lengths, k, v, table))]
-    shapes = attention._results(program, q.shape[0], k, table)
+    shapes = cpu.results(found, q.shape, k, table)
     out, parts = (place(np.full(s.shape, np.nan, np.float32)) for s in shapes)
     fixed = {name: np.asarray(x) for name, x in attributes(window, q.shape[-1] ** -0.5).items()}
     address = jit.compiled(program, on or jit.host()).address
@@ -287,16 +291,16 @@ def test_under_scan_vmap_and_grad():
 
 def test_what_it_refuses_is_said(monkeypatch):
     def reason(*shape, cache="float32"):
-        return attention.plan(*heads_of(1, 8, *shape, cache)[:2], None).text
+        return cpu.plan(*heads_of(1, 8, *shape, cache)[:2], None).text
 
     assert "40 features; the handler takes multiples of 16" in reason(4, 2, 40)
     assert "48 features; the handler takes multiples of 32" in reason(4, 2, 48, cache="int4")
     assert "float8_e4m3fn; the handler reads float32" in reason(4, 2, 64, cache="float8_e4m3fn")
     assert "bytes of stack" in reason(256, 2, 128)
     args = new_token(40, HEADS, "bfloat16")
-    assert "qkv is bfloat16" in attention.new_token_plan(args[0], args[3], None).text
+    assert "qkv is bfloat16" in cpu.new_token_plan(args[0], args[3], None).text
     args = new_token(40, HEADS, cache="int4")
-    assert "another basis" in attention.new_token_plan(args[0], args[3], None).text
+    assert "another basis" in cpu.new_token_plan(args[0], args[3], None).text
     with pytest.raises(NotImplementedError, match="no CPU handler for this call: an int4 cache"):
         rope_and_attend(*args, implementation="cpu")
     q, k, v, lengths = heads_of(2, 40, *HEADS)

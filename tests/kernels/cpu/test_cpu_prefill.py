@@ -11,9 +11,13 @@ import pytest
 
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache
-from pallas_kernels.cpu import frame, jit, prefill
-from pallas_kernels.cpu.cache import CacheForm, attributes
-from pallas_kernels.cpu.prefill import CpuPlan, Prefill
+from pallas_kernels.attention.rope_attention import tokens_have_a_steps_bits
+from pallas_kernels.cpu import attend as cpu
+from pallas_kernels.cpu import frame, jit
+from pallas_kernels.cpu.attend import attributes
+from pallas_kernels.cpu.cache import CacheForm
+from pallas_kernels.cpu.handler import CpuPlan
+from pallas_kernels.cpu.prefill import Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
 from tests.helpers.arrays import as_jax
@@ -50,7 +54,7 @@ def oracle(q, k, v, positions, window=None):
 
 
 def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, place=lambda a: a):
-    found = prefill.plan(q, k, table, None)
+    found = cpu.prompt_plan(q, k, table, None)
     assert isinstance(found, CpuPlan), found
     rows = np.asarray(q).reshape(-1, *q.shape[2:]), np.asarray(positions).reshape(-1) + 1
     arrays = [place(stored(x)) for x in jax.tree.leaves((*rows, k, v, table))]
@@ -132,6 +136,16 @@ def test_a_tokens_bits_do_not_depend_on_its_neighbours():
     q, positions = np.asarray(q), np.asarray(positions)
     parts = [by_hand(q[:, i : i + 37], k, v, positions[:, i : i + 37]) for i in (0, 37, 74)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_new_tokens_take_tiles_where_those_fit_on_a_stack():
+    """A step's plan decides whether several tokens get a step's bits, whatever the tiles need."""
+    for width, tokens, want in ((64, 8, "attention_cpu"), (64, 9, "prefill_cpu"), (256, 9, None)):
+        qkv, k = jnp.zeros((1, tokens, 10, width)), jnp.zeros((1, 64, 1, width))
+        found = cpu.new_token_plan(qkv, k, None)
+        assert (found.kernel if isinstance(found, CpuPlan) else None) == want
+        assert tokens_have_a_steps_bits(qkv, k, None)
+    assert "bytes of stack" in found.text
 
 
 def test_the_model_takes_it(monkeypatch):

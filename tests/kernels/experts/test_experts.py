@@ -251,6 +251,28 @@ def test_an_empty_call_and_a_wrong_index() -> None:
     np.testing.assert_array_equal(outside, inside)
 
 
+@pytest.mark.parametrize("group_size", [64, *slow(None)], ids=["groups", "rows"])
+def test_float8_beside_float8_activations(group_size) -> None:
+    """Codes of both and their scales, in float64: x has a scale where w has one."""
+    k, rows = 128, chosen(3, 2)
+
+    @jax.jit
+    def run(x, floats):
+        made = functools.partial(quantize, dtype="float8_e4m3fn", group_size=group_size)
+        w = made(floats)
+        got = grouped_matmul(x, dataclasses.replace(w, activations="float8_e4m3fn"), rows)
+        return got, w, made(x, scale_dtype=jnp.float32)
+
+    got, w, codes = run(draw(3, k), draw(E, 16, k, seed=1))
+
+    def exact(q) -> np.ndarray:
+        scales = np.asarray(q.scale, np.float64)
+        return np.asarray(q.q, np.float64) * np.repeat(scales, k // scales.shape[-1], axis=-1)
+
+    want = np.einsum("tk,tjnk->tjn", exact(codes), exact(w)[np.asarray(rows)])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_refusals_name_the_operand() -> None:
     x, w, experts = jnp.zeros((4, IN)), weight("int8"), chosen(4, 2)
     cases = {

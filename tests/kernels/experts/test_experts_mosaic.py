@@ -48,7 +48,8 @@ def stacked(name: str, n: int, k: int):
 def case(name, n, k, has_bias):
     x = activations((PAIRS // 2, k), jnp.bfloat16)
     experts = as_jax([[2, 0], [1, 2]], jnp.int32)
-    bias = activations((E, n), jnp.float32, 2) if has_bias else None
+    kind = jnp.bfloat16 if name == "mxfp4" else jnp.float32  # as gpt-oss has it
+    bias = activations((E, n), kind, 2) if has_bias else None
     return x, stacked(name, n, k), experts, bias
 
 

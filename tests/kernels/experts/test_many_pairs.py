@@ -24,6 +24,13 @@ from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
 
 GATES = {"none": None, "silu": "silu", "gelu_tanh": "gelu_tanh", "clamped": ClampedGate()}
+GROUPS = {  # of int4: columns, whether it is symmetric
+    "int4": (128, True),
+    "zeros": (128, False),
+    "int4-64": (64, True),
+    "int4-32": (32, True),
+    "zeros-64": (64, False),
+}
 SCHEMES = ["bfloat16", "int8", "int4", "zeros", "int4-64", *FORMATS]
 
 
@@ -33,7 +40,7 @@ def stacked(scheme: str, n_experts: int, n: int, k: int):
     floats = [(jax.random.normal(key, (n, k)) * k**-0.5).astype(jnp.bfloat16) for key in keys]
     if scheme == "bfloat16":
         return jnp.stack(floats)
-    how = {"zeros": (128, False), "int4": (128, True), "int4-64": (64, True)}.get(scheme)
+    how = GROUPS.get(scheme)
     dtype = scheme if how is None else "int4"
     options = {} if how is None else {"group_size": how[0], "symmetric": how[1]}
     return jax.tree.map(lambda *v: jnp.stack(v), *(quantize(w, dtype, **options) for w in floats))
@@ -112,13 +119,20 @@ def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
         ("bfloat16", 128, 128, jnp.float16, "x is float16"),
         ("bfloat16", 96, 128, jnp.bfloat16, "N = 96"),
         ("bfloat16", 128, 96, jnp.bfloat16, "K = 96"),
-        ("zeros", 128, 384, jnp.bfloat16, "3 groups of gate"),
+        ("int4-32", 128, 384, jnp.bfloat16, "group size 32"),
     ],
 )
 def test_why_there_is_no_plan(scheme, n, k, dtype, said) -> None:
     x = jax.ShapeDtypeStruct((64, k), dtype)
     found = tile_plan(x, outline(scheme, 4, n, k), 128, "silu")
     assert isinstance(found, Reason) and said in found.text
+
+
+def test_zeros_of_up_begin_where_a_copy_may() -> None:
+    """45 bytes of zeros a row of gate: 128 rows of them, as in tiles of 192 and 256, are enough."""
+    w, x = outline("zeros-64", 32, 256, 2880), jax.ShapeDtypeStruct((1, 2880), jnp.bfloat16)
+    plans = [tile_plan(x, w, pairs, ClampedGate()) for pairs in (32, 2048, 1 << 17)]
+    assert {plan.tile.rows for plan in plans} <= {192, 256}
 
 
 def test_a_longer_call_has_wider_tiles() -> None:

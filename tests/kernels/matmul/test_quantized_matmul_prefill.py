@@ -58,6 +58,14 @@ def pair(m, n, k, dtype, seed=0):
     return one(m), one(n), as_jax(rng.normal(size=n), BF16)
 
 
+def blocks(m, n, k, seed=0):
+    """x and w in e4m3 with a scale for 128 columns of a row, and a bias."""
+    x, w, bias = pair(m, n, k, F8, seed)
+    rng = np.random.default_rng(seed + 1)
+    scales = [as_jax(rng.uniform(0.01, 0.03, (rows, k // 128)), F32) for rows in (m, n)]
+    return QTensor(x.q, scales[0]), QTensor(w.q, scales[1]), bias
+
+
 def plain(m, n, k, dtype=BF16, seed=0):
     rng = np.random.default_rng(seed)
     return [as_jax(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k), (n,))]
@@ -142,6 +150,34 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
         # Not the jitted one: its trace would be kept for calls outside the interpreter.
         got = pair_matmul.__wrapped__(*words, bias, F32, tile)
     assert error(got, product(x, w, bias)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "tile,m,n,k",
+    [
+        (PairTile(128, 64, stages=3, cluster=2, promote=1), 130, 72, 384),
+        *slow((PairTile(64, 64, stages=3, cluster=1, promote=1), 22, 200, 384)),
+    ],
+)
+def test_blocks_of_fp8_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k):
+    """A step's scales come through the ring, also past the edges and across tiles."""
+    one_view(monkeypatch)
+    tile = dataclasses.replace(tile, sms=2)
+    x, w, bias = blocks(m, n, k)
+    scales = prefill._by_step(x.scale), prefill._by_step(w.scale)
+    with interpreter():
+        got = pair_matmul.__wrapped__(x.q, w.q, *scales, bias, F32, tile)
+    assert error(got, product(x, w, bias)) < 1e-6
+
+
+def test_blocks_of_fp8_in_xlas_form():
+    x, w, bias = blocks(5, 48, 384)
+    run = jax.jit(functools.partial(quantized_matmul, out_dtype=F32))
+    assert error(run(x, w, bias=bias), product(x, w, bias)) < 1e-6
+    with pytest.raises(ValueError, match="x has 3 groups of scales, and w 1"):
+        quantized_matmul(x, QTensor(w.q, w.scale[:, :1]))
+    with pytest.raises(ValueError, match="x needs one scale per row"):
+        quantized_matmul(QTensor(x.q.astype(I8), x.scale), QTensor(w.q.astype(I8), w.scale))
 
 
 def one_view(monkeypatch):
@@ -298,6 +334,17 @@ def test_plain_weights_of_few_rows():
 def test_pair_values(dtype, m, n, k):
     x, w, bias = pair(m, n, k, dtype)
     for out, bound in ((BF16, 4e-3), (F16, 4e-3), (F32, 1e-6 if dtype == I8 else 5e-4)):
+        run = jax.jit(lambda x, w, b, out=out: matmul(x, w, b, out))
+        assert error(run(x, w, bias), product(x, w, bias)) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "m,n,k", [(1, 264, 256), (65, 1024, 512), (259, 4104, 1024), (515, 768, 4096)]
+)
+def test_values_of_blocks(m, n, k):
+    x, w, bias = blocks(m, n, k)
+    for out, bound in ((BF16, 4e-3), (F16, 4e-3), (F32, 5e-4)):
         run = jax.jit(lambda x, w, b, out=out: matmul(x, w, b, out))
         assert error(run(x, w, bias), product(x, w, bias)) < bound
 

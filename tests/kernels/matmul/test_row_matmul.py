@@ -52,7 +52,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
 def case(name, n, k, kinds):
     dtype = jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((1, k), dtype)
-    bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
+    kind = dtype if name == "mxfp4" else jnp.float32
+    bias = activations((n,), kind, 2) if "b" in kinds else None
     given = extras(1, n, k, dtype, kinds, jnp.float32 if k % 1024 else dtype)
     ref = fused_product(x, w, bias, **given)
     gamma, eps = given.pop("norm", (None, None))

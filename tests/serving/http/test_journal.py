@@ -19,7 +19,7 @@ from jaxllama.engine.journal import Entry, Journal, JournalAnswer, JournalUnavai
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import server
-from jaxllama.serving.ipc import hub as hubs
+from jaxllama.serving.ipc import journalled
 from jaxllama.serving.ipc.hub import Hub
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving, wait_until
@@ -61,7 +61,7 @@ def disk(monkeypatch) -> list[Disk]:
         return journal
 
     monkeypatch.setattr(server, "Journal", opened)
-    monkeypatch.setattr(hubs, "RETRY", 0.05)
+    monkeypatch.setattr(journalled, "RETRY", 0.05)
     return disks
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("openai")
 
 import openai
 
-from jaxllama.serving.ipc import hub
+from jaxllama.serving.ipc import stored_responses
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import NAME, talking, tiny_model, wait_until
 from tests.serving.http.test_tools import CITY, tokenizer
@@ -137,7 +137,7 @@ def test_a_conversation_goes_on_from_its_last_response(client, engine, lm):
 
 
 def test_what_is_kept_is_bounded(monkeypatch, client):
-    monkeypatch.setattr(hub, "STORED_BYTES", 4000)
+    monkeypatch.setattr(stored_responses, "STORED_BYTES", 4000)
     made = [client.responses.create(model=NAME, input="x" * 100 * n) for n in range(1, 6)]
     there = []
     for response in made:
@@ -183,7 +183,7 @@ def test_reasoning_alone_is_no_conversation(client):
 
 
 def test_a_store_forgets_only_what_is_there():
-    assert not hub.StoredResponses().forget("nobody", "")
+    assert not stored_responses.StoredResponses().forget("nobody", "")
 
 
 def test_the_input_of_a_response_is_listed_in_pages(client, engine, lm):

@@ -461,10 +461,49 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_can_be(lm, name, think
     assert name in lenient.notes[0] or "(?=" in lenient.notes[0]
     assert matches(lm, lenient.requests[0].grammar, begin + good)
     assert not matches(lm, lenient.requests[0].grammar, begin + bad)
+    if schema.get("type") == "object":
+        schema = {**schema, "additionalProperties": False}
     strict = call(strict=True)
     assert not strict.notes
     with pytest.raises(JaxLlamaError):
         matches(lm, strict.requests[0].grammar, begin + good)
+
+
+CLOSED = {"type": "object", "properties": {"n": {"enum": [1]}}, "additionalProperties": False}
+OPEN = {"type": ["object", "null"], "properties": {"n": {"enum": [1]}}}
+# Schemas that allow further properties in a part: (schema, the part's path).
+OPEN_PARTS = [
+    (OPEN, ""),
+    ({**CLOSED, "additionalProperties": {"type": "integer"}}, ""),
+    ({**CLOSED, "properties": {"a": CLOSED, "b": OPEN}}, ".properties.b"),
+    ({**CLOSED, "$defs": {"Place": OPEN}}, ".$defs.Place"),
+    ({"type": "array", "items": {"anyOf": [CLOSED, OPEN]}}, ".items.anyOf[1]"),
+]
+
+
+@pytest.mark.parametrize(("schema", "path"), OPEN_PARTS)
+def test_a_strict_schema_forbids_further_properties(lm, schema, path):
+    own = dataclasses.replace(lm, tokenizer=tokenizer("hermes"))
+
+    def read(schema, place, strict=True):
+        if place == "tools":
+            more = {"tools": [tool("time", schema, strict=strict)]}
+        else:
+            form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+            more = {"response_format": form}
+        body = Chat(**{"model": NAME, "messages": USER, **more})
+        return Prompts(own, NAME, MAX_LEN, 8).chat(body, "x").requests[0].grammar
+
+    for place, name in (
+        ("tools", "tools[0].function.parameters"),
+        ("response_format", "response_format.json_schema.schema"),
+    ):
+        assert read(CLOSED, place) is not None
+        read(schema, place, strict=False)
+        with pytest.raises(ApiError) as refused:
+            read(schema, place)
+        assert refused.value.status == 400 and refused.value.param == name
+        assert str(refused.value).startswith(f"{name}{path}: an object of a strict schema")
 
 
 def test_schemas_may_refer_to_their_parts(lm):

@@ -2,10 +2,11 @@
 
     attend(q, k, v, positions, window)                     over keys and values of the sequence
     attend_cached(q, cache, positions, lengths, window)    over a cache that holds the new tokens
+    over_past(q, k, v, cache, positions, lengths, window)  the same, by the fastest form
 
 Queries go in blocks, so memory is linear in the sequence.  On a GPU in 16 bits ``attend`` is
 cuDNN's kernel, unless scores are capped.  On a CPU both are one handler
-(``pallas_kernels.cpu.prefill``).
+(``pallas_kernels.cpu.attend``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.model.mixers.attention.cudnn import causal
+from jaxllama.model.mixers.attention.cudnn import causal, extend
 from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.plain import (
@@ -25,7 +26,8 @@ from pallas_kernels.attention.plain import (
     softmax,
     weighted_values,
 )
-from pallas_kernels.cpu import prefill
+from pallas_kernels.attention.rope_cache import from_cache_basis
+from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
@@ -81,7 +83,7 @@ def _cpu_plan(
 ) -> Plan | None:
     """The CPU's handler, where it takes the call."""
     no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
-    on_cpu = functools.partial(prefill.plan, q, k, table, softcap, sinks is not None)
+    on_cpu = functools.partial(cpu.prompt_plan, q, k, table, softcap, sinks is not None)
     return choose_plan(name, None, no_kernel, q, k, cpu=on_cpu)
 
 
@@ -96,8 +98,16 @@ def _attend_on_cpu(
 ) -> jax.Array:
     window, _, plan = call
     assert isinstance(plan, CpuPlan)
-    return prefill.attend(
-        q, k, v, positions, table, sinks=sinks, window=window, scale=q.shape[-1] ** -0.5, plan=plan
+    return cpu.attend(
+        q,
+        k,
+        v,
+        positions + 1,
+        table,
+        sinks=sinks,
+        window=window,
+        scale=q.shape[-1] ** -0.5,
+        plan=plan,
     )
 
 
@@ -221,6 +231,32 @@ def _cached_in_blocks(
 
 
 _attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
+
+
+def over_past(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+    softcap: float | None,
+    table: jax.Array | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """``attend_cached`` of q, whose tokens' own keys and values are k and v ``[B, T, K, H]``.
+
+    The cache holds them, their past and perhaps later tokens.  All are in the cache's basis, and
+    the result is in the model's.
+    """
+    if has_cudnn(q) and softcap is None:
+        # The past of a row without new tokens need not be read.
+        n_past = jnp.where(lengths > 0, positions[:, 0], 0)
+        out = extend(q, k, v, cache.k, cache.v, n_past, table, window, sinks)
+    else:
+        out = attend_cached(q, cache, positions, lengths, window, softcap, table, sinks)
+    return from_cache_basis(cache.v, out)
 
 
 def without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:

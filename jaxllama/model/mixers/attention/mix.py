@@ -14,6 +14,8 @@ The caller says which tokens read V sparsely (``ModelConfig.attn_sparsity``,
 ``mixers.attention.sparse``).  Generated tokens do, those of a prompt do not, however many tokens
 come at once.
 
+Keys and values of latents are ``attention.latent``'s.
+
 An int4 cache is stored in a rotated basis.  The op that writes it rotates the queries too, and
 ``from_cache_basis`` rotates the result back (``pallas_kernels.attention.rope_cache``); in decoding
 the kernels do so.  o's weights could include that last rotation.  They do not, because one set of
@@ -23,25 +25,23 @@ weights serves caches of every dtype.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxllama.config import LatentConfig, ModelConfig
-from jaxllama.model.linear import linear
+from jaxllama.config import ModelConfig
+from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.chunk import (
     attend,
-    attend_cached,
-    has_cudnn,
+    over_past,
     without_padding,
 )
-from jaxllama.model.mixers.attention.cudnn import extend
+from jaxllama.model.mixers.attention.pieces import attend_pieces
 from jaxllama.model.mixers.attention.sparse import sparse_attend
-from jaxllama.model.mixers.attention.state import KVCache, init_state
-from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.model.mixers.attention.state import KVCache, as_pages, init_state
+from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
@@ -59,8 +59,6 @@ from pallas_kernels.attention.rope_cache import (
     rope_and_write,
 )
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
-from pallas_kernels.operands import Columns
-from pallas_kernels.rows.rms_norm import rms_norm
 
 HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
 
@@ -69,7 +67,7 @@ __all__ = ["init_state", "inputs", "mix"]
 
 def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
     """Return the weights that multiply the layer's input."""
-    return p["qkv"] if cfg.latent is None else [p["q"], p["kv_a"]]
+    return p["qkv"] if cfg.latent is None else latent.inputs(p)
 
 
 def mix(
@@ -77,7 +75,9 @@ def mix(
 ) -> tuple[jax.Array, KVCache | None]:
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
     ``[B, T, N H]``, cache)."""
-    gate, qkv = unpacked(cfg, p, projected)
+    if cfg.latent is not None:
+        return latent.mix(cfg, p, projected, cache, at)
+    gate, qkv = unpacked(cfg, projected)
     if cfg.rope.query_beta:
         qkv = _scaled_queries(cfg, qkv, at.positions)
     if cfg.qk_norm_last:
@@ -86,7 +86,7 @@ def mix(
         heads, cache = _in_wide_heads(cfg, p, qkv, cache, at, at.rope)
     else:
         heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
-    return finished(cfg, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
+    return finished(heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
 
 
 def _scaled_queries(cfg: ModelConfig, qkv: jax.Array, positions: jax.Array) -> jax.Array:
@@ -120,41 +120,18 @@ def _in_wide_heads(
     """Attention over a cache of wider heads (``cache.cached_width``)."""
     width = cache.k.shape[-1]
     heads, rope = widened(split_heads(cfg, p, qkv), rope, width)
-    wide = cfg.replace(head_dim=width, qk_norm="none", latent=None)
+    wide = cfg.replace(head_dim=width, qk_norm="none")
     at = dataclasses.replace(at, rope=rope)
     out, after = _ATTENDS[type(at)](wide, p, heads.reshape(*qkv.shape[:2], -1), cache, at)
     return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
-def unpacked(cfg: ModelConfig, p: Params, projected: Tree) -> tuple[jax.Array | None, jax.Array]:
-    """The products of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``).
-
-    With latents, each head's key is its own part joined with the part that all heads share.  Values
-    are padded with zeros to the width of keys.
-    """
-    if cfg.latent is not None:
-        return None, _from_latents(cfg, cfg.latent, p, projected)
+def unpacked(cfg: ModelConfig, projected: Tree) -> tuple[jax.Array | None, jax.Array]:
+    """The product of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``)."""
     if not cfg.attn_gate:
         return None, projected
     width = cfg.n_heads * cfg.head_dim
     return projected[..., :width], projected[..., width:]
-
-
-def _from_latents(
-    cfg: ModelConfig, latent: LatentConfig, p: Params, projected: Sequence[Columns]
-) -> jax.Array:
-    """``q|k|v`` of the products with q's weight and of the latents' down projection."""
-    width = cfg.n_heads * cfg.head_dim
-    q, down = (columns.value for columns in projected)
-    low, shared = jnp.split(down, (latent.kv_rank,), axis=-1)
-    low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
-    heads = linear(low, p["kv_b"]).reshape(*q.shape[:-1], cfg.n_heads, -1)
-    k, v = jnp.split(heads, (latent.d_nope,), axis=-1)
-    shared = jnp.broadcast_to(shared[..., None, :], (*k.shape[:-1], latent.d_rope))
-    k = jnp.concatenate([k, shared], axis=-1)
-    v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, cfg.head_dim - latent.d_v),))
-    parts = (x.reshape(*q.shape[:-1], width) for x in (q, k, v))
-    return jnp.concatenate([*parts], axis=-1)
 
 
 def sinks_of(cfg: ModelConfig, p: Params) -> jax.Array | None:
@@ -162,11 +139,9 @@ def sinks_of(cfg: ModelConfig, p: Params) -> jax.Array | None:
     return p["sinks"]["weight"] if cfg.attn_sinks else None
 
 
-def finished(cfg: ModelConfig, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
+def finished(heads: jax.Array, gate: jax.Array | None) -> jax.Array:
     """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
-    with one cast; of values made of latents as wide as those are."""
-    if cfg.latent is not None:
-        heads = heads[..., : cfg.latent.d_v]
+    with one cast."""
     y = heads.reshape(*heads.shape[:2], -1)
     if gate is None:
         return y
@@ -228,16 +203,22 @@ def _extend(
 
     def dense() -> jax.Array:
         if at.fresh:
-            out = attend(q, k, v, positions, window, cap, sinks)
-        elif has_cudnn(q) and cap is None:
-            # The past of a row without new tokens need not be read.
-            n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-            out = extend(q, k, v, cache.k, cache.v, n_past, table, window, sinks)
-        else:
-            out = attend_cached(q, cache, positions, lengths, window, cap, table, sinks)
-        return from_cache_basis(cache.v, out)
+            return from_cache_basis(cache.v, attend(q, k, v, positions, window, cap, sinks))
+        return over_past(q, k, v, cache, positions, lengths, window, cap, table, sinks)
 
     return _mixed(cfg, dense, q, cache, at), cache
+
+
+def _in_pieces(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Pieces
+) -> tuple[jax.Array, KVCache]:
+    """``_extend`` of pieces: ``qkv [2 B, T, (N + 2K) H]`` -> (heads ``[2 B, T, N, H]``, cache)."""
+    assert at.rope is not None
+    rope, ends = at.rope.of(cfg.rope), (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads)
+    q, k, v = jnp.split(split_heads(cfg, p, qkv), ends, axis=2)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    limits = cfg.sliding_window, cfg.attn_softcap
+    return attend_pieces(q, k, v, cache, at, *limits, sinks_of(cfg, p))
 
 
 def _decode(
@@ -313,12 +294,7 @@ def _verify(
                 sinks=sinks_of(cfg, p),
             )
             return out.reshape(-1, *out.shape[2:]), KVCache(*kv)
-    if at.table is None:
-        pages, table = _as_pages(cache)
-        # A constant: no layer has a kernel that makes it.
-        shared = jnp.asarray(np.repeat(table, at.width, axis=0))
-    else:
-        pages, shared = cache, jnp.repeat(at.table, at.width, axis=0)
+    pages, shared = as_pages(cache, at.table, at.width)
     each = Step(at.positions, at.lengths, at.rope, shared, sparse=at.sparse)
     if at.exact and has_kernel:
         # A step writes and attends in one kernel, with roundings of its own: so all tokens are
@@ -369,18 +345,8 @@ _ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
     Chunk: _extend,
     Step: _decode,
     Draft: _verify,
+    Pieces: _in_pieces,
 }
-
-
-def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
-    """Return a cache without a table as pages, and their table.
-
-    A page is one block of the XLA form, if that divides the rows, else a whole row.
-    """
-    rows, capacity = cache.k.shape[:2]
-    page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
-    pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
-    return pages, np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
 
 
 def _is_dense(cfg: ModelConfig, at: At) -> bool:

@@ -6,6 +6,7 @@ token takes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection
 
@@ -15,11 +16,35 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
-from jaxllama.model.param import ByHead, Param, Path, Turned, fused, one, transposed, written
+from jaxllama.model.param import (
+    ByHead,
+    Param,
+    Path,
+    TensorSource,
+    Turned,
+    fused,
+    one,
+    transposed,
+    written,
+)
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
 SPLIT = dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentNames:
+    """The names of the tensors that make k and v of latents, behind the mixer's prefix.
+
+    kv_b: one tensor ``[heads * (d_nope + d_v), rank]``, or (GGUF) that of the keys, ``[heads, rank,
+    d_nope]``, and that of the values, ``[heads, d_v, rank]``, which the loader joins.
+    """
+
+    q: str = "q_proj"
+    kv_a: str = "kv_a_proj_with_mqa"
+    kv_norm: str = "kv_a_layernorm"
+    kv_b: tuple[str, ...] = ("kv_b_proj",)
 
 
 def table(
@@ -36,9 +61,13 @@ def table(
     n_rows = (2 * q if cfg.attn_gate else q), kv, kv
     partial = next((r.rotary_dim for r in cfg.ropes if r.rotary_dim), h)
     turned = functools.partial(
-        Turned, head_dim=h, rotary_dim=partial, interleaved=stored.interleaved
+        Turned,
+        head_dim=h,
+        rotary_dim=partial,
+        interleaved=stored.interleaved,
+        flipped=stored.flipped,
     )
-    moves = partial != h or stored.interleaved
+    moves = partial != h or stored.interleaved or stored.flipped
     scales = (stored.query if cfg.qk_norm == "none" else 1.0, 1.0, 1.0)
     heads = (cfg.n_heads, cfg.n_kv_heads, 0)
     if len(names.qkv) == 1:
@@ -59,18 +88,24 @@ def table(
     if names.is_transposed:
         assert not moves
         folds = [transposed(count) for count in n_rows]
-    if cfg.attn_gate:
+    sources = [f"{prefix}{name}" for name in names.qkv]
+    if cfg.attn_gate and names.gate:
+        sources, folds = [f"{prefix}{names.gate}", *sources], [{}, *folds]
+        n_rows = q, q, kv, kv
+    elif cfg.attn_gate:
         assert scales[0] == 1.0 and len(names.qkv) == 3, (
             "a gate that is multiplied, or with k and v"
         )
         folds[0] = {"turned": turned(cfg.n_heads, gated=True)}
-    sources = [f"{prefix}{name}" for name in names.qkv]
     parts = list(zip(sources, n_rows, folds, strict=False))
     table = fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
     if cfg.qk_norm != "none":
         own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
         for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
             width = h if cfg.qk_norm == "head" else width
+            if not cfg.norm_weight:
+                table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
+                continue
             fold = {
                 "scale": scale,
                 "offset": scale * stored.norm_offset,
@@ -82,21 +117,47 @@ def table(
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     source, scale = f"{prefix}{names.o}", cfg.product_scale
-    o = written("o", source, cfg.d_model, q, cfg.o_bias, scale, names.is_transposed)
-    return table | o
+    has_bias = cfg.o_bias and not names.last_bias
+    table |= written("o", source, cfg.d_model, q, has_bias, scale, names.is_transposed)
+    if cfg.o_bias and names.last_bias:
+        is_last = layer == f"{names.layer.format(cfg.n_layers - 1)}."
+        bias = one(f"{prefix}{names.last_bias}", cfg.d_model, std=0.0)
+        table["o", "bias"] = bias if is_last else Param((), (cfg.d_model,), std=0.0)
+    return table
 
 
 def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
-    latent, d, n = cfg.latent, cfg.d_model, cfg.n_heads
+    latent, d, n, own = cfg.latent, cfg.d_model, cfg.n_heads, names.of("latent", LatentNames())
     assert latent is not None
     rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
-    table = {
-        ("q", "weight"): one(f"{prefix}q_proj.weight", n * cfg.head_dim, d),
-        ("kv_a", "weight"): one(f"{prefix}kv_a_proj_with_mqa.weight", rank + latent.d_rope, d),
-        ("kv_norm", "weight"): one(f"{prefix}kv_a_layernorm.weight", rank, mean=1.0, std=0.0),
-        ("kv_b", "weight"): one(f"{prefix}kv_b_proj.weight", width, rank),
+    tensors = [f"{prefix}{name}.weight" for name in own.kv_b]
+    shapes = [(width, rank)]
+    if len(tensors) == 2:
+        shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
+    kv_b = tuple(TensorSource(*pair) for pair in zip(tensors, shapes, strict=True))
+    interleaved = cfg.stored.interleaved
+    turned = functools.partial(Turned, rotary_dim=latent.d_rope, interleaved=interleaved)
+    of_q: Options = {"scale": cfg.stored.query}
+    of_kv: Options = {}
+    if interleaved:
+        of_q["turned"] = turned(n, cfg.head_dim, first=latent.d_nope)
+        of_kv["turned"] = turned(1, rank + latent.d_rope, first=rank)
+    table: dict[Path, Param] = {}
+    source, wide = own.q, d
+    if latent.q_rank is not None:
+        source, wide = "q_b_proj", latent.q_rank
+        table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
+        norm = one(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
+        table["q_norm", "weight"] = norm
+    table["q", "weight"] = one(f"{prefix}{source}.weight", n * cfg.head_dim, wide, fold=of_q)
+    down = [(f"{prefix}{own.kv_a}", rank + latent.d_rope, of_kv)]
+    return {
+        **table,
+        **fused("kv_a", down, d, cfg.qkv_bias),
+        ("kv_norm", "weight"): one(f"{prefix}{own.kv_norm}.weight", rank, mean=1.0, std=0.0),
+        ("kv_b", "weight"): Param(kv_b, (width, rank)),
+        **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, cfg.product_scale),
     }
-    return table | written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias)
 
 
 def heads(cfg: ModelConfig) -> int:
@@ -131,7 +192,8 @@ def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
 def sites(cfg: ModelConfig) -> Sites:
     """With GQA each v channel is read by the query heads of its group, which share its scale."""
     if cfg.latent is not None:
-        return Sites(("q", "kv_a"), "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
+        first = "q" if cfg.latent.q_rank is None else "q_a"
+        return Sites((first, "kv_a"), "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)

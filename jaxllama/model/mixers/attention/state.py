@@ -6,11 +6,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
+from jaxllama.typing import Tree
+from pallas_kernels.attention.blockwise import CPU_DECODE_BLOCK
 from pallas_kernels.attention.rope_cache import quantize_kv, store
 from pallas_kernels.brief import short_repr
 from pallas_kernels.qtensor import QTensor
@@ -21,15 +24,22 @@ from pallas_kernels.qtensor import QTensor
 class KVCache:
     """Keys (after RoPE) and values, each ``[B, S, K, H]``, or pages ``[P, S, K, H]`` with a table.
     Heads are as wide as ``cached_width``. Each is an array, or a QTensor with one scale per token
-    and head. int4 has a scale and a zero point per 64 features, in a rotated basis."""
+    and head. int4 has a scale and a zero point per 64 features, in a rotated basis.
+
+    Of latents (``attention.latent``) there is one head of ``kv_rank + d_rope`` features, and v is
+    None: the first features of k are the values."""
 
     k: jax.Array | QTensor
-    v: jax.Array | QTensor
+    v: Tree
 
     __repr__ = short_repr
 
-    def specs(self, rows: str | None) -> KVCache:
-        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
+    def specs(self, rows: RowAxis) -> KVCache:
+        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's; latents,
+        which have one head, over no other axis."""
+        if self.v is None:
+            alone = P() if rows is None else P(rows)
+            return jax.tree.map(lambda _: alone, self)
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
 
 
@@ -38,13 +48,15 @@ def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str)
 
     width: features of a head in the cache.
     """
-    shape = (rows, length, cfg.n_kv_heads, width)
+    is_latent = cfg.latent is not None
+    shape = (rows, length, 1 if is_latent else cfg.n_kv_heads, width)
     if dtype not in QUANTIZED_CACHE:
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        k = jnp.zeros(shape, dtype)
+        return KVCache(k, None if is_latent else jnp.zeros(shape, dtype))
     # Zeros outright: quantizing them inside a jitted caller would be folded by the compiler, at
     # seconds a layer.
     words = jax.eval_shape(lambda: quantize_kv(jnp.zeros(shape, jnp.float32), dtype))
-    return KVCache(_zeros(words), _zeros(words))
+    return KVCache(_zeros(words), None if is_latent else _zeros(words))
 
 
 def _zeros(like: QTensor) -> QTensor:
@@ -57,3 +69,19 @@ def write(
     """Store ``k, v [B, T, K, H]`` at positions ``slots[B, T]`` of each row; a slot beyond the
     capacity is dropped, which is how padding is kept out."""
     return KVCache(store(cache.k, k, slots, table), store(cache.v, v, slots, table))
+
+
+def as_pages(cache: KVCache, table: jax.Array | None, repeats: int) -> tuple[KVCache, jax.Array]:
+    """Return a cache as pages, and their table with each row ``repeats`` times.
+
+    A cache with a table has pages already.  Else a page is one block of the XLA form, if that
+    divides the rows, or a whole row.
+    """
+    if table is not None:
+        return cache, jnp.repeat(table, repeats, axis=0)
+    rows, capacity = cache.k.shape[:2]
+    page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
+    pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
+    own = np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
+    # A constant: no layer has a kernel that makes it.
+    return pages, jnp.asarray(np.repeat(own, repeats, axis=0))

@@ -21,15 +21,17 @@ the convolutions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.delta.parameters import INPUTS
+from jaxllama.model.mixers.pieces import convolve, scan_pieces
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
     empty_state,
@@ -39,7 +41,7 @@ from jaxllama.model.mixers.recurrent import (
     short_convolution,
     steps,
 )
-from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Options, Params
 from pallas_kernels.brief import short_repr
 from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
@@ -99,9 +101,11 @@ def mix(
     read, conv = at.by_row(qkv), None
     if delta.conv_size:
         past = None if state is None or state.conv is None else state.conv[0]
-        lengths = at.row_lengths()
         weight = p["conv"]["weight"]
-        y, last = short_convolution(read, weight, past, lengths, at.segments)
+        if isinstance(at, Pieces):
+            y, last = convolve(short_convolution, read, weight, past, at)
+        else:
+            y, last = short_convolution(read, weight, past, at.row_lengths(), at.segments)
         qkv, conv = y.reshape(qkv.shape), (last,)
     else:
         qkv = jax.nn.silu(qkv)
@@ -136,7 +140,7 @@ def _fused(
     delta = cfg.delta
     assert delta is not None
     batch = columns["qkvz"].rows.shape[0]
-    if isinstance(at, Chunk) or state is None or state.conv is None:
+    if isinstance(at, Chunk | Pieces) or state is None or state.conv is None:
         return None
     plain = delta.decay == "head" and (
         delta.gate == "none" or (delta.gate, delta.gate_activation) == ("full", "silu")
@@ -207,7 +211,7 @@ def _gates(
 
 
 def _recur(
-    operands: tuple[jax.Array, ...], at: Chunk | Step, state: RecurrentState | None
+    operands: tuple[jax.Array, ...], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, Dv]``, state) of q, k, v ``[B, T, H, D]``, log_decay and beta."""
     if isinstance(at, Step) and jax.default_backend() == "cpu":
@@ -218,6 +222,9 @@ def _recur(
         q, k, v, log_decay, beta = (x[:, 0] for x in operands)
         o, after = _step(q, k, v, log_decay, beta, at.lengths > 0, state=state.state)
         return o[:, None], after
+    if isinstance(at, Pieces):
+        assert state is not None
+        return _recur_pieces(operands, at, state.state)
     q, k, v, log_decay, beta = operands
     o, after = gated_delta(
         q,
@@ -231,6 +238,37 @@ def _recur(
         segment_ids=at.segments,
     )
     return o, None if state is None else after
+
+
+def _recur_pieces(
+    operands: tuple[jax.Array, ...], at: Pieces, before: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``_recur`` of pieces."""
+    q, k, v, log_decay, beta = operands
+
+    def scan(state: jax.Array | None, v: jax.Array = v) -> tuple[jax.Array, jax.Array]:
+        return gated_delta(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            normalize_qk=True,
+            initial_state=state,
+            lengths=at.lengths,
+        )
+
+    def through() -> Callable[[jax.Array, jax.Array], jax.Array]:
+        # What a piece does to a state, it does to each column of the identity.
+        batch, width, heads, _ = v.shape
+        d_k = k.shape[-1]
+        columns = jnp.broadcast_to(jnp.eye(d_k, dtype=jnp.float32), (batch, heads, d_k, d_k))
+        matrices = at.every(scan(columns, jnp.zeros((batch, width, heads, d_k), v.dtype))[1])
+        return lambda index, state: jnp.matmul(
+            matrices[index], state, precision=lax.Precision.HIGHEST
+        )
+
+    return scan_pieces(scan, through, at, before)
 
 
 def _step(

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jaxllama.config import GLAConfig, ModelConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.gla.parameters import widths
+from jaxllama.model.mixers.pieces import convolve, decayed, scan_pieces
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
     empty_state,
@@ -45,7 +46,7 @@ from jaxllama.model.mixers.recurrent import (
     short_convolution,
     steps,
 )
-from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation, wants_kernel
@@ -113,6 +114,11 @@ def mix(
         return o.reshape(batch, n_new, -1), GLATokens(k, v, log_decay, read)
     if isinstance(at, Step):
         o, after = _step(cfg, p, streams, at, before)
+    elif isinstance(at, Pieces):
+        assert before is not None
+        heads = _heads(cfg, p, streams)
+        o, after = gla_pieces(heads, at, before)
+        o = _gated(cfg, p, streams, o)
     else:
         o, after = _scan(cfg, p, streams, at, before)
     return o.reshape(batch, n_new, -1), None if after is None else RecurrentState(after, conv_state)
@@ -128,7 +134,10 @@ def _convolve(
     read: list[jax.Array] = []
     for name, old in zip(("q", "k", "v"), past, strict=True):
         x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
-        y, last = short_convolution(x, weight, old, at.row_lengths(), at.segments)
+        if isinstance(at, Pieces):
+            y, last = convolve(short_convolution, x, weight, old, at)
+        else:
+            y, last = short_convolution(x, weight, old, at.row_lengths(), at.segments)
         streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
         after.append(last)
         read.append(x)
@@ -198,6 +207,19 @@ def _scan(
         return_state=before is not None,
     )
     return _gated(cfg, p, streams, o), after
+
+
+def gla_pieces(
+    heads: Sequence[jax.Array], at: Pieces, before: jax.Array, scale: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """``gla`` of pieces: q, k, v and log_decay ``[2 B, T, H, D]`` -> (o, the rows' state)."""
+
+    def scan(state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        o, after = gla(*heads, scale=scale, initial_state=state, lengths=at.lengths)
+        assert after is not None
+        return o, after
+
+    return scan_pieces(scan, lambda: decayed(heads[3], at), at, before)
 
 
 def _heads(

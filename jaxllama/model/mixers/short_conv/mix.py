@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
 from jaxllama.model.mixers.short_conv.parameters import options
-from jaxllama.model.records import At, Draft
-from jaxllama.parallel.mesh import MODEL_AXIS
+from jaxllama.model.records import At, Draft, Pieces
+from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Params, Tree
 from pallas_kernels.operands import Columns
 
@@ -38,7 +39,7 @@ class ShortConvState:
 
     last: jax.Array
 
-    def specs(self, rows: str | None) -> ShortConvState:
+    def specs(self, rows: RowAxis) -> ShortConvState:
         """How it is split on a mesh."""
         of_last: Tree = P(rows, None, MODEL_AXIS)
         return ShortConvState(of_last)
@@ -76,7 +77,10 @@ def mix(
     read = at.by_row(b * x)
     past = None if state is None else state.last
     weight = p["conv"]["weight"]
-    y, last = causal_convolution(read, weight, past, at.row_lengths(), at.segments)
+    if isinstance(at, Pieces):
+        y, last = convolve(causal_convolution, read, weight, past, at)
+    else:
+        y, last = causal_convolution(read, weight, past, at.row_lengths(), at.segments)
     out = (c.astype(jnp.float32) * y.reshape(c.shape)).astype(c.dtype)
     if isinstance(at, Draft):
         return out, ShortConvTokens(read)

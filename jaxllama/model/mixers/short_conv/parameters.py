@@ -34,12 +34,16 @@ class ShortConvOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvNames:
-    """The names of the tensors in a checkpoint; ``mixer`` is their prefix."""
+    """The names of the tensors in a checkpoint; ``mixer`` is their prefix.
+
+    is_flat: the convolution is a matrix.
+    """
 
     mixer: str = "conv."
     inputs: str = "in_proj"
     conv: str = "conv"
     o: str = "out_proj"
+    is_flat: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,7 +60,8 @@ def table(
     own, (width, taps), d = names.of("short_conv", ShortConvNames()), _sizes(cfg), cfg.d_model
     prefix = f"{layer}{own.mixer}"
     # The checkpoint's [features, 1, W] is the same memory.
-    conv = TensorSource(f"{prefix}{own.conv}.weight", (width, 1, taps))
+    between = () if own.is_flat else (1,)
+    conv = TensorSource(f"{prefix}{own.conv}.weight", (width, *between, taps))
     return {
         ("bcx", "weight"): rows([TensorSource(f"{prefix}{own.inputs}.weight", (3 * width, d))]),
         ("conv", "weight"): Param((conv,), (width, taps), std=taps**-0.5),

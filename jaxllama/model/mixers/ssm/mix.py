@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.gla import mix as gla_mix
+from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
     causal_convolution,
@@ -35,7 +36,7 @@ from jaxllama.model.mixers.recurrent import (
     steps,
 )
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
-from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Params
 from pallas_kernels.brief import short_repr
 from pallas_kernels.gla.op import gla, gla_step
@@ -86,7 +87,11 @@ def mix(
     z, xbc, dt = jnp.split(projected[0].value, ends, axis=-1)
     read = at.by_row(xbc)
     past = None if state is None or state.conv is None else state.conv[0]
-    y, last = causal_convolution(read, p["conv"]["weight"], past, at.row_lengths())
+    weight = p["conv"]["weight"]
+    if isinstance(at, Pieces):
+        y, last = convolve(causal_convolution, read, weight, past, at)
+    else:
+        y, last = causal_convolution(read, weight, past, at.row_lengths())
     if "bias" in p["conv"]:
         y = y + p["conv"]["bias"].astype(jnp.float32)
     x, *operands = _operands(ssm, p, jax.nn.silu(y).reshape(xbc.shape), dt, xbc.dtype)
@@ -123,7 +128,7 @@ def _operands(
 
 
 def _recur(
-    operands: Sequence[jax.Array], at: Chunk | Step, state: RecurrentState | None
+    operands: Sequence[jax.Array], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, head_dim]``, state) of q, k, v and log_decay."""
     q, k, v, log_decay = operands
@@ -135,6 +140,9 @@ def _recur(
         now = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0])
         o, after = _step(*now, at.lengths > 0, state=state.state)
         return o[:, None], after
+    if isinstance(at, Pieces):
+        assert state is not None
+        return gla_mix.gla_pieces(operands, at, state.state, scale=1.0)
     return gla(
         q,
         k,

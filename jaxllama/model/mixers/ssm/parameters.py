@@ -82,13 +82,21 @@ class SSMOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SSMNames:
-    """The names of the tensors in a checkpoint; ``mixer`` is their prefix."""
+    """The names of the tensors in a checkpoint; ``mixer`` is their prefix.
+
+    is_gguf: A_log's tensor has -exp(A_log), it and D are ``[heads, 1]``, the convolution is a
+    matrix, and the norm has a row for each group.
+    """
 
     mixer: str = "mamba."
     inputs: str = "in_proj"
     conv: str = "conv1d"
     norm: str = "norm"
     o: str = "out_proj"
+    a_log: str = "A_log"
+    dt_bias: str = "dt_bias"
+    skip: str = "D"
+    is_gguf: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,16 +114,21 @@ def table(
     prefix, heads = f"{layer}{own.mixer}", ssm.n_heads
     rows = ssm.width + ssm.convolved + heads
     # The checkpoint's [features, 1, W] is the same memory.
-    conv = TensorSource(f"{prefix}{own.conv}.weight", (ssm.convolved, 1, ssm.taps))
+    between, behind = ((), (1,)) if own.is_gguf else ((1,), ())
+    conv = TensorSource(f"{prefix}{own.conv}.weight", (ssm.convolved, *between, ssm.taps))
+    a_log = TensorSource(f"{prefix}{own.a_log}", (heads, *behind), is_rate=own.is_gguf)
+    skip = TensorSource(f"{prefix}{own.skip}", (heads, *behind))
     found = fused("zxbcdt", [(f"{prefix}{own.inputs}", rows, {})], d, ssm.bias)
     found["conv", "weight"] = Param((conv,), (ssm.convolved, ssm.taps), std=ssm.taps**-0.5)
     if ssm.conv_bias:
         found["conv", "bias"] = one(f"{prefix}{own.conv}.bias", ssm.convolved, std=0.0)
-    found["decay", "a_log"] = one(f"{prefix}A_log", heads, mean=2.0, std=0.5)
-    found["decay", "dt_bias"] = one(f"{prefix}dt_bias", heads, mean=-4.6, std=1.0)
-    found["decay", "skip"] = one(f"{prefix}D", heads, mean=1.0, std=0.0)
+    found["decay", "a_log"] = Param((a_log,), (heads,), mean=2.0, std=0.5)
+    found["decay", "dt_bias"] = one(f"{prefix}{own.dt_bias}", heads, mean=-4.6, std=1.0)
+    found["decay", "skip"] = Param((skip,), (heads,), mean=1.0, std=0.0)
     if ssm.norm != "none":
-        found["y_norm", "weight"] = one(f"{prefix}{own.norm}.weight", ssm.width, mean=1.0, std=0.0)
+        groups = (ssm.n_groups, ssm.width // ssm.n_groups) if own.is_gguf else (ssm.width,)
+        norm = TensorSource(f"{prefix}{own.norm}.weight", groups)
+        found["y_norm", "weight"] = Param((norm,), (ssm.width,), mean=1.0, std=0.0)
     return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.bias, cfg.product_scale)
 
 

@@ -1,0 +1,291 @@
+"""Families of attention from latents (MLA); ``hf.families`` adds ``FAMILIES`` to its table.
+
+    latent_fields(read), latent_to_hf(cfg)     the keys that all of them share, and Kimi-Linear's
+
+Their ``head_dim`` in config.json, which some files have, is not the width of a key: that is
+``qk_nope_head_dim + qk_rope_head_dim``.  With YaRN the scores have a further multiplier, which q's
+weight takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxllama.checkpoints.hf.experts import SigmoidMixture
+from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import LatentConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
+
+KEYS = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "qk_head_dim",
+    "q_head_dim",
+)
+TURNING = "qk_rope_head_dim"
+
+
+def latent_fields(read: JsonReader) -> Fields:
+    """Return ``latent``, ``head_dim`` and the multiplier of q.
+
+    Raises JaxLlamaError, which names the key.
+    """
+    latent = LatentConfig(
+        kv_rank=read.size("kv_lora_rank"),
+        d_nope=read.size("qk_nope_head_dim"),
+        d_rope=read.size(TURNING),
+        d_v=read.size("v_head_dim"),
+        q_rank=None if read.config.get("q_lora_rank") is None else read.size("q_lora_rank"),
+    )
+    return {
+        "latent": latent,
+        "head_dim": latent.d_nope + latent.d_rope,
+        "stored.query": _score_scale(read),
+    }
+
+
+def _score_scale(read: JsonReader) -> float:
+    """Return the square of DeepSeek's mscale of YaRN, which multiplies scores."""
+    scaling = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        return 1.0  # an error elsewhere
+    own = JsonReader(scaling, "rope_scaling.")
+    if own.text("rope_type", own.text("type", "default")) == "default":
+        return 1.0
+    times, factor = own.number("mscale_all_dim", 0.0), own.number("factor", 1.0)
+    return (0.1 * times * math.log(factor) + 1.0) ** 2 if times and factor > 1 else 1.0
+
+
+def latent_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of a config. Raises JaxLlamaError without latents."""
+    latent = cfg.latent
+    if latent is None:
+        raise JaxLlamaError("latent = None: this family's attention has it")
+    return {
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank,
+        "qk_nope_head_dim": latent.d_nope,
+        TURNING: latent.d_rope,
+        "v_head_dim": latent.d_v,
+        "head_dim": latent.d_rope,
+    }
+
+
+def _turning(read: JsonReader) -> Fields:
+    return {**latent_fields(read), "stored.interleaved": read.flag("rope_interleave", True)}
+
+
+def _turning_to_hf(cfg: ModelConfig) -> Fields:
+    return {**latent_to_hf(cfg), "rope_interleave": cfg.stored.interleaved}
+
+
+_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_V2_EXPERTS = SigmoidMixture(64, 6, width=1407, names={"count": _COUNTS})
+_V3_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5)
+_GLM_EXPERTS = SigmoidMixture(64, 4, width=1536, scale=1.8, has_types=True)
+_AXK_EXPERTS = SigmoidMixture(192, 8, width=2048, scale=2.5, has_types=True)
+_SARVAM_EXPERTS = SigmoidMixture(
+    128,
+    8,
+    width=2048,
+    scale=2.5,
+    names={
+        "count": _COUNTS,
+        "shared": ("n_shared_experts", "num_shared_experts"),
+    },
+)
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def _v2(read: JsonReader) -> Fields:
+    """Return the fields. The router is a softmax, and a group's score is its best expert's."""
+    method = read.text("topk_method", "greedy")
+    if method not in _METHODS:
+        raise read.error("topk_method", f"must be one of {', '.join(_METHODS)}")
+    experts = _V2_EXPERTS.fields(read)["experts"]
+    if experts is not None:
+        groups = {} if method == _METHODS[1] else {"n_groups": 1, "n_active_groups": 1}
+        experts = dataclasses.replace(
+            experts,
+            scores="softmax",
+            normalize=False,
+            choice_bias=False,
+            group_best=1,
+            **groups,
+        )
+    return {**latent_fields(read), "experts": experts}
+
+
+def _v2_to_hf(cfg: ModelConfig) -> Fields:
+    has_groups = cfg.experts is not None and cfg.experts.n_groups > 1
+    keys = {**latent_to_hf(cfg), **_V2_EXPERTS.to_hf(cfg), "topk_method": _METHODS[has_groups]}
+    return {**keys, "norm_topk_prob": False}
+
+
+def _minicpm3(read: JsonReader) -> Fields:
+    n, width = read.size("num_hidden_layers"), read.size("hidden_size")
+    return {
+        **latent_fields(read),
+        "stored.embed": read.number("scale_emb", 12.0),
+        "stored.residual": read.number("scale_depth", n**0.5) / n**0.5,
+        "stored.logits": read.size("dim_model_base", width) / width,
+    }
+
+
+def _minicpm3_to_hf(cfg: ModelConfig) -> Fields:
+    return {
+        **latent_to_hf(cfg),
+        "scale_emb": cfg.stored.embed,
+        "scale_depth": cfg.stored.residual * cfg.n_layers**0.5,
+        "dim_model_base": round(cfg.stored.logits * cfg.d_model),
+    }
+
+
+def _value_width(read: JsonReader) -> Fields:
+    return {"v_head_dim": read.size("hidden_size") // read.size("num_attention_heads")}
+
+
+def _axk1(read: JsonReader) -> Fields:
+    experts = _AXK_EXPERTS.fields(read)["experts"]
+    if experts is not None:
+        experts = dataclasses.replace(experts, out_norm=True)
+    return {**_turning(read), "experts": experts}
+
+
+_RANKS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    TURNING: 64,
+    "v_head_dim": 128,
+}
+_V3_KEYS = (*KEYS, "rope_interleave", "num_nextn_predict_layers", "num_mtp_layers")
+_DEEPSEEK_V3 = Family(
+    ("DeepseekV3ForCausalLM",),
+    defaults={
+        **_RANKS,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
+    keys=(*_V3_KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V3_EXPERTS.keys),
+    same=BIAS,
+    fields=lambda read: {**_turning(read), **_V3_EXPERTS.fields(read)},
+    to_hf=lambda cfg: {**_turning_to_hf(cfg), **_V3_EXPERTS.to_hf(cfg)},
+    fixed={"scoring_func": ("sigmoid", None), "moe_layer_freq": (1, None)},
+    turning=TURNING,
+    unused=("model.layers.{n_layers}.",),
+)
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(
+        ("DeepseekV2ForCausalLM",),
+        defaults={**_RANKS, "n_shared_experts": 2, "first_k_dense_replace": 0},
+        keys=(*KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V2_EXPERTS.keys),
+        same=BIAS,
+        fields=_v2,
+        to_hf=_v2_to_hf,
+        fixed={
+            "norm_topk_prob": (False, None),
+            "mlp_bias": (False, None),
+            "scoring_func": ("softmax", None),
+            "moe_layer_freq": (1, None),
+        },
+        stored={"interleaved": True},
+        turning=TURNING,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "sarvam_mla": dataclasses.replace(
+        _DEEPSEEK_V3,
+        architectures=("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
+        defaults={
+            **_DEEPSEEK_V3.defaults,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        keys=(*_V3_KEYS, *_SARVAM_EXPERTS.keys),
+        fields=lambda read: {**_turning(read), **_SARVAM_EXPERTS.fields(read)},
+        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_SARVAM_EXPERTS.to_hf(cfg)},
+        fixed={},
+    ),
+    "axk1": dataclasses.replace(
+        _DEEPSEEK_V3,
+        architectures=("AXK1ForCausalLM",),
+        defaults={
+            **_DEEPSEEK_V3.defaults,
+            "max_position_embeddings": 32768,
+            "bos_token_id": 163691,
+            "eos_token_id": 163691,
+            "first_k_dense_replace": 1,
+        },
+        keys=(*_V3_KEYS, "moe_layer_freq", *_AXK_EXPERTS.keys),
+        fields=_axk1,
+        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_AXK_EXPERTS.to_hf(cfg)},
+        fixed={"moe_layer_freq": (1, None)},
+    ),
+    "glm4_moe_lite": Family(
+        ("Glm4MoeLiteForCausalLM",),
+        defaults={
+            **_RANKS,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        keys=(*_V3_KEYS, *_GLM_EXPERTS.keys),
+        same=BIAS,
+        fields=lambda read: {**_turning(read), **_GLM_EXPERTS.fields(read)},
+        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_GLM_EXPERTS.to_hf(cfg)},
+        turning=TURNING,
+        unused=("model.layers.{n_layers}.",),
+    ),
+    "youtu": Family(
+        ("YoutuForCausalLM",),
+        defaults={
+            **_RANKS,
+            "max_position_embeddings": 131072,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "tie_word_embeddings": True,
+        },
+        keys=(*KEYS, "rope_interleave", "embedding_initializer_range"),
+        same=BIAS,
+        fields=_turning,
+        to_hf=_turning_to_hf,
+        turning=TURNING,
+    ),
+    "minicpm3": Family(
+        ("MiniCPM3ForCausalLM",),
+        defaults={
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            TURNING: 32,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        keys=(*KEYS, "scale_emb"),
+        same=BIAS,
+        fields=_minicpm3,
+        to_hf=_minicpm3_to_hf,
+        fixed={"mlp_bias": (False, None)},
+        turning=TURNING,
+        derived=_value_width,
+    ),
+}

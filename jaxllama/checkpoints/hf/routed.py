@@ -1,0 +1,283 @@
+"""Families of experts with routers, windows or gates of their own; ``hf.families`` adds
+``FAMILIES`` to its table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, every
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
+
+_MELLUM_EXPERTS = Mixture(64, 8, "num_local_experts", width=896, has_norm_key=True)
+_FLINT_EXPERTS = Mixture(256, 6, width=512, has_norm_key=True, shared=1024, is_mixed=True)
+_KOLIBRI_EXPERTS = Mixture(384, 6, width=512, normalize=False, has_norm_key=True, shared=512)
+_AFMOE_EXPERTS = SigmoidMixture(
+    64,
+    6,
+    width=1408,
+    names={
+        "count": ("num_experts", "num_local_experts"),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+)
+_COHERE_KEYS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "num_shared_experts",
+    "shared_expert_combination_strategy",
+    "expert_selection_fn",
+    "norm_topk_prob",
+    "mlp_layer_types",
+    "first_k_dense_replace",
+    "prefix_dense_intermediate_size",
+    "prefix_dense_sliding_window_pattern",
+    "sliding_window_pattern",
+    "rms_norm_eps",
+    "output_router_logits",
+)
+
+
+def _is_sparse(read: JsonReader, default: list[str]) -> list[bool]:
+    """Return which layers have experts, by ``mlp_layer_types``."""
+    kinds, n = read.config.get("mlp_layer_types") or default, read.size("num_hidden_layers")
+    is_list = isinstance(kinds, list) and len(kinds) == n
+    if not is_list or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise read.error("mlp_layer_types", f"must be {n} entries of 'dense' and 'sparse'")
+    return [kind == "sparse" for kind in kinds]
+
+
+def _kinds_to_hf(cfg: ModelConfig) -> list[str]:
+    return ["dense" if cfg.experts_of(index) is None else "sparse" for index in range(cfg.n_layers)]
+
+
+def _mellum(read: JsonReader) -> Fields:
+    sparse = _is_sparse(read, ["sparse"] * read.size("num_hidden_layers"))
+    experts = _MELLUM_EXPERTS.fields(read)["experts"]
+    layers = tuple(index for index, is_sparse in enumerate(sparse) if is_sparse)
+    return {"experts": dataclasses.replace(experts, layers=layers) if layers else None}
+
+
+def _mellum_to_hf(cfg: ModelConfig) -> Fields:
+    keys = {} if cfg.experts is None else _MELLUM_EXPERTS.to_hf(cfg)
+    return {**keys, "mlp_layer_types": _kinds_to_hf(cfg)}
+
+
+def _sigmoids(experts: ExpertsConfig | None, **changes: bool) -> Fields:
+    """Return experts chosen by sigmoids, with a shared one that has no gate."""
+    if experts is not None:
+        experts = dataclasses.replace(experts, scores="sigmoid", shared_gate=False, **changes)
+    return {"experts": experts}
+
+
+def _kolibri(read: JsonReader) -> Fields:
+    experts = _KOLIBRI_EXPERTS.fields(read)["experts"]
+    assert experts is not None  # every layer has them
+    return {**_sigmoids(experts, choice_bias=True, choice_by_logits=True), "d_ff": experts.d_ff}
+
+
+def _flint_window(index: int, read: JsonReader) -> bool:
+    is_last = index == read.size("num_hidden_layers") - 1
+    return not (index < 2 or index % 4 == 1 or is_last)
+
+
+def _is_full(index: int, read: JsonReader, slides: bool) -> bool:
+    """Only layers with a window have positions."""
+    del index, read
+    return not slides
+
+
+def _is_full_of_some(index: int, read: JsonReader, slides: bool) -> bool:
+    del index
+    return read.config.get("sliding_window") is not None and not slides
+
+
+def _first_dense(read: JsonReader) -> list[str]:
+    n, dense = read.size("num_hidden_layers"), read.natural("first_k_dense_replace", 0)
+    return ["dense" if index < dense else "sparse" for index in range(n)]
+
+
+def _cohere(read: JsonReader) -> Fields:
+    """Return the fields.  An average with the shared experts is half of either."""
+    sparse, width = _is_sparse(read, _first_dense(read)), read.size("intermediate_size")
+    scores, shared = read.text("expert_selection_fn", "softmax"), read.natural("num_shared_experts")
+    if scores not in ("softmax", "sigmoid"):
+        raise read.error("expert_selection_fn", "must be 'softmax' or 'sigmoid'")
+    way = read.text("shared_expert_combination_strategy", "average")
+    if way not in ("sum", "average"):
+        raise read.error("shared_expert_combination_strategy", "must be 'sum' or 'average'")
+    share = 0.5 if shared and way == "average" else 1.0
+    layers = tuple(index for index, is_sparse in enumerate(sparse) if is_sparse)
+    experts = ExpertsConfig(
+        n_experts=read.size("num_experts"),
+        n_active=read.size("num_experts_per_tok"),
+        d_ff=width,
+        scores="sigmoid" if scores == "sigmoid" else "softmax",
+        normalize=scores == "softmax" or read.flag("norm_topk_prob", True),
+        scale=share,
+        shared=width * shared,
+        layers=layers,
+    )
+    found: Fields = {
+        "experts": experts if layers else None,
+        "d_ff": read.size("prefix_dense_intermediate_size", width),
+        "stored.shared": share,
+    }
+    eps = read.number("rms_norm_eps", None)
+    return found | ({"norm": "layer"} if eps is None else {"norm": "rms", "norm_eps": eps})
+
+
+def _cohere_nope(index: int, read: JsonReader, slides: bool) -> bool:
+    has_prefix = read.size("prefix_dense_sliding_window_pattern", 1) == 1
+    return not slides and (_is_sparse(read, _first_dense(read))[index] or not has_prefix)
+
+
+def _cohere_window(index: int, read: JsonReader) -> bool:
+    dense = read.natural("first_k_dense_replace", 0)
+    if index < dense:
+        return bool((index + 1) % read.size("prefix_dense_sliding_window_pattern", 1))
+    return bool((index - dense + 1) % read.size("sliding_window_pattern", 4))
+
+
+def _cohere_to_hf(cfg: ModelConfig) -> Fields:
+    experts = cfg.experts
+    if experts is None:
+        raise JaxLlamaError("experts = None: this family's layers have them")
+    turning = any(
+        cfg.experts_of(i) is None and cfg.window_of(i) is None and i not in cfg.nope_layers
+        for i in range(cfg.n_layers)
+    )
+    return {
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.n_active,
+        "num_shared_experts": experts.shared // experts.d_ff,
+        "shared_expert_combination_strategy": "average" if cfg.stored.shared == 0.5 else "sum",
+        "expert_selection_fn": experts.scores,
+        "norm_topk_prob": experts.normalize,
+        "intermediate_size": experts.d_ff,
+        "prefix_dense_intermediate_size": cfg.d_ff,
+        "prefix_dense_sliding_window_pattern": 1 if turning else 2,
+        "mlp_layer_types": _kinds_to_hf(cfg),
+        "layer_norm_eps": cfg.norm_eps,
+        "rms_norm_eps": cfg.norm_eps if cfg.norm == "rms" else None,
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "mellum": Family(
+        ("MellumForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "sliding_window": 1024,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "rope_theta": 10000.0,
+        },
+        keys=(
+            "mlp_layer_types",
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "mtp_layer_types",
+            "mtp_mlp_layer_types",
+            *_MELLUM_EXPERTS.keys,
+        ),
+        same=BIAS,
+        fields=_mellum,
+        to_hf=_mellum_to_hf,
+        facts={"qk_norm": "head"},
+        window=lambda i, read: False,
+        is_local=True,
+        absent=("rope_theta", "rope_scaling"),  # read beside rope_parameters, these replace it
+        unused=("mtp.",),
+    ),
+    "flint": Family(
+        ("FlintForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "sliding_window": 513,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "mlp_only_layers": [0, 1],
+        },
+        keys=_FLINT_EXPERTS.keys,
+        same=BIAS,
+        fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)["experts"]),
+        to_hf=_FLINT_EXPERTS.to_hf,
+        facts={"qk_norm": "head", "attn_sinks": True},
+        window=_flint_window,
+        is_nope=_is_full,
+    ),
+    "kolibri1": Family(
+        ("Kolibri1ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "sliding_window": 513,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=_KOLIBRI_EXPERTS.keys,
+        fields=_kolibri,
+        to_hf=_KOLIBRI_EXPERTS.to_hf,
+        facts={"qk_norm": "head", "post_norms": True},
+        window=every(5),
+        is_nope=_is_full_of_some,
+        derived=lambda read: {"intermediate_size": read.size("moe_intermediate_size", 512)},
+        absent=("intermediate_size",),
+    ),
+    "afmoe": Family(
+        ("AfmoeForCausalLM",),
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 16384,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 1024,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=("global_attn_every_n_layers", *_AFMOE_EXPERTS.keys),
+        same=(*BIAS, ("mup_enabled", "embedding_scale", False)),
+        fields=_AFMOE_EXPERTS.fields,
+        to_hf=_AFMOE_EXPERTS.to_hf,
+        fixed={"score_func": ("sigmoid", None), "attention_bias": (False, None)},
+        facts={"qk_norm": "head", "post_norms": True, "attn_gate": True},
+        window=lambda i, read: bool((i + 1) % read.size("global_attn_every_n_layers", 4)),
+        is_nope=_is_full,
+        names={"routed_scaling_factor": "route_scale", "first_k_dense_replace": "num_dense_layers"},
+    ),
+    "cohere2_moe": Family(
+        ("Cohere2MoeForCausalLM",),
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "tie_word_embeddings": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 0,
+        },
+        keys=_COHERE_KEYS,
+        same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
+        fields=_cohere,
+        to_hf=_cohere_to_hf,
+        facts={"parallel_block": True},
+        stored={"interleaved": True},
+        eps="layer_norm_eps",
+        window=_cohere_window,
+        is_nope=_cohere_nope,
+    ),
+}

@@ -1,0 +1,196 @@
+"""The calls of an engine's three programs: each one's key among ``Programs``, and its arguments.
+
+    admission(slots, newcomers)     rows get their slots
+    filling(slots, params, ...)     pieces of prompts
+    decoding(slots, decode)         tokens of answers
+
+``idle`` lists a call without rows of every shape that there is, so it also says which programs a
+warm-up compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllama import compiler_options
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.drafts import ModelDraft, NGram
+from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.engine import slots as device
+from jaxllama.engine.options import ResolvedOptions
+from jaxllama.engine.programs import Wanted
+from jaxllama.engine.scheduler import Sequence
+from jaxllama.engine.slots import NOBODY
+from jaxllama.typing import Jitted, Params
+
+ProgramCall = tuple[Hashable, Wanted]
+IdleCall = Callable[[], ProgramCall]
+
+
+class Decode(NamedTuple):
+    """The arguments of a decode call of ``n`` rows with up to ``context`` pages each.
+
+    row_of: the call's row of each sequence.
+    """
+
+    params: device.Params
+    orders: np.ndarray
+    masks: jax.Array
+    row_of: dict[Sequence, int]
+    n: int
+    context: int
+    wants_top: bool
+
+
+class Calls:
+    """The programs of an engine with these options.
+
+    draft, draft_params: the source of drafts, and its parameters if it is a model.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        options: ResolvedOptions,
+        mesh: Mesh | None,
+        draft: NGram | ModelDraft | MTPDraft,
+        draft_params: Params | None,
+    ) -> None:
+        self._cfg, self._options = cfg, options
+        self._draft, self._draft_params = draft, draft_params
+        # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
+        compiled = functools.partial(
+            compiler_options.compiled_for, static_argnums=0, donate_argnums=2
+        )
+        names = ("n", "context", "width", "widths", "most", "draft")
+        self._fill: Jitted = device.fill
+        if mesh is None:
+            self._fill = compiled(device.fill, None, static_argnames=("fresh", "draft"))
+        self._decode: Jitted = compiled(device.decode, mesh, static_argnames=names)
+        self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
+        self.mask_words = -(-cfg.vocab_size // 32)
+        # Masks on the device that allow everything, by the number of rows.
+        self.no_masks = {size: jax.device_put(self.masks(size)) for size in options.sizes}
+
+    def compiled(self) -> int:
+        """Return the number of programs that jit has compiled."""
+        programs: tuple[Jitted, ...] = (device.admit, self._fill, self._decode)
+        return sum(program._cache_size() for program in programs)
+
+    def masks(self, size: int) -> np.ndarray:
+        """Return masks for ``size`` rows that allow everything."""
+        masks = np.zeros((size, self.mask_words + self._width(size)), np.uint32)
+        masks[:, : self.mask_words] = 2**32 - 1
+        return masks
+
+    def _width(self, size: int) -> int:
+        """Return the largest number of tokens that a row of such a decode call generates."""
+        return self._options.steps_per_call * self._options.pass_widths(size)[-1]
+
+    # The calls
+
+    def pack(self, newcomers: list[device.Newcomer], width: int) -> np.ndarray:
+        """Return the newcomers as the array that ``admission`` takes; width: of histories."""
+        options = self._options
+        return device.pack(
+            device.make_rows(
+                newcomers, options.prefill_rows, width, options.row_pages, self._cfg.vocab_size
+            )
+        )
+
+    def admission(self, slots: device.BatchState, packed: np.ndarray) -> ProgramCall:
+        return ("admit", *packed.shape), Wanted(device.admit, (slots, packed))
+
+    def filling(
+        self,
+        slots: device.BatchState,
+        params: device.Params,
+        tokens: np.ndarray,
+        facts: np.ndarray,
+        fresh: bool,
+    ) -> ProgramCall:
+        told = params, slots, tokens, facts, self._draft_params
+        static = {"fresh": fresh, "draft": self._draft}
+        return ("fill", *tokens.shape, fresh), Wanted(self._fill, told, self._cfg, static)
+
+    def decoding(self, slots: device.BatchState, decode: Decode) -> ProgramCall:
+        n, context = decode.n, decode.context
+        told = (
+            decode.params,
+            slots,
+            decode.orders,
+            decode.masks,
+            self._stop_ids,
+            self._draft_params,
+        )
+        static = {
+            "n": n,
+            "context": context,
+            "width": self._width(n),
+            "widths": self._options.pass_widths(n),
+            "most": self._options.longest_draft,
+            "draft": self._draft,
+        }
+        return ("decode", n, context), Wanted(self._decode, told, self._cfg, static)
+
+    # Calls without rows
+
+    @property
+    def n_first(self) -> int:
+        """How many of the ``idle`` calls a first request may need."""
+        return len(self._options.history_widths[:2]) + len(self._options.widths) + 1
+
+    def idle(
+        self, slots: Callable[[], device.BatchState], params: Callable[[int], device.Params]
+    ) -> list[IdleCall]:
+        """Return a call without rows of every program, in the order in which requests need them.
+
+        The first programs are for one request at a time: its admission without and with a short
+        history, a prompt of each width, and the decode call of one row.
+
+        slots, params: of the call, asked when it is made; params by the number of rows.
+        """
+        options = self._options
+
+        def admission(width: int) -> IdleCall:
+            return lambda: self.admission(slots(), self.pack([], width))
+
+        def filling(rows: int, width: int, fresh: bool) -> IdleCall:
+            return lambda: self.filling(slots(), params(rows), *blank(rows, width), fresh)
+
+        def decoding(n: int, context: int) -> IdleCall:
+            return lambda: self.decoding(slots(), self._without_rows(n, context, params(n)))
+
+        shapes = [(rows, width) for width in options.widths for rows in options.row_counts(width)]
+        alone = [(options.row_counts(width)[0], width) for width in options.widths]
+        together = [shape for shape in shapes if shape not in alone]
+        decodes = [(n, context) for context in options.contexts for n in options.sizes]
+        return [
+            *(admission(width) for width in options.history_widths[:2]),
+            *(filling(*shape, True) for shape in alone),
+            decoding(*decodes[0]),
+            *(admission(width) for width in options.history_widths[2:]),
+            *(decoding(n, context) for n, context in decodes[1:] if context == decodes[0][1]),
+            *(filling(*shape, False) for shape in alone),
+            *(filling(*shape, fresh) for shape in together for fresh in (True, False)),
+            *(decoding(n, context) for n, context in decodes if context != decodes[0][1]),
+        ]
+
+    def _without_rows(self, n: int, context: int, params: device.Params) -> Decode:
+        rows = np.full((n, 3 + self._options.more_pages), NOBODY, np.int32)
+        rows[:, 1] = 0
+        orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
+        return Decode(params, orders, self.no_masks[n], {}, n, context, False)
+
+
+def blank(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and facts of ``Calls.filling`` for unused rows."""
+    facts = np.zeros((rows, 5), np.int32)
+    facts[:, [0, 3]] = NOBODY
+    return np.zeros((rows, width), np.int32), facts

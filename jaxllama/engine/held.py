@@ -1,0 +1,85 @@
+"""The model that an engine runs: replaced between two steps, or put to sleep with its cache.
+
+The engine calls these under the lock that its steps take. Cached prefixes of the weights before are
+not found again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxllama.engine.blocks import BlockRunner
+from jaxllama.engine.runner import Runner
+from jaxllama.engine.scheduler import Scheduler
+from jaxllama.engine.weights import with_params, without_weights
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.typing import Params
+
+
+class HeldModel:
+    """An engine's model; ``asleep``: whether its cache, and perhaps its weights, are freed."""
+
+    def __init__(
+        self, lm: LanguageModel, scheduler: Scheduler, runner: Runner | BlockRunner
+    ) -> None:
+        self.lm = lm
+        self.asleep = False
+        self._scheduler, self._runner = scheduler, runner
+        self._at_rest: Params | None = None  # the weights on the host
+
+    def resident_runner(self, what: str) -> Runner:
+        """Return the runner, whose weights may change. Raises JaxLlamaError for others.
+
+        what: the beginning of the error.
+        """
+        if not isinstance(self._runner, Runner):
+            raise JaxLlamaError(f"{what}: an offloaded model keeps its weights on the host")
+        if self._runner.adapters is not None and self._runner.adapters.n_free:
+            raise JaxLlamaError(f"{what}: an engine with lora_slots keeps its weights")
+        return self._runner
+
+    def hold(self, lm: LanguageModel) -> None:
+        """Run ``lm`` from now on."""
+        self._at_rest = None
+        self._hold(lm)
+
+    def _hold(self, lm: LanguageModel) -> None:
+        assert isinstance(self._runner, Runner)
+        self.lm = lm
+        self._runner.params = lm.params
+        if self._runner.adapters is not None:
+            self._runner.adapters.params = lm.params
+        self._scheduler.weights += 1
+
+    def sleep(self, weights: Literal["keep", "host", "drop"]) -> None:
+        """Free the cache, and the weights as ``Engine.sleep`` says."""
+        runner = self.resident_runner("sleep")
+        self.asleep = True
+        runner.sleep()
+        if weights == "host":
+            self._at_rest = jax.device_get(self.lm.params)
+        if weights == "keep":
+            self._scheduler.weights += 1  # the cached prefixes are gone
+        else:
+            self._hold(without_weights(self.lm))
+
+    def wake(self) -> None:
+        """Take the weights back, and an empty cache."""
+        if not self.asleep:
+            raise JaxLlamaError("the engine does not sleep")
+        runner = self.resident_runner("wake")
+        if self._at_rest is not None:
+            params = jax.tree.map(_back, self._at_rest, self.lm.params)
+            self.hold(with_params(self.lm, params))
+        elif any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.lm.params)):
+            raise JaxLlamaError("wake: the weights were dropped; update_params gives new ones")
+        runner.wake()
+        self.asleep = False
+
+
+def _back(leaf: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(leaf, shape.sharding)

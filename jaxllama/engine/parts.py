@@ -1,0 +1,61 @@
+"""The parts of an engine for a model: its options, scheduler and runner.
+
+A model on a device or a mesh has rows in ``slots``. An offloaded model runs in ``blocks``.
+"""
+
+from __future__ import annotations
+
+from jaxllama.engine import blocks
+from jaxllama.engine.adapters import AdapterSlots
+from jaxllama.engine.options import EngineOptions, ResolvedOptions
+from jaxllama.engine.runner import Runner
+from jaxllama.engine.scheduler import Scheduler
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
+from jaxllama.typing import Options
+
+
+def parts_of(
+    lm: LanguageModel, draft: str | LanguageModel | None, asked: Options
+) -> tuple[ResolvedOptions, Scheduler, Runner | blocks.BlockRunner]:
+    """Return options, scheduler and runner of an engine with the options ``asked``.
+
+    Raises JaxLlamaError for options that the model does not support.
+    """
+    if lm.executor.block_size is None:
+        return _of_slots(lm, draft, asked)
+    if draft is not None:
+        asked = {**asked, "draft": draft}
+    options = blocks.options_of(lm, asked)
+    return options, blocks.BlockScheduler(lm, options), blocks.BlockRunner(lm, options)
+
+
+def _of_slots(
+    lm: LanguageModel, draft: str | LanguageModel | None, asked: Options
+) -> tuple[ResolvedOptions, Scheduler, Runner]:
+    mesh = mesh_of(lm.params)
+    devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
+    drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
+    by = draft.config if isinstance(draft, LanguageModel) else draft
+    asked = {"deterministic": lm.deterministic, **asked, "draft": by}
+    wanted = EngineOptions(**asked)
+    if wanted.lora_slots and mesh is not None:
+        raise JaxLlamaError("lora_slots: a model on a mesh takes only merged adapters")
+    adapters = AdapterSlots(
+        lm.config, lm.params, lm.adapters, wanted.lora_slots, wanted.max_lora_rank
+    )
+    options = wanted.resolve(lm.config, lm.dtype, devices)
+    runner = Runner(lm.config, lm.params, options, adapters, drafting)
+    scheduler = Scheduler(
+        max_slots=options.max_slots,
+        pages=runner.pages,
+        chunk=options.prefill_chunk,
+        token_budget=options.token_budget,
+        widths=options.widths,
+        steps_per_call=options.steps_per_call,
+        recompute=not options.deterministic,
+        may_share=runner.may_share,
+        reach=lambda rows: options.pass_widths(options.size(rows))[-1],
+    )
+    return options, scheduler, runner

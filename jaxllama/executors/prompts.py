@@ -1,0 +1,262 @@
+"""The programs of a resident model that read prompts and write each row's first new token.
+
+    rows = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)   one program
+    rows = start_in_pieces(cfg, params, tokens, lengths, cache, ..., chunk, on_prompt)   several
+
+They donate the cache's layers, unless the call is traced. A draft that reads hidden states
+(``decoding.mtp``) reads those of the prompts here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.decoding.forward import check_room, donated, fill_hidden, int32_ids, scores_of
+from jaxllama.decoding.mtp import MTPDraft, MTPState
+from jaxllama.decoding.rows import Rows
+from jaxllama.decoding.sampling import History, SamplingParams
+from jaxllama.decoding.turn import append, drawn_by
+from jaxllama.executors.executor import Alone
+from jaxllama.model import decoder, verification
+from jaxllama.model.cache import Cache, LayerState
+from jaxllama.model.lora import ROWS, for_rows
+from jaxllama.model.records import Hidden
+from jaxllama.typing import Params, Tree
+
+
+def _prefill_alone(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    alone: Alone,
+    mtp: MTPDraft | None = None,
+    state: MTPState | None = None,
+) -> tuple[jax.Array, Hidden, Cache, MTPState | None]:
+    """Fill an empty cache like ``fill_rows``, in shapes that do not depend on the batch.
+
+    The prompts without their last tokens are read one row after the other. One decode step of all
+    rows reads the last tokens. Rows of length 0 cost nothing.
+
+    mtp, state: as for ``start``.
+    Returns (logits ``[B, V]``, hidden states of the last tokens ``[B, D]``, cache, state).
+    """
+    width = max(sum(alone.widths), tokens.shape[1])
+    padded = jnp.pad(tokens, ((0, 0), (0, width + 1 - tokens.shape[1])))
+    firsts = np.cumsum([0, *alone.widths]).tolist()
+
+    def one(row: tuple[Tree, ...]) -> tuple[Cache, MTPState | None]:
+        tokens, length, adapter, cache, state = jax.tree.map(lambda leaf: leaf[None], row)
+        own = params if adapter is None else for_rows(params, adapter)
+
+        def read(
+            states: tuple[Cache, MTPState | None],
+            first: jax.Array | int,
+            width: int,
+            fresh: bool = False,
+        ) -> tuple[Cache, MTPState | None]:
+            cache, state = states
+            piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
+            n_new = jnp.clip(length - 1 - first, 0, width)
+            hidden, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
+            assert after is not None
+            if mtp is not None:
+                assert state is not None
+                following = lax.dynamic_slice_in_dim(tokens, first + 1, width, axis=1)
+                state = mtp.read_prompt(params, state, following, hidden, n_new, fresh=fresh)
+            return after, state
+
+        states: tuple[Cache, MTPState | None] = cache, state
+        if alone.widths:
+            states = read(states, 0, alone.widths[0], fresh=True)
+        if len(alone.widths) > 2:  # all but the first and the last have the same width
+            middle = lambda states, first: (read(states, first, alone.widths[1]), None)  # noqa: E731
+            states, _ = lax.scan(middle, states, jnp.asarray(firsts[1:-2], jnp.int32))
+        if len(alone.widths) > 1:
+            states = read(states, firsts[-2], alone.widths[-1])
+        return jax.tree.map(lambda leaf: leaf[0], states)
+
+    rows = padded, lengths, params.get(ROWS), cache, state
+    cache, state = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[3:], row), rows)
+    newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
+    live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
+    if width == 1:
+        hidden, after = decoder.forward(cfg, params, newest, live, cache)
+        return scores_of(cfg, params, hidden[:, 0], cache, live), hidden[:, 0], after, state
+    # Fewer rows, each with a draft, have a decode step's shapes if their tokens are verified.
+    newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
+    hidden, proposal = verification.propose(
+        cfg, params, newest, live, cache, exact=True, sparse=False
+    )
+    scores = decoder.logits(cfg, params, hidden.flat())[::width]
+    return scores, hidden[:, 0], verification.commit(proposal, live, exact=True), state
+
+
+@donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "mtp"))
+def start(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    layers: tuple[LayerState, ...],
+    held: jax.Array,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    state: MTPState | None = None,
+    *,
+    max_new_tokens: int,
+    chunk: int | None = None,
+    alone: Alone | None = None,
+    mtp: MTPDraft | None = None,
+) -> Rows:
+    """Run the prefill and write the first new token, in rows with room for ``max_new_tokens``.
+
+    A row of length 0 is empty and done from the beginning.
+
+    layers, held: the cache's layers and lengths. The lengths are in ``Rows.ints`` afterwards, so
+        their own array is not donated.
+    alone: shapes in which the rows of an empty cache are read, whatever the batch and ``chunk``.
+    mtp, state: a draft that reads hidden states, and its state, which becomes ``Rows.kept``.
+    """
+    cache = Cache(layers, held)
+    tokens, lengths = int32_ids(tokens, lengths)
+    if alone is not None:
+        scores, last, cache, state = _prefill_alone(
+            cfg, params, tokens, lengths, cache, alone, mtp, state
+        )
+    else:
+        check_room(cache, tokens.shape[1], "tokens")
+        read = None if mtp is None else functools.partial(mtp.read_prompt, params)
+        last, after, state = fill_hidden(cfg, params, tokens, lengths, cache, chunk, read, state)
+        scores, cache = scores_of(cfg, params, last, cache, lengths), after
+    rows = _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    if mtp is None or state is None:
+        return rows
+    return mtp.begin_answer(params, rows, state, last, lengths)
+
+
+def start_in_pieces(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+    chunk: int,
+    on_prompt: Callable[[int, int], None],
+    mtp: MTPDraft | None = None,
+    state: MTPState | None = None,
+) -> Rows:
+    """Run ``start`` with one call of a program for every ``chunk`` tokens of a row.
+
+    on_prompt: called after each call as (tokens read, tokens of the longest prompt).
+    """
+    check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = int32_ids(tokens, lengths)
+    total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
+    last = Hidden(jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params)))
+    for first in range(0, longest, chunk):
+        piece = tokens[:, first : first + chunk + 1]
+        piece = jnp.pad(piece, ((0, 0), (0, chunk + 1 - piece.shape[1])))
+        n_new = jnp.clip(lengths - first, 0, chunk)
+        n_known = jnp.clip(lengths - 1 - first, 0, chunk)
+        last, cache, state = _piece(
+            cfg, params, piece, n_new, cache, total, last, state, n_known, mtp=mtp
+        )
+        jax.block_until_ready(last)
+        on_prompt(min(first + chunk, longest), longest)
+    return _after_pieces(
+        cfg,
+        params,
+        tokens,
+        lengths,
+        cache.layers,
+        cache.lengths,
+        total,
+        last,
+        sampling,
+        stop_ids,
+        state,
+        max_new_tokens=max_new_tokens,
+        mtp=mtp,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="mtp", donate_argnums=(4, 6, 7))
+def _piece(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total: jax.Array,
+    last: Hidden,
+    state: MTPState | None,
+    known: jax.Array,
+    *,
+    mtp: MTPDraft | None = None,
+) -> tuple[Hidden, Cache, MTPState | None]:
+    """Read a piece of every row's prompt.
+
+    tokens: ``[B, chunk + 1]``; the last column is the beginning of the next piece.
+    last: ``[B, D]``: the hidden state of each row's last token so far.
+    known: ``[B]``: tokens of the piece that have a successor in the prompt.
+    """
+    hidden, cache = decoder.forward(cfg, params, tokens[:, :-1], lengths, cache, total)
+    if mtp is not None and state is not None:
+        state = mtp.read_prompt(params, state, tokens[:, 1:], hidden, known)
+    return hidden.last(lengths, last), cache, state
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "mtp"), donate_argnums=4
+)
+def _after_pieces(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    layers: tuple[LayerState, ...],
+    held: jax.Array,
+    total: jax.Array,
+    last: Hidden,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    state: MTPState | None,
+    *,
+    max_new_tokens: int,
+    mtp: MTPDraft | None = None,
+) -> Rows:
+    before, cache = Cache(layers, total - lengths), Cache(layers, held)
+    scores = scores_of(cfg, params, last, before, lengths)
+    rows = _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    if mtp is None or state is None:
+        return rows
+    return mtp.begin_answer(params, rows, state, last, lengths)
+
+
+def _first_token(
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    scores: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    max_new_tokens: int,
+) -> Rows:
+    """Return the rows after prompts whose last tokens have the logits ``scores [B, V]``."""
+    history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
+    rows = Rows.empty(lengths, cache, max_new_tokens, history)
+    return append(rows, scores, drawn_by(sampling), stop_ids)[0]

@@ -1,0 +1,191 @@
+"""Multi-head latent attention (MLA): keys and values come from one latent of each token.
+
+    latent_s = norm(down x_s)                    R features, which all heads share
+    k[n, s]  = up_k[n] latent_s | rope(key_s)    the turning part of a key is shared, too
+    v[n, s]  = up_v[n] latent_s
+
+The cache holds ``latent | rope(key)`` of each token: one array with one head, whose first R
+features also stand for the values.  Several tokens without a past are attended to in this form,
+with the keys and values of each head ("expanded").
+
+Over a cache the up products move to the other side of attention ("absorbed"), because
+``q . up_k latent = (up_k^T q) . latent``.  All query heads then read the same R + r features, and
+``up_v`` multiplies the sum of latents.  The ops of ordinary attention do so, as they do for a
+single kv head.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.  Left out: a kernel of its own on a GPU, where
+heads of R + r features take XLA's form.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import LatentConfig, ModelConfig
+from jaxllama.model.linear import linear
+from jaxllama.model.lora import floats
+from jaxllama.model.mixers.attention.chunk import attend, attend_cached
+from jaxllama.model.mixers.attention.state import KVCache, as_pages
+from jaxllama.model.records import At, Chunk, Draft
+from jaxllama.typing import Params
+from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.plain import rotate
+from pallas_kernels.attention.rope_cache import (
+    capacity_of,
+    from_cache_basis,
+    store,
+    to_cache_basis,
+)
+from pallas_kernels.operands import Columns
+from pallas_kernels.rows.rms_norm import rms_norm
+
+
+class Heads(NamedTuple):
+    """Queries ``[B, T, N, d_nope + r]``, latents ``[B, T, R]`` and shared keys ``[B, T, 1, r]``."""
+
+    q: jax.Array
+    low: jax.Array
+    key: jax.Array
+
+
+def inputs(p: Params) -> list[Params]:
+    """Return the weights that multiply the layer's input."""
+    return [p["q_a"] if "q_a" in p else p["q"], p["kv_a"]]
+
+
+def mix(
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], cache: KVCache | None, at: At
+) -> tuple[jax.Array, KVCache | None]:
+    """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
+    assert cfg.latent is not None and at.rope is not None
+    heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope))
+    if cache is not None:
+        cache = written(heads, cache, at)
+    if isinstance(at, Chunk) and (cache is None or at.fresh):
+        out = _expanded(cfg, p, heads, at)
+    else:
+        assert cache is not None
+        out = lifted(cfg, p, _over_cache(cfg, absorbed(cfg, p, heads), cache, at))
+    return out.reshape(*out.shape[:2], -1), cache
+
+
+def heads_of(cfg: ModelConfig, p: Params, projected: Sequence[Columns]) -> Heads:
+    """Return the heads of the products of ``inputs``, before RoPE."""
+    latent = cfg.latent
+    assert latent is not None
+    q, down = (columns.value for columns in projected)
+    if "q_a" in p:
+        q = linear(rms_norm(q, p["q_norm"]["weight"], latent.norm_eps), p["q"])
+    low, key = jnp.split(down, (latent.kv_rank,), axis=-1)
+    low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
+    return Heads(q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim), low, key[..., None, :])
+
+
+def turned(latent: LatentConfig, heads: Heads, cos: jax.Array, sin: jax.Array) -> Heads:
+    """Return the heads with RoPE; tables ``[B, T, (d_nope + r) / 2]``, the turning pairs first."""
+    turn = functools.partial(turned_last, latent, cos=cos, sin=sin)
+    return Heads(turn(heads.q), heads.low, turn(heads.key))
+
+
+def turned_last(latent: LatentConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Return ``x[B, T, heads, ...]`` with RoPE of its last r features; tables as ``turned``'s."""
+    tables = (table[..., : latent.d_rope // 2] for table in (cos, sin))
+    still, turning = jnp.split(x, (x.shape[-1] - latent.d_rope,), axis=-1)
+    return jnp.concatenate([still, rotate(turning, *tables)], axis=-1)
+
+
+def entries(heads: Heads) -> jax.Array:
+    """Return what the cache holds of each token, ``[B, T, 1, R + r]``."""
+    return jnp.concatenate([heads.low[:, :, None], heads.key], axis=-1)
+
+
+def written(heads: Heads, cache: KVCache, at: At) -> KVCache:
+    """Return the cache with the new tokens, whose key has RoPE already."""
+    new = at.by_row(entries(heads))
+    positions = at.by_row(at.positions).reshape(new.shape[:2])
+    place = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+    is_new = place < at.row_lengths()[:, None]
+    slots = jnp.where(is_new, positions, capacity_of(cache.k, at.table))
+    (new,) = to_cache_basis(cache.k, new)
+    return KVCache(store(cache.k, new, slots, at.table), None)
+
+
+def absorbed(cfg: ModelConfig, p: Params, heads: Heads) -> jax.Array:
+    """Return the queries of latents ``[B, T, N, R + r]``.
+
+    They are scaled such that dividing scores by the root of their width gives those of the heads.
+    """
+    latent = cfg.latent
+    assert latent is not None
+    still, q = jnp.split(heads.q, (latent.d_nope,), axis=-1)
+    up, _ = _ups(cfg, latent, p)
+    low = jnp.einsum(
+        "btnd,ndr->btnr",
+        still,
+        up.astype(still.dtype),
+        preferred_element_type=jnp.float32,
+        precision="highest",
+    )
+    both = jnp.concatenate([low, q.astype(jnp.float32)], axis=-1)
+    return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
+
+
+def lifted(cfg: ModelConfig, p: Params, out: jax.Array) -> jax.Array:
+    """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
+    latent = cfg.latent
+    assert latent is not None
+    _, up = _ups(cfg, latent, p)
+    low = out[..., : latent.kv_rank]
+    made = jnp.einsum(
+        "btnr,nvr->btnv",
+        low,
+        up.astype(low.dtype),
+        preferred_element_type=jnp.float32,
+        precision="highest",
+    )
+    return made.astype(out.dtype)
+
+
+def _ups(cfg: ModelConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, jax.Array]:
+    """The products that make keys ``[N, d_nope, R]`` and values ``[N, d_v, R]``."""
+    both = floats(p["kv_b"]["weight"]).reshape(cfg.n_heads, -1, latent.kv_rank)
+    return both[:, : latent.d_nope], both[:, latent.d_nope :]
+
+
+def _expanded(cfg: ModelConfig, p: Params, heads: Heads, at: Chunk) -> jax.Array:
+    """Attention among the new tokens, with the keys and values of each head."""
+    latent = cfg.latent
+    assert latent is not None
+    made = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
+    k, v = jnp.split(made, (latent.d_nope,), axis=-1)
+    shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], latent.d_rope))
+    k = jnp.concatenate([k, shared], axis=-1)
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - latent.d_v),))
+    window = cfg.sliding_window
+    out = attend(heads.q, k, v, at.positions, window, segments=at.segments)
+    return out[..., : latent.d_v]
+
+
+def _over_cache(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
+    """Attention of ``q [B, T, N, R + r]`` over a cache that holds the new tokens already."""
+    (q,), window = to_cache_basis(cache.k, q), cfg.sliding_window
+    if isinstance(at, Chunk):
+        both = KVCache(cache.k, cache.k)
+        out = attend_cached(q, both, at.positions, at.lengths, window, None, at.table)
+        return from_cache_basis(cache.k, out)
+    seen = jnp.where(at.lengths > 0, at.positions[:, 0] + 1, 0)
+    table = at.table
+    if isinstance(at, Draft) and not at.exact:
+        out = decode_attention(
+            at.by_row(q), cache.k, cache.k, at.by_row(seen[:, None]), table=table, window=window
+        )
+        return out.reshape(q.shape)
+    if isinstance(at, Draft):
+        cache, table = as_pages(cache, at.table, at.width)
+    out = decode_attention(q[:, 0], cache.k, cache.k, seen, table=table, window=window)
+    return out[:, None]

@@ -1,0 +1,144 @@
+"""FP8 products: a layer's matrices multiply in float8_e4m3fn, forward and backward.
+
+    y [M, N] = x w^T       dx [M, K] = dy w       dw [N, K] = dy^T x
+
+Each of the three products rounds both operands to e4m3. A scale belongs to one row of an operand
+along the summed axis, so its largest magnitude is the largest code. Gradients are e4m3 too: with a
+scale for each row, precision is scarcer than range (torchao's row-wise recipe; DeepSeek-V3, arXiv
+2412.19437). Sums are float32, the master weights are float32, and dw is float32.
+
+A value v of a row with the scale s is rounded by at most max(2^-4 |v|, 2^-10 s). Errors of several
+values are independent, so those of a product of many cancel.
+
+``Fp8`` is a ``LayerOps``: ``model.decoder.block`` calls it instead of ``model.linear``. Embedding,
+head, norms, mixers, experts and matrices with fewer than 64 rows or columns stay in floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.model import linear as ops
+from jaxllama.model.linear import Input, Stream
+from jaxllama.typing import Options, Params, Tree
+from pallas_kernels.experts.gate import Gate
+from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.operands import Columns
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.rows.swiglu import gate
+
+CODES = "float8_e4m3fn"
+LEAST = 64  # rows and columns of a matrix that is multiplied in FP8
+
+
+@jax.custom_vjp
+def fp8_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return ``x[M, K]`` times ``w[N, K]`` transposed, in x's dtype; w is float32."""
+    return _product(_rows(x), _rows(w), x.dtype)
+
+
+def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[QTensor, jax.Array]]:
+    # The codes of x are half of its bytes.
+    return fp8_product(x, w), (_columns(x), w)
+
+
+def _backward(saved: tuple[QTensor, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    dx = _product(_rows(dy), _columns(w), dy.dtype)
+    return dx, _product(_columns(dy), x, w.dtype)
+
+
+fp8_product.defvjp(_forward, _backward)
+
+
+def _rows(x: jax.Array) -> QTensor:
+    """Return codes of x with a scale for each row."""
+    return quantize_tokens(x, CODES)
+
+
+def _columns(x: jax.Array) -> QTensor:
+    """Return codes of x transposed, with a scale for each column of x."""
+    # XLA transposes in the pass that rounds.
+    return quantize_tokens(x.T, CODES, implementation="xla")
+
+
+def _product(x: QTensor, w: QTensor, dtype: DTypeLike) -> jax.Array:
+    return quantized_matmul(x, dataclasses.replace(w, activations=CODES), out_dtype=dtype)
+
+
+class Fp8:
+    """The operations of a layer with FP8 products; one step after the other."""
+
+    def norm_linear(
+        self,
+        stream: Stream,
+        scale: Params | None,
+        linear: Params | Sequence[Params],
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> tuple[Tree, Stream]:
+        x, stream = ops.norm(stream, scale, cfg)
+        if isinstance(linear, Mapping):
+            return self.product(x, linear, stream.x.dtype, cfg, into=into), stream
+        made = [_linear(x, one, x.dtype) for one in linear]
+        return [Columns(y, 0, y.shape[-1]) for y in made], stream
+
+    def linear_add(
+        self,
+        x: Input,
+        linear: Params,
+        stream: Stream,
+        cfg: ModelConfig,
+        scale: Params | None = None,
+    ) -> Stream:
+        y = _linear(x, linear, stream.x.dtype)
+        return Stream(stream.total, y if scale is None else ops.norm(Stream(y), scale, cfg)[0])
+
+    def product(
+        self,
+        x: Input,
+        linear: Params,
+        dtype: DTypeLike,
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> jax.Array:
+        y = _linear(x, linear, dtype)
+        return y if into is None else gate(y, cfg.activation)
+
+    def route(
+        self, options: ExpertsConfig, x: jax.Array, router: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        return ops.route(options, x, router)
+
+    def grouped(
+        self,
+        x: jax.Array,
+        linear: Params,
+        experts: jax.Array,
+        *,
+        weights: jax.Array | None = None,
+        gated: Gate | None = None,
+        first: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        how: Options = {"gated": gated, "first": first, "dtype": dtype}
+        return ops.grouped(x, linear, experts, weights=weights, **how)
+
+
+def _linear(x: Input, linear: Params, dtype: DTypeLike) -> jax.Array:
+    """Return ``x[..., K]`` times a layer's weight, with its bias."""
+    assert isinstance(x, jax.Array)
+    weight, bias = linear["weight"], linear.get("bias")
+    if min(weight.shape) < LEAST:
+        return ops.linear(x, linear, dtype)
+    y = fp8_product(x.reshape(-1, x.shape[-1]), weight)
+    y = y if bias is None else y + bias.astype(y.dtype)
+    return y.reshape(*x.shape[:-1], -1).astype(dtype)

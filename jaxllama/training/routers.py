@@ -1,0 +1,128 @@
+"""Losses that keep the routers of a mixture of experts balanced and small.
+
+    balance = E sum_e share_e probability_e      Switch Transformer (arXiv 2101.03961), eq. 4
+    z       = mean (log sum_e exp logit_e)^2     ST-MoE (arXiv 2202.08906), eq. 5
+
+``share_e`` is the mean number of times that a token takes expert e, and ``probability_e`` the mean
+of its softmax.  Both means are over all tokens but padding and over all layers with experts, as
+transformers takes them.  The share has no gradient.  So ``balance`` is the number of active experts
+if all experts are taken equally often, and larger if not.
+
+On a mesh the means are those of a device's own rows.  The softmax is that of the logits, whatever
+function of them the router takes; a bias that only chooses experts is not in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.model import linear
+from jaxllama.model.decoder import block, final_norm
+from jaxllama.model.experts.route import choose, router_logits
+from jaxllama.model.layer_ops import LayerOps
+from jaxllama.model.linear import Stream
+from jaxllama.model.records import At
+from jaxllama.model.stacked import embed, walk_with_results
+from jaxllama.typing import Params, Tree
+
+
+class Routed(NamedTuple):
+    """Means over a layer's tokens: float32 share ``[E]``, probability ``[E]`` and z ``[]``."""
+
+    share: jax.Array
+    probability: jax.Array
+    z: jax.Array
+
+
+class _Watch:
+    """The operations ``ops`` of a layer, with a record of what the router says."""
+
+    def __init__(self, ops: LayerOps, segments: jax.Array | None) -> None:
+        self.routed: Routed | None = None
+        self._ops = ops
+        self._valid = None if segments is None else segments.reshape(-1) > 0
+
+    def __getattr__(self, name: str) -> Tree:
+        return getattr(self._ops, name)
+
+    def route(
+        self, options: ExpertsConfig, x: jax.Array, router: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        logits = router_logits(x, router["weight"], router.get("bias"))
+        experts, weights = choose(options, logits, router.get("choice_bias"))
+        self.routed = routed(logits, experts, self._valid)
+        return experts, weights
+
+
+def routed(logits: jax.Array, experts: jax.Array, valid: jax.Array | None = None) -> Routed:
+    """Return the means of a layer's float32 logits ``[T, E]`` and experts ``[T, k]``.
+
+    valid: bool ``[T]``, the tokens that count; all by default.
+    """
+    taken = jnp.sum(jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32), axis=1)
+    z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    weights = None if valid is None else valid.astype(jnp.float32)
+    means = functools.partial(jnp.average, axis=0, weights=weights)
+    return Routed(means(taken), means(jax.nn.softmax(logits, axis=-1)), means(z))
+
+
+def losses(layers: list[Routed]) -> dict[str, jax.Array]:
+    """Return {"balance", "z"}, float32 scalars, of the layers with experts.
+
+    A layer's arrays may have a leading axis, of layers in a loop.
+    """
+    by_expert = (
+        jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in parts])
+        for parts in (
+            [one.share for one in layers],
+            [one.probability for one in layers],
+        )
+    )
+    share, probability = (jnp.mean(x, axis=0) for x in by_expert)
+    balance = share.size * jnp.sum(lax.stop_gradient(share) * probability)
+    z = jnp.mean(jnp.concatenate([one.z.reshape(-1) for one in layers]))
+    return {"balance": balance, "z": z}
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    remat: bool = False,
+    segments: jax.Array | None = None,
+    ops: LayerOps = linear,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return ``model.stacked.hidden_states`` and the routers' ``losses``.
+
+    Parameters and shapes are those of that function; some layer of ``cfg`` has experts.
+    """
+    stream, at = embed(cfg, params, tokens, dtype, segments)
+    each = functools.partial(_recomputed if remat else _watched, ops)
+    stream, results = walk_with_results(cfg, params, stream, at, each)
+    return final_norm(cfg, params, stream), losses([one for one in results if one is not None])
+
+
+def _watched(
+    ops: LayerOps, cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+) -> tuple[Stream, Routed | None]:
+    """``decoder.block``, with what its router says."""
+    watch = _Watch(ops, at.segments)
+    stream, _ = block(cfg, kind, params, stream, state, at, cast("LayerOps", watch))
+    return stream, watch.routed
+
+
+def _recomputed(
+    ops: LayerOps, cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+) -> tuple[Stream, Routed | None]:
+    """As ``_watched``; for the backward pass only the layer's input is kept."""
+    layer = jax.checkpoint(
+        lambda params, stream: _watched(ops, cfg, kind, params, stream, state, at)
+    )
+    return layer(params, stream)

@@ -1,0 +1,114 @@
+"""The norm of few tokens and their choice of experts.
+
+    y, experts, weights = norm_and_route(x, norm, router, bias, k=8, normalize=True, scale=1.0)
+
+``route_kernel`` has the equations and a kernel for Hopper that does all of it.  No GPU has timed it
+yet, so only ``implementation="mosaic"`` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.experts.route_kernel import RoutePlan, RouteStatic, route_plan, route_tokens
+from pallas_kernels.operands import check
+from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.transform import Op, chosen
+
+Routed = tuple[jax.Array, jax.Array, jax.Array]
+_OPERANDS = {
+    "x": "float [T, D]",
+    "gamma": "float [D]",
+    "router": "float [E, D]",
+    "bias": "float [E] ?",
+}
+
+
+def norm_and_route(
+    x: jax.Array,
+    norm: tuple[jax.Array, float],
+    router: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    k: int,
+    normalize: bool,
+    scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> Routed:
+    """Return the RMSNorm of x and each token's experts, chosen by a softmax over the router.
+
+    Parameters
+    ----------
+    x : float [T, D]
+        Tokens.
+    norm : (float [D], float)
+        The norm's weight and epsilon.
+    router : float [E, D]
+        The router, which reads the norm's result. Its product is in float32.
+    bias : float [E], optional
+        Added to the logits.
+    k : int
+        Experts of a token.
+    normalize : bool
+        Whether the softmax is that of the chosen experts alone.
+    scale : float
+        Factor of the weights.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
+
+    Returns
+    -------
+    (x's dtype [T, D], int32 [T, k], float32 [T, k])
+        The norm, the experts by descending logit, and their weights. Of equal logits the lowest
+        index comes first.
+
+    Raises
+    ------
+    ValueError
+        Names the operand or option that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+    """
+    gamma, eps = norm
+    sizes = check("norm_and_route", _OPERANDS, x=x, gamma=gamma, router=router, bias=bias)
+    if not 1 <= k <= sizes["E"]:
+        raise ValueError(f"norm_and_route: k = {k} of {sizes['E']} experts")
+    static = RouteStatic(k, bool(normalize), float(scale), float(eps))
+    find = functools.partial(route_plan, x, router, static)
+    plan = choose_plan("norm_and_route", implementation, find, x, gamma, router, bias)
+    return _route(chosen(plan, implementation), (static, plan), x, gamma, router, bias)
+
+
+_Static = tuple[RouteStatic, RoutePlan | None]
+
+
+def _kernel(
+    static: _Static, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
+) -> Routed:
+    options, plan = static
+    assert plan is not None
+    return route_tokens(x, gamma, router, bias, static=options, plan=plan)
+
+
+def _xla(
+    static: _Static, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
+) -> Routed:
+    options, _ = static
+    y = rms_norm(x, gamma, options.eps, implementation="xla")
+    floats = y.astype(jnp.float32), router.astype(jnp.float32)
+    logits = lax.dot_general(*floats, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)
+    best, experts = lax.top_k(logits, options.k)
+    if options.normalize:
+        weights = jax.nn.softmax(best, axis=-1)
+    else:
+        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), experts, axis=-1)
+    return y, experts.astype(jnp.int32), weights * options.scale
+
+
+_route = Op("norm_and_route", _xla, _kernel)

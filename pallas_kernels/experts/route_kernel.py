@@ -1,0 +1,340 @@
+"""The norm of a token and its choice of experts in one launch on Hopper.
+
+    y       = x / sqrt(mean(x^2) + eps) * gamma                     rounded to bfloat16
+    logits  = y @ router.T + bias                                   float32
+    experts = the k largest logits', in descending order; of equal ones the lowest index first
+    weights = the softmax over them, or their entries of the softmax over all experts
+
+A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the router.
+
+    all      the router's rows -> L2 | the kernel before has ended
+    all      the warp's first rows, x, gamma -> registers; squares; barrier
+    all      y -> shared memory (block 0: -> device memory); barrier
+    warp     a row, or a part of it, times y: its sum to shared memory; the cluster's barrier
+    warp 0   (of block 0) the logits from all blocks' shared memory -> registers; k times the
+             largest, by two ``redux``; the softmax; the results
+    all      the cluster's barrier: shared memory stays until it has been read
+
+Floor: one launch, a round trip to memory and one between blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import launch
+from pallas_kernels.matmul.few_rows.kernel import kinds_of
+from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
+from pallas_kernels.ptx import LOG2E, Value
+
+WARPS = 8
+THREADS = 32 * WARPS
+BLOCKS = 8  # of a token: the most that every cluster may have
+EARLY = 2  # parts of rows that a warp loads before the norm
+MOST_TOKENS = 8
+MOST_EXPERTS = 512
+SCRATCH = "y", "squares", "sums"
+
+
+class RouteStatic(NamedTuple):
+    """k: experts of a token.  normalize: the softmax is that of the chosen experts alone.  scale:
+    factor of the weights.  eps: of the norm."""
+
+    k: int
+    normalize: bool
+    scale: float
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutePlan:
+    """n, d: experts and columns of the router."""
+
+    kernel: ClassVar[str] = "route_experts_mosaic"
+    tokens: int
+    n: int
+    d: int
+
+    @property
+    def rows(self) -> int:
+        """Of the router, that a block has."""
+        return -(-self.n // BLOCKS)
+
+    @property
+    def parts(self) -> int:
+        """Of a row, that a warp has one of."""
+        return max(1, WARPS // self.rows)
+
+    @property
+    def pieces(self) -> int:
+        """8 columns each."""
+        return self.d // 8
+
+    @property
+    def per_part(self) -> int:
+        """Pieces of a lane in a part of a row."""
+        return -(-self.pieces // (32 * self.parts))
+
+    @property
+    def per_lane(self) -> int:
+        """Experts that a lane compares."""
+        return -(-self.n // 32)
+
+    @property
+    def scratch_sizes(self) -> list[int]:
+        """Bytes of y, of the warps' squares and of the rows' sums."""
+        return [2 * self.d, 4 * WARPS, 4 * self.rows * self.parts]
+
+
+def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> Reason:
+    """Why the kernel is not chosen for ``x[T, D]`` and ``router[E, D]``; the Reason has its plan if
+    it could run."""
+    (tokens, d), n = x.shape, router.shape[0]
+    if not gpu().arch.clusters:
+        return Reason("the GPU has no clusters of blocks")
+    if x.dtype != jnp.bfloat16 or router.dtype != jnp.bfloat16:
+        return Reason(f"x is {x.dtype} and the router {router.dtype}; the kernel takes bfloat16")
+    if tokens > MOST_TOKENS:
+        return Reason(f"{tokens} tokens; the kernel takes up to {MOST_TOKENS}")
+    if d % 8 or n > MOST_EXPERTS or static.k > 32:
+        return Reason(f"{static.k} of {n} experts of {d} columns")
+    return Reason("no GPU has timed the kernel", RoutePlan(tokens, n, d))
+
+
+@functools.partial(jax.jit, static_argnames=("static", "plan"))
+def route_tokens(
+    x: jax.Array,
+    gamma: jax.Array,
+    router: jax.Array,
+    bias: jax.Array | None,
+    *,
+    static: RouteStatic,
+    plan: RoutePlan,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(y bfloat16 ``[T, D]``, experts int32 ``[T, k]``, weights float32 ``[T, k]``).
+
+    x bfloat16 ``[T, D]``, gamma ``[D]``, router bfloat16 ``[E, D]``, bias ``[E]``.
+    """
+    inputs = {
+        "x": x,
+        "gamma": gamma,
+        "router": router,
+        "bias": bias,
+    }
+    kinds = kinds_of(inputs)
+    shape = plan.tokens, static.k
+    outs = {
+        "y": jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+        "experts": jax.ShapeDtypeStruct(shape, jnp.int32),
+        "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+    }
+
+    def body(gmem, smem):
+        memory = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
+        shared = {name: p.shared_address(getattr(smem, name)) for name in vars(smem)}
+        _Program(plan, static, kinds, SimpleNamespace(**memory), SimpleNamespace(**shared)).run()
+
+    sizes = {name: -(-size // 4) for name, size in _sizes(plan)}
+    found = launch(
+        body,
+        inputs,
+        outs,
+        name=plan.kernel.removesuffix("_mosaic"),
+        grid=plan.tokens,
+        cluster=BLOCKS,
+        warpgroups=WARPS // 4,
+        scratch=sizes,
+        registers=True,
+    )
+    return tuple(found)
+
+
+def _sizes(plan: RoutePlan) -> Sequence[tuple[str, int]]:
+    return list(zip(SCRATCH, plan.scratch_sizes, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    plan: RoutePlan
+    static: RouteStatic
+    kinds: Mapping[str, str]
+    gmem: SimpleNamespace
+    smem: SimpleNamespace
+
+    def run(self) -> None:
+        """Emit one block's program while the kernel is traced."""
+        plan = self.plan
+        thread = p.register("tid.x")
+        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        token, rank = p.register("clusterid.x"), p.register("cluster_ctarank")
+        first = p.mul(rank, plan.rows)
+        self.prefetch(thread, first)
+        p.await_kernel()
+        tasks = [p.add(warp, task) for task in range(0, plan.rows * plan.parts, WARPS)]
+        early = [self.load(task, lane, first) for task in tasks[:EARLY]]
+        self.norm(thread, warp, lane, token, rank)
+        for i, task in enumerate(tasks):
+            row = early[i] if i < len(early) else self.load(task, lane, first)
+            self.multiply(task, lane, first, row)
+        p.cluster_barrier()
+        chooses = arith.andi(p.less(rank, 1), p.less(warp, 1))
+        nothing = [p.cf(0.0)] * plan.per_lane
+        logits = p.choose(chooses, lambda: self.logits(lane), nothing)
+        p.cluster_arrive()
+        p.when(chooses, lambda: self.choose(token, lane, logits))
+        p.cluster_wait()
+
+    def prefetch(self, thread: Value, first: Value) -> None:
+        """Asks for the block's rows of the router."""
+        row = p.add(first, thread)
+        mine = arith.andi(p.less(thread, self.plan.rows), p.less(row, self.plan.n))
+        size = 2 * self.plan.d
+        p.when(mine, lambda: p.prefetch(p.offset(self.gmem.router, row, size), size))
+
+    def norm(self, thread: Value, warp: Value, lane: Value, token: Value, rank: Value) -> None:
+        """y in shared memory; block 0 stores it."""
+        plan, smem = self.plan, self.smem
+        x = p.offset(self.gmem.x, token, 2 * plan.d)
+        asked, total = [], p.cf(0.0)
+        for start in range(0, plan.pieces, THREADS):
+            piece = p.add(thread, start)
+            inside = p.less(piece, plan.pieces)
+            at = p.minimum(piece, plan.pieces - 1)
+            words = p.load_global(p.offset(x, at, 16), 4)
+            kind = self.kinds["gamma"]
+            gamma = load_eight(p.offset(self.gmem.gamma, at, 8 * BYTES[kind]), kind)
+            asked.append((piece, inside, floats(words), gamma))
+        for _, inside, values, _ in asked:
+            squares = functools.reduce(lambda sum_, v: p.fma(v, v, sum_), values, p.cf(0.0))
+            total = arith.addf(total, arith.select(inside, squares, p.cf(0.0)))
+        (total,) = over_lanes([total])
+        at = p.add(smem.squares, p.mul(warp, 4))
+        p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
+        p.barrier()
+        sums = [p.load_float(smem.squares, 4 * w) for w in range(WARPS)]
+        mean = arith.mulf(functools.reduce(arith.addf, sums), p.cf(1.0 / plan.d))
+        factor = p.rsqrt(arith.addf(mean, p.cf(self.static.eps)))
+        for piece, inside, values, gamma in asked:
+            pairs = zip(values, gamma, strict=True)
+            words = packed([arith.mulf(arith.mulf(v, factor), g) for v, g in pairs])
+
+            def store(piece=piece, words=words) -> None:
+                p.store_shared(p.add(smem.y, p.mul(piece, 16)), words)
+                out = p.offset(p.offset(self.gmem.y, token, 2 * plan.d), piece, 16)
+                p.when(p.less(rank, 1), lambda: p.store_global(out, words))
+
+            p.when(inside, store)
+        p.barrier()
+
+    def load(self, task: Value, lane: Value, first: Value) -> list[tuple]:
+        """A lane's words of a part of a row: (are they the row's, or None, if they must be; their
+        place in it; the words)."""
+        plan = self.plan
+        row, part = arith.divui(task, p.ci(plan.parts)), arith.remui(task, p.ci(plan.parts))
+        expert = p.minimum(p.add(first, row), plan.n - 1)
+        w = p.offset(self.gmem.router, expert, 2 * plan.d)
+        begin, loaded = p.mul(part, 32 * plan.per_part), []
+        for i in range(plan.per_part):
+            piece = p.add(begin, p.add(lane, 32 * i))
+            at = p.minimum(piece, plan.pieces - 1)
+            words = p.load_global(p.offset(w, at, 16), 4)
+            is_whole = plan.pieces == 32 * plan.per_part * plan.parts
+            loaded.append((None if is_whole else p.less(piece, plan.pieces), at, words))
+        return loaded
+
+    def multiply(self, task: Value, lane: Value, first: Value, loaded: list) -> None:
+        """The sum of a part of a row, to shared memory."""
+        sums = [p.cf(0.0)] * 4
+        for inside, at, words in loaded:
+            ys = p.load_shared(p.add(self.smem.y, p.mul(at, 16)), 4)
+            for i, (a, b) in enumerate(zip(floats(ys), floats(words), strict=True)):
+                a = a if inside is None else arith.select(inside, a, p.cf(0.0))
+                sums[i % 4] = p.fma(a, b, sums[i % 4])
+        total = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
+        (total,) = over_lanes([total])
+        is_one = arith.andi(p.less(lane, 1), p.less(task, self.plan.rows * self.plan.parts))
+        p.store_shared_if(is_one, p.add(self.smem.sums, p.mul(task, 4)), total)
+
+    def logits(self, lane: Value) -> list[Value]:
+        """The lane's: of experts lane, lane + 32 and so on; -inf behind the last."""
+        plan, found = self.plan, []
+        for i in range(plan.per_lane):
+            expert = p.add(lane, 32 * i)
+            here = p.minimum(expert, plan.n - 1)
+            rank, row = arith.divui(here, p.ci(plan.rows)), arith.remui(here, p.ci(plan.rows))
+            at = p.add(self.smem.sums, p.mul(row, 4 * plan.parts))
+            peer = p.peer_address(at, rank)
+            value = functools.reduce(
+                arith.addf, [p.load_peer(peer, 4 * part) for part in range(plan.parts)]
+            )
+            if self.gmem.bias is not None:
+                own = load_number(self.gmem.bias, here, self.kinds["bias"])
+                value = arith.addf(value, own)
+            found.append(arith.select(p.less(expert, plan.n), value, p.cf(float("-inf"))))
+        return found
+
+    def choose(self, token: Value, lane: Value, logits: list[Value]) -> None:
+        plan = self.plan
+        keys = [_ordered(v) for v in logits]
+        # 0 is below the key of any float, so that no expert comes twice.
+        for i in range(plan.per_lane):
+            if 32 * (i + 1) > plan.n:
+                keys[i] = arith.select(p.less(p.add(lane, 32 * i), plan.n), keys[i], p.ci(0))
+        best, chosen = [], []
+        for _ in range(self.static.k):
+            largest = p.warp_largest(functools.reduce(arith.maxui, keys))
+            own = p.ci(0xFFFFFFFF)
+            for i in reversed(range(plan.per_lane)):
+                own = arith.select(p.equal(keys[i], largest), p.add(lane, 32 * i), own)
+            expert = p.warp_smallest(own)
+            for i in range(plan.per_lane):
+                is_it = p.equal(expert, p.add(lane, 32 * i))
+                keys[i] = arith.select(is_it, p.ci(0), keys[i])
+            best.append(_unordered(largest))
+            chosen.append(expert)
+
+        def power(value: Value) -> Value:
+            return p.exp2(arith.mulf(arith.subf(value, best[0]), p.cf(LOG2E)))
+
+        powers = [power(v) for v in best]
+        if self.static.normalize:
+            total = functools.reduce(arith.addf, powers)
+        else:
+            (total,) = over_lanes([functools.reduce(arith.addf, [power(v) for v in logits])])
+        mine, index = powers[0], chosen[0]
+        for j in range(1, self.static.k):
+            is_j = p.equal(lane, j)
+            mine, index = arith.select(is_j, powers[j], mine), arith.select(is_j, chosen[j], index)
+        weight = arith.mulf(p.divide(mine, total), p.cf(self.static.scale))
+
+        def store() -> None:
+            at = p.add(p.mul(token, self.static.k), lane)
+            p.store_global(p.offset(self.gmem.experts, at, 4), index)
+            p.store_global(p.offset(self.gmem.weights, at, 4), weight)
+
+        p.when(p.less(lane, self.static.k), store)
+
+
+def _ordered(value: Value) -> Value:
+    """A word whose unsigned order is that of floats.  -0 is 0 first."""
+    word = p.bits(arith.addf(value, p.cf(0.0)))
+    negative = p.bit(word, 31)
+    flip = arith.select(negative, p.ci(0xFFFFFFFF), p.ci(0x80000000))
+    return arith.xori(word, flip)
+
+
+def _unordered(word: Value) -> Value:
+    flip = arith.select(p.bit(word, 31), p.ci(0x80000000), p.ci(0xFFFFFFFF))
+    return p.from_bits(arith.xori(word, flip))

@@ -1,0 +1,360 @@
+"""The program of the sum over a token's experts on Hopper: who reads which codes.
+
+Contract.  The rows of a token's experts lie side by side as one row of ``fan`` times K columns.  A
+*unit* is two neighbouring rows.  A *slot* is 128 columns of one expert, which 4 lanes of a warp
+read.  A chunk is 8 slots, one instruction of a warp.  A warp keeps its chunk and goes from unit to
+unit, so it loads its part of x once and needs no other warp before the end.
+
+    warp    the kernel before has ended | the lanes' experts | x
+    warp    the codes of its first ``ahead`` units -> registers
+    warp    x -> its own shared memory -> registers, in the order of the codes
+    warp    per unit: multiply (``Codes``), 8 lanes store a slot's sum; the next codes -> registers
+    block   barrier; a thread per row and expert: its slots, the bias, the expert's weight
+    block   barrier; a thread per row: the sum over experts and the only rounding
+
+Numerics.  float32 sums, in an order that depends on the shape alone.  int4: 136 plus the code is a
+bfloat16, and the products of 136 (and the zero point) with x are taken off a slot's sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+
+from pallas_kernels import ptx as p
+from pallas_kernels.experts.summed_plan import SLOT, GroupedSumPlan
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul.few_rows.operands import BYTES, load_number
+from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.ptx import Value
+
+SCRATCH = "x", "sums", "parts"
+_STREAMED = ".L1::no_allocate"
+
+
+def divided(index: Value, by: int) -> tuple[Value, Value]:
+    """(quotient, remainder)."""
+    return arith.divui(index, p.ci(by)), arith.remui(index, p.ci(by))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Columns of one of a token's experts.
+
+    expert: its number among the token's.  is_inside: whether the row has these columns; else expert
+    and column are 0, and x has zeros.
+    """
+
+    expert: Value
+    column: Value
+    is_inside: Value
+
+    @classmethod
+    def of(cls, plan: GroupedSumPlan, slot: Value, first: Value) -> Place:
+        """first: column in the slot."""
+        expert, own = divided(slot, plan.slots)
+        column = p.add(p.mul(own, SLOT), first)
+        is_inside = arith.andi(p.less(column, plan.k), p.less(slot, plan.row_slots))
+        expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
+        return cls(expert, column, is_inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """A warp's codes of w, from device memory to sums of slots.
+
+    places: the lane's in the first row of its expert, by operand.
+    x: 16 pairs.  x_sum: of the slot, for int4.
+    """
+
+    scheme: FewRowsScheme
+    row_bytes: Mapping[str, int]
+    places: Mapping[str, Value]
+    is_odd: Value
+    x: list[Value] = dataclasses.field(default_factory=list)
+    x_sum: Value | None = None
+
+    @property
+    def words(self) -> int:
+        """Words of a unit in registers."""
+        return 2 * (4 + len(self.places) - 1)
+
+    def load(self, unit: Value) -> list[Value]:
+        """The lane's words of a unit's two rows: 4 of codes each, its scale and its zero."""
+        out: list[Value] = []
+        sizes = self.row_bytes
+        at = {name: p.offset_rows(v, unit, 2 * sizes[name]) for name, v in self.places.items()}
+        for row in range(2):
+            out += p.load_global(at["w"], 4, row * sizes["w"], cache=_STREAMED)
+            start = row * sizes["scale"]
+            if self.scheme.scale_kind == "f32":
+                out += p.load_global(at["scale"], 1, start)
+            elif self.scheme.scale_kind == "e8m0":
+                out.append(p.load_signed_byte(at["scale"], start))
+            else:
+                out.append(p.load_half(at["scale"], start))
+            if "zero" in at:
+                out.append(p.load_signed_byte(at["zero"], row * sizes["zero"]))
+        return out
+
+    def sums(self, words: list[Value]) -> list[Value]:
+        """The slot's sum of each row, in the lane of the slot that has it."""
+        half = len(words) // 2
+        rows = [words[:half], words[half:]]
+        acc = [p.cf(0.0)] * 4
+        scheme = self.scheme
+        factors = [widen.float4_factors(scheme, r[4]) if scheme.float4 else None for r in rows]
+        for i in range(4):
+            low, high = (
+                widen.biased_nibbles(scheme, row[i])
+                if f is None
+                else widen.float4_pairs(row[i], f[i])
+                for row, f in zip(rows, factors, strict=True)
+            )
+            for s in (0, 2):
+                left = [low[s], high[s], low[s + 1], high[s + 1]]
+                acc = p.mma(acc, left, self.x[4 * i + s : 4 * i + s + 2])
+        found = [arith.select(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
+        if scheme.float4:
+            return found
+        return [self.scaled(v, *row[4:]) for v, row in zip(found, rows, strict=True)]
+
+    def scaled(self, value: Value, scale: Value, zero: Value | None = None) -> Value:
+        """An int4 slot's sum without its bias, times its scale."""
+        assert self.x_sum is not None
+        bias = p.cf(-136.0) if zero is None else p.to_float(arith.subi(p.ci(2**32 - 136), zero))
+        kind = self.scheme.scale_kind
+        assert kind is not None
+        scale = p.from_bits(scale) if kind == "f32" else p.widen(scale, kind)
+        return arith.mulf(p.fma(bias, self.x_sum, value), scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class SumProgram:
+    """memory: addresses of the operands and the result, by name; None where there is none.
+
+    kinds: of the bias and the result.
+    """
+
+    plan: GroupedSumPlan
+    scheme: FewRowsScheme
+    memory: Mapping[str, Value]
+    row_bytes: Mapping[str, int]
+    n_experts: int
+    kinds: Mapping[str, str]
+    smem: SimpleNamespace
+
+    def run(self) -> None:
+        """Emit one block's program while the kernel is traced."""
+        plan = self.plan
+        thread = p.register("tid.x")
+        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        token, block = divided(p.register("ctaid.x"), plan.blocks)
+        p.await_kernel()
+        member, chunk = divided(warp, plan.chunks)
+        works = p.less(member, plan.members)
+        first, end = (
+            arith.divui(p.mul(at, plan.units), p.ci(plan.blocks)) for at in (block, p.add(block, 1))
+        )
+        slot = p.add(p.mul(chunk, 8), p.shift_right(lane, 2))
+        place = Place.of(plan, slot, p.mul(p.masked(lane, 3), 32))
+        expert = self.clamped(self.expert_at(token, place.expert))
+        x = self.ask_x(token, chunk, lane)
+        codes = self.codes(place, expert, lane)
+        on_diagonal = p.equal(p.masked(lane, 3), p.shift_right(lane, 3))
+        sums_at = p.add(p.shared_address(self.smem.sums), p.mul(slot, 4))
+
+        def unit_of(i: Value | int) -> Value:
+            step = p.ci(i) if isinstance(i, int) else i
+            return p.add(first, p.add(p.mul(step, plan.members), member))
+
+        def has(i: Value | int, unit: Value) -> Value | None:
+            """Whether the warp has this unit; None if all have it."""
+            if isinstance(i, int) and (i + 1) * plan.members <= plan.least_units:
+                return None if plan.members * plan.chunks == plan.warps else works
+            return arith.andi(p.less(unit, end), works)
+
+        def load(i: Value | int) -> list[Value]:
+            unit = unit_of(i)
+            condition = has(i, unit)
+            if condition is None:
+                return codes.load(unit)
+            return p.choose(condition, lambda: codes.load(unit), [p.ci(0)] * codes.words)
+
+        def multiply(i: Value | int, words: list[Value]) -> None:
+            unit = unit_of(i)
+            condition = has(i, unit)
+
+            def body() -> None:
+                at = p.add(sums_at, p.mul(arith.subi(unit, first), 8 * plan.pitch))
+                for r, value in enumerate(codes.sums(words)):
+                    p.store_shared_if(on_diagonal, at, value, 4 * plan.pitch * r)
+
+            if condition is None:
+                body()
+            else:
+                p.when(condition, body)
+
+        ring = [load(i) for i in range(plan.ahead)]
+        codes = self.with_x(codes, x, warp, lane)
+        asked = self.ask(thread, token, first, end)
+        self.multiply_all(ring, load, multiply)
+        p.barrier()
+        self.finish(thread, token, first, end, asked)
+
+    def multiply_all(self, ring: list[list[Value]], load: Callable, multiply: Callable) -> None:
+        """All units of a warp, ``ahead`` of them under way."""
+        ahead, rounds = self.plan.ahead, self.plan.rounds
+        if rounds <= ahead:
+            for i in range(rounds):
+                multiply(i, ring[i])
+            return
+        words = len(ring[0])
+
+        def step(i: Value, carry: list[Value]) -> list[Value]:
+            carry = list(carry)
+            for a in range(ahead):
+                part = slice(a * words, (a + 1) * words)
+                multiply(p.add(i, a), carry[part])
+                carry[part] = load(p.add(i, a + ahead))
+            return carry
+
+        p.loop(0, rounds, ahead, [v for words in ring for v in words], step)
+
+    # --- before the products ---
+
+    def expert_at(self, token: Value, index: Value) -> Value:
+        """The token's expert of this number, as it is given."""
+        at = p.add(p.mul(token, self.plan.fan), index)
+        return p.load_global(p.offset(self.memory["experts"], at, 4), 1)[0]
+
+    def clamped(self, expert: Value) -> Value:
+        """An expert that w has."""
+        return p.smaller(p.larger(expert, p.ci(0)), p.ci(self.n_experts - 1))
+
+    def ask_x(self, token: Value, chunk: Value, lane: Value) -> list[Value]:
+        """The chunk's x as it lies: 8 columns a lane, 4 times."""
+        plan, out = self.plan, []
+        for i in range(4):
+            piece = p.add(p.mul(chunk, 128), p.add(lane, 32 * i))
+            part = Place.of(plan, p.shift_right(piece, 4), p.mul(p.masked(piece, 15), 8))
+            row = p.add(p.mul(token, plan.fan), part.expert)
+            at = p.offset(p.offset(self.memory["x"], row, 2 * plan.k), part.column, 2)
+            words = p.load_global(at, 4)
+            out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
+        return out
+
+    def codes(self, place: Place, expert: Value, lane: Value) -> Codes:
+        scheme = self.scheme
+        group = p.shift_right(place.column, scheme.group.bit_length() - 1)
+        starts = {
+            "w": p.shift_right(place.column, 1),
+            "scale": p.mul(group, scheme.scale_bytes),
+            "zero": group,
+        }
+        names = ["w", "scale"] + (["zero"] if scheme.zero == "int" else [])
+        places = {
+            name: p.offset_rows(at, expert, self.plan.n * self.row_bytes[name])
+            for name in names
+            for at in [p.offset(self.memory[name], starts[name])]
+        }
+        return Codes(scheme, self.row_bytes, places, p.bit(lane, 2))
+
+    def with_x(self, codes: Codes, words: list[Value], warp: Value, lane: Value) -> Codes:
+        """x in the order of the codes: a lane's 32 columns."""
+        base = p.add(p.shared_address(self.smem.x), p.mul(warp, 2048))
+        # Piece 4 l + i is the lane l's, at 512 i + 16 l.
+        to = p.add(p.mul(p.masked(lane, 3), 512), p.mul(p.shift_right(lane, 2), 16))
+        for i in range(4):
+            p.store_shared(p.add(base, to), words[4 * i : 4 * i + 4], 128 * i)
+        p.warp_barrier()
+        source = p.add(base, p.mul(lane, 16))
+        loaded = [p.load_shared(source, 4, 512 * i) for i in range(4)]
+        pairs = [pair for four in loaded for pair in widen.x_pairs(self.scheme, four)]
+        if self.scheme.float4:
+            return dataclasses.replace(codes, x=pairs)
+        parts = [f(v) for v in pairs for f in (p.widen, p.widen_high)]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [arith.addf(*two) for two in zip(parts[:half], parts[half:], strict=True)]
+        (total,) = parts
+        for distance in (1, 2):
+            total = arith.addf(total, p.shuffle_xor(total, distance))
+        return dataclasses.replace(codes, x=pairs, x_sum=total)
+
+    # --- behind them ---
+
+    def ask(self, item: Value, token: Value, first: Value, end: Value) -> SimpleNamespace:
+        """What an item of ``finish`` needs: is it one; its expert's weight; bias, factor of w."""
+        plan = self.plan
+        row, index = divided(item, plan.fan)
+        has_one = p.less(p.add(first, p.shift_right(row, 1)), end)
+        row = arith.select(has_one, p.add(p.mul(first, 2), row), p.mul(first, 2))
+        expert = self.expert_at(token, index)
+        at = p.add(p.mul(token, plan.fan), index)
+        found = SimpleNamespace(has_one=has_one, bias=None, factor=None, is_own=None)
+        found.weight = load_number(self.memory["weights"], at, "f32")
+        if plan.partial:
+            found.is_own = p.less(expert, self.n_experts)
+        expert = self.clamped(expert)
+        if self.memory["bias"] is not None:
+            kind = self.kinds["bias"]
+            base = p.offset(self.memory["bias"], expert, BYTES[kind] * plan.n)
+            found.bias = load_number(base, row, kind)
+        if self.scheme.zero == "unit":
+            found.factor = load_number(
+                p.offset(self.memory["zero"], expert, 4 * plan.n), row, "f32"
+            )
+        return found
+
+    def finish(
+        self, thread: Value, token: Value, first: Value, end: Value, asked: SimpleNamespace
+    ) -> None:
+        plan, threads = self.plan, 32 * self.plan.warps
+        for start in range(0, plan.items, threads):
+            item = p.add(thread, start)
+            here = asked if start == 0 else self.ask(item, token, first, end)
+            p.when(here.has_one, functools.partial(self.finish_item, item, here))
+        p.barrier()
+        parts = p.shared_address(self.smem.parts)
+        for start in range(0, 2 * plan.most_units, threads):
+            row = p.add(thread, start)
+
+            def store(row: Value = row) -> None:
+                at = p.add(parts, p.mul(row, 4 * plan.fan))
+                values = [p.load_float(at, 4 * j) for j in range(plan.fan)]
+                index = p.add(p.mul(token, plan.n), p.add(p.mul(first, 2), row))
+                self.store(index, functools.reduce(arith.addf, values))
+
+            p.when(p.less(p.shift_right(row, 1), arith.subi(end, first)), store)
+
+    def finish_item(self, item: Value, asked: SimpleNamespace) -> None:
+        """One row of one expert, times the expert's weight."""
+        plan = self.plan
+        row, index = divided(item, plan.fan)
+        at = p.add(p.mul(row, plan.pitch), p.mul(index, plan.slots))
+        at = p.add(p.shared_address(self.smem.sums), p.mul(at, 4))
+        slots = [p.load_float(at, 4 * i) for i in range(plan.slots)]
+        value = functools.reduce(arith.addf, slots)
+        if self.scheme.float4:
+            value = arith.mulf(value, p.cf(widen.FLOAT4_REST))
+        if asked.factor is not None:
+            value = arith.mulf(value, asked.factor)
+        if asked.bias is not None:
+            value = arith.addf(value, asked.bias)
+        value = arith.mulf(value, asked.weight)
+        if asked.is_own is not None:
+            value = arith.select(asked.is_own, value, p.cf(0.0))
+        p.store_shared(p.add(p.shared_address(self.smem.parts), p.mul(item, 4)), [value])
+
+    def store(self, index: Value, value: Value) -> None:
+        """The only rounding."""
+        kind = self.kinds["out"]
+        at = p.offset(self.memory["out"], index, BYTES[kind])
+        if kind == "f32":
+            p.store_global(at, [value])
+        else:
+            p.store_global_half(at, p.narrow(value, kind))

@@ -1,0 +1,87 @@
+"""The norm and choice of experts: XLA's form, and the Mosaic kernel's code on numpy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.experts import route_kernel
+from pallas_kernels.experts.route import norm_and_route
+from pallas_kernels.experts.route_kernel import RouteStatic, route_plan
+from pallas_kernels.matmul.few_rows import operands
+from tests.helpers.arrays import as_jax
+from tests.helpers.matmul_cases import activations, newest
+from tests.helpers.warp_emulator import emulated
+
+CASES = [(128, 512, 8, None, True), (32, 320, 4, "bfloat16", True), (60, 64, 6, None, False)]
+
+
+def case(n, d, k, bias, normalize):
+    drawn = np.random.default_rng(0).normal(size=(n, d)) * d**-0.5
+    drawn[5] = drawn[2]  # equal logits: the lower index comes first
+    x, router = activations((2, d), jnp.bfloat16), as_jax(drawn, jnp.bfloat16)
+    gamma = as_jax(1 + 0.1 * np.asarray(activations((d,), jnp.float32, 2)))
+    if bias is not None:
+        drawn = np.array(activations((n,), jnp.float32, 3))
+        drawn[[2, 5]] = 0
+        bias = as_jax(drawn, jnp.dtype(bias))
+    return x, gamma, router, bias, RouteStatic(k, normalize, 2.0, 1e-6)
+
+
+def check(found, x, gamma, router, bias, static) -> None:
+    y, experts, weights = found
+    floats = np.asarray(x, np.float64)
+    want = floats / np.sqrt(np.mean(floats**2, -1, keepdims=True) + 1e-6) * np.asarray(gamma)
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=1e-2, atol=1e-6)
+    logits = np.asarray(y, np.float64) @ np.asarray(router, np.float64).T
+    logits = logits if bias is None else logits + np.asarray(bias, np.float64)
+    order = np.argsort(-np.round(logits, 6), -1, kind="stable")[:, : static.k]
+    np.testing.assert_array_equal(experts, order)
+    powers = np.exp(logits)
+    best = np.take_along_axis(powers, order, -1)
+    shares = best / (best if static.normalize else powers).sum(-1, keepdims=True)
+    np.testing.assert_allclose(weights, static.scale * shares, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given", [CASES[1], pytest.param(CASES[2], marks=pytest.mark.slow)], ids=str
+)
+def test_xla(given) -> None:
+    x, gamma, router, bias, static = case(*given)
+    k, normalize, scale, eps = static
+    f = functools.partial(norm_and_route, k=k, normalize=normalize, scale=scale)
+    run = jax.jit(lambda x, gamma, router, bias: f(x, (gamma, eps), router, bias))
+    check(run(x, gamma, router, bias), x, gamma, router, bias, static)
+
+
+@newest
+@pytest.mark.parametrize("given", CASES, ids=str)
+def test_emulated(given) -> None:
+    x, gamma, router, bias, static = case(*given)
+    plan = route_plan(x, router, static).plan
+    with emulated(route_kernel, operands):
+        found = route_kernel.route_tokens(x, gamma, router, bias, static=static, plan=plan)
+    check(found, x, gamma, router, bias, static)
+
+
+@newest
+def test_lowers_for_cuda_if_it_is_named() -> None:
+    x, gamma, router, bias, _ = case(*CASES[1])
+    f = functools.partial(norm_and_route, k=4, normalize=True, implementation="mosaic")
+    call = jax.jit(lambda x, gamma, router, bias: f(x, (gamma, 1e-6), router, bias))
+    text = call.trace(x, gamma, router, bias).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1
+
+
+def test_what_it_takes() -> None:
+    x, router = jnp.zeros((1, 64), jnp.bfloat16), jnp.zeros((16, 64), jnp.bfloat16)
+    static = RouteStatic(2, True, 1.0, 1e-6)
+    assert "9 tokens" in route_plan(jnp.zeros((9, 64), jnp.bfloat16), router, static).text
+    assert "x is float32" in route_plan(x.astype(jnp.float32), router, static).text
+    assert "no GPU has timed" in route_plan(x, router, static).text
+    with pytest.raises(ValueError, match="k = 17 of 16 experts"):
+        norm_and_route(x, (jnp.ones(64), 1e-6), router, k=17, normalize=True)

@@ -1,0 +1,86 @@
+"""Attention from latents: the absorbed form over a cache is the expanded form of whole rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.model.cache import init_pages
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from tests.helpers.models import LATENT, params_of, relative_error, tokens_of
+
+CFG = LATENT.first_layers(1)
+LENGTHS = np.array([13, 9], np.int32)
+WHOLE = 20
+
+
+def test_the_cache_has_one_head_of_latents_and_no_values():
+    cache = jax.eval_shape(lambda: jl.init_cache(LATENT, 2, 16, "float32"))
+    assert [layer.k.shape for layer in cache.layers] == [(2, 16, 1, 14)] * 2
+    assert all(layer.v is None for layer in cache.layers)
+    assert cache.nbytes == 2 * (2 * 16 * 14 * 4) + 2 * 4
+
+
+def paged(dtype: str) -> jl.Cache:
+    """An empty cache of two rows whose pages lie in turns."""
+    cache = init_pages(CFG, 2, 3, 6, 8, dtype)
+    return dataclasses.replace(cache, table=jnp.arange(6, dtype=jnp.int32).reshape(3, 2).T)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "pages"),
+    [
+        ("float32", 1e-5, False),
+        pytest.param("float32", 1e-5, True, marks=pytest.mark.slow),
+        pytest.param("int8", 0.03, True, marks=pytest.mark.slow),
+        pytest.param("int4", 0.3, False, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", 0.1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
+    params, tokens = params_of(CFG), np.asarray(tokens_of(CFG, 2, WHOLE))
+    want = np.asarray(jl.logits(CFG, params, tokens, np.full(2, WHOLE, np.int32)))
+    cache = paged(dtype) if pages else jl.init_cache(CFG, 2, 24, dtype)
+    got, cache = jl.prefill(CFG, params, tokens[:, :13], LENGTHS, cache, chunk=8)
+    for step in range(4):
+        at = LENGTHS + step
+        for row in range(2):
+            assert relative_error(got[row], want[row, at[row] - 1]) <= bound
+        got, cache = jl.decode_step(CFG, params, tokens[np.arange(2), at], cache)
+
+
+def test_a_config_that_latents_contradict_names_the_key():
+    for changes, key in (
+        ({"attn_softcap": 3.0}, "attn_softcap"),
+        ({"attn_sparsity": 0.5}, "attn_sparsity"),
+        ({"rope": dataclasses.replace(CFG.rope, rotary_dim=4)}, "rope.rotary_dim"),
+        ({"head_dim": 6}, "head_dim"),
+    ):
+        with pytest.raises(JaxLlamaError, match=rf"^{key} = "):
+            CFG.replace(**changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
+def test_an_offloaded_cache_gives_the_same_tokens(options, tmp_path, monkeypatch):
+    """With attention on the CPU, and with rows whose bits no batch decides."""
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    cfg = LATENT.replace(eos_token_ids=())
+    params, prompts = params_of(cfg), [[5, 9, 4, 7, 11], [3], [8, 6, 5]]
+    ending = "0 100 100 0" if options else "50 50 100 0 cpu_attention=true"
+    place = Placement(Policy.parse(f"0 100 {ending}"), jnp.float32, **options)
+    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+    want = LanguageModel(cfg, params, None).generate(prompts, 8)
+    got = off.generate(prompts, 8)
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    for row, prompt in enumerate(prompts if options else ()):
+        (alone,) = off.generate([prompt], 8)
+        assert alone.logprobs == got[row].logprobs

@@ -1,0 +1,94 @@
+"""Prompts whose tokens the devices of a mesh share, against one device.
+
+The comparisons run in a child process with 8 CPU devices (``sequence_child``).  Values may differ
+by what reordered float32 sums leave, and with a quantized cache by a code that falls the other way.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.parallel.mesh import make_mesh
+from jaxllama.parallel.sequence import cut, joined, piece_width, sequence_shards
+from tests.helpers.compiling import environment
+
+ROOT = Path(__file__).parents[2]
+CHILD = (sys.executable, "-m", "tests.helpers.sequence_child")
+BOUND = {"float32": 1e-5, "int8": 0.02, "int4": 0.2}
+FULL = [
+    "gqa:4x1",
+    "gqa:8x1",
+    "gqa:2x4",
+    "gqa:4x1:int8",
+    "gqa:2x2:int4",
+    "mqa-window:4x1",
+    "gqa:4x1:float32:cudnn",
+    "gqa:4x1:int8:cudnn",
+    "mqa-window:2x1:float32:cudnn",
+    "sinks:2x2",
+    "gla:4x1",
+    "gla-variant:4x2",
+    "gdn:4x1",
+    "kda:4x1",
+    "delta:2x2",
+    "ssm:4x1",
+    "short-conv:2x1",
+    "hybrid:4x2",
+    "experts:4x2",
+]
+
+
+def result_of(name: str) -> dict:
+    run = subprocess.run(
+        [*CHILD, name], cwd=ROOT, capture_output=True, text=True, check=False, env=environment(8)
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    result = json.loads(run.stdout)
+    assert result["is_cut"], "the devices did not share the prompt"
+    return result
+
+
+def check(name: str) -> None:
+    result = result_of(name)
+    bound = BOUND[(name.split(":")[2:] or ["float32"])[0]]
+    assert result["logits"] < bound, result
+    assert result["cache"] < bound, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL)
+def test_every_mixer_passes_its_state_from_piece_to_piece(name):
+    check(name)
+
+
+@pytest.mark.slow
+def test_an_engine_with_pages_shares_the_chunks_of_its_prompts():
+    result = result_of("engine:4x1")
+    assert result["same"], result
+    assert len({token for row in result["tokens"].values() for token in row}) > 3
+
+
+@pytest.mark.parametrize("n_new, n", [(48, 4), (13, 2), (5000, 4)])
+def test_pieces_join_to_the_rows_that_were_cut(n_new, n):
+    x = jnp.arange(3 * n_new * 2, dtype=jnp.int32).reshape(3, n_new, 2)
+    pieces = cut(x, n, piece_width(n_new, n))
+    assert pieces.shape[0] == 2 * n * 3
+    np.testing.assert_array_equal(joined(pieces, 3, n, n_new), x)
+
+
+def test_a_device_has_an_early_and_a_late_piece():
+    tokens = jnp.arange(16, dtype=jnp.int32)[None]
+    first = cut(tokens, 4, 2)[:2]  # device 0's
+    assert first.tolist() == [[0, 1], [14, 15]]
+
+
+def test_one_device_and_no_mesh_share_nothing():
+    assert sequence_shards(None, 1) == 1
+    assert sequence_shards(make_mesh("data=1"), 1) == 1
