@@ -53,7 +53,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
-from jaxllama.planner.calibrate_experts import EXPERT_ROWS, Point, measure_experts
+from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, measure_experts
 from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
 from jaxllama.planner.experts import expert_counts, experts_step
 from jaxllama.planner.fitting import Calibration, Moving, nnls
@@ -99,7 +99,8 @@ class Host:
         """Return all other parameters; layers share one layer's arrays."""
         found: dict[tuple[str, ...], Any] = {}
         for name in [name for name in shapes if not name.startswith("layer_")] + ["layer_0"]:
-            for path, shape in flatten_dict(shapes[name]).items():
+            leaves: dict[tuple[str, ...], Any] = flatten_dict(shapes[name])
+            for path, shape in leaves.items():
                 if path[1:2] and path[1] in EXPERTS and path[-1] == "weight":
                     continue
                 leaf = random_tree(shape)
@@ -240,6 +241,8 @@ def main() -> None:
         return found
 
     cfg = load_config("gpt-oss-120b").replace(eos_token_ids=())
+    assert cfg.experts is not None
+    n_active = cfg.experts.n_active
     if args.small:
         cfg = cfg.replace(
             n_layers=3,
@@ -266,7 +269,7 @@ def main() -> None:
         ).__name__,
     )
     tell("pinned_bytes", sum(x.nbytes for own in host.tensors.values() for x in own.values()))
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[StepPoint]] = {}
     small = functools.partial(host.model, layers=2)
     costs = measure_experts(cfg.first_layers(2), small, dtype, 512, points.__setitem__, computes)
     layer = [costs.layer[0] + costs.layer[1] * rows for rows in EXPERT_ROWS]
@@ -341,7 +344,7 @@ def main() -> None:
                 top = [
                     float(np.sort(own)[::-1][: len(own) // 5].sum()) for own in use.layers.values()
                 ]
-                share = np.mean(top) / cfg.experts.n_active
+                share = np.mean(top) / n_active
                 tell("zipf: share of pairs with a fifth of the experts", float(share))
             for rows in map(int, args.rows.split(",")):
                 policy = attempt(f"{kind} plan {rows}", planned, rows, path)

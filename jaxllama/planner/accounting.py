@@ -40,7 +40,7 @@ from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.planner.experts import expert_counts, shares_of
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Params, ParamsDict, Tree
 from pallas_kernels.qtensor import packed_bytes, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -89,17 +89,19 @@ class Footprint:
 @functools.lru_cache(maxsize=64)
 def unit_shapes(
     cfg: ModelConfig, dtype: str, scheme: str | None, sep_layer: bool, singly: bool = False
-) -> list[tuple[ModelUnit, Params]]:
+) -> list[tuple[ModelUnit, ParamsDict]]:
     """Return every unit with the shapes of its weights.
 
     singly: without the experts, which lie one by one.
     """
     shapes = weight_shapes(cfg, dtype, scheme)
     units = [(unit, unit.weights(shapes)) for unit in units_of(cfg, sep_layer)]
-    return [(unit, _without_experts(tree)) for unit, tree in units] if singly else units
+    if not singly:
+        return units
+    return [(unit, _without_experts(tree)) for unit, tree in units]
 
 
-def _without_experts(tree: Params) -> Params:
+def _without_experts(tree: ParamsDict) -> ParamsDict:
     own = tree.get("mlp")
     if own is None:
         return tree

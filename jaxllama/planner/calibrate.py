@@ -147,8 +147,8 @@ def _read(path: Path) -> Calibration:
     data = json.loads(path.read_text())
     experts = data.pop("experts")
     if experts is not None:
-        experts = {n: tuple(x) if isinstance(x, list) else x for n, x in experts.items()}
-        experts = ExpertCosts(**experts)
+        layer, load, cpu = (tuple(experts[name]) for name in ("layer", "load", "cpu"))
+        experts = ExpertCosts(layer, load, cpu, experts["beside"])
     for field in dataclasses.fields(Calibration):
         if field.name == "experts":
             continue
@@ -239,7 +239,7 @@ class _Measure:
                     policy = _policy(lm)
                     overlapped.append((policy, policy.num_gpu_batches, step))
         costs = self._fit(still, on_cpu, moved, joins, lookups, overlapped)
-        if self.cfg.experts is None or not self.moves:
+        if self.cfg.experts is None or self.cfg.parallel_block or not self.moves:
             return costs
         self.progress("calibrating: experts")
         known = functools.partial(random_model, self.cfg, self.dtype, scheme=self.scheme)

@@ -43,7 +43,7 @@ COMPUTES = 1e-6  # the ratio of costs that leaves all experts to the CPU
 EVERYWHERE = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={EXPERT_ROWS[-1]}")
 
 
-class Point(NamedTuple):
+class StepPoint(NamedTuple):
     """Seconds of a step, and by layer: experts loaded, computed, and further tokens of these."""
 
     seconds: float
@@ -57,7 +57,7 @@ def measure_experts(
     model: Callable[[Policy], LanguageModel],
     kv_dtype: DTypeLike,
     chunk: int,
-    tell: Callable[[str, Sequence[Point]], object] = lambda *_: None,
+    tell: Callable[[str, list[StepPoint]], object] = lambda *_: None,
     computes: bool = True,
 ) -> ExpertCosts:
     """Return the costs of ``cfg``'s layers, all of which have experts.
@@ -72,7 +72,7 @@ def measure_experts(
     if not computes:
         cold = dataclasses.replace(cold, cpu_expert=0.0)
 
-    def points(name: str, lm: LanguageModel, **changes: Any) -> list[Point]:
+    def points(name: str, lm: LanguageModel, **changes: Any) -> list[StepPoint]:
         changed = offloaded(lm.executor).with_policy(**changes)
         lm = dataclasses.replace(lm, executor=changed)
         found = [_point(lm, rows, kv_dtype, chunk) for rows in EXPERT_ROWS]
@@ -117,13 +117,13 @@ def measured_use(lm: LanguageModel, tokens: np.ndarray) -> ExpertUse:
     return ExpertUse.of_counts(run.experts.counts, lm.config.experts.n_active)
 
 
-def _beyond(points: Sequence[Point], base: Sequence[Point], layers: int) -> list[float]:
+def _beyond(points: Sequence[StepPoint], base: Sequence[StepPoint], layers: int) -> list[float]:
     """Return the seconds of a layer beyond those of ``base``."""
     pairs = zip(points, base, strict=True)
     return [max(1e-9, (point.seconds - own.seconds) / layers) for point, own in pairs]
 
 
-def _beside(costs: ExpertCosts, points: Sequence[Point], seconds: Sequence[float]) -> float:
+def _beside(costs: ExpertCosts, points: Sequence[StepPoint], seconds: Sequence[float]) -> float:
     """Return the share of the shorter of link and CPU that was not hidden."""
     shares = []
     for point, taken in zip(points, seconds, strict=True):
@@ -134,7 +134,7 @@ def _beside(costs: ExpertCosts, points: Sequence[Point], seconds: Sequence[float
     return float(np.clip(statistics.fmean(shares), 0.0, 1.0)) if shares else 0.0
 
 
-def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int) -> Point:
+def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int) -> StepPoint:
     capacity, spread = CONTEXT + ROOM, Sampling(temperature=100.0)
     run = random_run(lm, rows, CONTEXT, ROOM, capacity, kv_dtype, chunk, spread)
     for _ in range(WARM):
@@ -143,7 +143,7 @@ def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int) -> Poi
     run.experts.counts_all = True  # a layer with all of its experts on the device waits too
     times = [timed_step(run) for _ in range(STEPS)]
     work, layers = run.experts, lm.config.n_layers
-    return Point(
+    return StepPoint(
         sorted(times)[len(times) // 4],
         work.loads / layers / STEPS,
         work.computed / layers / STEPS,

@@ -43,7 +43,7 @@ from jaxllama.planner.accounting import (
     footprint,
     unit_shapes,
 )
-from jaxllama.planner.experts import expert_counts, experts_step
+from jaxllama.planner.experts import experts_seconds
 from jaxllama.planner.fitting import Calibration, Moving, moving
 from pallas_kernels.qtensor import tree_bytes
 
@@ -235,27 +235,6 @@ def _names(
     return cfg, dtype, settings.scheme, policy.sep_layer, singly
 
 
-def _experts_seconds(
-    cfg: ModelConfig,
-    policy: Policy,
-    costs: Calibration,
-    rows: int,
-    batches: int,
-    width: int,
-    chunk: int,
-) -> dict[int, float]:
-    """Return the seconds of each layer's experts that lie one by one, for all batches.
-
-    width: tokens of a prompt, which pass in pieces of ``chunk``.
-    """
-    if not policy.experts or costs.experts is None:
-        return {}
-    whole, rest = divmod(width, chunk)
-    pieces = batches * ([chunk] * whole + [rest] * (rest > 0))
-    steps = experts_step(cfg, costs.experts, policy, tuple(rows * tokens for tokens in pieces))
-    return dict(zip(expert_counts(cfg), (step.seconds for step in steps), strict=True))
-
-
 def _units(
     cfg: ModelConfig,
     policy: Policy,
@@ -280,7 +259,7 @@ def _units(
         return _Lane(times * cost.host * host, times * cost.disk * disk, times * other)
 
     chunk = policy.prefill_batch_size or task.chunk
-    by_layer = _experts_seconds(cfg, policy, costs, rows, batches, width, chunk)
+    by_layer = experts_seconds(cfg, costs.experts, policy, rows, batches, width, chunk)
     for index, (unit, shapes) in enumerate(unit_shapes(*names)):
         if unit.kind == "embed":
             continue

@@ -58,7 +58,7 @@ class ExpertCosts:
             "cpu_token": float(f"{self.cpu[2] / unit:.4g}"),
         }
 
-    def seconds(self, loads: int, computed: int, extra: float) -> float:
+    def seconds(self, loads: float, computed: float, extra: float) -> float:
         """Return a layer's seconds of ``loads`` and of the CPU's experts with ``extra`` tokens."""
         link = self.load[0] + loads * self.load[1] if loads else 0.0
         cpu = 0.0
@@ -144,7 +144,8 @@ def _shares_of(
 @functools.lru_cache(maxsize=64)
 def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
     """Return the number of experts of each layer that has some."""
-    found = ((layer, cfg.experts_of(layer)) for layer in range(cfg.n_layers))
+    layers = (layer for layer in range(cfg.n_layers) if layer not in cfg.bare_layers)
+    found = ((layer, cfg.experts_of(layer)) for layer in layers)
     return {layer: own.n_experts for layer, own in found if own is not None}
 
 
@@ -171,3 +172,24 @@ def experts_step(
             )
         found.append(alike[key])
     return tuple(found)
+
+
+def experts_seconds(
+    cfg: ModelConfig,
+    costs: ExpertCosts | None,
+    policy: Policy,
+    rows: int,
+    batches: int,
+    width: int,
+    chunk: int,
+) -> dict[int, float]:
+    """Return the seconds of each layer's experts that lie one by one, for all batches of ``rows``.
+
+    width: tokens of a prompt, which pass in pieces of ``chunk``.
+    """
+    if not policy.experts or costs is None:
+        return {}
+    whole, rest = divmod(width, chunk)
+    pieces = batches * ([chunk] * whole + [rest] * (rest > 0))
+    steps = experts_step(cfg, costs, policy, tuple(rows * tokens for tokens in pieces))
+    return dict(zip(expert_counts(cfg), (step.seconds for step in steps), strict=True))

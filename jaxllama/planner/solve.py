@@ -154,8 +154,9 @@ def one_by_one(
         if device is None:
             continue
         end = 1000 - device
-        host = _most(lambda x: need(placed(device, x)).host, limits.host, end)  # noqa: B023
-        found = placed(device, host or 0)
+        at = functools.partial(placed, device)
+        host = _most(lambda x: need(at(x)).host, limits.host, end)  # noqa: B023
+        found = at(host or 0)
         yield from (dataclasses.replace(found, **divided) for divided in [{}, *divides])
 
 

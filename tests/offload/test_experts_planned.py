@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.config import ExpertsConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation.plan import measure
 from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.experts import ExpertBias, ExpertTensor
@@ -28,6 +29,8 @@ from tests.helpers.models import FAMILIES, params_of
 EXPERTS = ExpertsConfig(32, 4, 64, bias=True, router_bias=True)
 CFG = FAMILIES["gqa"].first_layers(1).replace(experts=EXPERTS)
 COSTS = ExpertCosts((4e-4, 1e-5), (5e-5, 2.5e-4), (1e-4, 2e-4, 2e-5), 0.3)
+SLOW_CPU = ExpertCosts((1e-6, 0.0), (1e-6, 1e-5), (1e-4, 1e-3, 1e-3), 0.3)
+MORE = ({}, {"cpu_expert": 1e-6})  # all loaded, all on the CPU
 
 
 def machine(costs: ExpertCosts) -> Calibration:
@@ -59,7 +62,9 @@ def simulated(policy: Policy, shares: np.ndarray, cold: list[int], tokens: int) 
     return float(np.mean(taken))
 
 
-@pytest.mark.parametrize("options", [{}, {"cpu_expert": 1e-6}, COSTS.of_policy])
+@pytest.mark.parametrize(
+    "options", [COSTS.of_policy, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE)]
+)
 def test_the_predicted_time_is_that_of_a_simulated_timeline(options):
     policy = Policy(experts="25/75", **options)
     skewed = 1.0 / np.arange(1, 33)
@@ -83,29 +88,40 @@ def test_a_block_loads_an_expert_once():
     assert one.loads == pytest.approx(32 * (1 - (28 / 32) ** 8))
 
 
-def test_the_solver_places_the_hottest_on_the_device_and_divides_the_rest(tmp_path):
+def limited() -> tuple[ModelConfig, MemoryLimits, Task, PlannerSettings]:
+    """Four layers, and a device with room for 40% of their experts."""
+    task, settings = Task(1, 4, 8), PlannerSettings(jnp.float32, jnp.float32)
+    cfg = CFG.replace(n_layers=4, layer_types=("attention",) * 4)
+    need = need_of(cfg, Policy(experts="40/60"), task, settings, 0)
+    return cfg, MemoryLimits(need.device, 10**9, 10**9), task, settings
+
+
+@pytest.mark.slow
+def test_the_solver_divides_what_is_not_on_the_device():
+    cfg, limits, task, settings = limited()
+    fast = dataclasses.replace(SLOW_CPU, cpu=(1e-7, 1e-6, 1e-6))
+    found = solve(cfg, machine(fast), task, limits, settings)
+    assert limits.allow(need_of(cfg, found, task, settings, 0))
+    assert found.expert_shares is not None and found.expert_shares.device > 10
+    assert found.cpu_expert == pytest.approx(0.1)
+
+
+def test_the_most_used_are_on_the_device_and_a_slow_cpu_gets_nothing(tmp_path):
     path = tmp_path / "use.json"
     skewed = 1.0 / np.arange(1, 33)
     ExpertUse(dict.fromkeys(range(4), 4 * skewed / skewed.sum())).save(path)
-    task, settings = Task(1, 4, 8), PlannerSettings(jnp.float32, jnp.float32)
-    cfg = CFG.replace(n_layers=4, layer_types=("attention",) * 4)
-    limits = MemoryLimits(
-        need_of(cfg, Policy(experts="40/60"), task, settings, 0).device, 10**9, 10**9
+    cfg, limits, task, settings = limited()
+    costs = machine(SLOW_CPU)
+    found = list(one_by_one(cfg, Policy(), str(path), costs, task, limits, settings))
+
+    def rate(policy: Policy) -> float:
+        return predict(cfg, policy, costs, task, settings).tokens_per_second
+
+    best = max(found, key=rate)
+    assert best.expert_shares is not None and best.expert_shares.device > 35
+    assert best.expert_use == str(path) and rate(best) > rate(
+        dataclasses.replace(best, expert_use="")
     )
-
-    def rate(policy: Policy, costs: ExpertCosts) -> float:
-        return predict(cfg, policy, machine(costs), task, settings).tokens_per_second
-
-    slow = dataclasses.replace(COSTS, layer=(1e-6, 0.0), load=(1e-6, 1e-5), cpu=(1e-4, 1e-3, 1e-3))
-    fast = dataclasses.replace(slow, cpu=(1e-7, 1e-6, 1e-6))
-    divides = solve(cfg, machine(fast), task, limits, settings)
-    assert limits.allow(need_of(cfg, divides, task, settings, 0))
-    assert divides.expert_shares is not None and divides.expert_shares.device > 10
-    assert divides.cpu_expert == pytest.approx(0.1)
-    found = one_by_one(cfg, Policy(), str(path), machine(slow), task, limits, settings)
-    best = max(found, key=lambda policy: rate(policy, slow))
-    even = dataclasses.replace(best, expert_use="")
-    assert best.expert_use == str(path) and rate(best, slow) > rate(even, slow)
     assert best.cpu_expert == 0.0 or best.cpu_expert > 50
 
 
@@ -154,3 +170,17 @@ def test_costs_and_use_are_measured(tmp_path):
 def test_a_table_s_path_has_no_spaces():
     with pytest.raises(JaxLlamaError, match="expert_use = 'a b': a path without spaces"):
         Policy(experts="0/100", expert_use="a b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "gpu_batch_size=2 num_gpu_batches=2"])
+def test_live_device_bytes_stay_within_the_prediction(tmp_path, options):
+    """Live arrays of the whole process, those of other tests subtracted."""
+    task, settings = Task(4, 16, 8), PlannerSettings(jnp.float32, jnp.float32)
+    policy = Policy.parse(f"100 0 100 0 100 0 experts=25/75 {options}")
+    before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
+    place = Placement(policy, jnp.float32, directory=tmp_path)
+    lm = place.model(CFG, place.tree(jax.tree.map(np.asarray, params_of(CFG))), None)
+    found, _ = measure(lm, task, settings)
+    need = need_of(CFG, policy, task, settings)
+    assert found["device_bytes"] - before <= need.device

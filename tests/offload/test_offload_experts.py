@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.experts import divided
 from jaxllama.language_model import LanguageModel
@@ -103,6 +105,10 @@ def test_drafts_logits_and_the_engine_s_blocks(tmp_path):
     want = [out.tokens for out in lm.generate(PROMPTS, 8)]
     found = off.generate(PROMPTS, 8, draft="ngram", draft_tokens=3)
     assert [out.tokens for out in found] == want
+    requests = [Request(str(row), tuple(prompt), 8) for row, prompt in enumerate(PROMPTS)]
+    events = Engine(off, max_len=32).generate(requests)
+    for row, tokens in enumerate(want):
+        assert [token for event in events[str(row)] for token in event.tokens] == tokens
     tokens = np.array([[4, 5, 6, 7], [9, 8, 0, 0]], np.int32)
     scores, own = lm.logits(tokens, [4, 2]), off.logits(tokens, [4, 2])
     np.testing.assert_allclose(own[0], scores[0], atol=1e-5)

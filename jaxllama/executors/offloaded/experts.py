@@ -21,51 +21,33 @@ Left out: loading experts before the router has chosen them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
+from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
-from jaxllama.model import linear
-from jaxllama.model.experts.feed import gate_of, shared, with_output
-from jaxllama.model.experts.route import route
+from jaxllama.executors.offloaded.expert_programs import Routed
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
     ExpertTensor,
-    HotSlots,
-    unpack,
-    unpack_on_cpu,
 )
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit
-from jaxllama.typing import Options, Params, Tree
-from pallas_kernels.experts.op import grouped_matmul, weighted_sum
+from jaxllama.typing import Tree
 
 GROUP = 8  # experts that one program reads from the link
 ON_CPU = 4  # experts of one program of the CPU
 AHEAD = 2  # groups that are on their way or being computed
 
 Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both products
-
-
-class Routed(NamedTuple):
-    """tokens ``[T, D]``, of which each passes ``experts [T, k]`` with ``weights``; index E is no
-    expert, for a token that is none."""
-
-    tokens: jax.Array
-    experts: jax.Array
-    weights: jax.Array
-    stream: Stream
 
 
 def without_mlp(weights: Tree) -> Tree:
@@ -80,7 +62,9 @@ def placed_experts(weights: Tree) -> ExpertTensor | None:
     return weight if isinstance(weight, ExpertTensor) else None
 
 
-def divided(tokens: dict[int, int], loaded: set[int], policy: Policy) -> tuple[list[int], ...]:
+def divided(
+    tokens: Mapping[int, float], loaded: set[int], policy: Policy
+) -> tuple[list[int], list[int]]:
     """Return (experts to load, experts for the CPU) of those that a step needs.
 
     tokens: number of tokens by expert.  loaded: experts that need no load.
@@ -158,15 +142,15 @@ class ExpertWork:
         up: ExpertTensor = gate_up["weight"]
         dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
         dense = {**without_mlp(weights), "mlp": dense}
-        routed = _routed(cfg, dense, stream, lengths)
+        routed = programs.routed_tokens(cfg, dense, stream, lengths)
         cold = _Cold(self, cfg, (up, down["weight"]), (gate_up.get("bias"), down.get("bias")))
-        y = _hot(cfg, (up.hot, down["weight"].hot), cold.on_device, up.held, routed)
+        y = programs.hot_pairs(cfg, (up.hot, down["weight"].hot), cold.on_device, up.held, routed)
         if not up.is_whole or self.counts_all:
             chosen = np.asarray(routed.experts)  # waits for the router alone
             count = np.bincount(chosen.reshape(-1), minlength=up.shape[0] + 1)[:-1]
             self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
             y = cold.added(y, routed, chosen, unit, record, loaded)
-        return _finished(cfg, dense, routed, y)
+        return programs.with_mixture(cfg, dense, routed, y)
 
 
 class _Cold:
@@ -221,7 +205,7 @@ class _Cold:
         results = self._compute(to_compute, routed) if to_compute else []
         for number, group in enumerate(groups):
             found, places = self._group(group, begun.popleft(), routed)
-            y = _with_pairs(y, places, found)
+            y = programs.with_pairs(y, places, found)
             running.append(found)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
@@ -231,7 +215,7 @@ class _Cold:
                 jax.block_until_ready(results)
         for places, result in results:
             moved = jax.device_put(np.asarray(result), self.work.store.on_device)
-            y = _with_pairs(y, places, moved.reshape(-1, moved.shape[-1]))
+            y = programs.with_pairs(y, places, moved.reshape(-1, moved.shape[-1]))
         return y
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
@@ -267,7 +251,7 @@ class _Cold:
         places[: len(pairs)] = pairs
         slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
-        found = _streamed(
+        found = programs.loaded_pairs(
             self.cfg,
             self._layouts,
             tuple(zip(*pieces, strict=True)),
@@ -291,7 +275,7 @@ class _Cold:
             for own, expert in zip(places, group, strict=True):
                 own[: len(self.pairs[expert])] = self.pairs[expert]
             with jax.default_device(cpu()):
-                found = _computed(
+                found = programs.computed_pairs_of(
                     self.cfg,
                     self._layouts,
                     [up.on_cpu(store, expert) for expert in group],
@@ -306,108 +290,3 @@ class _Cold:
 def _size(count: int) -> int:
     """Return the power of two that holds ``count``: programs are compiled for such sizes only."""
     return 1 << (count - 1).bit_length()
-
-
-# The programs
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _routed(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Array) -> Routed:
-    assert cfg.experts is not None
-    x, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
-    tokens = x.reshape(-1, x.shape[-1])
-    experts, weights = route(cfg.experts, tokens, p["mlp"]["router"])
-    is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
-    experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
-    return Routed(tokens, experts, weights, stream)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _hot(
-    cfg: ModelConfig,
-    weights: tuple[Tree, Tree],
-    biases: Sequence[jax.Array | None],
-    held: HotSlots,
-    routed: Routed,
-) -> jax.Array:
-    """Return float32 ``[T k, D]``: the pairs of experts on the device, and zeros."""
-    count, width = routed.experts.size, routed.tokens.shape[-1]
-    if weights[0] is None:
-        return jnp.zeros((count, width), jnp.float32)
-    own = [None if bias is None else bias[held.experts] for bias in biases]
-    y = _products(cfg, weights, own, held.slots[routed.experts], routed.tokens)
-    return y.reshape(count, width)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _streamed(
-    cfg: ModelConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    pieces: tuple[tuple[jax.Array, ...], ...],
-    experts: jax.Array,
-    biases: Sequence[jax.Array | None],
-    tokens: jax.Array,
-    slots: jax.Array,
-    rows: jax.Array,
-) -> jax.Array:
-    """Return float32 ``[P, D]`` of pairs with loaded experts.
-
-    pieces: the experts' bytes, of both products.  slots, rows ``[P]``: a pair's place among
-    ``experts`` and its token.
-    """
-    up, down = (unpack(layout, jnp.stack(own)) for layout, own in zip(layouts, pieces, strict=True))
-    own = [None if bias is None else bias[experts] for bias in biases]
-    return _products(cfg, (up, down), own, slots[:, None], tokens[rows])[:, 0]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _computed(
-    cfg: ModelConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    ups: Sequence[tuple[jax.Array, ...]],
-    downs: Sequence[tuple[jax.Array, ...]],
-    biases: Sequence[np.ndarray | None],
-    x: jax.Array,
-) -> jax.Array:
-    """Return float32 ``[experts, rows, D]`` of ``x [experts, rows, D]``, on the CPU."""
-    found = []
-    for index, leaves in enumerate(zip(ups, downs, strict=True)):
-        weights = [unpack_on_cpu(*pair) for pair in zip(layouts, leaves, strict=True)]
-        only = jnp.zeros((x.shape[1], 1), jnp.int32)
-        own = [None if bias is None else jnp.asarray(bias)[index : index + 1] for bias in biases]
-        found.append(_products(cfg, (weights[0], weights[1]), own, only, x[index])[:, 0])
-    return jnp.stack(found)
-
-
-def _products(
-    cfg: ModelConfig,
-    weights: tuple[Tree, Tree],
-    biases: Sequence[jax.Array | None],
-    experts: jax.Array,
-    x: jax.Array,
-) -> jax.Array:
-    """Return float32 ``[T, k, D]``, unweighted; an index behind the last expert gives zeros."""
-    assert cfg.experts is not None
-    how: Options = {"gated": gate_of(cfg, cfg.experts), "bias": biases[0]}
-    inner = grouped_matmul(x, weights[0], experts, first=0, **how)
-    return grouped_matmul(
-        inner, weights[1], experts, first=0, bias=biases[1], out_dtype=jnp.float32
-    )
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _with_pairs(y: jax.Array, places: np.ndarray, found: jax.Array) -> jax.Array:
-    """Return ``y [T k, D]`` with the rows ``found`` at ``places``; places past its end are none."""
-    return y.at[places].set(found, mode="drop")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _finished(cfg: ModelConfig, p: Params, routed: Routed, y: jax.Array) -> Stream:
-    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]``."""
-    assert cfg.experts is not None
-    stream, tokens = routed.stream, routed.tokens
-    pairs = y.reshape(*routed.experts.shape, y.shape[-1])
-    out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
-    if cfg.experts.shared:
-        out = out + shared(cfg, p["mlp"], tokens.reshape(stream.x.shape))
-    return with_output(cfg, p, stream, out)

@@ -1,0 +1,85 @@
+"""The device's programs of experts that lie one by one compile for Hopper, within the accounted
+memory.  The wheels are those of the extra ``assemble``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import assembling
+
+pytestmark = [pytest.mark.slow, pytest.mark.newer]
+HERE = {found.metadata["Name"] for found in importlib.metadata.distributions()}
+if MISSING := [name for name in assembling.WHEELS if name not in HERE]:
+    pytest.skip(
+        f"the assembler is not here: pip install 'jaxllama[assemble]' brings {', '.join(MISSING)}",
+        allow_module_level=True,
+    )
+
+from jax.experimental import topologies  # noqa: E402
+from jax.experimental.mosaic.gpu import utils  # noqa: E402
+from jax.sharding import SingleDeviceSharding  # noqa: E402
+
+from jaxllama.config import load_config  # noqa: E402
+from jaxllama.executors.offloaded import expert_programs as programs  # noqa: E402
+from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
+from jaxllama.model.decoder import layer_config  # noqa: E402
+from jaxllama.model.linear import Stream  # noqa: E402
+from jaxllama.offload.experts import HotSlots, layout_of  # noqa: E402
+from jaxllama.offload.policy import Policy  # noqa: E402
+from jaxllama.planner.accounting import expert_program_bytes, weight_shapes  # noqa: E402
+from jaxllama.planner.trial import random_tree  # noqa: E402
+from pallas_kernels import dispatch  # noqa: E402
+from pallas_kernels.architecture import BY_NAME  # noqa: E402
+from pallas_kernels.cpu import CpuWeight, prepare_tree  # noqa: E402
+
+
+@pytest.mark.parametrize(("tokens", "pairs"), [(1, 4), (16, 32)])
+def test_gpt_oss_s_experts_compile_for_hopper(monkeypatch, tokens, pairs):
+    arch = BY_NAME["sm_90"]
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    monkeypatch.setattr(utils, "_infer_arch", lambda: arch.capability)
+    where = topologies.get_topology_desc(
+        platform="cuda", topology="1x1x1", target_config=assembling.description(arch)
+    )
+    place = SingleDeviceSharding(where.devices[0])
+
+    def shape(*sizes: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    cfg = load_config("gpt-oss-120b")
+    alike, _ = layer_config(cfg, 1)
+    own = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]["mlp"]
+    layouts, hot, width = [], [], min(pairs, GROUP)
+    for name in ("experts_gate_up", "experts_down"):
+        weight = own[name]["weight"]
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), weight)
+        laid_out = prepare_tree(jax.tree.map(np.asarray, random_tree(one)))
+        assert isinstance(laid_out, CpuWeight)  # which the GPU restores
+        layouts.append(layout_of(*jax.tree.flatten(laid_out), "gpu"))
+        hot.append(jax.tree.map(lambda x: shape(24, *x.shape[1:], dtype=x.dtype), weight))
+    ints = jnp.int32
+    biases = [shape(128, 5760), shape(128, 2880)]
+    routed = programs.Routed(
+        shape(tokens, 2880),
+        shape(tokens, 4, dtype=ints),
+        shape(tokens, 4, dtype=jnp.float32),
+        Stream(shape(tokens, 1, 2880)),
+    )
+    pieces = tuple(
+        tuple(shape(layout.nbytes, dtype=jnp.uint8) for _ in range(width)) for layout in layouts
+    )
+    rows = shape(pairs, dtype=ints)
+    loaded = programs.loaded_pairs.lower(
+        alike, tuple(layouts), pieces, shape(width, dtype=ints), biases, routed.tokens, rows, rows
+    ).compile()
+    packed = sum(layout.nbytes for layout in layouts)
+    assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
+    held = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints))
+    found = programs.hot_pairs.lower(alike, tuple(hot), biases, held, routed).compile()
+    bound = expert_program_bytes(cfg, Policy(experts="0/100"), tokens, jnp.bfloat16)
+    assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)
