@@ -15,7 +15,6 @@ function of them the router takes; a bias that only chooses experts is not in it
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -29,7 +28,7 @@ from jaxllama.model.experts.route import choose, router_logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
 from jaxllama.model.stacked import embed, walk_with_results
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Params
 
 
 class Routed(NamedTuple):
@@ -43,13 +42,14 @@ class Routed(NamedTuple):
 class _Watch:
     """The operations of ``model.linear``, with a record of what the router says."""
 
+    norm_linear = staticmethod(linear.norm_linear)
+    linear_add = staticmethod(linear.linear_add)
+    product = staticmethod(linear.product)
+    grouped = staticmethod(linear.grouped)
+
     def __init__(self, segments: jax.Array | None) -> None:
         self.routed: Routed | None = None
         self._valid = None if segments is None else segments.reshape(-1) > 0
-
-    def __getattr__(self, name: str) -> Tree:
-        module: ModuleType = linear
-        return getattr(module, name)
 
     def route(
         self, options: ExpertsConfig, x: jax.Array, router: Params
