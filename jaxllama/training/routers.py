@@ -28,7 +28,7 @@ from jaxllama.model.experts.route import choose, router_logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
 from jaxllama.model.stacked import embed, walk_with_results
-from jaxllama.typing import Params
+from jaxllama.typing import Params, Tree
 
 
 class Routed(NamedTuple):
@@ -111,7 +111,7 @@ def _watched(
     cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
 ) -> tuple[Stream, Routed | None]:
     """``decoder.block``, with what its router says."""
-    watch = _Watch(at.segments)
+    watch: Tree = _Watch(at.segments)
     stream, _ = block(cfg, kind, params, stream, state, at, watch)
     return stream, watch.routed
 

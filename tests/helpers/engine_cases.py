@@ -30,7 +30,7 @@ from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers import mtp_cases
 from tests.helpers.arrays import as_jax
-from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
+from tests.helpers.models import HYBRIDS, IDENTITIES, LATENT, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
@@ -66,6 +66,7 @@ CONFIGS = {
         ("delta", IDENTITIES["delta"]),
         ("kda", IDENTITIES["kda"]),
         *HYBRIDS.items(),
+        ("latent", LATENT.first_layers(1)),
     )
 } | {"mtp": mtp_cases.CONFIG}
 
