@@ -66,11 +66,12 @@ CONFIGS = {
         ("delta", IDENTITIES["delta"]),
         ("kda", IDENTITIES["kda"]),
         *HYBRIDS.items(),
-        ("latent", LATENT.first_layers(1)),
     )
 } | {"mtp": mtp_cases.CONFIG}
 
 
+# Beside the tests of every family: attention from latents.
+OTHERS = {"latent": LATENT.first_layers(1).replace(vocab_size=256, name="tiny-latent")}
 # Families with layers of the gated delta rule, whose cases are slow.
 DELTA_FAMILIES = tuple(name for name, cfg in CONFIGS.items() if cfg.delta is not None)
 DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMILIES]
@@ -80,7 +81,7 @@ DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMIL
 def model(family: str) -> LanguageModel:
     if family == "mtp":
         return mtp_cases.model()
-    cfg = CONFIGS[family]
+    cfg = (CONFIGS | OTHERS)[family]
     return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
 
 
@@ -91,7 +92,7 @@ def engine(family: str, **options) -> Engine:
     draft="first" is a draft of the model's own layers, all but the last.
     """
     if options.get("draft") == "first":
-        layers = max(CONFIGS[family].n_layers - 1, 1)
+        layers = max((CONFIGS | OTHERS)[family].n_layers - 1, 1)
         options["draft"] = model(family).first_layers(layers)
     return Engine(model(family), **{**OPTIONS, **options})
 
