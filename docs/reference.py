@@ -231,7 +231,7 @@ def _differs(family: Family) -> str:
     found += ["parallel sublayers"] * ("parallel_attn" in keys)
     scaling = family.defaults.get("rope_parameters") or {}
     found += ["q scaled by its position"] * ("llama_4_scaling_beta" in scaling)
-    found += ["multipliers"] * bool({"logits_scaling", "query_pre_attn_scalar"} & keys)
+    found += ["multipliers"] * bool({"logits_scaling", "query_pre_attn_scalar", "scale_emb"} & keys)
     found += ["short convolutions"] * ("conv_L_cache" in keys)
     found += ["Mamba-2"] * ("time_step_limit" in keys)
     found += ["gated delta rule"] * ("linear_conv_kernel_dim" in keys)
@@ -247,7 +247,7 @@ def _differs(family: Family) -> str:
 def _has_experts(family: Family) -> bool:
     if "hybrid_override_pattern" in family.keys:  # Nemotron-H's experts are refused
         return False
-    return bool({"num_experts_per_tok", "moe_k"} & set(family.keys) and family.to_hf)
+    return bool({"num_experts_per_tok", "moe_k", "moe_topk"} & set(family.keys) and family.to_hf)
 
 
 def _runs(family: Family) -> str:

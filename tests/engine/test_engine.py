@@ -79,7 +79,12 @@ def test_tokens_are_those_of_the_request_alone_in_many_schedules(family):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "family", ["llama", pytest.param("hybrid", marks=pytest.mark.slow), *DELTA_ROWS]
+    "family",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "latent")),
+        *DELTA_ROWS,
+    ],
 )
 def test_a_repeated_prefix_is_not_computed_again(family):
     eng = engine(family)

@@ -30,7 +30,7 @@ from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers import mtp_cases
 from tests.helpers.arrays import as_jax
-from tests.helpers.models import HYBRIDS, IDENTITIES, params_of
+from tests.helpers.models import HYBRIDS, IDENTITIES, LATENT, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
@@ -70,6 +70,8 @@ CONFIGS = {
 } | {"mtp": mtp_cases.CONFIG}
 
 
+# Beside the tests of every family: attention from latents.
+OTHERS = {"latent": LATENT.first_layers(1).replace(vocab_size=256, name="tiny-latent")}
 # Families with layers of the gated delta rule, whose cases are slow.
 DELTA_FAMILIES = tuple(name for name, cfg in CONFIGS.items() if cfg.delta is not None)
 DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMILIES]
@@ -79,7 +81,7 @@ DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMIL
 def model(family: str) -> LanguageModel:
     if family == "mtp":
         return mtp_cases.model()
-    cfg = CONFIGS[family]
+    cfg = (CONFIGS | OTHERS)[family]
     return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
 
 
@@ -90,7 +92,7 @@ def engine(family: str, **options) -> Engine:
     draft="first" is a draft of the model's own layers, all but the last.
     """
     if options.get("draft") == "first":
-        layers = max(CONFIGS[family].n_layers - 1, 1)
+        layers = max((CONFIGS | OTHERS)[family].n_layers - 1, 1)
         options["draft"] = model(family).first_layers(layers)
     return Engine(model(family), **{**OPTIONS, **options})
 
