@@ -148,7 +148,8 @@ def _joined(params: Params, indices: range, release: bool) -> Tree:
             return jnp.stack(leaves)
         whole = jax.block_until_ready(_stacked(*leaves))
         for leaf in leaves:
-            leaf.delete()
+            if isinstance(leaf, jax.Array):  # else a checkpoint's numpy array
+                leaf.delete()
         return whole
 
     return jax.tree.map(join, *layers)
