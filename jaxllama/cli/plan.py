@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, Number, OutFile, Parser
+from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, text_file
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
 
@@ -44,13 +43,13 @@ def options(sub: Parser) -> None:
     use = sub.add_mutually_exclusive_group()
     use.add_argument(
         "--calibrate",
-        type=Path,
+        type=text_file,
         metavar="TEXT",
         help="a text that measures how often each expert of a mixture is used",
     )
     use.add_argument(
         "--expert-use",
-        type=Path,
+        type=text_file,
         metavar="JSON",
         help="such a table of an earlier run, or of your own",
     )
