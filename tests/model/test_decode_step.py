@@ -262,7 +262,8 @@ def test_a_loop_as_one_graph_is_tried_before_it_is_used():
 def test_the_products_of_a_step_add_what_the_devices_summed(on_hopper, monkeypatch):
     """On a mesh nothing stands between a sum and the product that reads it."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    mesh = AbstractMesh((1, 2), parallel.AXES, axis_types=(AxisType.Auto,) * 2)
+    axes = parallel.DATA_AXIS, parallel.MODEL_AXIS
+    mesh = AbstractMesh((1, 2), axes, axis_types=(AxisType.Auto,) * 2)
     cfg = LLAMA.replace(d_model=512, n_heads=8, n_kv_heads=4, head_dim=64, d_ff=1024)
     cfg = cfg.replace(vocab_size=512)
 
