@@ -3,7 +3,7 @@
     needed(shares, tokens) -> probability by expert          that one of the tokens passes it
     layer_seconds(costs, policy, shares, tokens) -> ExpertStep          of a layer's cold experts
 
-A token passes expert e with the probability of its measured share p. Of n tokens at least one does
+A token passes expert e with the probability of its measured share p. At least one of n tokens does
 so with 1 - (1 - p)^n. The number of needed experts that are not on the device then has a
 distribution (Poisson-binomial). For each number, the run's own rule divides the experts between
 link and CPU (``offloaded.experts.divided``), and

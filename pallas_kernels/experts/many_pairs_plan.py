@@ -76,7 +76,7 @@ class PairsScheme(SlotGroups):
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's scales and zeros of groups."""
+        """Bytes of a row's scales and zeros of groups."""
         return sum(self.vectors)
 
     def is_aligned(self, tile: WeightTile) -> bool:

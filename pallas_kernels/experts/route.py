@@ -64,8 +64,8 @@ def norm_and_route(
     Returns
     -------
     (x's dtype [T, D], int32 [T, k], float32 [T, k])
-        The norm, the experts by descending logit, and their weights. Of equal logits the lowest
-        index comes first.
+        The norm, the experts by descending logit, and their weights. The lowest index
+        comes first among equal logits.
 
     Raises
     ------

@@ -69,12 +69,12 @@ class RoutePlan:
 
     @property
     def rows(self) -> int:
-        """Of the router, that a block has."""
+        """Rows of the router that a block has."""
         return -(-self.n // BLOCKS)
 
     @property
     def parts(self) -> int:
-        """Of a row, that a warp has one of."""
+        """Parts of a row; a warp has one of them."""
         return max(1, WARPS // self.rows)
 
     @property

@@ -39,12 +39,12 @@ class GroupedSumPlan(Predicted):
 
     @property
     def slots(self) -> int:
-        """Of an expert's row."""
+        """Slots of an expert's row."""
         return -(-self.k // SLOT)
 
     @property
     def row_slots(self) -> int:
-        """Of the rows of all experts of a token, side by side."""
+        """Slots of the rows of all experts of a token, side by side."""
         return self.slots * self.fan
 
     @property
@@ -58,17 +58,17 @@ class GroupedSumPlan(Predicted):
 
     @property
     def blocks(self) -> int:
-        """Of a token."""
+        """Blocks of a token."""
         return min(self.units, max(1, self.sms // self.tokens))
 
     @property
     def most_units(self) -> int:
-        """Of a block."""
+        """Units of a block, at most."""
         return -(-self.units // self.blocks)
 
     @property
     def least_units(self) -> int:
-        """Of a block."""
+        """Units of a block, at least."""
         return self.units // self.blocks
 
     @property

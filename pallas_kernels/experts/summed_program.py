@@ -8,7 +8,7 @@ unit, so it loads its part of x once and needs no other warp before the end.
     warp    the kernel before has ended | the lanes' experts | x
     warp    the codes of its first ``ahead`` units -> registers
     warp    x -> its own shared memory -> registers, in the order of the codes
-    warp    per unit: multiply (``Codes``), 8 lanes store a slot's sum; the next codes -> registers
+    warp    per unit: multiply (``WarpCodes``), 8 lanes store a sum; the next codes -> registers
     block   barrier; a thread per row and expert: its slots, the bias, the expert's weight
     block   barrier; a thread per row: the sum over experts and the only rounding
 
@@ -63,7 +63,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Codes:
+class WarpCodes:
     """A warp's codes of w, from device memory to sums of slots.
 
     places: the lane's in the first row of its expert, by operand.
@@ -247,7 +247,7 @@ class SumProgram:
             out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
         return out
 
-    def codes(self, place: Place, expert: Value, lane: Value) -> Codes:
+    def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
         scheme = self.scheme
         group = p.shift_right(place.column, scheme.group.bit_length() - 1)
         starts = {
@@ -261,9 +261,9 @@ class SumProgram:
             for name in names
             for at in [p.offset(self.memory[name], starts[name])]
         }
-        return Codes(scheme, self.row_bytes, places, p.bit(lane, 2))
+        return WarpCodes(scheme, self.row_bytes, places, p.bit(lane, 2))
 
-    def with_x(self, codes: Codes, words: list[Value], warp: Value, lane: Value) -> Codes:
+    def with_x(self, codes: WarpCodes, words: list[Value], warp: Value, lane: Value) -> WarpCodes:
         """x in the order of the codes: a lane's 32 columns."""
         base = p.add(p.shared_address(self.smem.x), p.mul(warp, 2048))
         # Piece 4 l + i is the lane l's, at 512 i + 16 l.
@@ -288,7 +288,7 @@ class SumProgram:
     # --- behind them ---
 
     def ask(self, item: Value, token: Value, first: Value, end: Value) -> SimpleNamespace:
-        """What an item of ``finish`` needs: is it one; its expert's weight; bias, factor of w."""
+        """Return (is it one; its expert's weight; bias, factor of w) of an item of ``finish``."""
         plan = self.plan
         row, index = divided(item, plan.fan)
         has_one = p.less(p.add(first, p.shift_right(row, 1)), end)

@@ -28,7 +28,7 @@ from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """tokens ``[T, D]``, of which each passes ``experts [T, k]`` with ``weights``; index E is no
     expert, for a token that is none."""
 
@@ -39,14 +39,14 @@ class Routed(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def routed_tokens(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Array) -> Routed:
+def routed_tokens(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Array) -> RoutedTokens:
     assert cfg.experts is not None
     x, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
     tokens = x.reshape(-1, x.shape[-1])
     experts, weights = linear.route(cfg.experts, tokens, p["mlp"]["router"])
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
-    return Routed(tokens, experts, weights, stream)
+    return RoutedTokens(tokens, experts, weights, stream)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -55,7 +55,7 @@ def hot_pairs(
     weights: tuple[Tree, Tree],
     biases: Sequence[jax.Array | None],
     held: HotSlots,
-    routed: Routed,
+    routed: RoutedTokens,
 ) -> jax.Array:
     """Return float32 ``[T k, D]``: the pairs of experts on the device, and zeros."""
     count, width = routed.experts.size, routed.tokens.shape[-1]
@@ -129,7 +129,7 @@ def with_pairs(y: jax.Array, places: np.ndarray, found: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def with_mixture(cfg: ModelConfig, p: Params, routed: Routed, y: jax.Array) -> Stream:
+def with_mixture(cfg: ModelConfig, p: Params, routed: RoutedTokens, y: jax.Array) -> Stream:
     """Return the stream with the mixture's output, of the pairs' ``y [T k, D]``."""
     assert cfg.experts is not None
     stream, tokens = routed.stream, routed.tokens

@@ -30,7 +30,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
-from jaxllama.executors.offloaded.expert_programs import Routed
+from jaxllama.executors.offloaded.expert_programs import RoutedTokens
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import (
     ExpertBias,
@@ -170,7 +170,7 @@ class _Cold:
     def added(
         self,
         y: jax.Array,
-        routed: Routed,
+        routed: RoutedTokens,
         chosen: np.ndarray,
         unit: ModelUnit,
         record: Recording,
@@ -236,7 +236,7 @@ class _Cold:
         return up.begin(self.work.store, expert), down.begin(self.work.store, expert)
 
     def _group(
-        self, group: list[int], pieces: list[Pieces], routed: Routed
+        self, group: list[int], pieces: list[Pieces], routed: RoutedTokens
     ) -> tuple[jax.Array, np.ndarray]:
         """Return (float32 ``[P, D]``, pairs) of loaded experts, padded to few sizes."""
         width, fan = _size(len(group)), routed.experts.shape[1]
@@ -263,7 +263,9 @@ class _Cold:
         )
         return found, places
 
-    def _compute(self, experts: list[int], routed: Routed) -> list[tuple[np.ndarray, jax.Array]]:
+    def _compute(
+        self, experts: list[int], routed: RoutedTokens
+    ) -> list[tuple[np.ndarray, jax.Array]]:
         """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``)."""
         tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
         (up, down), store = self.tensors, self.work.store

@@ -1,4 +1,4 @@
-"""What a server needs of an engine, and the forward passes beside it."""
+"""The parts of an engine that a server needs, and the forward passes beside it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
 
-class Heads(NamedTuple):
+class LatentHeads(NamedTuple):
     """Queries ``[B, T, N, d_nope + r]``, latents ``[B, T, R]`` and shared keys ``[B, T, 1, r]``."""
 
     q: jax.Array
@@ -74,7 +74,7 @@ def mix(
     return out.reshape(*out.shape[:2], -1), cache
 
 
-def heads_of(cfg: ModelConfig, p: Params, projected: Sequence[Columns]) -> Heads:
+def heads_of(cfg: ModelConfig, p: Params, projected: Sequence[Columns]) -> LatentHeads:
     """Return the heads of the products of ``inputs``, before RoPE."""
     latent = cfg.latent
     assert latent is not None
@@ -83,13 +83,13 @@ def heads_of(cfg: ModelConfig, p: Params, projected: Sequence[Columns]) -> Heads
         q = linear(rms_norm(q, p["q_norm"]["weight"], latent.norm_eps), p["q"])
     low, key = jnp.split(down, (latent.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
-    return Heads(q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim), low, key[..., None, :])
+    return LatentHeads(q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim), low, key[..., None, :])
 
 
-def turned(latent: LatentConfig, heads: Heads, cos: jax.Array, sin: jax.Array) -> Heads:
+def turned(latent: LatentConfig, heads: LatentHeads, cos: jax.Array, sin: jax.Array) -> LatentHeads:
     """Return the heads with RoPE; tables ``[B, T, (d_nope + r) / 2]``, the turning pairs first."""
     turn = functools.partial(turned_last, latent, cos=cos, sin=sin)
-    return Heads(turn(heads.q), heads.low, turn(heads.key))
+    return LatentHeads(turn(heads.q), heads.low, turn(heads.key))
 
 
 def turned_last(latent: LatentConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -99,12 +99,12 @@ def turned_last(latent: LatentConfig, x: jax.Array, cos: jax.Array, sin: jax.Arr
     return jnp.concatenate([still, rotate(turning, *tables)], axis=-1)
 
 
-def entries(heads: Heads) -> jax.Array:
+def entries(heads: LatentHeads) -> jax.Array:
     """Return what the cache holds of each token, ``[B, T, 1, R + r]``."""
     return jnp.concatenate([heads.low[:, :, None], heads.key], axis=-1)
 
 
-def written(heads: Heads, cache: KVCache, at: At) -> KVCache:
+def written(heads: LatentHeads, cache: KVCache, at: At) -> KVCache:
     """Return the cache with the new tokens, whose key has RoPE already."""
     new = at.by_row(entries(heads))
     positions = at.by_row(at.positions).reshape(new.shape[:2])
@@ -115,7 +115,7 @@ def written(heads: Heads, cache: KVCache, at: At) -> KVCache:
     return KVCache(store(cache.k, new, slots, at.table), None)
 
 
-def absorbed(cfg: ModelConfig, p: Params, heads: Heads) -> jax.Array:
+def absorbed(cfg: ModelConfig, p: Params, heads: LatentHeads) -> jax.Array:
     """Return the queries of latents ``[B, T, N, R + r]``.
 
     They are scaled such that dividing scores by the root of their width gives those of the heads.
@@ -157,7 +157,7 @@ def _ups(cfg: ModelConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, 
     return both[:, : latent.d_nope], both[:, latent.d_nope :]
 
 
-def _expanded(cfg: ModelConfig, p: Params, heads: Heads, at: Chunk) -> jax.Array:
+def _expanded(cfg: ModelConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax.Array:
     """Attention among the new tokens, with the keys and values of each head."""
     latent = cfg.latent
     assert latent is not None

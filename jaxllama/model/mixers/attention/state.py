@@ -26,8 +26,8 @@ class KVCache:
     Heads are as wide as ``cached_width``. Each is an array, or a QTensor with one scale per token
     and head. int4 has a scale and a zero point per 64 features, in a rotated basis.
 
-    Of latents (``attention.latent``) there is one head of ``kv_rank + d_rope`` features, and v is
-    None: the first features of k are the values."""
+    A cache of latents (``attention.latent``) has one head of ``kv_rank + d_rope`` features, and v
+    is None: the first features of k are the values."""
 
     k: jax.Array | QTensor
     v: Tree
