@@ -1,17 +1,22 @@
-"""The type of who computes a layer's operations: ``model.linear``, or an ``observer.Observer``."""
+"""Who computes a layer's operations: ``model.linear``, or a ``Steps``, one step after another.
+
+``observer.Observer`` and ``training.fp8.Fp8`` are ``Steps`` with products of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.model import linear as ops
 from jaxllama.model.linear import Input, Stream
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.gate import Gate
+from pallas_kernels.operands import Columns
 
 
 class LayerOps(Protocol):
@@ -57,3 +62,63 @@ class LayerOps(Protocol):
         first: jax.Array | None = None,
         dtype: DTypeLike | None = None,
     ) -> jax.Array: ...
+
+
+class Steps:
+    """The operations of ``model.linear``, step by step; a subclass has a ``product`` of its own."""
+
+    def norm_linear(
+        self,
+        stream: Stream,
+        scale: Params | None,
+        linear: Params | Sequence[Params],
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> tuple[Tree, Stream]:
+        x, stream = ops.norm(stream, scale, cfg)
+        if isinstance(linear, Mapping):
+            return self.product(x, linear, stream.x.dtype, cfg, into=into), stream
+        made = [self.product(x, one, x.dtype, cfg) for one in linear]
+        return [Columns(y, 0, y.shape[-1]) for y in made], stream
+
+    def linear_add(
+        self,
+        x: Input,
+        linear: Params,
+        stream: Stream,
+        cfg: ModelConfig,
+        scale: Params | None = None,
+    ) -> Stream:
+        y = self.product(x, linear, stream.x.dtype, cfg)
+        return Stream(stream.total, y if scale is None else ops.norm(Stream(y), scale, cfg)[0])
+
+    def product(
+        self,
+        x: Input,
+        linear: Params,
+        dtype: DTypeLike,
+        cfg: ModelConfig,
+        *,
+        into: Params | None = None,
+    ) -> Tree:
+        return ops.product(x, linear, dtype, cfg, into=into)
+
+    def route(
+        self, options: ExpertsConfig, x: jax.Array, router: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        return ops.route(options, x, router)
+
+    def grouped(
+        self,
+        x: jax.Array,
+        linear: Params,
+        experts: jax.Array,
+        *,
+        weights: jax.Array | None = None,
+        gated: Gate | None = None,
+        first: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        how: Options = {"gated": gated, "first": first, "dtype": dtype}
+        return ops.grouped(x, linear, experts, weights=weights, **how)

@@ -325,20 +325,18 @@ def hidden_states(
     params: Params,
     tokens: jax.Array,
     dtype: jnp.dtype,
-    remat: bool = False,
     segments: jax.Array | None = None,
-    each: Callable[..., tuple[Stream, LayerState]] | None = None,
+    each: Callable[..., tuple[Stream, LayerState]] = block,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
     Rows are whole: without padding or a cache.
     params: per layer, or stacked: then layers that are alike are one loop.
-    remat: for the backward pass, keep only each layer's input.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
-    each: what a layer does in place of that, as ``walk`` takes it.
+    each: what a layer does, as ``walk`` takes it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments)
-    stream = walk(cfg, params, stream, at, each or (recomputed_block if remat else block))
+    stream = walk(cfg, params, stream, at, each)
     return final_norm(cfg, params, stream)
 
 

@@ -22,17 +22,14 @@ out: pipeline parallelism.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
@@ -179,34 +176,3 @@ def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:
         raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
     if count % data:
         raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
-
-
-# Data-parallel functions
-
-
-def data_parallel(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Return ``function`` with its rows split over the data axis of the mesh of ``params``.
-
-    function: ``function(params, *others, rows)`` returns means over the rows, such as a loss and
-    its gradients.  If ``params`` are not on a mesh, it runs unchanged.
-
-    Every device runs the function on its own rows, kernels included, and the results are averaged.
-    They are the same means, because all devices have equally many rows.  Raises JaxLlamaError for a
-    mesh with "model" above 1, or rows that "data" does not divide.
-    """
-
-    def run(params: Tree, *args: Tree) -> Tree:
-        mesh = traced_mesh(params)
-        if mesh is None:
-            return function(params, *args)
-        check_rows(mesh, args[-1])
-        average = functools.partial(jax.tree.map, lambda x: lax.pmean(x, DATA_AXIS))
-        return jax.shard_map(
-            lambda *args: average(function(*args)),
-            mesh=mesh,
-            in_specs=(*(P(),) * len(args), P(DATA_AXIS)),
-            out_specs=P(),
-            check_vma=False,
-        )(params, *args)
-
-    return run

@@ -17,18 +17,16 @@ head, norms, mixers, experts and matrices with fewer than 64 rows or columns sta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import ModelConfig
 from jaxllama.model import linear as ops
-from jaxllama.model.linear import Input, Stream
-from jaxllama.typing import Options, Params, Tree
-from pallas_kernels.experts.gate import Gate
+from jaxllama.model.layer_ops import Steps
+from jaxllama.model.linear import Input
+from jaxllama.typing import Params
 from pallas_kernels.matmul.op import quantized_matmul
-from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.swiglu import gate
@@ -72,34 +70,8 @@ def _product(x: QTensor, w: QTensor, dtype: DTypeLike) -> jax.Array:
     return quantized_matmul(x, dataclasses.replace(w, activations=CODES), out_dtype=dtype)
 
 
-class Fp8:
+class Fp8(Steps):
     """The operations of a layer with FP8 products; one step after the other."""
-
-    def norm_linear(
-        self,
-        stream: Stream,
-        scale: Params | None,
-        linear: Params | Sequence[Params],
-        cfg: ModelConfig,
-        *,
-        into: Params | None = None,
-    ) -> tuple[Tree, Stream]:
-        x, stream = ops.norm(stream, scale, cfg)
-        if isinstance(linear, Mapping):
-            return self.product(x, linear, stream.x.dtype, cfg, into=into), stream
-        made = [_linear(x, one, x.dtype) for one in linear]
-        return [Columns(y, 0, y.shape[-1]) for y in made], stream
-
-    def linear_add(
-        self,
-        x: Input,
-        linear: Params,
-        stream: Stream,
-        cfg: ModelConfig,
-        scale: Params | None = None,
-    ) -> Stream:
-        y = _linear(x, linear, stream.x.dtype)
-        return Stream(stream.total, y if scale is None else ops.norm(Stream(y), scale, cfg)[0])
 
     def product(
         self,
@@ -112,25 +84,6 @@ class Fp8:
     ) -> jax.Array:
         y = _linear(x, linear, dtype)
         return y if into is None else gate(y, cfg.activation)
-
-    def route(
-        self, options: ExpertsConfig, x: jax.Array, router: Params
-    ) -> tuple[jax.Array, jax.Array]:
-        return ops.route(options, x, router)
-
-    def grouped(
-        self,
-        x: jax.Array,
-        linear: Params,
-        experts: jax.Array,
-        *,
-        weights: jax.Array | None = None,
-        gated: Gate | None = None,
-        first: jax.Array | None = None,
-        dtype: DTypeLike | None = None,
-    ) -> jax.Array:
-        how: Options = {"gated": gated, "first": first, "dtype": dtype}
-        return ops.grouped(x, linear, experts, weights=weights, **how)
 
 
 def _linear(x: Input, linear: Params, dtype: DTypeLike) -> jax.Array:

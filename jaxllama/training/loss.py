@@ -21,7 +21,7 @@ from jaxllama.model.decoder import softcap
 from jaxllama.typing import Tree
 
 CHUNK = 4096  # tokens
-# Most logits at once of a head that does not learn: 512 MB of float32. Such a head has no gradient
+# Most logits at once of a head that does not learn: 256 MB of float32. Such a head has no gradient
 # to add up, so small chunks cost nothing.
 FROZEN_LOGITS = 1 << 26
 

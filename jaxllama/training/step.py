@@ -200,7 +200,7 @@ def _states_and_head(
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     params, segments = _outside_of_layers(setup, params), batch.input_segments
-    x = hidden_states(cfg, params, batch.inputs, dtype, False, segments, _each(setup, remat))
+    x = hidden_states(cfg, params, batch.inputs, dtype, segments, _each(setup, remat))
     return x, *_head(setup, params)
 
 

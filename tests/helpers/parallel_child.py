@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ from jaxllama.model.shardings import fetch, gather_params, shard_params
 from jaxllama.parallel import mesh as parallel
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
-from jaxllama.training import loop, train
+from jaxllama.training import fsdp, loop, train
 from jaxllama.training.passes import placed, sharding
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, update
@@ -290,7 +291,7 @@ def _floats(params):
 
 
 def gradients() -> None:
-    """d loss / d params through a mesh, and through data_parallel."""
+    """d loss / d params through a mesh, and of rows that training splits over one."""
     cfg = FAMILIES["gqa"].replace(n_kv_heads=8)
     params = params_of(cfg)
     tokens, lengths = tokens_of(cfg, 4, 9), jnp.full((4,), 9, jnp.int32)
@@ -302,7 +303,13 @@ def gradients() -> None:
 
     gradient = jax.value_and_grad(loss)
     want = jax.device_get(jax.jit(gradient)(params, tokens))
-    for name, function in (("2x4", gradient), ("4x1", parallel.data_parallel(gradient))):
+    setup = SimpleNamespace(model=cfg, config=SimpleNamespace(fsdp=False))
+    on_rows = fsdp.mean_on_rows(setup, lambda params, fixed, rows: gradient(params, rows))
+
+    def split(params, tokens):
+        return on_rows(params, None, tokens)
+
+    for name, function in (("2x4", gradient), ("4x1", split)):
         mesh = mesh_of_name(name)
         _, on_mesh = shard_params(cfg, params, mesh)
         value, grads = jax.jit(function)(on_mesh, tokens)

@@ -54,7 +54,7 @@ def both_ways(name: str, with_gradients: bool):
     @jax.jit
     def run(params, tokens, segments, weights):
         def total(params):
-            x = hidden_states(cfg, params, tokens, jnp.dtype("float32"), False, segments)
+            x = hidden_states(cfg, params, tokens, jnp.dtype("float32"), segments)
             return jnp.sum(x * weights), x
 
         if with_gradients:

@@ -24,7 +24,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import head
 from jaxllama.model.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.model.params import param_table
-from jaxllama.model.stacked import hidden_states, is_stacked
+from jaxllama.model.stacked import hidden_states, is_stacked, recomputed_block
 from jaxllama.training import loop, passes, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.data import TokenFile
@@ -68,7 +68,8 @@ def test_layer_by_layer_is_the_decoder():
     cfg = byte_model("hybrid", sliding_window=9, window_layers=(1,), embedding_scale=True)
     params, tokens = seeded_params(cfg), rows_of(cfg, 2, 20)
     want = generation.logits(cfg, params, tokens, np.full(2, 20, np.int32))
-    run = jax.jit(functools.partial(hidden_states, cfg, dtype=jnp.dtype(jnp.float32), remat=True))
+    how = {"dtype": jnp.dtype(jnp.float32), "each": recomputed_block}
+    run = jax.jit(functools.partial(hidden_states, cfg, **how))
     got = np.asarray(run(params, tokens)) @ head(params)["weight"].T
     assert relative_error(got, want) < 2e-6  # XLA fuses the two programs differently
 
