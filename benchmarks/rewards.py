@@ -100,7 +100,8 @@ def rewards(args: argparse.Namespace) -> None:
         rate = rows * new / parts["rollout_seconds"]
         say(**about, at=f"step {step}", step_seconds=seconds, rollout_rate=rate, **parts)
     engine = sampler.engine
-    ids = [prompt.tokens for prompt in data.prompts for _ in range(samples)]
+    # In the order in which a rollout submits them.
+    ids = [prompt.tokens for _ in range(samples) for prompt in data.prompts]
     for number in range(2):
         took = _without_rollout(engine, ids, new, number * rows)
         say(**about, at="the engine without rollout", rate=rows * new / took, seconds=took)
