@@ -9,8 +9,8 @@
 
 This is gated linear attention with q = C, k = B, v = dt x and scale 1. The scan is ``ssd``; the
 step and the acceptance of drafts are GLA's kernels.  The heads of a group share B and C, and the
-norm is over a group.  A row's state is one ``[state, head_dim]`` matrix a head and the convolution's last
-``taps - 1`` inputs.  No positions.
+norm is over a group.  A row's state is one ``[state, head_dim]`` matrix a head and the
+convolution's last ``taps - 1`` inputs.  No positions.
 
 Source: arXiv 2405.21060; transformers' ``mamba2`` has the parameters' names.  dt is bounded in
 steps, too, where transformers' own step leaves it unbounded.
@@ -128,19 +128,24 @@ def _recur(
     operands: Sequence[jax.Array], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, head_dim]``, state) of ``ssd``'s q, k, v and log_decay."""
+    q, k, v, log_decay = operands
+    by_head = ssd_as_gla(q, k, v, log_decay)
     if isinstance(at, Step) and jax.default_backend() == "cpu":
         assert state is not None  # the loop of a draft, for the bits of a draft
-        return steps(_step, ssd_as_gla(*operands), state.state, at.lengths, False)
+        return steps(_step, by_head, state.state, at.lengths, False)
     if isinstance(at, Step):
         assert state is not None
-        now = (one[:, 0] for one in ssd_as_gla(*operands))
-        o, after = _step(*now, at.lengths > 0, state=state.state)
+        q, k, v, log_decay = (one[:, 0] for one in by_head)
+        o, after = _step(q, k, v, log_decay, at.lengths > 0, state.state)
         return o[:, None], after
     if isinstance(at, Pieces):
         assert state is not None
-        return gla_mix.gla_pieces(ssd_as_gla(*operands), at, state.state, scale=1.0)
+        return gla_mix.gla_pieces(by_head, at, state.state, scale=1.0)
     return ssd(
-        *operands,
+        q,
+        k,
+        v,
+        log_decay,
         initial_state=None if state is None else state.state,
         lengths=None if state is None else at.lengths,
         return_state=state is not None,
