@@ -95,9 +95,34 @@ def mix_half(
     mixer, own = MIXERS[kind].mix, p["mixer"]
     if cfg.learned_positions is not None:
         stream = _placed(cfg, p["positions"]["weight"], stream, at)
-    y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
+    y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
     heads, state = mixer.mix(cfg, own, y, state, at)
-    return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
+    after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
+    return after._replace(beside=stream.beside), state
+
+
+def mixer_inputs(
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    weights: Params | Sequence[Params],
+    ops: LayerOps = linear,
+) -> tuple[Tree, Stream]:
+    """Return the products of the mixer's input, and the stream.
+
+    Two mixers that stand side by side are two layers.  The first one leaves its normed input beside
+    the stream, and the second one reads that.
+    """
+    if cfg.is_beside:
+        if stream.beside is None:
+            raise JaxLlamaError("this layer reads the input of the layer before, which is not here")
+        y, _ = ops.norm_linear(Stream(stream.beside), None, weights, cfg)
+        return y, Stream(stream.x, stream.pending)
+    if not cfg.has_beside:
+        return ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+    normed, stream = linear.norm(stream, p.get("mixer_norm"), cfg)
+    y, _ = ops.norm_linear(Stream(normed), None, weights, cfg)
+    return y, stream._replace(beside=normed)
 
 
 def _placed(cfg: ModelConfig, table: jax.Array, stream: Stream, at: At) -> Stream:
@@ -166,6 +191,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         post_norm_layers=(),
         learned_positions=None if index else cfg.learned_positions,
         bare_layers=(0,) if index in cfg.bare_layers else (),
+        beside_layers=tuple(i for i in (0, 1) if index + i in cfg.beside_layers),
     )
     return one, kind
 

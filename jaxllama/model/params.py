@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import UNMULTIPLIED, ModelConfig
 from jaxllama.model.experts import parameters as experts
 from jaxllama.model.family_names import FAMILIES, FLA, LLAMA
 from jaxllama.model.mixers import MIXERS
@@ -32,7 +32,7 @@ from jaxllama.model.param import (
     transposed,
     written,
 )
-from jaxllama.typing import ParamsDict
+from jaxllama.typing import Options, ParamsDict
 
 
 def param_table(
@@ -72,7 +72,7 @@ def param_table(
         if index == 0 and cfg.learned_positions is not None:
             places = cfg.max_position + cfg.learned_positions
             table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
-        if pre_norms:
+        if pre_norms and index not in cfg.beside_layers:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
         if post_norms:
@@ -97,6 +97,8 @@ def param_table(
 
 def _halves(cfg: ModelConfig, names: Names, index: int) -> tuple[str, str]:
     """The prefixes of a layer's mixer and of its feed-forward."""
+    if names.is_paired:
+        return names.layer.format(index // 2), names.layer.format(index // 2)
     if not names.is_halved:
         return names.layer.format(index), names.layer.format(index)
     first = 2 * index - sum(bare < index for bare in cfg.bare_layers)
@@ -150,7 +152,9 @@ def _mlp(
 ) -> dict[Path, Param]:
     """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
     one tensor, too."""
-    down, residual, d = f"{prefix}{names.down}", cfg.product_scale, cfg.d_model
+    products = cfg.stored.products or UNMULTIPLIED
+    down, d = f"{prefix}{names.down}", cfg.d_model
+    residual = cfg.product_scale * products.down
     last = written("down", down, d, cfg.d_ff, cfg.mlp_bias, residual, names.is_transposed)
     if not cfg.gated_mlp:
         order = transposed(cfg.d_ff) if names.is_transposed else {}
@@ -163,7 +167,11 @@ def _mlp(
     gate_up = [f"{prefix}{name}" for name in names.gate_up]
     if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
         gate_up = gate_up[:1]
-    parts = [(name, 2 * cfg.d_ff // len(gate_up), {}) for name in gate_up]
+    folds: list[Options] = [{} for _ in gate_up]
+    if products.gate != 1.0:
+        rows = ((cfg.d_ff, products.gate), (cfg.d_ff, 1.0))
+        folds[0] = {"row_scales": rows[:1] if len(gate_up) > 1 else rows}
+    parts = list(zip(gate_up, (2 * cfg.d_ff // len(gate_up),) * 2, folds, strict=False))
     return fused("gate_up", parts, cfg.d_model, cfg.mlp_bias) | last
 
 
