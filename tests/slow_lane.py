@@ -203,7 +203,9 @@ def main() -> int:
     if args.out:
         left = [test for test in tests if test not in results]
         args.out.write_text(json.dumps({"count": count, "left": left, "tests": results}, indent=1))
-    return int(not results or any(count[kind] for kind in ("failed", "crashed", "too long", "not run")))
+    return int(
+        not results or any(count[kind] for kind in ("failed", "crashed", "too long", "not run"))
+    )
 
 
 if __name__ == "__main__":
