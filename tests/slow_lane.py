@@ -87,7 +87,7 @@ class Process:
             self.child.wait()
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
-        """What became of each test that began; "crashed" if its process did not live to tell."""
+        """Return what became of each test that began; "crashed" if its process could not tell."""
         found: dict[str, dict[str, Any]] = {}
         file = self.folder / "outcomes"
         for line in file.read_text().splitlines() if file.exists() else ():
