@@ -105,9 +105,12 @@ class RowPlan(Predicted):
         return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
 
     def scratch_sizes(self, normed: bool) -> list[int]:
-        """Bytes of x, as floats or as pairs beside int4, and of the warps' sums of its squares."""
+        """Bytes of x, as floats, or as pairs and their powers of two beside 4 bits; and of the
+        warps' sums of its squares."""
         del normed
-        return [self.padded_k * (4 if self.bits > 4 else 2), 4 * self.warps]
+        powers = self.padded_k // 64  # bytes: a float for 256 columns
+        x_bytes = self.padded_k * 4 if self.bits > 4 else self.padded_k * 2 + powers
+        return [x_bytes, 4 * self.warps]
 
 
 def _has_row_codes(w: HasShape) -> bool:
