@@ -51,11 +51,13 @@ def weight(scheme: str, n: int, k: int):
 
 
 def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
-    """A product of ``rows`` tokens; words: the tokens' own codes."""
+    """A product of ``rows`` tokens; words: the tokens' own codes, "fp8-static" of one scale."""
     x = S((rows, shape[1]), BF16)
     if words == "fp8-block":
         to_codes = functools.partial(quantize_tokens, dtype="float8_e4m3fn", group_size=128)
         x = jax.eval_shape(to_codes, x)
+    elif words == "fp8-static":
+        x = jax.eval_shape(lambda x: quantize_tokens(x, "float8_e4m3fn", scale=jnp.float32(1.0)), x)
     elif words is not None:
         x = jax.eval_shape(functools.partial(quantize_tokens, dtype=words), x)
     return functools.partial(quantized_matmul, implementation="mosaic", **named), (
@@ -207,6 +209,7 @@ CASES = {
     "product 2048 int8": lambda: product(2048, "int8"),
     "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
     "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
+    "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
     "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),

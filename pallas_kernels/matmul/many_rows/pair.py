@@ -72,8 +72,8 @@ def pair_matmul(
     ----------
     x, w : [M, K], [N, K]
         Both int8, e4m3, bfloat16 or float16.
-    scale_x, scale_w : [M], [N]
-        Floats, or both None.  For e4m3 in groups of 128 columns: float32 [K / 128, M] and
+    scale_x, scale_w : [M] or [1], [N]
+        Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128 columns: float32 [K / 128, M] and
         [K / 128, N], with M and N multiples of 4.
     bias : [N] or None
         Floats.
@@ -94,9 +94,13 @@ def pair_matmul(
         n //= 2
         w = w.reshape(2, n, k)
     inner, second = (None, ()) if low_rank is None else low_rank
+    factor = None
+    if scale_x is not None and scale_x.shape == (1,):
+        scale_x, factor = None, scale_x
     operands = {
         "x": x,
         "w": w,
+        "factor": factor,
         "scale_x": scale_x,
         "scale_w": scale_w,
         "bias": bias,

@@ -35,8 +35,9 @@ LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
 class PairBlock:
     """A block's memory, its place in the grid, and the tiles that it computes.
 
-    gmem.low: inner products and second factors of a low-rank term, or None; sources: the rows of w
-    that each second factor is for.  by_group: a step of K has scales of its own.
+    gmem.factor: the scale of all rows of x, or None; gmem.low: inner products and second factors of
+    a low-rank term, or None; sources: the rows of w that each second factor is for.  by_group: a
+    step of K has scales of its own.
     """
 
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
@@ -192,6 +193,7 @@ class _Multiplier:
         self.col0 = self.warpgroup * tile.cols if few else 0
         self.out0 = self.warpgroup * block.out_cols if few else 0
         self.sum_dtype = jnp.int32 if block.gmem.x.dtype == jnp.int8 else jnp.float32
+        self.factor = None if block.gmem.factor is None else block.gmem.factor[0]
 
     def compute_tiles(self) -> None:
         block = self.block
@@ -340,9 +342,12 @@ class _Multiplier:
         if block.swiglu:
             up = block.out_cols + c
             y = jax.nn.silu(y) * acc[r : r + 64, up : up + width]
-        if self.gmem.scale_x is not None and not block.by_group:
+        if self.gmem.scale_w is not None and not block.by_group:
             y = y.astype(jnp.float32)
-            y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
+            if self.factor is None:
+                y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
+            else:
+                y = y * self.factor
             y = y * vector(smem.scale_w, self.col0 + c, width, 1)
         if added is not None:
             y = y + added[r : r + 64, c : c + width]
