@@ -73,8 +73,8 @@ def pair_matmul(
     x, w : [M, K], [N, K]
         Both int8, e4m3, bfloat16 or float16.
     scale_x, scale_w : [M] or [1], [N]
-        Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128 columns: float32 [K / 128, M] and
-        [K / 128, N], with M and N multiples of 4.
+        Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128
+        columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4.
     bias : [N] or None
         Floats.
     swiglu : bool
