@@ -44,6 +44,7 @@ from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -310,8 +311,23 @@ def product(
         y = y if gate_by is None else gate(y, gate_by)
     else:
         assert not isinstance(x, Adapted)  # only layers with adapters take one
+        made = _gated_codes(x, params, dtype, cfg, into)
+        if made is not None:
+            return made
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
+
+
+def _gated_codes(
+    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, into: Params | None
+) -> QTensor | None:
+    """Return gate and up's product in the codes of a layer with a static scale, or None."""
+    weight, static = params["weight"], None if into is None else _static_codes(into)
+    if static is None or cfg.activation != "silu" or params.get("bias") is not None or is_split():
+        return None
+    if not isinstance(x, QTensor) or x.dtype != static[0] or not isinstance(weight, QTensor):
+        return None
+    return gated_matmul(x, weight, static[1], dtype=dtype)
 
 
 def grouped(
