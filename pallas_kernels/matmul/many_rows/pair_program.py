@@ -35,9 +35,9 @@ LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
 class PairBlock:
     """A block's memory, its place in the grid, and the tiles that it computes.
 
-    gmem.factor, scale_out: the scale of all rows of x, and of a gated result, or None; gmem.low: inner products and second factors of
-    a low-rank term, or None; sources: the rows of w that each second factor is for.  by_group: a
-    step of K has scales of its own.
+    gmem.factor, scale_out: the scale of all rows of x, and of a gated result, or None; gmem.low:
+    inner products and second factors of a low-rank term, or None; sources: the rows of w that each
+    second factor is for.  by_group: a step of K has scales of its own.
     """
 
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
