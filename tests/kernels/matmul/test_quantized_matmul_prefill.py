@@ -152,6 +152,7 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
     assert error(got, product(x, w, bias)) < 1e-6
 
 
+@pytest.mark.slow
 def test_one_scale_for_all_rows_in_the_interpreter(interpreter, monkeypatch):
     """The same bits as with that scale for each row."""
     one_view(monkeypatch)
