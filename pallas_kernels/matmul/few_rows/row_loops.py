@@ -168,7 +168,7 @@ class Nibbles:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
             scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
             power = p.load_float(powers, 16 * chunk)
-            acc = [p.cf(0.0)] * 4
+            parts = [[p.cf(0.0)] * 4 for _ in range(self.plan.chains)]
             for i in range(4):
                 low, high = (
                     widen.half_nibbles(row[i], offset)
@@ -177,7 +177,9 @@ class Nibbles:
                 xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
                 for s in (0, 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]
-                    acc = p.mma(acc, left, xs[s : s + 2], "f16")
+                    own = s // 2 % len(parts)
+                    parts[own] = p.mma(parts[own], left, xs[s : s + 2], "f16")
+            acc = [functools.reduce(arith.addf, four) for four in zip(*parts, strict=True)]
             for r, scale in enumerate(scales):
                 scale = scale if kind == "f32" else p.widen(scale, kind)
                 part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
