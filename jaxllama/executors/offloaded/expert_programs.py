@@ -41,9 +41,9 @@ class RoutedTokens(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def routed_tokens(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Array) -> RoutedTokens:
     assert cfg.experts is not None
-    x, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
+    router = p["mlp"]["router"]
+    x, stream, (experts, weights) = linear.norm_route(stream, p.get("mlp_norm"), router, cfg)
     tokens = x.reshape(-1, x.shape[-1])
-    experts, weights = linear.route(cfg.experts, tokens, p["mlp"]["router"])
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
     return RoutedTokens(tokens, experts, weights, stream)

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.experts.route import router_logits
+from jaxllama.model.experts.route import Routed, route, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.parallel.collectives import row_parallel_matmul
@@ -32,14 +32,14 @@ def feed_experts(
 
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
+    router = p["mlp"]["router"]
     if before is not None:
         own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
-        normed, _ = linear.norm(before, own, cfg)
+        normed, _, routed = ops.norm_route(before, own, router, cfg)
         stream = Stream(stream.total)
     else:
-        normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
-    assert isinstance(normed, jax.Array)
-    return with_output(cfg, p, stream, mixture(cfg, p["mlp"], normed, ops))
+        normed, stream, routed = ops.norm_route(stream, p.get("mlp_norm"), router, cfg)
+    return with_output(cfg, p, stream, mixture(cfg, p["mlp"], normed, ops, routed))
 
 
 def with_output(cfg: ModelConfig, p: Params, stream: Stream, y: jax.Array) -> Stream:
@@ -48,11 +48,20 @@ def with_output(cfg: ModelConfig, p: Params, stream: Stream, y: jax.Array) -> St
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
 
 
-def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
-    """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
+def mixture(
+    cfg: ModelConfig,
+    own: Params,
+    x: jax.Array,
+    ops: LayerOps = linear,
+    routed: Routed | None = None,
+) -> jax.Array:
+    """The mixture's output ``[..., D]`` for ``x[..., D]``.
+
+    own: a layer's ``mlp`` parameters.  routed: the tokens' experts and weights, if they are known.
+    """
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
-    experts, weights = ops.route(options, tokens, own["router"])
+    experts, weights = route(options, tokens, own["router"]) if routed is None else routed
     gated: Options = {"gated": gate_of(cfg, options)}
     summed: Options = {}
     axes = expert_axes()
