@@ -46,7 +46,13 @@ from pallas_kernels.matmul.few_rows.operands import (
     over_lanes,
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
-from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
+from pallas_kernels.matmul.few_rows.row_loops import (
+    Float4,
+    Float8,
+    Floats,
+    FoldedNibbles,
+    Nibbles,
+)
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -240,7 +246,7 @@ def run(
     block = p.register("ctaid.x") if block is None else block
     first = p.add(p.mul(block, plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
-    kind = Nibbles if plan.bits == 4 else Floats
+    kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
     make_loop = functools.partial(kind.of, plan, scheme)
     loop = last_loop = make_loop(operands, xs, lane)

@@ -103,22 +103,31 @@ class Nibbles:
         zeros = None if scheme.zero is None else p.offset(operands.zero, group)
         return cls(plan, scheme, xs, lane, scales, zeros, on_diagonal, is_second)
 
+    @property
+    def chunk_groups(self) -> int:
+        """Groups of a row in a chunk."""
+        return 1024 // self.scheme.group
+
     def vectors_of(self, row):
         """Where the lane's scale, and zero, of the row's first chunk are."""
-        groups = self.plan.k // 128
-        scale = p.offset(self.scales, row, self.scheme.scale_bytes * groups)
-        return [scale] if self.zeros is None else [scale, p.offset(self.zeros, row, groups)]
+        scale = p.offset(self.scales, row, self.scheme.scale_row)
+        return (
+            [scale]
+            if self.zeros is None
+            else [scale, p.offset(self.zeros, row, self.scheme.n_groups)]
+        )
 
     def vectors(self, places, chunk: int):
         """Return the scale of the lane's group, and the offset subtracted from pairs of codes."""
-        at, start = places[0], 8 * self.scheme.scale_bytes * chunk
+        at, first = places[0], self.chunk_groups * chunk
+        start = self.scheme.scale_bytes * first
         if self.scheme.scale_kind == "f32":
             scale = p.load_global(at, 1, start, "f32")[0]
         else:
             scale = p.load_half(at, start)
         offset = p.ci(self.scheme.bias)
         if self.zeros is not None:
-            zero = p.load_signed_byte(places[1], 8 * chunk)
+            zero = p.load_signed_byte(places[1], first)
             offset = arith.addi(offset, p.mul(zero, 0x00010001))
         return [scale, offset]
 
@@ -272,3 +281,49 @@ class Float4(Nibbles):
     def totals(self, sums):
         parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
         return [arith.mulf(v, p.cf(widen.FLOAT4_REST)) for v in super().totals(parts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldedNibbles(Nibbles):
+    """The product of int4 in groups of 32 or 64 columns, as ``Nibbles`` does it.
+
+    A lane's 32 columns of a chunk share one scale.  It multiplies the weights, which are rounded to
+    bfloat16, so sums run over the whole row.
+    """
+
+    @classmethod
+    def of(
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+    ) -> FoldedNibbles:
+        made = Nibbles.of(plan, scheme, operands, xs, lane)
+        group = p.shift_right(lane, (scheme.group // 32).bit_length() - 1)
+        scales = p.offset(operands.scale, group, scheme.scale_bytes)
+        zeros = None if scheme.zero is None else p.offset(operands.zero, group)
+        return cls(plan, scheme, xs, lane, scales, zeros, made.on_diagonal, made.is_second)
+
+    def nothing(self):
+        return [p.cf(0.0)] * 4
+
+    def group(self, chunks, words, sums):
+        """The accumulators of the mma, with the products of these chunks' words."""
+        at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        kind = self.scheme.scale_kind
+        for chunk in chunks:
+            rows = [[next(words) for _ in range(4)] for _ in range(2)]
+            scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
+            scales = [v if kind == "f32" else p.widen(v, kind) for v in scales]
+            factors = [p.pack(scale, scale) for scale in scales]
+            for i in range(4):
+                low, high = (
+                    widen.folded_pairs(self.scheme, row[i], offset, factor)
+                    for row, offset, factor in zip(rows, offsets, factors, strict=True)
+                )
+                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
+                for s in (0, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    acc = p.mma(acc, left, xs[s : s + 2])
+        return acc
+
+    def totals(self, sums):
+        parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
+        return super().totals(parts)

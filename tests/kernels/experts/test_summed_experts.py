@@ -28,6 +28,8 @@ EXPERTS = [[4, 0, 2], [1, 4, 3]]
 CASES = [  # weights, N, K, the bias's dtype, units ahead
     ("w4-g128-zero", 24, 384, "bfloat16", 1),
     ("mxfp4", 24, 160, "float32", 4),  # rows end inside a slot
+    ("w4-g64-zero", 24, 192, "bfloat16", 2),
+    pytest.param("w4-g32", 48, 160, None, 4, marks=pytest.mark.slow),
     pytest.param("w4-g128", 64, 256, None, 4, marks=pytest.mark.slow),
     pytest.param("nvfp4", 48, 256, None, 1, marks=pytest.mark.slow),
 ]

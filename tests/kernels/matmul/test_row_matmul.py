@@ -40,6 +40,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 128, 2048, "", {}),
     ("w4-g128-zero", 96, 2048, "nsb", {}),
     ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
+    ("w4-g64-zero", 80, 2880, "nr", {"loads": 4}),
+    ("w4-g32", 96, 1056, "nsb", {}),
     ("mxfp4", 96, 1024, "nsb", {}),
     ("mxfp4", 80, 2880, "nr", {"loads": 4}),
     ("nvfp4", 128, 2048, "", {}),
