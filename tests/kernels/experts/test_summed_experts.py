@@ -89,6 +89,22 @@ def test_experts_outside_are_clamped_or_add_nothing() -> None:
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+@pytest.mark.parametrize("n,k", [(2048, 768), (2880, 2880)])
+@pytest.mark.parametrize("name", ["w4-g128", "w4-g128-zero", "w4-g64-zero", "mxfp4", "nvfp4"])
+def test_values_on_the_gpu(name, n, k, bias) -> None:
+    if k % 128 and name.startswith("w4-g128"):
+        pytest.skip("groups of 128 do not divide the row")
+    x, w, experts, weights, bias, _ = case(name, n, k, bias)
+    x, experts, weights = x[:1], experts[:1], weights[:1]
+    plan = summed_plan(x, w, FAN, FAN)
+    run = jax.jit(functools.partial(summed_kernel.grouped_sum, plan=plan))
+    first, again = run(x, w, experts, weights, bias), run(x, w, experts, weights, bias)
+    assert (first == again).all()
+    check(first, grouped_matmul_reference(x, w, experts, bias=bias, weights=weights))
+
+
 @newest
 def test_lowers_for_cuda() -> None:
     x, w, experts, weights, bias, _ = case("mxfp4", 64, 416, "bfloat16")

@@ -99,6 +99,13 @@ def test_values_on_the_gpu(n, k, name, kinds):
     assert (first == again).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,k", [(5120, 2880), (34, 1056)])
+@pytest.mark.parametrize("name", ["w4-g64-zero", "w4-g32"])
+def test_small_groups_on_the_gpu(n, k, name):
+    test_values_on_the_gpu(n, k - k % 64 if "64" in name else k, name, "nsb")
+
+
 def test_what_it_takes():
     def found(n, k, name, rows=1, dtype=jnp.bfloat16, residual=None, swiglu=False):
         w = jax.tree.map(lambda v: shaped((n, *v.shape[1:]), v.dtype), weight(name, 1, k, dtype))
