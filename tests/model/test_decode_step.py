@@ -122,7 +122,7 @@ def test_a_qwen3_layer_of_one_row_is_five_kernels(on_hopper):
 
 
 def test_a_layer_of_experts_of_one_row_is_six_kernels(on_hopper):
-    """Llama's first three, norm + router + choice, gate and up, down + sum; the next norm adds it."""
+    """Llama's first three, norm + router + choice, gate and up, down + sum; the next norm adds."""
     cfg = CFG.replace(experts=ExpertsConfig(n_experts=8, n_active=2, d_ff=1024))
     calls = kernels_of(1, "w4a16", "bfloat16", cfg)
     layers = CFG.n_layers
