@@ -244,7 +244,13 @@ def run(
     # Neighbouring warps of a block have neighbouring rows.
     has_waited = block is not None
     block = p.register("ctaid.x") if block is None else block
+    groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
+    last = p.add(first, stride * (plan.rounds - 1))
+    if plan.spread and plan.is_last_short:
+        # Each block has a share of the last round, not the first blocks all of it.
+        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
+        first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
@@ -257,7 +263,6 @@ def run(
         last_loop = make_loop(operands, xs, last_lane)
     source = Input(plan, operands, loop, thread, squares)
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
-    groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
@@ -286,12 +291,11 @@ def run(
 
     def step(i, ready):
         unit = p.add(p.mul(i, stride), first)
-        later = p.add(unit, stride)
+        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
         return product(unit, ready, later)
 
     if plan.rounds > 1:
         ready = p.loop(0, plan.rounds - 1, 1, ready, step)
-    last = p.add(first, stride * (plan.rounds - 1))
     p.when(p.less(last, plan.units), lambda: product(last, ready))
