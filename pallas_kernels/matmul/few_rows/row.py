@@ -1,16 +1,16 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 128,
-MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
+Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 32, 64
+or 128, MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
 warp reads 512 bytes of one row of w that lie side by side, into registers.  The warp multiplies
 them there: one row needs no tile in shared memory.
 
-A row may end inside the last read (``plan.row_plan``): int4 at a multiple of 128 columns, float4 at
-one of 32 and float8 at one of 64.
+A row may end inside the last read (``plan.row_plan``): int4 in groups of 128 at a multiple of 128
+columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.
+all SMs read from one place of w.  All blocks have a share of a last round that is not full.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -21,7 +21,8 @@ all SMs read from one place of w.
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
 bfloat16, and a group's exact sum is scaled.  Beside float4 it is rounded so too, and the scales
-multiply the weights, exactly.
+multiply the weights, exactly.  Scales of int4's smaller groups multiply the weights, too, and that
+product is rounded to bfloat16.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
