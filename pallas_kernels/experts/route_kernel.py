@@ -8,15 +8,12 @@
 A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the router.
 
     all      the router's rows -> L2 | the kernel before has ended
-    warp     its rows, or parts of rows, -> shared memory
-    all      x, gamma -> registers; squares; barrier
+    all      the warp's first rows, x, gamma -> registers; squares; barrier
     all      y -> shared memory (block 0: -> device memory); barrier
     warp     a row, or a part of it, times y: its sum to shared memory; the cluster's barrier
     warp 0   (of block 0) the logits from all blocks' shared memory -> registers; k times the
              largest, by two ``redux``; the softmax; the results
     all      the cluster's barrier: shared memory stays until it has been read
-
-With rows in shared memory a thread has 48 registers, so the next kernel's blocks find room beside.
 
 Floor: one launch, a round trip to memory and one between blocks.  One token on an H200 (jax 0.12),
 us [norm, router and choice as XLA's kernels]: 8 of 128 experts, 2048 columns 3.7 [7.8]; 4 of 32,
@@ -47,9 +44,10 @@ from pallas_kernels.ptx import LOG2E, Value
 WARPS = 8
 THREADS = 32 * WARPS
 BLOCKS = 8  # of a token: the most that every cluster may have
+EARLY = 2  # parts of rows that a warp loads before the norm
 MOST_TOKENS = 8
 MOST_EXPERTS = 512
-SCRATCH = "y", "squares", "sums", "rows"
+SCRATCH = "y", "squares", "sums"
 
 
 class RouteStatic(NamedTuple):
@@ -97,19 +95,9 @@ class RoutePlan:
         return -(-self.n // 32)
 
     @property
-    def tasks(self) -> int:
-        """Parts of rows of a block, as many for each warp; the last may be of no row."""
-        return -(-self.rows * self.parts // WARPS) * WARPS
-
-    @property
-    def task_bytes(self) -> int:
-        """Bytes of a part of a row."""
-        return 512 * self.per_part
-
-    @property
     def scratch_sizes(self) -> list[int]:
-        """Bytes of y, of the warps' squares, of the rows' sums and of the rows."""
-        return [2 * self.d, 4 * WARPS, 4 * self.rows * self.parts, self.tasks * self.task_bytes]
+        """Bytes of y, of the warps' squares and of the rows' sums."""
+        return [2 * self.d, 4 * WARPS, 4 * self.rows * self.parts]
 
 
 def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePlan | Reason:
@@ -123,10 +111,7 @@ def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePla
         return Reason(f"{tokens} tokens; the kernel takes up to {MOST_TOKENS}")
     if d % 8 or n > MOST_EXPERTS or static.k > 32:
         return Reason(f"{static.k} of {n} experts of {d} columns")
-    plan = RoutePlan(tokens, n, d)
-    if sum(plan.scratch_sizes) > gpu().shared_bytes - 4096:
-        return Reason(f"{n} experts of {d} columns need more than shared memory holds")
-    return plan
+    return RoutePlan(tokens, n, d)
 
 
 @functools.partial(jax.jit, static_argnames=("static", "plan"))
@@ -198,14 +183,12 @@ class _Program:
         first = p.mul(rank, plan.rows)
         self.prefetch(thread, first)
         p.await_kernel()
-        tasks = [p.add(warp, task) for task in range(0, plan.tasks, WARPS)]
-        for task in tasks:
-            self.copy(task, lane, first)
-        p.copies_commit()
+        tasks = [p.add(warp, task) for task in range(0, plan.rows * plan.parts, WARPS)]
+        early = [self.load(task, lane, first) for task in tasks[:EARLY]]
         self.norm(thread, warp, lane, token, rank)
-        p.copies_wait(0)
-        for task in tasks:
-            self.multiply(task, lane)
+        for i, task in enumerate(tasks):
+            row = early[i] if i < len(early) else self.load(task, lane, first)
+            self.multiply(task, lane, first, row)
         p.cluster_barrier()
         chooses = arith.andi(p.less(rank, 1), p.less(warp, 1))
         nothing = [p.cf(0.0)] * plan.per_lane
@@ -256,39 +239,30 @@ class _Program:
             p.when(inside, store)
         p.barrier()
 
-    def pieces(self, task: Value, lane: Value) -> list[tuple[Value | None, Value]]:
-        """A lane's pieces of a part of a row: (is it the row's; None if all are), its place."""
-        plan, found = self.plan, []
-        begin = p.mul(arith.remui(task, p.ci(plan.parts)), 32 * plan.per_part)
-        is_whole = plan.pieces == 32 * plan.per_part * plan.parts
-        for i in range(plan.per_part):
-            piece = p.add(begin, p.add(lane, 32 * i))
-            inside = None if is_whole else p.less(piece, plan.pieces)
-            found.append((inside, p.minimum(piece, plan.pieces - 1)))
-        return found
-
-    def held(self, task: Value, lane: Value) -> Value:
-        """Shared memory of a lane's first piece, which this lane alone writes and reads."""
-        return p.add(self.smem.rows, p.mul(task, self.plan.task_bytes), p.mul(lane, 16))
-
-    def copy(self, task: Value, lane: Value, first: Value) -> None:
-        """A part of a row to shared memory."""
-        plan, to = self.plan, self.held(task, lane)
-        row = arith.divui(task, p.ci(plan.parts))
+    def load(self, task: Value, lane: Value, first: Value) -> list[tuple]:
+        """A lane's words of a part of a row: (are they the row's, or None, if they must be; their
+        place in it; the words)."""
+        plan = self.plan
+        row, part = arith.divui(task, p.ci(plan.parts)), arith.remui(task, p.ci(plan.parts))
         expert = p.minimum(p.add(first, row), plan.n - 1)
         w = p.offset(self.gmem.router, expert, 2 * plan.d)
-        for i, (_, at) in enumerate(self.pieces(task, lane)):
-            p.copy_async(to, p.offset(w, at, 16), 512 * i)
+        begin, loaded = p.mul(part, 32 * plan.per_part), []
+        for i in range(plan.per_part):
+            piece = p.add(begin, p.add(lane, 32 * i))
+            at = p.minimum(piece, plan.pieces - 1)
+            words = p.load_global(p.offset(w, at, 16), 4)
+            is_whole = plan.pieces == 32 * plan.per_part * plan.parts
+            loaded.append((None if is_whole else p.less(piece, plan.pieces), at, words))
+        return loaded
 
-    def multiply(self, task: Value, lane: Value) -> None:
+    def multiply(self, task: Value, lane: Value, first: Value, loaded: list) -> None:
         """The sum of a part of a row, to shared memory."""
-        sums, source = [p.cf(0.0)] * 4, self.held(task, lane)
-        for i, (inside, at) in enumerate(self.pieces(task, lane)):
+        sums = [p.cf(0.0)] * 4
+        for inside, at, words in loaded:
             ys = p.load_shared(p.add(self.smem.y, p.mul(at, 16)), 4)
-            words = p.load_shared(source, 4, 512 * i)
-            for j, (a, b) in enumerate(zip(floats(ys), floats(words), strict=True)):
+            for i, (a, b) in enumerate(zip(floats(ys), floats(words), strict=True)):
                 a = a if inside is None else arith.select(inside, a, p.cf(0.0))
-                sums[j % 4] = p.fma(a, b, sums[j % 4])
+                sums[i % 4] = p.fma(a, b, sums[i % 4])
         total = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
         (total,) = over_lanes([total])
         is_one = arith.andi(p.less(lane, 1), p.less(task, self.plan.rows * self.plan.parts))

@@ -99,8 +99,6 @@ def test_what_it_takes() -> None:
     static = RouteStatic(2, True, 1.0, 1e-6)
     assert route_plan(x, router, static) == RoutePlan(1, 16, 64)
     assert "9 tokens" in route_plan(jnp.zeros((9, 64), jnp.bfloat16), router, static).text
-    many = jnp.zeros((512, 4096), jnp.bfloat16)
-    assert "than shared memory holds" in route_plan(many[:1], many, static).text
     assert "x is float32" in route_plan(x.astype(jnp.float32), router, static).text
     with pytest.raises(ValueError, match="k = 17 of 16 experts"):
         norm_and_route(x, (jnp.ones(64), 1e-6), router, k=17, normalize=True)
