@@ -57,6 +57,11 @@ def biased_nibbles(scheme: FewRowsScheme, word: Value) -> list[Value]:
     return [p.and_xor(w, 0x000F000F, scheme.bias) for w in low]
 
 
+def folded_pairs(scheme: FewRowsScheme, word: Value, bias: Value, factor: Value) -> list[Value]:
+    """Return the word's int4 codes less the bias, times a pair of scales: nibbles i, i + 4."""
+    return [p.mul_pairs(pair, factor) for pair in word_pairs(scheme, word, bias)]
+
+
 def float4_factors(scheme: FewRowsScheme, scales: Value) -> list[Value]:
     """Return the factor of each of a lane's 4 words, of its scales as they are stored."""
     if scheme.scale_kind == "e8m0":
