@@ -42,7 +42,11 @@ def effect_of(*names: str) -> Callable:
 # A function of three words is named by its bits for a = 0xF0, b = 0xCC, c = 0xAA.
 LOGIC = {
     function(0xF0, 0xCC, 0xAA): function
-    for function in (lambda a, b, c: (a & b) ^ c, lambda a, b, c: (a & b) | c)
+    for function in (
+        lambda a, b, c: (a & b) ^ c,
+        lambda a, b, c: (a & b) | c,
+        lambda a, b, c: (a & b) | (c & ~b),
+    )
 }
 
 

@@ -13,6 +13,7 @@ _FACTOR_BITS = 94
 # What makes float4 codes floats, and 2^-32, so that scales up to 2^33 do not overflow.
 FLOAT4_FACTOR = 2.0**_FACTOR_BITS
 FLOAT4_REST = 2.0 ** (126 - _FACTOR_BITS)  # what is left to multiply sums by
+FLOAT4_BITS = 0x81C081C0  # where two codes lie in a pair of bfloat16
 _HALF_OF_FLOAT8 = 7, 0x3F803F80, 0x5C005C00  # as in ``float8_pair``, of float16
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
@@ -45,8 +46,7 @@ def float4_factors(scheme: FewRowsScheme, scales: Value) -> list[Value]:
     """Return the factor of each of a lane's 4 words, of its scales as they are stored."""
     if scheme.scale_kind == "e8m0":
         return [e8m0_factor(scales)] * 4
-    low, high = p.masked(scales, 255), p.shift_right(scales, 8)
-    return [f for half in (low, high) for f in [e4m3_factor(half)] * 2]
+    return [factor for factor in e4m3_factors(scales) for _ in range(2)]
 
 
 def float4_pairs(word: Value, factor: Value) -> list[Value]:
@@ -55,14 +55,14 @@ def float4_pairs(word: Value, factor: Value) -> list[Value]:
     A code's exponent and mantissa are put at the lower end of bfloat16's exponent, which is 2^-126
     times its value.  So ``factor`` holds the scale times ``FLOAT4_FACTOR``.  The products are
     exact: a code has two significant bits, and a scale has at most four.
+
+    In bfloat16 seven bits lie between a sign and the rest of a code, in a word none.  Moving the
+    signs of two codes up, or the rest of two codes down, opens both gaps at once.
     """
-    out = []
-    for i in range(4):
-        left = 6 - 4 * i
-        magnitude = p.shift_left(word, left) if left > 0 else p.shift_right(word, -left)
-        sign = p.masked(p.shift_left(word, 12 - 4 * i) if i < 3 else word, 0x80008000)
-        out.append(p.mul_pairs(p.select_bits(magnitude, 0x01C001C0, sign), factor))
-    return out
+    low = p.merge_bits(p.shift_left(word, 6), 0x22002200, word)
+    high = p.merge_bits(p.shift_right(word, 6), 0x01DC01DC, word)
+    placed = p.shift_left(low, 6), p.shift_left(low, 2), p.shift_left(high, 4), high
+    return [p.mul_pairs(p.masked(v, FLOAT4_BITS), factor) for v in placed]
 
 
 def float4_bits(pair: Value) -> Value:
@@ -98,12 +98,21 @@ def e8m0_factor(scale: Value) -> Value:
 
 
 def e4m3_factor(scale: Value) -> Value:
-    """Return a pair of a float8_e4m3fn scale times ``FLOAT4_FACTOR``; scale: no negative one.
+    """Return a pair of a float8_e4m3fn scale times ``FLOAT4_FACTOR``; scale: no negative one."""
+    return _e4m3_floats(p.mul(scale, 0x00100010))
 
-    Its bits at the lower end of bfloat16's exponent are 2^-120 times its value.  Two products are
-    needed for 2^214.
+
+def e4m3_factors(both: Value) -> list[Value]:
+    """Return ``e4m3_factor`` of the scales in bytes 0 and 1."""
+    pair = _e4m3_floats(p.shift_left(p.permute(both, p.ci(0), 0x4140), 4))
+    return [p.permute(pair, pair, 0x1010), p.permute(pair, pair, 0x3232)]
+
+
+def _e4m3_floats(low: Value) -> Value:
+    """Return two float8_e4m3fn codes at the lower end of bfloat16's exponent as factors.
+
+    They are 2^-120 times their values.  Two products are needed for 2^214.
     """
-    low = p.mul(scale, 0x00100010)
     half = p.ci(((_FACTOR_BITS + 120) // 2 + 127) * 0x00800080)
     return p.mul_pairs(p.mul_pairs(low, half), half)
 
