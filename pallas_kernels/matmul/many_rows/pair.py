@@ -22,7 +22,8 @@ block sends the sums of one warpgroup to the other's shared memory and finishes 
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
 Groups of 128 columns (FP8 blocks) have scales in both operands.  A slot of the ring brings those of
-its step, and a step's sum is multiplied by both in float32 before it is added:
+its step, and a step's sum is multiplied by both in float32 before it is added.  With few rows XLA
+does not turn the scales first; a slot brings the 16 bytes of each row that have the step's.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
 
@@ -74,7 +75,8 @@ def pair_matmul(
         Both int8, e4m3, bfloat16 or float16.
     scale_x, scale_w : [M], [N]
         Floats, or both None.  For e4m3 in groups of 128 columns: float32 [K / 128, M] and
-        [K / 128, N], with M and N multiples of 4.
+        [K / 128, N], with M and N multiples of 4; in a tile of 64 rows floats [M, K / 128] and
+        [N, K / 128], whose rows have whole units of 16 bytes.
     bias : [N] or None
         Floats.
     swiglu : bool
@@ -117,6 +119,11 @@ def pair_matmul(
     return out
 
 
+def scales_held(scale: jax.Array) -> int:
+    """Scales of a row in the 16 bytes that a copy brings at least."""
+    return 16 // scale.dtype.itemsize
+
+
 def _run(gmem, smem, barrier, **facts) -> None:
     PairBlock(gmem, smem, barrier, **facts).run()
 
@@ -129,7 +136,6 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     n_vectors = sum(v is not None for v in ((bias,) if by_group else (scale_x, scale_w, bias)))
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
-    copied = -(-tile.n // 64) * 64  # of a vector: whole units of 128 bytes
     width = math.gcd(tile.cols // (1 + swiglu), 64 // jnp.dtype(out_dtype).itemsize)
     peer = {}
     if tile.split > 1:
@@ -143,9 +149,14 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
             ),
         }
 
-    def vector(v, size):
-        slots = tile.stages if by_group and v is not bias else 2
-        return plgpu.SMEM((32,), jnp.float32) if v is None else plgpu.SMEM((slots, size), v.dtype)
+    def vector(v, rows):
+        if v is None:
+            return plgpu.SMEM((32,), jnp.float32)
+        in_ring = by_group and v is not bias
+        if in_ring and tile.m == 64:  # as they are stored
+            return plgpu.SMEM((tile.stages, rows, scales_held(v)), v.dtype)
+        whole_units = -(-rows // 64) * 64  # of 128 bytes
+        return plgpu.SMEM((tile.stages if in_ring else 2, whole_units), v.dtype)
 
     return {
         "x": pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype, **more),
@@ -154,8 +165,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         ),
         "out": pipeline.rows_and_tiles((2, 2, 64, width), out_dtype),
         "scale_x": vector(scale_x, tile.m),
-        "scale_w": vector(scale_w, copied),
-        "bias": vector(bias, copied),
+        "scale_w": vector(scale_w, tile.n),
+        "bias": vector(bias, tile.n),
         **ring_barriers(tile.stages, 2 + swiglu + 2 * by_group),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
         # Warpgroups that finish a tile.

@@ -125,10 +125,8 @@ class _Feeder:
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
         if block.by_group:
-            for name, first in (("scale_x", m0), ("scale_w", n0)):
-                to = getattr(self.smem, name)
-                scales = getattr(self.gmem, name).at[step, pl.ds(first, to.shape[1])]
-                plgpu.copy_gmem_to_smem(scales, to.at[at], full)
+            self.copy_scales("scale_x", m0, step, at, self.box)
+            self.copy_scales("scale_w", n0, step, at, self.tile.n)
         plgpu.copy_gmem_to_smem(
             self.gmem.x.at[pl.ds(m0, self.box), columns],
             x.rows.at[at, pl.ds(0, self.box)],
@@ -145,6 +143,17 @@ class _Feeder:
                 self.gmem.w.at[rows, columns], w.rows.at[at], full, collective_axes=self.w_axes
             )
         return ring_next(at, 1, stages)
+
+    def copy_scales(self, name: str, first, step, at, rows: int) -> None:
+        """Copy the scales of a step, or as they are stored the 16 bytes of each row with them."""
+        source, to = getattr(self.gmem, name), getattr(self.smem, name)
+        if to.ndim == 2:
+            source, to = source.at[step, pl.ds(first, to.shape[1])], to.at[at]
+        else:
+            held = to.shape[2]
+            source = source.at[pl.ds(first, rows), pl.ds(step // held * held, held)]
+            to = to.at[at, pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(source, to, self.barrier.full.at[at])
 
     def copy_low_rank(self, t, m0, n0, j, at):
         """Copy 64 ranks of the source that the tile's rows of w belong to; return the next slot."""
@@ -250,12 +259,16 @@ class _Multiplier:
         block, tile, smem = self.block, self.tile, self.smem
         shape = tile.rows, tile.cols
 
-        def scales(vector, first, axis):
-            part = vector.at[pl.ds(first, shape[axis])]
-            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
+        def scales(vector, j, at, first, axis):
+            part = pl.ds(first, shape[axis])
+            if vector.ndim == 2:
+                loaded = plgpu.load(vector.at[at, part], layout=_LAYOUT.reduce(1 - axis))
+            else:
+                held = (block.part * block.steps + j) % vector.shape[2]
+                loaded = pipeline.load_strided(vector.at[at, part, held], jnp.float32, axis)
             return lax.broadcast_in_dim(loaded, shape, [axis])
 
-        def step(_, carry):
+        def step(j, carry):
             at, total = carry
             plgpu.barrier_wait(self.barrier.full.at[at])
 
@@ -264,8 +277,8 @@ class _Multiplier:
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
             sums = pl.run_scoped(multiplied, ref)
-            of_x = scales(smem.scale_x.at[at], self.row0, 0)
-            of_w = scales(smem.scale_w.at[at], self.col0, 1)
+            of_x = scales(smem.scale_x, j, at, self.row0, 0)
+            of_w = scales(smem.scale_w, j, at, self.col0, 1)
             total += sums * (of_x * of_w)
             plgpu.barrier_arrive(self.barrier.empty.at[at])
             return ring_next(at, 1, tile.stages), total
