@@ -169,6 +169,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "bias": vector(bias, tile.n),
         **ring_barriers(tile.stages, 2 + swiglu + 2 * by_group),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
+        # Of groups: whose turn it is to multiply.
+        "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         # Warpgroups that finish a tile.
         "vectors_empty": plgpu.Barrier(num_arrivals=2 // tile.split, num_barriers=2),
         **peer,

@@ -58,6 +58,7 @@ class PairBlock:
         self.part = lax.axis_index("part")
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
         self.by_group = gmem.scale_x is not None and gmem.scale_x.ndim == 2
+        self.takes_turns = self.by_group and not self.few
         names = ("bias",) if self.by_group else ("scale_x", "scale_w", "bias")
         self.vectors = [x for x in names if getattr(gmem, x) is not None]
 
@@ -204,6 +205,9 @@ class _Multiplier:
 
     def compute_tiles(self) -> None:
         block = self.block
+        if block.takes_turns:  # the first warpgroup begins
+            first = self.barrier.turn.at[0]
+            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_arrive(first))
         lax.fori_loop(0, block.tiles, self.compute_tile, None)
         if self.tile.split > 1:  # a block must not leave while the other may signal it
             sent = jnp.logical_and(block.part != self.warpgroup, block.tiles > 0)
@@ -271,12 +275,16 @@ class _Multiplier:
         def step(j, carry):
             at, total = carry
             plgpu.barrier_wait(self.barrier.full.at[at])
+            if block.takes_turns:
+                plgpu.barrier_wait(self.barrier.turn.at[self.warpgroup])
 
             def multiplied(acc):
                 plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
             sums = pl.run_scoped(multiplied, ref)
+            if block.takes_turns:
+                plgpu.barrier_arrive(self.barrier.turn.at[1 - self.warpgroup])
             of_x = scales(smem.scale_x, j, at, self.row0, 0)
             of_w = scales(smem.scale_w, j, at, self.col0, 1)
             total += sums * (of_x * of_w)
