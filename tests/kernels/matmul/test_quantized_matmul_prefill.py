@@ -162,7 +162,8 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
 def test_blocks_of_fp8_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k):
     """A step's scales come through the ring, also past the edges and across tiles."""
     one_view(monkeypatch)
-    monkeypatch.setattr(prefill_pipeline, "load_strided", lambda ref, dtype, axis: ref[...].astype(dtype))
+    loaded = lambda ref, dtype, axis: ref[...].astype(dtype)  # noqa: E731
+    monkeypatch.setattr(prefill_pipeline, "load_strided", loaded)
     tile = dataclasses.replace(tile, sms=2)
     x, w, bias = blocks(m, n, k)
     prepared = prefill._whole_units if tile.m == 64 else prefill._by_step
