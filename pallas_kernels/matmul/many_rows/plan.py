@@ -202,6 +202,7 @@ FEW_WEIGHT = (
     (WeightTile(64, 128, stages=12, store=16), 0.34),
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
+_SCALED_RING_BYTES = 200 * 1024  # at most, where a slot has scales too
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
@@ -334,7 +335,11 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
     tile = pair_tile(call.m, n, k, call.x)
-    return dataclasses.replace(tile, promote=1)
+    stages = tile.stages
+    if tile.m == 64:  # 16 bytes of scales stand beside the codes of each row
+        slot = (tile.m + tile.n) * (BLOCK_BYTES + 16)
+        stages = min(stages, _SCALED_RING_BYTES // slot)
+    return dataclasses.replace(tile, promote=1, stages=stages)
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:
@@ -406,6 +411,8 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
             return stored
+    if is_format(w) and n % 16:
+        return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
     return tile.fitted(call.m, n, bits, 0)
 
 

@@ -315,6 +315,20 @@ def test_unsupported_names_the_fact(change, fact):
         choose_plan("quantized_matmul", "mosaic", lambda: product_plan(x, w, out_dtype=a["out"]))
 
 
+def test_scales_of_a_byte_need_whole_copies():
+    """MXFP4 and NVFP4 beside many rows, where the scales are turned."""
+    w = jax.eval_shape(lambda: quantize(jnp.zeros((1000, 2816), BF16), "mxfp4"))
+    assert "N = 1000" in planning.weight_plan(MatmulCall.of(shaped((40, 2816), BF16), w, BF16)).text
+
+
+@newest
+@pytest.mark.parametrize("m,n,k", [(300, 1000, 1280), (64, 14336, 4096)])
+def test_blocks_of_fp8_fit_in_shared_memory(m, n, k):
+    """The ring's slots hold scales too."""
+    x, w = (QTensor(shaped((r, k), F8), shaped((r, k // 128), F32)) for r in (m, n))
+    assert "mosaic_gpu" in lowered(lambda x, w: matmul(x, w, None, BF16), x, w)
+
+
 def test_plain_weights_of_few_rows():
     def plan(m, n=4096, k=4096, dtype=BF16, **fused):
         w = shaped((n, k), BF16)
