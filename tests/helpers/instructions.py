@@ -53,7 +53,8 @@ LOGIC = {
 def _permute(a, b, selector):
     both = [np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in (a, b)]
     both = np.concatenate(both, axis=1)
-    picked = [both[:, selector >> 4 * i & 7] for i in range(4)]
+    both = np.concatenate([both, np.uint8(255) * (both >> 7)], axis=1)
+    picked = [both[:, selector >> 4 * i & 15] for i in range(4)]
     return np.stack(picked, 1).view(U32)[:, 0]
 
 

@@ -14,7 +14,7 @@ _FACTOR_BITS = 94
 FLOAT4_FACTOR = 2.0**_FACTOR_BITS
 FLOAT4_REST = 2.0 ** (126 - _FACTOR_BITS)  # what is left to multiply sums by
 FLOAT4_BITS = 0x81C081C0  # where two codes lie in a pair of bfloat16
-_HALF_OF_FLOAT8 = 7, 0x3F803F80, 0x5C005C00  # as in ``float8_pair``, of float16
+_HALF_OF_FLOAT8 = 7, 0xBF80BF80, 0x5C005C00  # as in ``float8_pair``, of float16
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
 
@@ -27,7 +27,7 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     if scheme.plain:
         return [word]
     if scheme.float8:
-        return [float8_pair(half, scheme.kind) for half in (word, p.shift_right(word, 8))]
+        return [float8_pair(word, (i, i + 2), scheme.kind) for i in range(2)]
     if scheme.bits == 4 or scheme.kind == "f16":
         mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
         low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
@@ -80,15 +80,17 @@ def int8_pair(word: Value) -> Value:
     return p.sub_pairs(low, p.and_xor(word, 0x00800080, 0x43004300))
 
 
-def float8_pair(word: Value, kind: str = "bf16") -> Value:
-    """Return the float8_e4m3fn codes in bytes 0 and 2 of a word as a pair, exactly.
+def float8_pair(word: Value, places: tuple[int, int], kind: str = "bf16") -> Value:
+    """Return the float8_e4m3fn codes in two bytes of a word as a pair, exactly.
 
     A code's fields are put at the lower end of the wider exponent, which is 2^-120 (bfloat16) or
-    2^-8 (float16) times its value.
+    2^-8 (float16) times its value.  PRMT fills the byte above a code with its sign, so that one
+    shift and one mask place all of it.
     """
-    shift, mask, factor = (4, 0x07F007F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
-    sign = p.masked(p.shift_left(word, 8), 0x80008000)
-    return p.mul_pairs(p.select_bits(p.shift_left(word, shift), mask, sign), p.ci(factor), kind)
+    shift, mask, factor = (4, 0x87F087F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
+    low, high = places
+    extended = p.permute(word, word, low | (8 | low) << 4 | high << 8 | (8 | high) << 12)
+    return p.mul_pairs(p.masked(p.shift_left(extended, shift), mask), p.ci(factor), kind)
 
 
 def e8m0_factor(scale: Value) -> Value:

@@ -272,8 +272,10 @@ def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) ->
             for place in places:
                 for at in (0, 8):
                     both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
-                    both = p.permute(both, p.ci(0), 0x4140)
-                    pair = few_rows.int8_pair(both) if integers else few_rows.float8_pair(both)
+                    if integers:
+                        pair = few_rows.int8_pair(p.permute(both, p.ci(0), 0x4140))
+                    else:
+                        pair = few_rows.float8_pair(both, (0, 1))
                     words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
             rows.append(words)
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)

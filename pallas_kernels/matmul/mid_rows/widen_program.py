@@ -23,8 +23,7 @@ def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]
         spread = [p.permute(word, upper, 0x4400 + 0x1111 * i) for i in range(4)]
         return [few_rows.float4_bits(x) for x in spread]
     if w.float8:
-        spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
-        return [few_rows.float8_pair(x, w.kind) for x in spread]
+        return [few_rows.float8_pair(word, (i, i + 1), w.kind) for i in (0, 2)]
     if w.bits == 8 and w.kind == "bf16":
         spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
         return [few_rows.int8_pair(x) for x in spread]
