@@ -194,7 +194,7 @@ def merge_bits(a: Value, mask: int, c: Value) -> Value:
 
 
 def permute(a: Value, b: Value, selector: int) -> Value:
-    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7); 8 and on: all of its sign."""
+    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7); 8 + i is i's sign."""
     return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
 
 
