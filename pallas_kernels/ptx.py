@@ -193,9 +193,11 @@ def merge_bits(a: Value, mask: int, c: Value) -> Value:
     return _i32("lop3.b32 $0, $1, $2, $3, 0xe2;", a, ci(mask), c)
 
 
-def permute(a: Value, b: Value, selector: int) -> Value:
+def permute(a: Value, b: Value, selector: int | Value) -> Value:
     """PRMT: four bytes picked from the eight of a (0..3) and b (4..7); 8 + i is i's sign."""
-    return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+    if isinstance(selector, int):
+        return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+    return _i32("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
 
 # --- Floats ---

@@ -54,8 +54,8 @@ def _permute(a, b, selector):
     both = [np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in (a, b)]
     both = np.concatenate(both, axis=1)
     both = np.concatenate([both, np.uint8(255) * (both >> 7)], axis=1)
-    picked = [both[:, selector >> 4 * i & 15] for i in range(4)]
-    return np.stack(picked, 1).view(U32)[:, 0]
+    selector = np.broadcast_to(selector, len(both))[:, None] >> np.arange(0, 16, 4) & 15
+    return np.take_along_axis(both, selector, 1).view(U32)[:, 0]
 
 
 def _to_e4m3(high, low):

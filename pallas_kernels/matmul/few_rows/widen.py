@@ -14,6 +14,9 @@ _FACTOR_BITS = 94
 FLOAT4_FACTOR = 2.0**_FACTOR_BITS
 FLOAT4_REST = 2.0 ** (126 - _FACTOR_BITS)  # what is left to multiply sums by
 FLOAT4_BITS = 0x81C081C0  # where two codes lie in a pair of bfloat16
+# Selectors of PRMT.  The first two bytes, each with its sign in the byte above:
+NEIGHBOURS = 0x9180
+FLOAT4_BYTE = 0xC480  # byte 0 of the first and of the second word, with their signs
 _HALF_OF_FLOAT8 = 7, 0xBF80BF80, 0x5C005C00  # as in ``float8_pair``, of float16
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
@@ -27,7 +30,7 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     if scheme.plain:
         return [word]
     if scheme.float8:
-        return [float8_pair(word, (i, i + 2), scheme.kind) for i in range(2)]
+        return [float8_pair(word, word, 0xA280 + 0x1111 * i, scheme.kind) for i in range(2)]
     if scheme.bits == 4 or scheme.kind == "f16":
         mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
         low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
@@ -65,10 +68,14 @@ def float4_pairs(word: Value, factor: Value) -> list[Value]:
     return [p.mul_pairs(p.masked(v, FLOAT4_BITS), factor) for v in placed]
 
 
-def float4_bits(pair: Value) -> Value:
-    """Return the codes at the low ends of two half words at bfloat16's places, times 2^-126."""
-    sign = p.masked(p.shift_left(pair, 12), 0x80008000)
-    return p.select_bits(p.shift_left(pair, 6), 0x01C001C0, sign)
+def float4_neighbours(word: Value, selector: int | Value = FLOAT4_BYTE) -> Value:
+    """Return the codes of a byte of a word at bfloat16's places, times 2^-126.
+
+    selector: ``FLOAT4_BYTE`` and 0x1111 times the byte.  So PRMT fills the upper half of each half
+    word with the sign of the code at the top of the lower.
+    """
+    extended = p.permute(p.shift_left(word, 4), word, selector)
+    return p.masked(p.shift_left(extended, 2), FLOAT4_BITS)
 
 
 def int8_pair(word: Value) -> Value:
@@ -80,16 +87,17 @@ def int8_pair(word: Value) -> Value:
     return p.sub_pairs(low, p.and_xor(word, 0x00800080, 0x43004300))
 
 
-def float8_pair(word: Value, places: tuple[int, int], kind: str = "bf16") -> Value:
-    """Return the float8_e4m3fn codes in two bytes of a word as a pair, exactly.
+def float8_pair(
+    low: Value, high: Value, selector: int | Value = NEIGHBOURS, kind: str = "bf16"
+) -> Value:
+    """Return two float8_e4m3fn codes of the bytes of two words as a pair, exactly.
 
     A code's fields are put at the lower end of the wider exponent, which is 2^-120 (bfloat16) or
-    2^-8 (float16) times its value.  PRMT fills the byte above a code with its sign, so that one
-    shift and one mask place all of it.
+    2^-8 (float16) times its value.  selector: of PRMT, which fills the byte above each code with
+    its sign, so that one shift and one mask place all of it.
     """
     shift, mask, factor = (4, 0x87F087F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
-    low, high = places
-    extended = p.permute(word, word, low | (8 | low) << 4 | high << 8 | (8 | high) << 12)
+    extended = p.permute(low, high, selector)
     return p.mul_pairs(p.masked(p.shift_left(extended, shift), mask), p.ci(factor), kind)
 
 
