@@ -30,7 +30,7 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     if scheme.plain:
         return [word]
     if scheme.float8:
-        return [float8_pair(word, word, 0xA280 + 0x1111 * i, scheme.kind) for i in range(2)]
+        return [float8_pair(word, 0xA280 + 0x1111 * i, scheme.kind) for i in range(2)]
     if scheme.bits == 4 or scheme.kind == "f16":
         mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
         low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
@@ -87,17 +87,15 @@ def int8_pair(word: Value) -> Value:
     return p.sub_pairs(low, p.and_xor(word, 0x00800080, 0x43004300))
 
 
-def float8_pair(
-    low: Value, high: Value, selector: int | Value = NEIGHBOURS, kind: str = "bf16"
-) -> Value:
-    """Return two float8_e4m3fn codes of the bytes of two words as a pair, exactly.
+def float8_pair(word: Value, selector: int = NEIGHBOURS, kind: str = "bf16") -> Value:
+    """Return two float8_e4m3fn codes of a word as a pair, exactly.
 
     A code's fields are put at the lower end of the wider exponent, which is 2^-120 (bfloat16) or
     2^-8 (float16) times its value.  selector: of PRMT, which fills the byte above each code with
     its sign, so that one shift and one mask place all of it.
     """
     shift, mask, factor = (4, 0x87F087F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
-    extended = p.permute(low, high, selector)
+    extended = p.permute(word, word, selector)
     return p.mul_pairs(p.masked(p.shift_left(extended, shift), mask), p.ci(factor), kind)
 
 

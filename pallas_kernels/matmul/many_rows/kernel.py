@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
-from pallas_kernels.matmul.many_rows.pair import pair_matmul, scales_held
+from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
 from pallas_kernels.qtensor import FLOAT4, QTensor
@@ -69,7 +69,7 @@ def _by_step(scale: jax.Array) -> jax.Array:
 
 def _whole_units(scale: jax.Array) -> jax.Array:
     """Scales ``[rows, groups]`` with zeros behind the groups, so that rows have whole 16 bytes."""
-    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % scales_held(scale))))
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % (16 // scale.dtype.itemsize))))
 
 
 def _weight_only(

@@ -21,9 +21,10 @@ clusters of 64 rows of w then have as much to do as 128 blocks of 32, and read h
 block sends the sums of one warpgroup to the other's shared memory and finishes the other.  With
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
-Groups of 128 columns (FP8 blocks) have scales in both operands.  A slot of the ring brings those of
-its step, and a step's sum is multiplied by both in float32 before it is added.  With few rows XLA
-does not turn the scales first; a slot brings the 16 bytes of each row that have the step's.
+Groups of 128 columns (FP8 blocks) have scales in both operands.  A step's sum is multiplied by both
+in float32 before it is added.  With many rows XLA turns the scales, and a slot of the ring brings
+those of its step.  With few rows they stay as they are stored: a ring of their own has two places,
+each with the scales of eight steps.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
 
@@ -50,7 +51,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
-from pallas_kernels.matmul.many_rows.pair_program import PairBlock
+from pallas_kernels.matmul.many_rows.pair_program import HELD, PairBlock
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
@@ -119,11 +120,6 @@ def pair_matmul(
     return out
 
 
-def scales_held(scale: jax.Array) -> int:
-    """Scales of a row in the 16 bytes that a copy brings at least."""
-    return 16 // scale.dtype.itemsize
-
-
 def _run(gmem, smem, barrier, **facts) -> None:
     PairBlock(gmem, smem, barrier, **facts).run()
 
@@ -154,7 +150,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
             return plgpu.SMEM((32,), jnp.float32)
         in_ring = by_group and v is not bias
         if in_ring and tile.m == 64:  # as they are stored
-            return plgpu.SMEM((tile.stages, rows, scales_held(v)), v.dtype)
+            return plgpu.SMEM((2, rows, HELD), v.dtype)
         whole_units = -(-rows // 64) * 64  # of 128 bytes
         return plgpu.SMEM((tile.stages if in_ring else 2, whole_units), v.dtype)
 
@@ -167,10 +163,10 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "scale_x": vector(scale_x, tile.m),
         "scale_w": vector(scale_w, tile.n),
         "bias": vector(bias, tile.n),
-        **ring_barriers(tile.stages, 2 + swiglu + 2 * by_group),
+        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_group and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
-        # Of groups: whose turn it is to multiply.
-        "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "scales_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         # Warpgroups that finish a tile.
         "vectors_empty": plgpu.Barrier(num_arrivals=2 // tile.split, num_barriers=2),
         **peer,

@@ -123,6 +123,17 @@ def load_strided(values, dtype, axis: int) -> jax.Array:
     return load(values)
 
 
+def warpgroup_barrier() -> None:
+    """Wait until all of the warpgroup's threads are here, and have read what they were to read."""
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        del ctx
+        p.warpgroup_barrier()
+
+    wait()
+
+
 def my_tiles(total: int, n_clusters: int) -> jax.Array:
     """How many of ``total`` cluster tiles this cluster computes."""
     cluster = lax.axis_index("cluster")

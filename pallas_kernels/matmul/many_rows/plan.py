@@ -202,7 +202,6 @@ FEW_WEIGHT = (
     (WeightTile(64, 128, stages=12, store=16), 0.34),
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
-_SCALED_RING_BYTES = 200 * 1024  # at most, where a slot has scales too
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
@@ -335,11 +334,7 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
     tile = pair_tile(call.m, n, k, call.x)
-    stages = tile.stages
-    if tile.m == 64:  # 16 bytes of scales stand beside the codes of each row
-        slot = (tile.m + tile.n) * (BLOCK_BYTES + 16)
-        stages = min(stages, _SCALED_RING_BYTES // slot)
-    return dataclasses.replace(tile, promote=1, stages=stages)
+    return dataclasses.replace(tile, promote=1)
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:

@@ -22,13 +22,13 @@ That byte times 0x1001 has one code at the low end of each half word.  Under a c
 half word is 136 + q.  136 + zero is subtracted exactly, so a zero point from -8 to 119 costs
 nothing.  The product with the scale is rounded once.
 
-float4_e2m1fn to bfloat16.  A thread loads the 16 bytes of which its quad has four each, and PRMT
-takes its own of a word.  A byte's two codes go to where their fields are bfloat16's
-(``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.
+float4_e2m1fn to bfloat16.  A byte's two codes go to where their fields are bfloat16's
+(``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.  A thread may load
+the 16 bytes of which its quad has four each; PRMT then takes its own.
 
-float8_e4m3fn to bfloat16.  A thread's two columns are two bytes of eight, which PRMT takes.  Their
-fields go to the lower end of bfloat16's exponent (``few_rows.widen``).  The value is exact, and its
-product with the scale is rounded once.
+float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields go to the lower end
+of bfloat16's exponent (``few_rows.widen``).  The value is exact, and its product with the scale is
+rounded once.
 
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
 arithmetic.
@@ -210,11 +210,12 @@ def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
     return widen(*refs)
 
 
-def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER) -> jax.Array:
+def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER, wide: bool = True) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
     codes: bytes ``[64, 32]``, swizzled by 32.  scales: bytes ``[64]`` of each group of 32 columns
-    (kind "e8m0") or 16 ("e4m3"), strided.  The result lacks ``widen.FLOAT4_REST``.
+    (kind "e8m0") or 16 ("e4m3"), strided.  wide: a thread loads all bytes of its quad, which takes
+    fewer instructions and more registers.  The result lacks ``widen.FLOAT4_REST``.
     """
     layout = plgpu.Layout.WGMMA
     out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
@@ -225,21 +226,25 @@ def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER) -> jax.Array:
         del ctx
         row, in_eight, quad = where.place()
         base = p.add(p.shared_address(codes), p.mul(row, pitch))
+        base = base if wide else p.add(base, quad)
         swizzle = p.mul(p.shift_right(in_eight, 2), 16)
         places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
-        mine = p.add(p.mul(quad, 0x1111), few_rows.FLOAT4_BYTE)
+        mine = few_rows.FLOAT4_BYTE
+        if wide:
+            mine = p.add(p.mul(quad, 0x1111), mine)
+
+        def words(place, at):
+            if wide:
+                return p.load_shared(place, 4, at)
+            return [p.load_shared_narrow(place, "u8", at + 4 * i) for i in range(4)]
+
         rows = []
         for half in range(2):
             at = p.add(row, where.apart * half)
-            held = [arith.extui(p.i32(), _of_row(v, at)) for v in scales]
-            factors = [factor_of(v) for v in held]
+            factors = [factor_of(arith.extui(p.i32(), _of_row(v, at))) for v in scales]
             each = 8 // len(factors)  # bytes of a thread that share a scale
-            words = [
-                word
-                for place in places
-                for word in p.load_shared(place, 4, where.apart * pitch * half)
-            ]
-            pairs = [few_rows.float4_neighbours(word, mine) for word in words]
+            held = [word for place in places for word in words(place, where.apart * pitch * half)]
+            pairs = [few_rows.float4_neighbours(word, mine) for word in held]
             rows.append([p.mul_pairs(x, factors[i // each]) for i, x in enumerate(pairs)])
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
 
@@ -260,21 +265,20 @@ def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) ->
     def unpacked(ctx, codes, *scales):
         del ctx
         row, in_eight, quad = where.place()
-        base = p.add(p.shared_address(codes), p.mul(row, _PITCH))
+        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
         swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
         places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
-        mine = p.add(p.mul(quad, 0x2222), few_rows.NEIGHBOURS)
         rows = []
         for half in range(2):
             factors = [_factor(v, p.add(row, where.apart * half)) for v in scales]
             words = []
             for place in places:
-                held = p.load_shared(place, 4, where.apart * _PITCH * half)
-                for low, high in (held[:2], held[2:]):
+                for at in (0, 8):
+                    both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
                     if integers:
-                        pair = few_rows.int8_pair(p.permute(low, high, mine))
+                        pair = few_rows.int8_pair(p.permute(both, p.ci(0), 0x4140))
                     else:
-                        pair = few_rows.float8_pair(low, high, mine)
+                        pair = few_rows.float8_pair(both)
                     words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
             rows.append(words)
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)

@@ -220,7 +220,9 @@ class Multiplier:
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
         if scheme.float4 is not None:
             groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
-            return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
+            codes = smem.w.bytes.at[at, self.rows]
+            has_registers = self.tile.parts == 1
+            return unpack.float4_to_bfloat16(codes, groups, scheme.float4, wide=has_registers)
         if scheme.float8:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)

@@ -25,7 +25,7 @@ def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]
     if w.float4:
         return [few_rows.float4_neighbours(word, selector) for selector in _FLOAT4]
     if w.float8:
-        return [few_rows.float8_pair(word, word, selector, w.kind) for selector in _FLOAT8]
+        return [few_rows.float8_pair(word, selector, w.kind) for selector in _FLOAT8]
     if w.bits == 8 and w.kind == "bf16":
         spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
         return [few_rows.int8_pair(x) for x in spread]

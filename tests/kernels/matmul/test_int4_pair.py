@@ -213,8 +213,8 @@ def test_every_float8_code_is_its_float(monkeypatch):
     finite = (code & 127) != 127
     want = code.astype(np.uint8).view(np.dtype(jnp.float8_e4m3fn)).astype(np.float32)
     for kind, dtype in (("bf16", BF16), ("f16", jnp.float16)):
-        # Byte 3 of one word and byte 1 of the other, with their signs.
-        made = widen.float8_pair(code << 24, code[::-1] << 8, 0xD5B3, kind)
+        # Bytes 3 and 1, with their signs.
+        made = widen.float8_pair(code << 24 | code[::-1] << 8, 0x91B3, kind)
         got = made.view(np.uint16).view(np.dtype(dtype)).reshape(256, 2).astype(np.float32)
         np.testing.assert_array_equal(got[finite, 0], want[finite])
         np.testing.assert_array_equal(got[finite[::-1], 1], want[::-1][finite[::-1]])
