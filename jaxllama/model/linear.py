@@ -277,7 +277,7 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     if isinstance(x, Adapted):
         low_rank = x.inner, lora.b
         return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
-    assert isinstance(x, jax.Array)
+    assert isinstance(x, jax.Array) and dtype is not None
     wide = lora.sums_in(dtype)
     return (_matmul(x, weight, bias, wide) + lora.product(x).astype(wide)).astype(dtype)
 
