@@ -296,14 +296,15 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
             y = quantized_matmul(x.codes, weight, out_dtype=jnp.float32, low_rank=low_rank)
         else:
             assert isinstance(x, jax.Array)
-            y = _matmul(x, weight, None, jnp.float32) + lora.product(x)
+            y = _matmul(x, weight, None, jnp.float32) + lora.product(x).astype(jnp.float32)
         y = lora.scaled(y)
         return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
     if isinstance(x, Adapted):
         low_rank = x.inner, lora.b
         return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
-    assert isinstance(x, jax.Array)
-    return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
+    assert isinstance(x, jax.Array) and dtype is not None
+    wide = lora.sums_in(dtype)
+    return (_matmul(x, weight, bias, wide) + lora.product(x).astype(wide)).astype(dtype)
 
 
 @overload
