@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.posted import Slot
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
@@ -22,7 +22,7 @@ Weight = jax.Array | QTensor
 _LAST = "pending", "total"  # of the tile kernel's addresses
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "activation", "plan", "post_slot", "posted_slot"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "activation", "plan"))
 def matmul(
     x: jax.Array,
     w: Weight,
@@ -36,9 +36,7 @@ def matmul(
     activation: str = "silu",
     pending: jax.Array | None = None,
     post: jax.Array | None = None,
-    post_slot: Slot | None = None,
     posted: jax.Array | None = None,
-    posted_slot: Slot | None = None,
     plan: RowPlan | TilePlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
@@ -79,14 +77,14 @@ def matmul(
     parts = (plan.split,) if is_apart else ()
     outs = {"out": jax.ShapeDtypeStruct((*parts, m, n // 2 if swiglu else n), out_dtype)}
     outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
+    table = post if posted is None else posted
     facts = {
         "k": k,
         "kinds": kinds_of(inputs | outs),
         "eps": eps,
         "swiglu": swiglu,
         "activation": activation,
-        "post_slot": post_slot,
-        "posted_slot": posted_slot,
+        "posts": None if table is None else Posts(table.shape[1] - 2, n if post is not None else k),
     }
 
     def body(gmem, smem):

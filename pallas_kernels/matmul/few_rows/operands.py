@@ -9,7 +9,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.fused_parts import floats, gated, rounded_sum
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.posted import Slot
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.ptx import Value
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -34,10 +34,9 @@ class FewRowsOperands:
     pending: Value | None = None
     total: Value | None = None
     activation: str | ClampedGate = "silu"  # of the gate
-    post: Value | None = None  # the tables of mailboxes, and their slots
-    posted: Value | None = None
-    post_slot: Slot | None = None
-    posted_slot: Slot | None = None
+    post: Value | None = None  # the sum's table, of a product that posts
+    posted: Value | None = None  # that of the sum that is pending
+    posts: Posts | None = None
 
     @classmethod
     def of(cls, memory: Mapping[str, Value | None], **facts) -> FewRowsOperands:

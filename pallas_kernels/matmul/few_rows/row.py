@@ -66,7 +66,7 @@ class Input:
     loop: Floats | Nibbles
     thread: Value
     squares: Value
-    mailbox: Value | None
+    slot: Value | None
 
     def ask(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
@@ -88,8 +88,8 @@ class Input:
                 words = [arith.select(is_x, word, p.ci(0)) for word in words]
             gamma = None if operands.gamma is None else self.eight("gamma", source)
             pending = None
-            if self.mailbox is not None:
-                pending = operands.posted_slot.ask(self.mailbox, source)
+            if self.slot is not None:
+                pending = operands.posts.ask(self.slot, source)
             elif operands.pending is not None:
                 pending = self.eight("pending", source)
             asked.append((piece, inside, words, gamma, pending))
@@ -103,9 +103,9 @@ class Input:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
         total = p.cf(0.0)
         for piece, inside, words, gamma, pending in [*asked, *self.ask(early=False)]:
-            if self.mailbox is not None:
-                source = piece if inside is None else p.minimum(piece, self.plan.k // 8 - 1)
-                pending = self.operands.posted_slot.total(pending, self.mailbox, source)
+            if self.slot is not None:
+                source = p.minimum(piece, self.plan.k // 8 - 1)
+                pending = self.operands.posts.total(pending, self.slot, source)
             if pending is not None:
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
@@ -221,25 +221,21 @@ class WeightRows:
 
     def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
         totals = over_lanes(self.loop.totals(sums))
-        slot = self.operands.post_slot
-        if slot is not None:
-
-            def post():
-                values = self.operands.finish(totals, factor=factor, **asked)
-                first = p.mul(unit, len(values))
-                for i, value in enumerate(values):
-                    slot.post(self.place, p.add(first, i), value)
-
-            p.when(p.less(self.lane, slot.peers), post)
-            return
+        operands, place = self.operands, self.place
 
         def store():
-            values = self.operands.finish(totals, factor=factor, **asked)
+            values = operands.finish(totals, factor=factor, **asked)
             first = p.mul(unit, len(values))
             for i, value in enumerate(values):
-                self.operands.store(p.add(first, i), value)
+                row = p.add(first, i)
+                if place is None:
+                    operands.store(row, value)
+                else:
+                    p.post(p.offset(place, row, 4), value)
 
-        p.when(p.less(self.lane, 1), store)
+        # Of a sum over devices each lane posts to its own.
+        lanes = 1 if place is None else operands.posts.peers
+        p.when(p.less(self.lane, lanes), store)
 
 
 def run(
@@ -269,12 +265,10 @@ def run(
         last_lane = p.minimum(lane, plan.last_lanes - 1)
         last_w = p.offset(operands.w, last_lane, 16)
         last_loop = make_loop(operands, xs, last_lane)
-    mailbox = place = None
-    if operands.posted_slot is not None:
-        mailbox = p.load_address(operands.posted, 8 * operands.posted_slot.peers)
-    if operands.post_slot is not None:
-        place = operands.post_slot.place(operands.post, lane)
-    source = Input(plan, operands, loop, thread, squares, mailbox)
+    posts = operands.posts
+    slot = None if operands.posted is None else posts.slot(operands.posted)
+    place = None if operands.post is None else posts.place(operands.post, lane)
+    source = Input(plan, operands, loop, thread, squares, slot)
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop, place)
     groups, stride = plan.groups, plan.blocks * plan.warps
 
@@ -283,9 +277,9 @@ def run(
     rows.prefetch(start)
     if not has_waited:
         p.await_kernel()
-    if operands.post_slot is not None:
-        everyone = p.add(p.mul(block, 32 * plan.warps), thread)
-        operands.post_slot.empty_older(operands.post, everyone, 32 * plan.warps * plan.blocks)
+    if operands.post is not None:
+        threads = 32 * plan.warps
+        posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
     source.store(asked, warp, lane)
